@@ -1,0 +1,40 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both make .venv themselves.
+PYTHON ?= python3
+BIN := .venv/bin
+SEEDS ?= 200
+
+.PHONY: setup setup-dev demo test lint bench clean
+
+setup: .venv/.core
+setup-dev: .venv/.dev
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+# torch first and pinned: see constraints.txt
+.venv/.core: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch==2.13.0 2>&1 | grep -v 'is ignored: it is neither' || true
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[examples]'
+	@touch $@
+
+.venv/.dev: .venv/.core
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/distbelief train examples/digits.py
+
+lint: setup-dev
+	$(BIN)/ruff check src tests bench examples
+	$(BIN)/ruff format --check src tests bench examples
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest
+
+bench: setup-dev
+	$(BIN)/python bench/dataparallel.py --json bench/results/dataparallel.json
+
+clean:
+	rm -rf .venv runs build dist src/*.egg-info

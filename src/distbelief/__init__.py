@@ -1,0 +1,39 @@
+"""Distributed training whose results do not depend on the cluster.
+
+The public names are loaded when first used, so that the coordinator and the command line start without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from distbelief.api import Result, train
+    from distbelief.data.idx import idx
+    from distbelief.errors import DistBeliefError, JobError, RunFailed
+    from distbelief.job import Job
+    from distbelief.strategies.allreduce import AllReduce
+    from distbelief.worker.metrics import accuracy
+
+_HOME = {
+    "AllReduce": "distbelief.strategies.allreduce",
+    "DistBeliefError": "distbelief.errors",
+    "Job": "distbelief.job",
+    "JobError": "distbelief.errors",
+    "Result": "distbelief.api",
+    "RunFailed": "distbelief.errors",
+    "accuracy": "distbelief.worker.metrics",
+    "idx": "distbelief.data.idx",
+    "train": "distbelief.api",
+}
+
+__all__ = ["AllReduce", "DistBeliefError", "Job", "JobError", "Result", "RunFailed", "accuracy", "idx", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'distbelief' has no attribute {name!r}")

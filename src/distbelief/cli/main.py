@@ -1,0 +1,51 @@
+"""The `distbelief` command. Each subcommand is one file, and imports what is heavy only when it runs."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Annotated
+
+import typer
+
+from distbelief import __version__
+from distbelief.cli.failures import Commands
+from distbelief.cli.new import new
+from distbelief.cli.train import train
+
+app = typer.Typer(
+    cls=Commands,
+    name="distbelief",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(train)
+app.command()(new)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"distbelief {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Distributed training whose results do not depend on the cluster."""
+
+
+def main() -> None:
+    # A worker may print any character; a terminal that cannot show one must not end the run.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    app(prog_name="distbelief")
+
+
+if __name__ == "__main__":
+    main()

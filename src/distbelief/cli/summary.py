@@ -1,0 +1,77 @@
+"""What `distbelief train` prints after a run: a few lines for people, or one JSON object for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import TYPE_CHECKING, Any, TextIO
+
+import typer
+
+from distbelief.observe import text
+
+if TYPE_CHECKING:
+    from distbelief.api import Result
+
+KEYS = (
+    "run_dir",
+    "steps",
+    "loss",
+    "metrics",
+    "weights_sha256",
+    "samples_per_s",
+    "wall_s",
+    "workers",
+    "recoveries",
+)
+
+
+def rows(result: Result) -> list[tuple[str, str]]:
+    """Label and value, the most wanted first."""
+    found = [
+        ("validation loss" if name == "loss" else name, text.number(value))
+        for name, value in text.metrics(result.metrics)
+    ]
+    found += [
+        ("training loss", text.number(result.loss)),
+        ("speed", f"{text.rate(result.samples_per_s)} on {text.count(result.workers, 'worker')}"),
+        ("time", f"{result.wall_s:.1f} s for {text.count(result.steps, 'step')}"),
+    ]
+    if result.recoveries:
+        found.append(("recoveries", str(result.recoveries)))
+    return [*found, ("weights sha256", result.weights_sha256), ("run", result.run_dir)]
+
+
+def print_summary(result: Result, stream: TextIO, *, plain: bool = False) -> None:
+    found = rows(result)
+    if plain or not stream.isatty():
+        for label, value in found:
+            print(f"{label}: {value}", file=stream)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 1, 0, 0))  # so that a hash fits 80 columns, to be copied in one piece
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    best = len(result.metrics)
+    for i, (label, value) in enumerate(found):
+        table.add_row(label, Text(value, style="bold green" if i < best else ""))
+    console = Console(file=stream, highlight=False)
+    console.print(Text("\n✓ done", style="bold green"))
+    console.print(table)
+
+
+def print_json(result: Result) -> None:
+    """One line on stdout."""
+    whole = dataclasses.asdict(result)
+    typer.echo(json.dumps({key: _finite(whole[key]) for key in KEYS}, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null stands for them."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

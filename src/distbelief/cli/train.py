@@ -1,0 +1,145 @@
+"""`distbelief train JOB`: check what can be checked at once, run the job, show the result.
+
+The checks here need no torch and start no process; everything that needs the job's values is checked by a worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import math
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
+from distbelief.cli.summary import print_json, print_summary
+from distbelief.errors import JobError
+from distbelief.observe.view import open_view
+from distbelief.worker.jobfile import compile_job
+
+
+def train(
+    ctx: typer.Context,
+    job: Annotated[Path, typer.Argument(help="The job file: Python that defines `job`.", show_default=False)],
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Worker processes. Default: chosen for this machine.", show_default=False),
+    ] = None,
+    strategy: Annotated[str, typer.Option(help="How to learn it.")] = "allreduce",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Set a hyper-parameter of the job. May be repeated."),
+    ] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the run is kept. Default: runs/NAME-ID.", show_default=False),
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each worker; part of the exact result.")] = 1,
+    device: Annotated[str, typer.Option(help="The device of each worker.")] = "cpu",
+    shares: Annotated[
+        str, typer.Option(metavar="2,1,1", help="Relative shares of the work, one per worker.", show_default=False)
+    ] = "",
+    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Plain lines even on a terminal.")] = False,
+) -> None:
+    """Train a job on the workers of this machine."""
+    ctx.meta[MACHINE_OUTPUT] = json
+    check_job_file(job)
+    values = parse_settings(settings or [])
+    parts = parse_shares(shares, workers)
+
+    from distbelief.api import run_file  # after the checks: it imports torch
+
+    stream = sys.stderr if json else sys.stdout
+    view = open_view(stream, plain=plain)
+    # With --json, stdout holds the object alone, whatever else prints in this process. The view is closed inside: a
+    # live view puts its own proxy over stdout and takes it away again.
+    with contextlib.redirect_stdout(stream), contextlib.closing(view):
+        result = run_file(
+            job,
+            values,
+            workers=workers or len(parts) or None,
+            strategy=strategy,
+            run_dir=run_dir,
+            threads=threads,
+            device=device,
+            shares=parts,
+            view=view,
+        )
+    if json:
+        print_json(result)
+    else:
+        print_summary(result, stream, plain=plain)
+
+
+def check_job_file(path: Path) -> None:
+    """A JobError for what is wrong with the file itself: missing, not Python, a syntax error."""
+    if path.is_dir():
+        found = " or ".join(str(path / name) for name in _python_files(path)[:5])
+        raise JobError(f"{path} is a folder, not a job file", hint=f"try {found}" if found else "")
+    if not path.exists():
+        raise JobError(f"no such job file: {path}", hint=_suggestion(path))
+    if path.suffix != ".py":
+        raise JobError(f"{path} is not a Python file", hint="a job file's name ends in .py")
+    compile_job(path)
+
+
+def parse_settings(texts: Iterable[str]) -> dict[str, str]:
+    """`name=value` texts to a mapping; the last one wins when a name is given twice.
+
+    >>> parse_settings(["lr=3e-4", "name=a=b"])
+    {'lr': '3e-4', 'name': 'a=b'}
+    """
+    settings = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.strip()
+        if not equals or not name.isidentifier():
+            raise UsageError(f"--set {text!r} is not of the form name=value", hint="for example --set lr=3e-4")
+        settings[name] = value.strip()
+    return settings
+
+
+def parse_shares(text: str, workers: int | None) -> list[float]:
+    """
+    >>> parse_shares("2,1,1", None), parse_shares("", 4)
+    ([2.0, 1.0, 1.0], [])
+    """
+    if not text:
+        return []
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(math.isfinite(share) and share > 0 for share in shares):
+        raise UsageError(
+            f"--shares {text!r} is not a list of numbers above 0",
+            hint="one number per worker, for example --shares 2,1,1",
+        )
+    if workers is not None and len(shares) != workers:
+        raise UsageError(
+            f"--shares {text} gives {len(shares)} shares for {workers} workers",
+            hint="give one number per worker",
+        )
+    return shares
+
+
+def _python_files(folder: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".py")
+    except OSError:  # a folder that we may not list has no suggestions to offer
+        return []
+
+
+def _suggestion(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"check the path: there is no folder {path.parent}"
+    names = _python_files(path.parent)
+    near = difflib.get_close_matches(path.name if path.suffix else f"{path.name}.py", names)
+    if near:
+        return f"try {' or '.join(str(path.parent / name) for name in near)}"
+    return f"check the path, or write a starter job with `distbelief new {path}`"

@@ -1,0 +1,136 @@
+"""The interface of the data plane: how the partial sums of one step are added up over the members of a generation.
+
+Partial sums live in *slots*: one slot is the whole flat layout of the model (gradients, then float buffers), cut into
+fixed *tiles*. An exchange knows bytes, tiles and the order of addition; it knows nothing of models or optimizers.
+Two implementations pass one contract suite: shared memory (one host) and torch.distributed (any hosts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from distbelief.comm.segment import Segment
+from distbelief.shards import Program, Range
+
+ROW = 4  # float64 numbers that travel per shard and step
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A fixed stretch of the flat layout: the unit of reduction, of the optimizer and of the undo log.
+
+    Tiles depend on the model alone. So whichever member works on one, it runs the same operation on the same numbers.
+    """
+
+    index: int
+    dtype: torch.dtype
+    offset_bytes: int
+    numel: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one partial sum of the step lies."""
+
+    rank: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What is added in this step, and in which order. The same on every member."""
+
+    step: int
+    sources: Sequence[Source]
+    program: Program
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sizes that all members of an exchange agree on."""
+
+    tiles: Sequence[Tile]
+    slot_bytes: int
+    slots: Sequence[int]
+    """How many slots each rank has."""
+    shards: int
+    parameters: int
+
+
+class Exchange(Protocol):
+    rank: int
+    size: int
+    tiles: Sequence[int]
+    """The tiles that this member brings up to date: its own ones in shared memory, all of them otherwise."""
+    shares_state: bool
+    """Whether the members keep one copy of the parameters between them."""
+
+    def slot(self, index: int) -> Segment: ...
+
+    def state(self, size_bytes: int) -> Segment:
+        """Memory for parameters and optimizer state: one copy per host, or this member's own."""
+
+    def begin(self, plan: StepPlan) -> None: ...
+
+    def publish(self, tile: int) -> None:
+        """My slots hold their final values of this tile. Reduction of it may start."""
+
+    def share(self, mine: Range, rows: np.ndarray, untouched: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Every member gives the rows of its own shards, and which parameters it left untouched.
+
+        Returns all rows, and the parameters that nobody touched. After it, every member's partial sums are there.
+        """
+
+    def reduced(self, tile: int) -> torch.Tensor:
+        """The sum of the step's partial sums for one of `tiles`, in private memory; the partial sums stay intact."""
+
+    def share_squares(self, mine: dict[int, float]) -> list[float]:
+        """Every member gives a number for each of its tiles; returns the numbers of all tiles."""
+
+    def settle(self) -> None:
+        """Return when every member has applied the step; the slots may then be written again."""
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Everybody's bytes, by rank. Not for the step path."""
+
+    def close(self) -> None: ...
+
+
+def tree_add(
+    program: Program, parts: Sequence[torch.Tensor], out: torch.Tensor, scratch: Sequence[torch.Tensor]
+) -> None:
+    """Add `parts` in the order of `program` into `out`, never writing to a part. Needs one scratch tensor per level."""
+
+    def value(node: Program, target: torch.Tensor, level: int) -> torch.Tensor:
+        if isinstance(node, int):
+            return parts[node]
+        left = value(node[0], target, level)
+        other = node[1]
+        right = parts[other] if isinstance(other, int) else value(other, scratch[level][: out.numel()], level + 1)
+        return torch.add(left, right, out=target)
+
+    if isinstance(program, int):
+        out.copy_(parts[program])
+    else:
+        value(program, out, 0)
+
+
+def depth(program: Program) -> int:
+    """How many scratch tensors `tree_add` needs for this program.
+
+    >>> depth(((0, 1), (2, (3, 4))))
+    2
+    """
+    if isinstance(program, int):
+        return 0
+    left, right = program
+    return max(depth(left), 0 if isinstance(right, int) else 1 + depth(right))

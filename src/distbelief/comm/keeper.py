@@ -1,0 +1,71 @@
+"""Who keeps the shared segments of a host: the engine's process, which outlives every worker.
+
+A worker asks for a segment by name over its own socket; the first to ask makes it, the others get the same memory.
+Because the keeper holds the descriptors, a worker's death takes no memory away from the others.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from distbelief.comm.segment import Segment, allocate, receive_message, send_message
+from distbelief.errors import DistBeliefError, NotEnoughMemory
+
+
+class SegmentKeeper:
+    """The keeper's side: a table of descriptors, and answers to requests."""
+
+    def __init__(self) -> None:
+        self._segments: dict[str, tuple[int, int]] = {}
+
+    def put(self, name: str, content: bytes) -> None:
+        """Make a segment with this content (how a pickled job reaches the workers)."""
+        fd = allocate(len(content), name)
+        os.pwrite(fd, content, 0)
+        self._segments[name] = (fd, len(content))
+
+    def answer(self, sock: socket.socket) -> None:
+        """Answer one request. Raises EOFError when the worker has gone."""
+        request, _ = receive_message(sock)
+        try:
+            fd, size_bytes = self._find(str(request["name"]), int(request["size_bytes"]))
+        except DistBeliefError as error:
+            send_message(sock, {"error": error.message, "hint": error.hint})
+        else:
+            send_message(sock, {"size_bytes": size_bytes}, [fd])
+
+    def _find(self, name: str, size_bytes: int) -> tuple[int, int]:
+        if name not in self._segments:
+            if size_bytes < 0:
+                raise DistBeliefError(f"there is no shared segment '{name}'")
+            self._segments[name] = (allocate(size_bytes, name), size_bytes)
+        fd, existing = self._segments[name]
+        if size_bytes not in (-1, existing):
+            raise DistBeliefError(
+                f"the shared segment '{name}' has {existing} bytes, not {size_bytes}: the members disagree on the model"
+            )
+        return fd, existing
+
+    def drop(self, prefix: str) -> None:
+        """Forget the segments of an old generation; members that still map them keep them until they let go."""
+        for name in [name for name in self._segments if name.startswith(prefix)]:
+            os.close(self._segments.pop(name)[0])
+
+    def close(self) -> None:
+        self.drop("")
+
+
+class KeeperClient:
+    """The worker's side."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def segment(self, name: str, size_bytes: int = -1) -> Segment:
+        """The segment of that name; made with this size if it is not there yet (never, when the size is left out)."""
+        send_message(self._sock, {"name": name, "size_bytes": size_bytes})
+        answer, fds = receive_message(self._sock)
+        if "error" in answer:
+            raise NotEnoughMemory(answer["error"], hint=answer["hint"])
+        return Segment(fds[0], answer["size_bytes"])

@@ -1,0 +1,185 @@
+"""The exchange over torch.distributed (gloo): for members on several hosts, or where shared memory cannot be used.
+
+Exact all-reduce by tile: every member sends its partial sums of a tile to the tile's owner as soon as they are ready,
+the owner adds them in the tree's order, and the sums are broadcast. The bytes are those of a ring; the order of
+addition is fixed. Every member then applies the whole step to a replica of its own.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from distbelief.comm.exchange import ROW, Geometry, StepPlan, depth, tree_add
+from distbelief.comm.segment import Segment
+from distbelief.comm.words import Abort, Aborted
+from distbelief.shards import Range
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the store is that introduces the members to each other, and the group's name (its generation)."""
+
+    host: str
+    port: int
+    name: str
+    timeout_s: float = 300.0
+
+
+class TorchExchange:
+    """See `Exchange`."""
+
+    shares_state = False
+
+    def __init__(self, meeting: Rendezvous, rank: int, geometry: Geometry, abort: Abort) -> None:
+        self.rank = rank
+        self.size = len(geometry.slots)
+        self.tiles: Sequence[int] = range(len(geometry.tiles))
+        self._geometry = geometry
+        self._abort = abort
+        self._slots = [Segment.private(geometry.slot_bytes) for _ in range(geometry.slots[rank])]
+        self._views = [[slot.tensor(t.dtype, t.offset_bytes, t.numel) for t in geometry.tiles] for slot in self._slots]
+        self._sums = Segment.private(geometry.slot_bytes)
+        self._out = [self._sums.tensor(t.dtype, t.offset_bytes, t.numel) for t in geometry.tiles]
+        self._owner = [tile.index * self.size // len(geometry.tiles) for tile in geometry.tiles]
+        self._staged: dict[tuple[int, int], torch.Tensor] = {}
+        self._receives: dict[int, list[dist.Work | None]] = {}
+        self._sends: list[dist.Work | None] = []
+        self._collected = False
+        self._plan = StepPlan(-1, [], 0)
+        timeout = datetime.timedelta(seconds=meeting.timeout_s)
+        with self._network():
+            store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
+            dist.init_process_group(
+                "gloo",
+                store=PrefixStore(meeting.name, store),
+                rank=rank,
+                world_size=self.size,
+                timeout=timeout,
+            )
+
+    @contextmanager
+    def _network(self) -> Iterator[None]:
+        """A broken connection is a member's loss, not a fault of the user's code: the coordinator says what follows."""
+        self._abort.check()
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            raise Aborted(f"a connection between members broke: {error}") from error
+
+    def slot(self, index: int) -> Segment:
+        return self._slots[index]
+
+    def state(self, size_bytes: int) -> Segment:
+        return Segment.private(size_bytes)
+
+    def begin(self, plan: StepPlan) -> None:
+        self._plan = plan
+        self._collected = False
+        with self._network():
+            for tile in self._mine():
+                self._receives[tile] = [
+                    dist.irecv(self._stage(number, tile), source.rank, tag=self._tag(number, tile))
+                    for number, source in enumerate(plan.sources)
+                    if source.rank != self.rank
+                ]
+
+    def _mine(self) -> list[int]:
+        return [tile for tile in self.tiles if self._owner[tile] == self.rank]
+
+    def _tag(self, source: int, tile: int) -> int:
+        return source * len(self.tiles) + tile
+
+    def _stage(self, source: int, tile: int) -> torch.Tensor:
+        if (source, tile) not in self._staged:
+            shape = self._geometry.tiles[tile]
+            self._staged[source, tile] = torch.empty(shape.numel, dtype=shape.dtype)
+        return self._staged[source, tile]
+
+    def publish(self, tile: int) -> None:
+        owner = self._owner[tile]
+        if owner == self.rank:
+            return
+        with self._network():
+            for number, source in enumerate(self._plan.sources):
+                if source.rank == self.rank:
+                    view = self._views[source.slot][tile]
+                    self._sends.append(dist.isend(view, owner, tag=self._tag(number, tile)))
+
+    def share(self, mine: Range, rows: np.ndarray, untouched: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        everything = np.zeros((self._geometry.shards, ROW))
+        everything[mine[0] : mine[1]] = rows
+        touched = torch.from_numpy((untouched == 0).astype(np.uint8))
+        with self._network():
+            dist.all_reduce(torch.from_numpy(everything))  # every row has one giver, so the sums are exact
+            dist.all_reduce(touched, op=dist.ReduceOp.MAX)
+        return everything, touched.numpy() == 0
+
+    def reduced(self, tile: int) -> torch.Tensor:
+        if not self._collected:
+            self._collect()
+        return self._out[tile]
+
+    def _collect(self) -> None:
+        self._collected = True
+        plan, levels = self._plan, depth(self._plan.program)
+        with self._network():
+            for tile in self._mine():
+                _wait(self._receives[tile])
+                parts = [
+                    self._views[source.slot][tile] if source.rank == self.rank else self._stage(number, tile)
+                    for number, source in enumerate(plan.sources)
+                ]
+                out = self._out[tile]
+                tree_add(plan.program, parts, out, [torch.empty_like(out) for _ in range(levels)])
+            broadcasts = [
+                dist.broadcast(self._sums.tensor(torch.uint8, first, end - first), owner, async_op=True)
+                for owner, first, end in self._stretches()
+            ]
+            _wait(broadcasts)
+
+    def _stretches(self) -> list[tuple[int, int, int]]:
+        """(owner, first byte, end byte) of the neighbouring tiles that each rank owns."""
+        tiles = self._geometry.tiles
+        return [
+            (owner, tiles[mine[0]].offset_bytes, tiles[mine[-1]].offset_bytes + tiles[mine[-1]].size_bytes)
+            for owner in range(self.size)
+            if (mine := [tile for tile in self.tiles if self._owner[tile] == owner])
+        ]
+
+    def share_squares(self, mine: dict[int, float]) -> list[float]:
+        return [mine[tile] for tile in sorted(mine)]
+
+    def settle(self) -> None:
+        with self._network():
+            _wait(self._sends)
+        self._sends.clear()
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        with self._network():
+            length = torch.tensor([len(payload)])
+            lengths = [torch.zeros_like(length) for _ in range(self.size)]
+            dist.all_gather(lengths, length)
+            longest = max(int(n) for n in lengths)
+            box = torch.zeros(max(longest, 1), dtype=torch.uint8)
+            box[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
+            boxes = [torch.zeros_like(box) for _ in range(self.size)]
+            dist.all_gather(boxes, box)
+        return [bytes(b.numpy()[: int(n)].tobytes()) for b, n in zip(boxes, lengths, strict=True)]
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()

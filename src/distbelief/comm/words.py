@@ -1,0 +1,100 @@
+"""Words in shared memory, and waiting for another member to change one of them.
+
+A word has one writer. Plain stores suffice between x86 processes (stores are seen in program order); other instruction
+sets use torch groups. A waiter spins a little, then sleeps in the kernel on the other member's *bell* (a futex), so
+that more workers than cores cost no time slices. Every wait can be aborted and notices an abort within moments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import platform
+from collections.abc import Callable
+
+_LINE = 64  # one writer per cache line
+_SYS_FUTEX = {"x86_64": 202}.get(platform.machine(), -1)
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_SPINS = 150  # about 20 µs: longer than a barrier between running members, shorter than a time slice
+_EVERYBODY = 2**31 - 1
+
+supported = _SYS_FUTEX >= 0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+_NAP = ctypes.byref(_Timespec(0, 20_000_000))  # how soon a sleeper looks for an abort
+
+
+class Aborted(Exception):
+    """The collective in flight was given up: the membership changes or the run ends."""
+
+
+class Abort:
+    """A flag that ends every wait of this process. Set by the control thread, read by the training thread."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+
+    def set(self, reason: str) -> None:
+        self.reason = reason or "aborted"
+
+    def check(self) -> None:
+        if self.reason:
+            raise Aborted(self.reason)
+
+
+def row_bytes(words: int) -> int:
+    """Bytes of one member's row: its bell and `words` words, in cache lines of their own."""
+    return -(-(words + 1) * 4 // _LINE) * _LINE
+
+
+class Words:
+    """A table of 32-bit words: one row per member, written by that member alone, read by all."""
+
+    def __init__(self, memory: mmap.mmap, offset_bytes: int, members: int, words: int, me: int, abort: Abort) -> None:
+        self._row = row_bytes(words) // 4
+        self._cells = (ctypes.c_uint32 * (self._row * members)).from_buffer(memory, offset_bytes)
+        self._address = ctypes.addressof(self._cells)
+        self._members = members
+        self._me = me
+        self._abort = abort
+
+    def set(self, word: int, value: int) -> None:
+        """Publish a value of mine, after everything I wrote before it."""
+        self._cells[self._me * self._row + 1 + word] = value
+
+    def get(self, member: int, word: int) -> int:
+        return self._cells[member * self._row + 1 + word]
+
+    def ring(self) -> None:
+        """Wake whoever sleeps until one of my words changes."""
+        bell = self._me * self._row
+        self._cells[bell] = (self._cells[bell] + 1) & 0xFFFFFFFF
+        _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(self._address + bell * 4), _FUTEX_WAKE, _EVERYBODY, None, None, 0)
+
+    def wait(self, member: int, word: int, enough: Callable[[int], bool]) -> None:
+        """Return when that member's word satisfies `enough`; raise Aborted if the wait is given up."""
+        cells, cell, bell = self._cells, member * self._row + 1 + word, member * self._row
+        spins = 0
+        while not enough(cells[cell]):
+            spins += 1
+            if spins < _SPINS:
+                continue
+            self._abort.check()
+            heard = cells[bell]
+            if enough(cells[cell]):
+                return
+            _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(self._address + bell * 4), _FUTEX_WAIT, heard, _NAP, None, 0)
+
+    def barrier(self, word: int, value: int) -> None:
+        """Announce `value` in that word and wait until every member has announced it (values only grow)."""
+        self.set(word, value)
+        self.ring()
+        for member in range(self._members):
+            if member != self._me and self._cells[member * self._row + 1 + word] < value:
+                self.wait(member, word, lambda seen: seen >= value)

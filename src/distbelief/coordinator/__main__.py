@@ -1,0 +1,125 @@
+"""`python -m distbelief.coordinator`: the coordinator as a process that lives and dies with the engine that starts it.
+
+One JSON line comes in on stdin (run_dir, secret, listen, config); one goes out on stdout: {"address", "epoch"} when it
+serves, {"error", "hint"} when it cannot. Stdin must stay open: its end means that the engine is gone. The exit status
+is 0 when the run ended in order (completed, failed or stopped: the journal's last record says which).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import zmq
+from msgspec import Struct
+
+from distbelief.comm.messages import SECRET_BYTES
+from distbelief.coordinator import server as edge
+from distbelief.coordinator.journal import Journal
+from distbelief.coordinator.state import RunConfig, begin
+from distbelief.errors import DistBeliefError
+
+_PR_SET_PDEATHSIG = 1
+_MAX_ORDER_BYTES = 1 << 20
+
+
+class Order(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the engine asks for."""
+
+    run_dir: str
+    secret: str
+    """In hexadecimal."""
+    config: RunConfig
+    listen: str = edge.DEFAULT_LISTEN
+
+
+class EngineLink:
+    """The two ways in which an engine ends a run from outside: SIGTERM, and the end of our stdin."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._terminated = False
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the engine decides
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._terminated = True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def read(self) -> str:
+        if self._terminated:
+            return "SIGTERM"
+        waiting, _, _ = select.select([self._fd], [], [], 0)
+        if waiting and not os.read(self._fd, 4096):
+            return "the engine that started the run is gone"
+        return ""
+
+
+def main() -> int:
+    _die_with_parent()
+    engine = EngineLink(0)
+    try:
+        return _run(_read_order(0), engine)
+    except DistBeliefError as error:
+        _answer({"error": error.message, "hint": error.hint})
+        print(f"coordinator: {error.message}", file=sys.stderr)
+        return error.exit_code
+
+
+def _run(order: Order, engine: EngineLink) -> int:
+    run_dir = Path(order.run_dir)
+    with (
+        Journal.open(run_dir / "journal.jsonl") as journal,
+        contextlib.closing(edge.MetricsFile(run_dir / "metrics.jsonl")) as metrics,
+        zmq.Context() as context,
+    ):
+        socket, address = edge.bind(context, order.listen)
+        with socket:
+            generation = max((int(entry.get("generation", 0)) for entry in journal.replayed), default=0)
+            state = begin(order.config, journal.epoch, time.time(), generation)
+            _answer({"address": address, "epoch": journal.epoch})
+            return edge.serve(edge.Server(socket, journal, metrics, bytes.fromhex(order.secret), state), engine)
+
+
+def _read_order(fd: int) -> Order:
+    # Not through sys.stdin: its buffer would hide what follows the line, and the end, from the poll.
+    data = b""
+    while b"\n" not in data and len(data) < _MAX_ORDER_BYTES:
+        more = os.read(fd, 65536)
+        if not more:
+            break
+        data += more
+    try:
+        order = msgspec.json.decode(data.partition(b"\n")[0], type=Order)
+        if len(bytes.fromhex(order.secret)) != SECRET_BYTES:
+            raise ValueError(f"the secret must have {SECRET_BYTES} bytes")
+    except ValueError as error:  # msgspec's errors are ValueErrors too
+        raise DistBeliefError(
+            f"the coordinator was started with a wrong order: {error}",
+            hint='it wants one JSON line on stdin: {"run_dir", "secret", "listen", "config"}',
+        ) from error
+    return order
+
+
+def _answer(line: dict[str, object]) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _die_with_parent() -> None:
+    """Ask Linux for a SIGKILL when the parent ends without a chance to close our stdin in order."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""The coordinator's memory of its decisions: an append-only file of JSON lines, one durable record per decision.
+
+A record is a flat JSON object whose last key is the CRC-32 of the object without it. A record counts once its line
+feed is on the disk; a torn last line is what a crash in the middle of an append leaves, and is cut off. Any other
+damage is an error. A sibling lock file is held for as long as the journal is open: the journal itself may be replaced
+by a compaction, which would leave a lock on it behind. It knows nothing of what the decisions mean.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from distbelief.errors import DistBeliefError
+
+Entry = dict[str, Any]
+
+_MARK = b',"crc32":'
+
+
+class Journal:
+    """Open one with `Journal.open(path)`, in a `with` block."""
+
+    def __init__(self, path: Path, lock_fd: int, fd: int, replayed: list[Entry]) -> None:
+        self.path = path
+        self.replayed = replayed
+        """The records that were there before this opening, oldest first."""
+        self.epoch = 1 + max((int(entry.get("epoch", 0)) for entry in replayed), default=0)
+        """The number of this incarnation of the coordinator."""
+        self._lock_fd = lock_fd
+        self._fd = fd
+
+    @classmethod
+    def open(cls, path: Path) -> Journal:
+        """Lock it, replay it, and make a new epoch durable. Raises DistBeliefError when that cannot be done."""
+        try:
+            lock_fd = _lock(path)
+        except OSError as error:
+            raise _cannot("write", path, error) from error
+        fd = -1
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            replayed, end = _replay(path.read_bytes(), path)
+            os.ftruncate(fd, end)
+            _temporary(path).unlink(missing_ok=True)
+            _sync_folder(path)
+            journal = cls(path, lock_fd, fd, replayed)
+            journal.append(journal._epoch_entry())
+        except BaseException as error:
+            for opened in (fd, lock_fd):
+                if opened >= 0:
+                    os.close(opened)
+            if isinstance(error, OSError):
+                raise _cannot("write", path, error) from error
+            raise
+        return journal
+
+    def append(self, entry: Entry) -> None:
+        """Write one record; it is durable when this returns. An OSError leaves the journal as it was before."""
+        before = os.fstat(self._fd).st_size
+        try:
+            _write(self._fd, _encode(entry))
+            os.fsync(self._fd)
+        except OSError:
+            # Half a record in the middle would make the next one, and so the whole journal, unreadable.
+            os.ftruncate(self._fd, before)
+            raise
+
+    def compact(self, entries: Iterable[Entry]) -> None:
+        """Replace all records by these, at once: a crash leaves either the old journal or the new one, whole."""
+        temporary = _temporary(self.path)
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            kept = [self._epoch_entry(), *(entry for entry in entries if entry.get("kind") != "epoch")]
+            _write(fd, b"".join(map(_encode, kept)))
+            os.fsync(fd)
+            temporary.rename(self.path)
+        except BaseException:
+            os.close(fd)
+            temporary.unlink(missing_ok=True)
+            raise
+        os.close(self._fd)
+        self._fd = fd
+        _sync_folder(self.path)
+
+    def close(self) -> None:
+        os.close(self._fd)
+        os.close(self._lock_fd)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _epoch_entry(self) -> Entry:
+        return {"kind": "epoch", "epoch": self.epoch, "pid": os.getpid(), "reason": "a coordinator has taken over"}
+
+
+def read(path: Path) -> list[Entry]:
+    """The records of a journal, without locking or changing it: for those who only look."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise _cannot("read", path, error) from error
+    return _replay(data, path)[0]
+
+
+def _lock(path: Path) -> int:
+    lock = path.with_name(path.name + ".lock")
+    fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise DistBeliefError(
+            f"another coordinator is running this run: {lock} is locked",
+            hint="wait for that run to end, or give this one a run directory of its own with --run-dir",
+        ) from error
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _encode(entry: Entry) -> bytes:
+    if not entry or "crc32" in entry:
+        raise ValueError(f"a record needs at least one field, and none called crc32: {entry}")
+    body = msgspec.json.encode(entry)
+    return body[:-1] + _MARK + str(zlib.crc32(body)).encode() + b"}\n"
+
+
+def _decode(line: bytes) -> Entry | None:
+    """The record on this line (without its line feed), or None when it is damaged."""
+    body, mark, tail = line.rpartition(_MARK)
+    body += b"}"
+    if not mark or not tail.endswith(b"}") or tail[:-1] != str(zlib.crc32(body)).encode():
+        return None
+    try:
+        entry = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
+def _replay(data: bytes, path: Path) -> tuple[list[Entry], int]:
+    """The records, and where the last whole one ends."""
+    lines = data.split(b"\n")
+    whole = lines[:-1]  # what follows the last line feed is torn, or nothing
+    entries: list[Entry] = []
+    end = 0
+    for number, line in enumerate(whole, start=1):
+        entry = _decode(line)
+        if entry is None:
+            if number == len(whole) and not lines[-1]:
+                break  # blocks of the last record may reach the disk out of order: the line feed, but not the rest
+            raise DistBeliefError(
+                f"{path}, line {number}: the record is damaged",
+                hint="the disk or another program has changed it; restore the file, or start in a new run directory",
+            )
+        entries.append(entry)
+        end += len(line) + 1
+    return entries, end
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
+def _cannot(what: str, path: Path, error: OSError) -> DistBeliefError:
+    return DistBeliefError(
+        f"cannot {what} the journal {path}: {error.strerror or error}",
+        hint="check that the run directory is there, that it is yours to write, and that the disk is not full",
+    )

@@ -1,0 +1,134 @@
+"""What heartbeats say of a run's progress, as metrics lines. Pure; it drops repeats and decides nothing.
+
+Steps and evaluations are reported once each, however often a member repeats them. What was reported is remembered for
+the last `REMEMBERED` steps only, so that a run of a million steps costs no more than a short one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from distbelief.comm.messages import Heartbeat, Member, StepReport, Timing
+
+Line = dict[str, Any]
+
+REMEMBERED = 1024
+WORKERS_LINE_EVERY_S = 1.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Step -> what was reported for it; everything below `floor` is forgotten and counts as reported."""
+
+    values: Mapping[int, str] = field(default_factory=dict)
+    floor: int = 0
+
+    def add(self, reports: Sequence[tuple[int, str]]) -> tuple[Seen, list[bool], list[str | None]]:
+        """For each (step, value): is it new, and which other value was reported for that step before?"""
+        values, floor = dict(self.values), self.floor
+        fresh: list[bool] = []
+        conflicts: list[str | None] = []
+        for step, value in reports:
+            known = values.get(step)
+            conflicts.append(known if known is not None and known != value else None)
+            fresh.append(known is None and step >= floor)
+            if fresh[-1]:
+                values[step] = value
+                if len(values) > REMEMBERED:
+                    oldest = next(iter(values))
+                    del values[oldest]
+                    floor = max(floor, oldest + 1)
+        return Seen(values, floor), fresh, conflicts
+
+
+@dataclass(frozen=True)
+class Progress:
+    steps: Mapping[int, int] = field(default_factory=dict)
+    """Worker -> steps it has applied."""
+    timings: Mapping[int, Timing] = field(default_factory=dict)
+    reported: Seen = field(default_factory=Seen)
+    evaluated: Seen = field(default_factory=Seen)
+    lined_at: float = -math.inf
+    """When the last workers line was made."""
+
+
+def absorb(progress: Progress, members: Sequence[Member], beat: Heartbeat, now: float) -> tuple[Progress, list[Line]]:
+    """Take in one member's heartbeat; the lines it gives rise to, in order."""
+    progress = replace(
+        progress,
+        steps={**progress.steps, beat.worker: beat.step},
+        timings={**progress.timings, beat.worker: beat.timing},
+    )
+    lines: list[Line] = []
+    if beat.reports:
+        reported, fresh, conflicts = progress.reported.add([(r.step, r.fingerprint) for r in beat.reports])
+        progress = replace(progress, reported=reported)
+        for report, new, other in zip(beat.reports, fresh, conflicts, strict=True):
+            if new:
+                lines.append(_step_line(report))
+            elif other is not None:
+                lines.append(notice(_conflict(report, other), now))
+    if beat.evaluations:
+        evaluated, fresh, _ = progress.evaluated.add([(e.step, "") for e in beat.evaluations])
+        progress = replace(progress, evaluated=evaluated)
+        lines += [
+            {"kind": "evaluation", "step": e.step, "metrics": e.metrics, "at": now}
+            for e, new in zip(beat.evaluations, fresh, strict=True)
+            if new
+        ]
+    if now - progress.lined_at >= WORKERS_LINE_EVERY_S:
+        lines.append(workers_line(progress, members, beat.generation, now))
+        progress = replace(progress, lined_at=now)
+    return progress, lines
+
+
+def workers_line(progress: Progress, members: Sequence[Member], generation: int, now: float) -> Line:
+    """Where every member's time went, from the latest heartbeat of each."""
+    return {
+        "kind": "workers",
+        "at": now,
+        "generation": generation,
+        # A step is committed as soon as one member has applied it.
+        "step": max((progress.steps.get(member.worker, 0) for member in members), default=0),
+        "workers": [_worker(progress, member) for member in members],
+    }
+
+
+def notice(text: str, now: float) -> Line:
+    return {"kind": "notice", "text": text, "at": now}
+
+
+def _worker(progress: Progress, member: Member) -> Line:
+    timing = progress.timings.get(member.worker, Timing())
+    return {
+        "worker": member.worker,
+        "host": member.host,
+        "first": member.shards[0],
+        "end": member.shards[1],
+        "step": progress.steps.get(member.worker, 0),
+        "data_s": timing.data_s,
+        "compute_s": timing.compute_s,
+        "comm_s": timing.comm_s,
+        "shards": timing.shards,
+    }
+
+
+def _step_line(report: StepReport) -> Line:
+    return {
+        "kind": "step",
+        "step": report.step,
+        "loss": report.loss,
+        "samples": report.samples,
+        "fingerprint": report.fingerprint,
+        "at": report.at,
+    }
+
+
+def _conflict(report: StepReport, other: str) -> str:
+    return (
+        f"step {report.step} was reported twice with different results: fingerprint {other} first, "
+        f"then {report.fingerprint}"
+    )

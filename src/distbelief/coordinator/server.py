@@ -1,0 +1,249 @@
+"""The coordinator's edge: a socket, a journal, a metrics file and a clock around the pure state machine.
+
+It performs what `state.step` says and decides nothing itself, except that a message which is not from this run, is no
+event, or makes no sense now is dropped. An event is two frames, the run's secret and the msgpack bytes; a command is
+one frame. Heartbeats and ticks are not journaled; decisions are, by the state machine's Records.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+import zmq
+
+from distbelief.comm import messages as m
+from distbelief.coordinator import state as s
+from distbelief.coordinator.journal import Journal
+from distbelief.errors import DistBeliefError
+
+DEFAULT_LISTEN = "tcp://127.0.0.1:*"
+MAX_MESSAGE_BYTES = 16 << 20
+TICK_S = 0.1
+FLUSH_S = 0.2
+LINGER_MS = 2000
+# What a worker says itself; its exit is told by the engine, from the engine's address.
+_FROM_WORKERS = (m.WorkerJoined, m.WorkerReady, m.Heartbeat, m.WorkerFinished, m.WorkerFailed)
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+def bind(context: zmq.Context[zmq.Socket[bytes]], listen: str = DEFAULT_LISTEN) -> tuple[zmq.Socket[bytes], str]:
+    """The socket that members connect to, and its address with the port filled in."""
+    parts = urlsplit(listen)
+    if parts.scheme == "tcp" and not parts.netloc.startswith(tuple(f"{host}:" for host in _LOOPBACK)):
+        # The secret and the commands travel in the clear.
+        raise DistBeliefError(
+            f"the coordinator listens on loopback only, not on {listen}", hint=f"use {DEFAULT_LISTEN}"
+        )
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    if "[" in listen:
+        socket.setsockopt(zmq.IPV6, 1)
+    try:
+        socket.bind(listen)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise DistBeliefError(
+            f"the coordinator cannot listen on {listen}: {error}", hint=f"use {DEFAULT_LISTEN} for any free port"
+        ) from error
+    address = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(address, bytes)
+    return socket, address.rstrip(b"\0").decode()
+
+
+class MetricsFile:
+    """Lines for people and dashboards: buffered, and without the journal's guarantees."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lines: list[bytes] = []
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            size = os.fstat(self._fd).st_size
+            if size and os.pread(self._fd, 1, size - 1) != b"\n":
+                self._lines.append(b"")  # a killed coordinator may have left half a line: do not write on to it
+        except OSError as error:
+            raise DistBeliefError(
+                f"cannot write {path}: {error.strerror}", hint="check the run directory's permissions and free space"
+            ) from error
+
+    def add(self, line: dict[str, Any]) -> None:
+        self._lines.append(msgspec.json.encode(line))
+
+    def flush(self) -> None:
+        if self._lines:
+            data = memoryview(b"\n".join(self._lines) + b"\n")
+            self._lines.clear()  # also when writing fails, so that what follows is not held up by it for ever
+            while data:
+                data = data[os.write(self._fd, data) :]
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Wakeup(Protocol):
+    """What, besides messages, may ask for the end: a signal, or the engine's end of the pipe."""
+
+    def fileno(self) -> int: ...
+    def read(self) -> str:
+        """The reason to stop, or "" when there is none. Called after every wait."""
+        ...
+
+
+@dataclass
+class Server:
+    """Everything the loop holds. Construct it, then `serve`."""
+
+    socket: zmq.Socket[bytes]
+    journal: Journal
+    metrics: MetricsFile
+    secret: bytes
+    state: s.State
+    clock: Callable[[], float] = time.time
+    addresses: dict[int, bytes] = field(default_factory=dict)
+    """Worker -> the ZeroMQ identity its last message came from."""
+    engines: set[bytes] = field(default_factory=set)
+    dropped: int = 0
+    """Messages without the run's secret, or that are no event."""
+    broken: bool = False
+    """The journal or the metrics file could not be written."""
+
+
+def serve(server: Server, wakeup: Wakeup) -> int:
+    """Run until the state machine says Exit; the exit status: 0 if every decision and line is on the disk.
+
+    The socket is left open with its last messages in it: closing it and its context lets them out.
+    """
+    poller = zmq.Poller()
+    poller.register(server.socket, zmq.POLLIN)
+    poller.register(wakeup.fileno(), zmq.POLLIN | zmq.POLLERR)
+    next_tick = next_flush = time.monotonic()
+    done = False
+    while not done:
+        poller.poll(max(0, math.ceil((next_tick - time.monotonic()) * 1000)))
+        for identity, event in _received(server):
+            done = handle(server, event, identity)
+            if done:
+                break
+        reason = wakeup.read()
+        if reason and not done:
+            done = handle(server, m.StopRequested(reason))
+        now = time.monotonic()
+        if now >= next_tick and not done:
+            next_tick = now + TICK_S
+            done = handle(server, s.Ticked())
+        if now >= next_flush and not done:
+            next_flush = now + FLUSH_S
+            done = perform(server, [], flush=True)
+    try:
+        server.metrics.flush()
+    except OSError as error:
+        server.broken = True
+        _say(f"cannot write {server.metrics.path}: {error.strerror}")
+    if server.dropped:
+        _say(f"dropped {server.dropped} messages that were not from this run or not whole")
+    return 1 if server.broken else 0
+
+
+def handle(server: Server, event: s.Input, identity: bytes = b"") -> bool:
+    """Feed one event to the state machine and do what it says; whether the run is over."""
+    try:
+        server.state, outputs = s.step(server.state, event, server.clock())
+    except s.ProtocolError as error:
+        _say(f"dropped a message: {error.message}")
+        return False
+    if isinstance(event, m.EngineAttached):
+        server.engines.add(identity)
+    elif isinstance(event, _FROM_WORKERS) and identity not in server.engines:
+        server.addresses[event.worker] = identity
+    return perform(server, outputs)
+
+
+def perform(server: Server, outputs: Iterable[s.Output], flush: bool = False) -> bool:
+    """Do it, in order; whether the run is over. When the disk fails, the run ends and everybody is told."""
+    try:
+        if flush:
+            server.metrics.flush()
+        return _perform(server, outputs)
+    except OSError as error:
+        if server.broken:
+            raise
+        server.broken = True
+        text = f"the coordinator cannot write the run's files in {server.metrics.path.parent}: {error.strerror}"
+        _say(text)
+        failed = s.CoordinatorFailed(text, "free some space, or check the permissions of the run directory")
+        server.state, outputs = s.step(server.state, failed, server.clock())
+        return _perform(server, outputs)
+
+
+def _perform(server: Server, outputs: Iterable[s.Output]) -> bool:
+    over = False
+    for output in outputs:
+        match output:
+            case s.Record(entry):
+                _record(server, entry)
+            case s.Report(line):
+                server.metrics.add(line)
+            case s.Send(worker, command):
+                _send(server, worker, command)
+            case s.Exit():
+                over = True
+    return over
+
+
+def _record(server: Server, entry: dict[str, Any]) -> None:
+    try:
+        # Whoever hears of a decision finds the lines that led to it in the file.
+        server.metrics.flush()
+        server.journal.append(entry)
+    except OSError as error:
+        if not server.broken:
+            raise
+        # The disk has failed before; the members must be told all the same.
+        _say(f"could not record {entry['kind']} ({entry['reason']}): {error.strerror}")
+
+
+def _send(server: Server, worker: int, command: m.Command) -> None:
+    data = m.encode(command)
+    if worker == s.ENGINE:
+        identities = sorted(server.engines)
+    else:
+        identities = [server.addresses[worker]] if worker in server.addresses else []
+    for identity in identities:
+        try:
+            server.socket.send_multipart([identity, data], flags=zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            # A peer that is gone, or does not read, must not hold up the others.
+            _say(f"could not send {type(command).__name__} to worker {worker}: {error}")
+
+
+def _received(server: Server) -> Iterable[tuple[bytes, m.Event]]:
+    """The messages that are waiting, less those that are not ours. Bounded, so that a flood does not stop the clock."""
+    for _ in range(1000):
+        try:
+            identity, *frames = server.socket.recv_multipart(flags=zmq.DONTWAIT)
+        except zmq.Again:
+            return
+        if len(frames) != 2 or not hmac.compare_digest(frames[0], server.secret):
+            server.dropped += 1
+            continue
+        try:
+            event = m.decode_event(frames[1])
+        except msgspec.MsgspecError:
+            server.dropped += 1
+            continue
+        yield identity, event
+
+
+def _say(text: str) -> None:
+    print(f"coordinator: {text}", file=sys.stderr, flush=True)

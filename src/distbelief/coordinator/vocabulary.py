@@ -1,0 +1,145 @@
+"""The words of the coordinator's decisions: a run's configuration, its state, what comes in and what goes out.
+
+Plain values, without a rule in them; `state.py` has the rules. Everything is frozen: a new state is a new value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from msgspec import Struct
+
+from distbelief.comm import messages as m
+from distbelief.coordinator import explain
+from distbelief.coordinator.progress import Progress
+from distbelief.errors import DistBeliefError
+
+EXIT_REPORTED: Final = 3
+"""A worker ends with this status when it has said why in a WorkerFailed, which may still be on its way."""
+REPORTED_GRACE_S: Final = 5.0
+EXIT_GRACE_S: Final = 0.3
+"""An exit and the report of its cause travel on different sockets: wait this long, so that the cause is shown."""
+ENGINE: Final = -1
+"""As the addressee of a Send: the engines that have attached."""
+
+Phase = Literal["gathering", "training", "ended"]
+Status = Literal["completed", "failed", "stopped"]
+
+
+class ProtocolError(DistBeliefError):
+    """A message that makes no sense now. It is dropped; the run goes on."""
+
+
+class RunConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    workers: int
+    shares: list[float] = []
+    """One number per worker, in the order of their numbers; empty: all equal."""
+    transport: Literal["auto", "shm", "gloo"] = "auto"
+    exact: bool = True
+    gather_timeout_s: float = 300.0
+    """The longest time without any worker joining or becoming ready."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"workers must be at least 1, not {self.workers}")
+        if self.shares and len(self.shares) != self.workers:
+            raise ValueError(f"{len(self.shares)} shares for {self.workers} workers: give one for each, or none")
+        if any(not 0 < share < float("inf") for share in self.shares):
+            raise ValueError(f"every share must be a finite number above 0, not {self.shares}")
+
+
+# --- events that are not messages, and outputs -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ticked:
+    """Time has passed; comes about ten times a second."""
+
+
+@dataclass(frozen=True)
+class CoordinatorFailed:
+    """The coordinator itself cannot go on, e.g. its disk is full."""
+
+    message: str
+    hint: str = ""
+
+
+Input = m.Event | Ticked | CoordinatorFailed
+
+
+@dataclass(frozen=True)
+class Send:
+    worker: int
+    command: m.Command
+
+
+@dataclass(frozen=True)
+class Record:
+    """A decision for the journal; durable before anything after it in the list is performed."""
+
+    entry: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A line for the metrics file."""
+
+    line: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The run is over and everybody has been told: the coordinator may end."""
+
+    status: Status
+
+
+Output = Send | Record | Report | Exit
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Worker:
+    number: int
+    host: str = ""
+    pid: int = 0
+    """0 when its exit was seen before it joined."""
+    ready: bool = False
+    refused: bool = False
+    finished: m.WorkerFinished | None = None
+    exited: int | None = None
+
+    @property
+    def name(self) -> str:
+        return explain.who(self.number, self.host, self.pid)
+
+
+@dataclass(frozen=True)
+class State:
+    """Never changed in place; the mappings are replaced, not written to."""
+
+    config: RunConfig
+    epoch: int
+    active_at: float
+    """When a worker last joined or became ready."""
+    generation: int = 0
+    phase: Phase = "gathering"
+    workers: Mapping[int, Worker] = field(default_factory=dict)
+    reference: m.WorkerReady | None = None
+    """The first worker that was ready: the others must match its job and its canary."""
+    start: m.StartGeneration | None = None
+    pending: Mapping[int, float] = field(default_factory=dict)
+    """Worker that has exited -> until when its report of the cause is waited for."""
+    progress: Progress = field(default_factory=Progress)
+    outcome: m.EndRun | None = None
+
+    @property
+    def members(self) -> list[m.Member]:
+        return self.start.members if self.start else []
+
+    def is_member(self, worker: int) -> bool:
+        return any(member.worker == worker for member in self.members)

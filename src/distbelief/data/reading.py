@@ -1,0 +1,130 @@
+"""What a reader process does: reads samples under their seeds, makes batches, answers until it is killed.
+
+This is the child's half of `data.readers`. It knows its data set and its one connection, nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import random
+import signal
+import socket
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from distbelief.data.parcel import post, receive
+from distbelief.data.sources import MapStyle, Samples
+from distbelief.shards import sample_seed
+
+_PR_SET_PDEATHSIG = 1
+_PARENT_IS_GONE = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    epoch: int
+    samples: Samples
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An answer in place of a batch: an exception in the data set's code."""
+
+    message: str
+    traceback: str
+
+
+def serve(source: MapStyle, seed: int, connection: socket.socket, parent: int) -> NoReturn:
+    """Answer requests, one after the other, until the parent process is gone."""
+    try:
+        _settle(parent)
+        while True:
+            request: Request = receive(connection)
+            batch = read(source, seed, request)
+            sys.stdout.flush()  # a reader ends by SIGKILL: what user code printed must not be left in a buffer
+            sys.stderr.flush()
+            _answer(connection, request, batch)
+    except (EOFError, ConnectionError):
+        os._exit(_PARENT_IS_GONE)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def read(source: MapStyle, seed: int, request: Request) -> Any:
+    """The batch, or a Failure. The random generators of torch, numpy and Python are seeded for each sample.
+
+    >>> from distbelief.data.sources import as_source
+    >>> read(as_source([1, 2, 3]), 0, Request(0, np.array([1])))
+    tensor([2])
+    >>> read(as_source([1, 2, 3]), 0, Request(0, np.array([7]))).message
+    'reading sample 7 failed: IndexError: list index out of range'
+    """
+    doing = ""
+    try:
+        parts = []
+        for sample in request.samples.tolist():
+            doing = f"reading sample {sample}"
+            _seed_all(sample_seed(seed, request.epoch, sample))
+            parts.append(source.dataset[sample])
+        doing = f"making a batch of {listed(request.samples)}"
+        return source.collate(parts)
+    except BaseException as error:  # a SystemExit, too, is better reported than obeyed
+        return _failure(doing, error)
+
+
+def listed(samples: Samples) -> str:
+    """For people.
+
+    >>> listed(np.arange(20))
+    'samples 0, 1, 2, 3, 4, 5, 6, 7, … (20 in all)'
+    """
+    shown = ", ".join(str(sample) for sample in samples[:8])
+    rest = f", … ({len(samples)} in all)" if len(samples) > 8 else ""
+    return f"sample{'s' if len(samples) > 1 else ''} {shown}{rest}"
+
+
+def _settle(parent: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(_PARENT_IS_GONE)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when to end
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    gc.freeze()  # a collection would write into, and so copy, every page that is shared with the parent
+    # OpenMP's threads are not forked, and a parallel region would wait for them for ever.
+    torch.set_num_threads(1)
+
+
+def _seed_all(number: int) -> None:
+    torch.default_generator.manual_seed(number)  # torch.manual_seed would also prepare every accelerator
+    np.random.seed([number & 0xFFFFFFFF, number >> 32])
+    random.seed(number)
+
+
+def _answer(connection: socket.socket, request: Request, batch: Any) -> None:
+    try:
+        post(connection, batch)
+    except ConnectionError:
+        raise
+    except Exception as error:  # it cannot be pickled, or there is no memory for it
+        post(connection, _failure(f"handing over the batch of {listed(request.samples)}", error))
+
+
+def _failure(doing: str, error: BaseException) -> Failure:
+    try:
+        said = str(error)
+    except Exception:
+        said = "(its message cannot be shown)"
+    here = error.__traceback__
+    lines = traceback.format_exception(type(error), error, here.tb_next if here and here.tb_next else here)
+    return Failure(f"{doing} failed: {type(error).__name__}{': ' if said else ''}{said}", "".join(lines))

@@ -1,0 +1,313 @@
+"""The embedded engine: a coordinator and N workers on this machine, started, watched and ended from this process.
+
+It keeps the shared segments, merges the logs, tells the coordinator of exits, and shows progress. One thread, one
+poll loop; whatever happens, leaving it leaves no process and no segment behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import zmq
+
+from distbelief.comm.keeper import SegmentKeeper
+from distbelief.comm.messages import EndRun, EngineAttached, Event, StopRequested, WorkerExited, decode_command, encode
+from distbelief.comm.segment import receive_message
+from distbelief.coordinator.journal import read as read_journal
+from distbelief.engines.processes import CoordinatorProcess, LogPipe, Zygote
+from distbelief.errors import DistBeliefError, RunFailed, RunInterrupted
+from distbelief.worker.process import WorkerSpec
+
+REFRESH_S = 0.2
+GRACE_S = 3.0  # how long processes may take to end by themselves
+
+
+class Observer(Protocol):
+    """Whoever watches a run (see observe/view.py)."""
+
+    def started(self, run_dir: Path, workers: int) -> None: ...
+
+    def log(self, source: str, line: str) -> None: ...
+
+    def refresh(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to run, and on how many workers."""
+
+    run_dir: Path
+    workers: int
+    strategy: str
+    exact: bool
+    transport: str
+    threads: int = 1
+    device: str = "cpu"
+    shares: tuple[float, ...] = ()
+    job_file: str = ""
+    settings: dict[str, str] = field(default_factory=dict)
+    job_pickle: bytes = b""
+    sys_path: tuple[str, ...] = ()
+    worker_threads: dict[int, int] = field(default_factory=dict)
+    """Workers with another number of threads than the run's. In exact mode the canary refuses them."""
+
+
+def run(launch: Launch, observer: Observer) -> dict[str, Any]:
+    """Run to the end. Returns the journal's last record; raises when the run did not complete."""
+    with _Signals() as signals, _Run(launch, observer, signals) as local:
+        observer.started(launch.run_dir, launch.workers)
+        local.start()
+        local.loop()
+    return _verdict(launch.run_dir, signals)
+
+
+def make_run_dir(run_dir: Path) -> None:
+    """Make an empty run directory, or say why that cannot be."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if any(run_dir.iterdir()):
+            raise DistBeliefError(f"the run directory '{run_dir}' is not empty", hint="give another --run-dir")
+        (run_dir / "logs").mkdir()
+    except OSError as error:
+        raise DistBeliefError(
+            f"cannot write to the run directory '{run_dir}': {error.strerror or error}",
+            hint="give a --run-dir on a disk that you can write to",
+        ) from error
+
+
+class _Signals:
+    """Ctrl-C and SIGTERM become a request to stop, once; a second one ends at once."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.count = 0
+        self._old: dict[int, Any] = {}
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._old[number] = signal.signal(number, self._handle)
+        return self
+
+    def _handle(self, number: int, frame: object) -> None:
+        self.received = self.received or number
+        self.count += 1
+        os.eventfd_write(self.wake_fd, 1)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        os.close(self.wake_fd)
+
+
+class _Run:
+    """One run's processes, sockets and segments."""
+
+    def __init__(self, launch: Launch, observer: Observer, signals: _Signals) -> None:
+        self._launch = launch
+        self._observer = observer
+        self._signals = signals
+        self._stack = contextlib.ExitStack()
+        self._poller = zmq.Poller()
+        self._handlers: dict[Any, Callable[[], None]] = {}
+        self._workers: dict[int, int] = {}  # process number -> worker
+        self._alive: set[int] = set()
+        self._ended = False
+        self._deadline = float("inf")
+
+    def __enter__(self) -> _Run:
+        return self
+
+    def start(self) -> None:
+        """Coordinator and zygote start side by side: importing torch is the longest part of a launch."""
+        launch = self._launch
+        self._keeper = SegmentKeeper()
+        self._stack.callback(self._keeper.close)
+        if launch.job_pickle:
+            self._keeper.put("job", launch.job_pickle)
+        self._zygote = Zygote(self._log("zygote"))
+        self._stack.callback(self._zygote.close)
+        config = {
+            "workers": launch.workers,
+            "shares": list(launch.shares),
+            "transport": launch.transport,
+            "exact": launch.exact,
+        }
+        self._coordinator = CoordinatorProcess(launch.run_dir, config, self._log("coordinator"))
+        self._stack.callback(self._coordinator.close)
+        address = self._coordinator.address()
+        self._connect(address)
+        self._watch(self._zygote.socket, self._zygote_ready)
+        self._watch(self._signals.wake_fd, self._stop)
+        self._address = address
+
+    def _connect(self, address: str) -> None:
+        context = self._stack.enter_context(zmq.Context())
+        self._socket = self._stack.enter_context(context.socket(zmq.DEALER))
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(address)
+        self._watch(self._socket, self._commands)
+        self._send(EngineAttached(host_name(), self._launch.workers))
+
+    def _zygote_ready(self) -> None:
+        self._zygote.wait_ready()
+        self._watch(self._zygote.socket, self._zygote_event)
+        store = None
+        if self._launch.transport == "gloo":
+            store = ("127.0.0.1", self._zygote.fork_store(self._log("store")))
+        for worker in range(self._launch.workers):
+            self._start_worker(worker, store)
+
+    def _start_worker(self, worker: int, store: tuple[str, int] | None) -> None:
+        launch = self._launch
+        spec = WorkerSpec(
+            worker=worker,
+            host=host_name(),
+            address=self._address,
+            secret=self._coordinator.secret.hex(),
+            run_dir=str(launch.run_dir),
+            strategy=launch.strategy,
+            threads=launch.worker_threads.get(worker, launch.threads),
+            device=launch.device,
+            job_file=launch.job_file,
+            settings=launch.settings,
+            sys_path=list(launch.sys_path),
+            store=store,
+        )
+        pid, connection = self._zygote.fork_worker(spec, self._log(f"worker {worker}"))
+        self._workers[pid] = worker
+        self._alive.add(pid)
+        self._stack.callback(connection.close)
+        self._watch(connection, lambda: self._segment_request(connection))
+
+    def loop(self) -> None:
+        """Serve until the coordinator has ended the run and every process is gone."""
+        next_refresh = 0.0
+        while not (self._ended and not self._alive):
+            for item, _ in self._poller.poll(int(REFRESH_S * 1000)):
+                if item in self._handlers:
+                    self._handlers[item]()
+            for event in self._zygote.early_exits:
+                self._exited(event)
+            self._zygote.early_exits.clear()
+            now = time.monotonic()
+            if now >= next_refresh:
+                next_refresh = now + REFRESH_S
+                self._observer.refresh()
+            if self._coordinator.ended() and not self._ended:
+                self._commands()  # its last words may still be in the socket
+                self._finish()
+            if now >= self._deadline:
+                self._deadline = float("inf")
+                self._finish(GRACE_S / 2)
+                for pid in self._alive:
+                    self._zygote.kill(pid)
+
+    # --- what happens ------------------------------------------------------------------------------------------------
+
+    def _commands(self) -> None:
+        while self._socket.poll(0):
+            if isinstance(decode_command(self._socket.recv_multipart()[-1]), EndRun):
+                self._finish()
+
+    def _finish(self, grace_s: float = GRACE_S) -> None:
+        self._ended = True
+        self._deadline = min(self._deadline, time.monotonic() + grace_s)
+
+    def _stop(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._signals.wake_fd)
+        name = signal.Signals(self._signals.received).name
+        self._send(StopRequested(f"{name} received"))
+        self._deadline = time.monotonic() + (GRACE_S if self._signals.count == 1 else 0.0)
+
+    def _zygote_event(self) -> None:
+        try:
+            event, _ = receive_message(self._zygote.socket)
+        except EOFError:
+            self._unwatch(self._zygote.socket)
+            self._alive.clear()  # workers die with the zygote
+            self._send(StopRequested("the process that starts workers has died"))
+            self._finish(0.5)
+            return
+        self._exited(event)
+
+    def _exited(self, event: dict[str, Any]) -> None:
+        pid = int(event.get("pid", -1))
+        if event.get("event") == "exited" and pid in self._alive:
+            self._alive.discard(pid)
+            self._send(WorkerExited(self._workers[pid], int(event["status"])))
+
+    def _segment_request(self, connection: socket.socket) -> None:
+        try:
+            self._keeper.answer(connection)
+        except (EOFError, ConnectionError):
+            self._unwatch(connection)
+
+    def _send(self, event: Event) -> None:
+        self._socket.send_multipart([self._coordinator.secret, encode(event)])
+
+    # --- plumbing ----------------------------------------------------------------------------------------------------
+
+    def _log(self, source: str) -> LogPipe:
+        log = LogPipe(source, self._launch.run_dir / "logs" / f"{source.replace(' ', '-')}.log", self._observer.log)
+        self._stack.callback(log.close)
+
+        def pump() -> None:
+            if not log.pump():
+                self._unwatch(log.read_fd)
+
+        self._watch(log.read_fd, pump)
+        return log
+
+    def _watch(self, item: Any, handler: Callable[[], None]) -> None:
+        key = item if isinstance(item, int | zmq.Socket) else item.fileno()
+        self._poller.register(key, zmq.POLLIN)
+        self._handlers[key] = handler
+
+    def _unwatch(self, item: Any) -> None:
+        key = item if isinstance(item, int | zmq.Socket) else item.fileno()
+        self._poller.unregister(key)
+        del self._handlers[key]
+
+    def __exit__(self, *_: object) -> None:
+        """Every process we started is gone when this returns, also after an exception."""
+        self._stack.close()
+        self._observer.refresh()
+
+
+def _verdict(run_dir: Path, signals: _Signals) -> dict[str, Any]:
+    record = next((r for r in reversed(read_journal(run_dir / "journal.jsonl")) if r.get("kind") == "ended"), None)
+    if signals.received:
+        name = signal.Signals(signals.received).name
+        error = RunInterrupted(f"stopped by {name}; nothing is left running", hint=f"the run directory is {run_dir}")
+        error.exit_code = 128 + signals.received
+        raise error
+    if record is None:
+        raise RunFailed("the coordinator ended without a word", hint=f"see {run_dir}/logs/coordinator.log")
+    if record["status"] == "completed":
+        return record
+    failure = record.get("failure") or {}
+    where = f" on {failure['host']}" if failure.get("host") else ""
+    who = f"worker {failure['worker']}{where}: " if failure else ""
+    at = f" (step {failure['step']}, shard {failure['shard']})" if failure.get("step", -1) >= 0 else ""
+    raise RunFailed(
+        f"{who}{failure.get('message') or record.get('reason', 'the run failed')}{at}",
+        details=failure.get("traceback", ""),
+        hint=failure.get("hint") or record.get("hint", "") or f"the logs are in {run_dir}/logs",
+    )
+
+
+def host_name() -> str:
+    return platform.node() or "localhost"

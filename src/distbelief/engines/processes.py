@@ -1,0 +1,167 @@
+"""The processes of a run on this machine: the zygote, what it forks, and the coordinator. Starting, reading, ending.
+
+Nothing here decides anything; `local.py` does, on the coordinator's word.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from distbelief.comm.messages import SECRET_BYTES
+from distbelief.comm.segment import receive_message, send_message
+from distbelief.errors import DistBeliefError, RunFailed
+from distbelief.worker.process import WorkerSpec
+
+LogLine = Callable[[str, str], None]
+
+
+class LogPipe:
+    """What a process prints, line by line, into its log file and to `show`."""
+
+    def __init__(self, source: str, path: Path, show: LogLine) -> None:
+        self._source = source
+        self._file = path.open("ab", buffering=0)
+        self._show = show
+        self._rest = b""
+        self.read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.read_fd, False)
+
+    def close_write(self) -> None:
+        """Our own copy of the writing end: without it the end of the process is the end of the pipe."""
+        os.close(self.write_fd)
+
+    def pump(self) -> bool:
+        """Pass on what is there. False: the pipe is at its end."""
+        while True:
+            try:
+                data = os.read(self.read_fd, 65536)
+            except BlockingIOError:
+                return True
+            if not data:
+                break
+            self._file.write(data)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                self._show(self._source, line.decode(errors="replace"))
+        if self._rest:
+            self._show(self._source, self._rest.decode(errors="replace"))
+            self._rest = b""
+        return False
+
+    def close(self) -> None:
+        self.pump()
+        os.close(self.read_fd)
+        self._file.close()
+
+
+class CoordinatorProcess:
+    """`python -m distbelief.coordinator`, told what to do over its stdin, which also is its lifeline."""
+
+    def __init__(self, run_dir: Path, config: dict[str, Any], log: LogPipe) -> None:
+        self.secret = secrets.token_bytes(SECRET_BYTES)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "distbelief.coordinator"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.write_fd,
+            start_new_session=True,  # the terminal's signals are the engine's business
+        )
+        log.close_write()
+        order = {"run_dir": str(run_dir), "secret": self.secret.hex(), "config": config}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def address(self) -> str:
+        """Where it listens; waits until it says so."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        answer = json.loads(line) if line else {"error": "the coordinator ended before it could serve"}
+        if "error" in answer:
+            raise DistBeliefError(answer["error"], hint=answer.get("hint", "see logs/coordinator.log"))
+        return str(answer["address"])
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """It ends by itself after the run; if not in time, end it."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream:
+                stream.close()
+
+
+class Zygote:
+    """The engine's handle on the warm process (see zygote.py)."""
+
+    def __init__(self, log: LogPipe) -> None:
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.early_exits: list[dict[str, Any]] = []
+        """Exits that were reported while a fork was awaited."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "distbelief.engines.zygote", str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log.write_fd,
+            stderr=log.write_fd,
+            start_new_session=True,
+        )
+        log.close_write()
+        theirs.close()
+
+    def wait_ready(self) -> None:
+        try:
+            receive_message(self.socket)
+        except EOFError:
+            raise RunFailed("the process that starts workers ended at once", hint="see logs/zygote.log") from None
+
+    def fork_worker(self, spec: WorkerSpec, log: LogPipe) -> tuple[int, socket.socket]:
+        """Fork a worker. Returns its process number and our end of its socket to the segment keeper."""
+        return self._fork({"do": "worker", "id": spec.worker, "spec": msgspec.to_builtins(spec)}, log)
+
+    def fork_store(self, log: LogPipe) -> int:
+        """Fork the rendezvous store of torch groups. Returns its port."""
+        _, sock = self._fork({"do": "store", "id": -1}, log)
+        with sock:
+            return int(receive_message(sock)[0]["port"])
+
+    def _fork(self, request: dict[str, Any], log: LogPipe) -> tuple[int, socket.socket]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            send_message(self.socket, request, [theirs.fileno(), log.write_fd])
+            log.close_write()
+            while True:
+                answer, _ = receive_message(self.socket)
+                if answer["event"] == "started":
+                    return int(answer["pid"]), ours
+                self.early_exits.append(answer)
+
+    def kill(self, pid: int) -> None:
+        send_message(self.socket, {"do": "kill", "pid": pid})
+
+    def close(self) -> None:
+        self.socket.close()
+        try:
+            self._process.wait(3)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

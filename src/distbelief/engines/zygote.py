@@ -1,0 +1,110 @@
+"""The warm process that workers are forked from: torch is imported once, and a worker starts in milliseconds.
+
+It has imported everything a worker needs, has no thread and has run no tensor operation, so a fork of it is a clean
+worker. It takes requests over one socket from the engine, forks, and reports exits. It dies with the engine; workers
+die with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from typing import Any, NoReturn
+
+import msgspec
+
+from distbelief.comm.segment import receive_message, send_message
+from distbelief.lifeline import die_with_parent
+from distbelief.worker.process import WorkerSpec, run_worker
+
+
+def main() -> None:
+    die_with_parent(int(sys.argv[2]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    engine = socket.socket(fileno=int(sys.argv[1]))
+    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    gc.freeze()  # what is imported stays shared between the forks
+    send_message(engine, {"event": "ready"})
+    while True:
+        ready, _, _ = select.select([engine.fileno(), wake_read], [], [])
+        if wake_read in ready:
+            os.read(wake_read, 4096)
+            _report_exits(engine)
+        if engine.fileno() in ready:
+            try:
+                request, fds = receive_message(engine)
+            except EOFError:
+                return  # the engine is done with us
+            _serve(engine, request, fds)
+
+
+def _report_exits(engine: socket.socket) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        send_message(engine, {"event": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+
+
+def _serve(engine: socket.socket, request: dict[str, Any], fds: list[int]) -> None:
+    if request["do"] == "kill":
+        os.kill(request["pid"], signal.SIGKILL)  # a child of ours that is not reaped yet: the number is still its own
+        return
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _become(engine, parent, request, fds)
+    for fd in fds:
+        os.close(fd)
+    send_message(engine, {"event": "started", "pid": pid, "id": request["id"]})
+
+
+def _become(engine: socket.socket, parent: int, request: dict[str, Any], fds: list[int]) -> NoReturn:
+    """The child: take the descriptors it was given, forget the zygote's, and do its work."""
+    status = 1
+    try:
+        die_with_parent(parent)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        engine.close()
+        connection, log = fds
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        sock = socket.socket(fileno=connection)
+        if request["do"] == "store":
+            _serve_store(sock)
+        status = run_worker(msgspec.convert(request["spec"], WorkerSpec), sock)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _serve_store(sock: socket.socket) -> NoReturn:
+    """Be the rendezvous store of torch groups, so that no worker's death takes it away."""
+    from torch._C._distributed_c10d import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    send_message(sock, {"port": store.port})
+    while True:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Job: what to learn. A plain value; it knows nothing of workers, strategies or engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from distbelief.errors import JobError
+from distbelief.shards import default_shards
+
+if TYPE_CHECKING:
+    import torch
+
+    LossValue = torch.Tensor | tuple[torch.Tensor, torch.Tensor | float]
+    OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training job, the same on one process or a thousand.
+
+    A batch of `data` is split into what the model gets and what the loss compares with: (x, y) calls
+    `loss(model(x), y)`; (a, b, …, y) calls `loss(model(a, b, …), y)`; a mapping calls `loss(model(**batch), batch)`.
+
+    >>> import torch
+    >>> from distbelief import Job
+    >>> job = Job(
+    ...     model=lambda: torch.nn.Linear(4, 2),
+    ...     loss=torch.nn.functional.cross_entropy,
+    ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    ...     data=(torch.randn(100, 4), torch.randint(0, 2, (100,))),
+    ...     global_batch=20,
+    ...     epochs=2,
+    ... )
+    >>> job.resolved_shards
+    4
+    """
+
+    model: Callable[[], torch.nn.Module] | torch.nn.Module
+    """A function that makes the model (called under the job's seed), or the model itself."""
+    loss: Callable[[Any, Any], LossValue]
+    """(output, target) -> the mean over the samples; or (sum, weight) where padding makes the true weight differ."""
+    optimizer: OptimizerFactory
+    """Trainable parameters -> a torch optimizer. It is called again for every slice of the parameters."""
+    data: Any
+    """Tensors or arrays (one, a tuple, or a mapping), a map-style Dataset, or a source from `distbelief.data`."""
+    global_batch: int
+    """Samples per step, over all workers."""
+    steps: int | None = None
+    epochs: float | None = None
+    shards: int | None = None
+    """V, the number of units of work in a step; fixed for the life of a run. Default: from `global_batch` alone."""
+    seed: int = 0
+    schedule: Callable[[int], float] | None = None
+    """Step -> factor on every parameter group's learning rate."""
+    clip_norm: float | None = None
+    """Largest global norm of the gradient."""
+    precision: Precision = "fp32"
+    """"bf16" runs forward and loss under autocast."""
+    validation: Any = None
+    """Data to evaluate on, in any form that `data` may have."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Name -> function (output, target) -> (sum, weight), or a torchmetrics Metric. Mean loss is always there."""
+    evaluate_every: int | None = None
+    """Steps between evaluations; there is always one after the last step (when there is validation data)."""
+    collate: Callable[[Sequence[Any]], Any] | None = None
+    readers: int = 1
+    """Reader processes per worker for a Dataset. In-memory tensors need none."""
+    shuffle: bool = True
+    drop_last: bool = False
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        problem = self._problem()
+        if problem:
+            raise JobError(f"Job: {problem}")
+
+    @property
+    def resolved_shards(self) -> int:
+        return self.shards or default_shards(self.global_batch)
+
+    def _problem(self) -> str:
+        for name in ("loss", "optimizer", "model"):
+            if not callable(getattr(self, name)):
+                return f"`{name}` must be callable, not {type(getattr(self, name)).__name__}"
+        if self.data is None:
+            return "`data` is missing"
+        for name in ("global_batch", "shards", "steps", "evaluate_every"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                return f"`{name}` must be a whole number of at least 1, not {value!r}"
+        if (self.steps is None) == (self.epochs is None):
+            return "give either `steps` or `epochs`"
+        if self.epochs is not None and self.epochs <= 0:
+            return f"`epochs` must be above 0, not {self.epochs!r}"
+        if self.resolved_shards > self.global_batch:
+            return f"{self.resolved_shards} shards are more than the {self.global_batch} samples of a global batch"
+        if self.precision not in ("fp32", "bf16"):
+            return f"`precision` is fp32 or bf16, not {self.precision!r}"
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            return f"`clip_norm` must be above 0, not {self.clip_norm!r}"
+        if self.readers < 1:
+            return f"`readers` must be at least 1, not {self.readers}"
+        return ""

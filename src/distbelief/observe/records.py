@@ -1,0 +1,228 @@
+"""From the records of a run (metrics.jsonl) to what a view shows.
+
+`advance` is a pure fold: it has no clock and opens no file; times are those that the records carry. `Tail` and
+`Follower` are the edge that reads the growing files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+WINDOW_STEPS = 64
+"""Speed is the median over this many steps: long enough to ignore an evaluation, short enough to see a change."""
+WINDOW_S = 10.0
+"""A worker's shares of time are taken over this much of the records' time."""
+SMOOTHING = 0.9
+CLEARLY_SLOWER = 1.10
+"""Below this ratio to the others, the slowest worker is chance and is not named."""
+
+
+@dataclass(frozen=True)
+class WorkerLoad:
+    """One worker, lately: where its time went (fractions of the sum), and its compute seconds per shard."""
+
+    worker: int
+    host: str
+    first: int
+    end: int
+    step: int
+    data: float = 0.0
+    compute: float = 0.0
+    comm: float = 0.0
+    shard_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Slowest:
+    worker: int
+    excess: float
+    """0.23: a shard takes it 23 % more time than the median of the others."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    seconds: float
+    samples: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """All that a view shows of a run, so far."""
+
+    name: str = ""
+    strategy: str = ""
+    total: int | None = None
+    step: int = 0
+    """Steps committed."""
+    loss: float | None = None
+    smoothed: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics_step: int | None = None
+    at: float | None = None
+    """When the last step was committed."""
+    intervals: tuple[Interval, ...] = ()
+    generation: int | None = None
+    snapshots: tuple[tuple[float, Mapping[int, Record]], ...] = ()
+    """Recent (at, worker -> cumulative timings) of this generation, oldest first."""
+    workers: tuple[WorkerLoad, ...] = ()
+    notices: tuple[str, ...] = ()
+
+    @property
+    def samples_per_s(self) -> float | None:
+        rates = [interval.samples / interval.seconds for interval in self.intervals]
+        return statistics.median(rates) if rates else None
+
+    @property
+    def remaining_s(self) -> float | None:
+        if self.total is None or not self.intervals:
+            return None
+        return (self.total - self.step) * statistics.median(interval.seconds for interval in self.intervals)
+
+    @property
+    def slowest(self) -> Slowest | None:
+        return find_slowest(self.workers)
+
+
+def advance(progress: Progress, record: Record) -> Progress:
+    """Fold one record in. Kinds that are not known are skipped, so that an older view can follow a newer run."""
+    match record.get("kind"):
+        case "step":
+            return _step(progress, record)
+        case "evaluation":
+            return replace(progress, metrics=dict(record["metrics"]), metrics_step=record["step"])
+        case "workers":
+            return _workers(progress, record)
+        case "notice":
+            return replace(progress, notices=(*progress.notices, str(record["text"])))
+    return progress
+
+
+def describe(progress: Progress, job: Mapping[str, Any]) -> Progress:
+    """Add what job.json says: what is known before the first step."""
+    name, strategy = str(job.get("name", "")), str(job.get("strategy", ""))
+    return replace(progress, name=name, strategy=strategy, total=job.get("steps"))
+
+
+def find_slowest(workers: tuple[WorkerLoad, ...]) -> Slowest | None:
+    """The worker that needs the most time for a shard, if it is clearly apart from the others."""
+    timed = sorted(
+        ((load.shard_s, load.worker) for load in workers if load.shard_s is not None),
+        key=lambda pair: pair[0],
+    )
+    if len(timed) < 2:
+        return None
+    worst, worker = timed[-1]
+    others = statistics.median(seconds for seconds, _ in timed[:-1])
+    if others <= 0 or worst / others <= CLEARLY_SLOWER:
+        return None
+    return Slowest(worker, worst / others - 1)
+
+
+def _step(progress: Progress, record: Record) -> Progress:
+    step, at = int(record["step"]) + 1, float(record["at"])  # the record names step t; t + 1 are committed
+    loss = math.nan if record["loss"] is None else float(record["loss"])  # JSON has no NaN
+    smoothed = progress.smoothed
+    if math.isfinite(loss):
+        smoothed = loss if smoothed is None else SMOOTHING * smoothed + (1 - SMOOTHING) * loss
+    intervals = progress.intervals
+    # A step done again after a loss, a gap, or a clock set back is no measurement.
+    if progress.at is not None and step == progress.step + 1 and at > progress.at:
+        intervals = (*intervals, Interval(at - progress.at, int(record["samples"])))[-WINDOW_STEPS:]
+    return replace(progress, step=step, loss=loss, smoothed=smoothed, at=at, intervals=intervals)
+
+
+def _workers(progress: Progress, record: Record) -> Progress:
+    at, generation = float(record["at"]), int(record["generation"])
+    now: Mapping[int, Record] = {int(worker["worker"]): worker for worker in record["workers"]}
+    # Timings start from zero in each generation, so a new one has no earlier snapshot to compare with.
+    snapshots = (*(progress.snapshots if generation == progress.generation else ()), (at, now))
+    while len(snapshots) > 2 and snapshots[1][0] <= at - WINDOW_S:
+        snapshots = snapshots[1:]
+    before: Mapping[int, Record] = snapshots[0][1] if len(snapshots) > 1 else {}
+    loads = tuple(_load(worker, before.get(number, {})) for number, worker in sorted(now.items()))
+    return replace(progress, generation=generation, snapshots=snapshots, workers=loads)
+
+
+def _load(now: Record, before: Record) -> WorkerLoad:
+    def since(name: str) -> float:
+        return max(float(now[name]) - float(before.get(name, 0)), 0.0)
+
+    data_s, compute_s, comm_s, shards = since("data_s"), since("compute_s"), since("comm_s"), since("shards")
+    whole = data_s + compute_s + comm_s
+    if not whole and before:  # nothing happened lately: the whole generation says more than zeros
+        return _load(now, {})
+    whole = whole or 1.0
+    return WorkerLoad(
+        worker=int(now["worker"]),
+        host=str(now["host"]),
+        first=int(now["first"]),
+        end=int(now["end"]),
+        step=int(now["step"]),
+        data=data_s / whole,
+        compute=compute_s / whole,
+        comm=comm_s / whole,
+        shard_s=compute_s / shards if shards else None,
+    )
+
+
+class Tail:
+    """The new records of a JSONL file that another process appends to; nothing as long as there is no file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._rest = b""
+
+    def read(self) -> list[Record]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(new)
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        return [record for record in map(_parse, lines) if record is not None]
+
+
+def _parse(line: bytes) -> Record | None:
+    """None for a line that a killed writer left torn: a view must not end a run over it."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+class Follower:
+    """A run directory as it grows: each new record with the progress up to and with it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.progress = Progress()
+        self._tail = Tail(run_dir / "metrics.jsonl")
+        self._job = run_dir / "job.json"
+        self._described = False
+
+    def poll(self) -> Iterator[tuple[Record, Progress]]:
+        if not self._described:
+            self._describe()
+        for record in self._tail.read():
+            self.progress = advance(self.progress, record)
+            yield record, self.progress
+
+    def _describe(self) -> None:
+        try:
+            job = _parse(self._job.read_bytes())
+        except FileNotFoundError:
+            return
+        if job is not None:  # else it is still being written
+            self.progress = describe(self.progress, job)
+            self._described = True

@@ -1,0 +1,176 @@
+"""The live view of a run on a terminal: progress, loss, metrics, speed, and where each worker's time goes.
+
+It has no thread of its own: the engine's loop calls `refresh`. `render` is a pure function of the progress, so that
+tests and other programs can draw it into any console.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from distbelief.observe import text
+from distbelief.observe.records import Follower, Progress, WorkerLoad
+
+COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "bright_red")
+TIME_COLOURS = {"data": "yellow", "compute": "green", "comm": "magenta"}
+TIME_MARKS = {"data": "░", "compute": "█", "comm": "▒"}  # told apart without colour too
+BAR_WIDTH = 12
+OTHER_LINES = 9
+"""Lines of the view besides the rows of workers."""
+
+
+class TerminalView:
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._begin = clock()
+        self._live: Live | None = None
+        self._follower: Follower | None = None
+        self._run_dir = Path()
+        self._workers = 0
+
+    def started(self, run_dir: Path, workers: int) -> None:
+        self._run_dir, self._workers = run_dir, workers
+        self._follower = Follower(run_dir)
+        self._live = Live(self._frame(), console=self._console, auto_refresh=False)
+        self._live.start()
+
+    def log(self, source: str, line: str) -> None:
+        prefix = Text(f"{source} │ ", style=source_colour(source))
+        self._console.print(prefix + Text.from_ansi(text.last_line(line)), soft_wrap=True)
+
+    def refresh(self) -> None:
+        if self._follower is None or self._live is None:
+            return
+        for record, progress in self._follower.poll():
+            if record.get("kind") == "notice":
+                self._console.print(Text(progress.notices[-1], style="bold"), soft_wrap=True)
+        self._live.update(self._frame(), refresh=True)
+
+    def close(self) -> None:
+        self.refresh()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _frame(self) -> RenderableType:
+        progress = self._follower.progress if self._follower is not None else Progress()
+        rows = max(self._console.height - OTHER_LINES, 3)
+        return render(progress, self._clock() - self._begin, self._run_dir, self._workers, rows)
+
+
+def source_colour(source: str) -> str:
+    """A worker keeps its colour for the whole run."""
+    number = source.rpartition(" ")[2]
+    return COLOURS[int(number) % len(COLOURS)] if number.isdigit() else "dim"
+
+
+def render(progress: Progress, elapsed_s: float, run_dir: Path, workers: int, rows: int = 16) -> RenderableType:
+    """One frame. Of the workers, at most `rows` are listed, the slowest always among them."""
+    parts: list[RenderableType] = [_title(progress, run_dir, workers), _bar(progress, elapsed_s), *_figures(progress)]
+    if progress.workers:
+        parts += [Text(), _table(progress, rows)]
+    return Group(*parts)
+
+
+def _title(progress: Progress, run_dir: Path, workers: int) -> Text:
+    facts = " · ".join(part for part in (progress.strategy, text.count(workers, "worker"), str(run_dir)) if part)
+    title = Text(no_wrap=True, overflow="ellipsis")
+    return title.append(progress.name, "bold").append(f"{'  ' if progress.name else ''}{facts}", "dim")
+
+
+def _bar(progress: Progress, elapsed_s: float) -> RenderableType:
+    if not progress.step:
+        return Text(f"starting … {text.duration(elapsed_s)}", style="dim")
+    times = text.duration(elapsed_s)
+    if progress.remaining_s is not None:
+        times += f", {text.duration(progress.remaining_s)} left"
+    line = Table.grid(expand=True, padding=(0, 1))
+    line.add_column(no_wrap=True)
+    line.add_column(ratio=1)
+    line.add_column(no_wrap=True)
+    line.add_column(no_wrap=True, style="dim")
+    if progress.total is None:
+        line.add_row(Text(f"step {progress.step}", "bold"), "", "", times)
+    else:
+        bar = ProgressBar(total=progress.total, completed=progress.step)
+        share = text.percent(progress.step / progress.total)
+        line.add_row(Text(f"step {progress.step}/{progress.total}", "bold"), bar, share, times)
+    return line
+
+
+def _figures(progress: Progress) -> list[RenderableType]:
+    lines = []
+    if progress.loss is not None:
+        # Smoothed: at several frames a second the last batch's own loss is only flicker. But NaN must be seen.
+        loss = progress.smoothed if math.isfinite(progress.loss) else progress.loss
+        line = Text("loss ", "dim").append(text.number(loss), "bold cyan")
+        if progress.samples_per_s is not None:
+            line.append("   speed ", "dim").append(text.rate(progress.samples_per_s), "bold cyan")
+        lines.append(line)
+    if progress.metrics_step is not None:
+        line = Text(f"evaluation at step {progress.metrics_step}", "dim", no_wrap=True, overflow="ellipsis")
+        for name, value in text.metrics(progress.metrics):
+            line.append(f"   {name} ", "dim").append(text.number(value), "bold green")
+        lines.append(line)
+    return list(lines)
+
+
+def _table(progress: Progress, rows: int) -> RenderableType:
+    slowest = progress.slowest
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("worker", justify="right", no_wrap=True)
+    table.add_column("host", max_width=12, overflow="ellipsis")  # the one that gives way on a narrow terminal
+    table.add_column("shards", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("time", min_width=BAR_WIDTH, no_wrap=True)
+    for name, colour in TIME_COLOURS.items():
+        table.add_column(Text(f"{TIME_MARKS[name]} {name}", colour), justify="right", no_wrap=True)
+    shown = _listed(progress, rows)
+    for load in shown:
+        marked = slowest is not None and load.worker == slowest.worker
+        table.add_row(*_row(load, "▶ " if marked else ""), style="bold yellow" if marked else "")
+    notes = []
+    if len(shown) < len(progress.workers):
+        notes.append(Text(f"… and {text.count(len(progress.workers) - len(shown), 'more worker')}", style="dim"))
+    if slowest is not None:
+        excess = text.percent(slowest.excess)
+        notes.append(Text(f"▶ worker {slowest.worker} is the slowest: a shard takes it {excess} longer", "yellow"))
+    return Group(table, *notes)
+
+
+def _listed(progress: Progress, rows: int) -> list[WorkerLoad]:
+    if len(progress.workers) <= rows:
+        return list(progress.workers)
+    worst = progress.slowest.worker if progress.slowest is not None else -1
+    first = [load for load in progress.workers if load.worker != worst][: rows - (worst >= 0)]
+    return sorted([*first, *(load for load in progress.workers if load.worker == worst)], key=lambda load: load.worker)
+
+
+def _row(load: WorkerLoad, mark: str) -> list[RenderableType]:
+    shards = "spare" if load.first == load.end else str(load.first)
+    if load.end - load.first > 1:
+        shards = f"{load.first}–{load.end - 1}"
+    times = {"data": load.data, "compute": load.compute, "comm": load.comm}
+    shares: list[RenderableType] = [Text(text.percent(share), TIME_COLOURS[name]) for name, share in times.items()]
+    return [f"{mark}{load.worker}", load.host, shards, str(load.step), _time_bar(times), *shares]
+
+
+def _time_bar(times: dict[str, float]) -> Text:
+    """Three colours that fill the bar together; rounding at the cuts, so that the widths always add up."""
+    bar, done, share = Text(), 0, 0.0
+    for name, part in times.items():
+        share += part
+        width = round(share * BAR_WIDTH) - done
+        bar.append(TIME_MARKS[name] * width, TIME_COLOURS[name])
+        done += width
+    return bar

@@ -1,0 +1,72 @@
+"""How numbers and lines are written for people, the same in every view."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+
+def number(value: float | None) -> str:
+    """A loss or a metric.
+
+    >>> number(0.21342), number(12), number(3.2e-7), number(float("nan")), number(None)
+    ('0.2134', '12.0000', '3.200e-07', 'nan', '–')
+    """
+    if value is None:
+        return "–"
+    if value == 0 or not math.isfinite(value) or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.4f}"
+    return f"{value:.3e}"
+
+
+def rate(samples_per_s: float) -> str:
+    """
+    >>> rate(1234.5), rate(0.317)
+    ('1,234 samples/s', '0.32 samples/s')
+    """
+    digits = 0 if samples_per_s >= 100 else 1 if samples_per_s >= 10 else 2
+    return f"{samples_per_s:,.{digits}f} samples/s"
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(7.4), duration(3723)
+    ('0:07', '1:02:03')
+    """
+    minutes, s = divmod(round(max(seconds, 0)), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+
+
+def percent(fraction: float) -> str:
+    """
+    >>> percent(0.234)
+    '23 %'
+    """
+    return f"{fraction:.0%}".replace("%", " %")
+
+
+def count(n: int, noun: str) -> str:
+    """
+    >>> count(1, "worker"), count(2, "worker")
+    ('1 worker', '2 workers')
+    """
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+def metrics(values: Mapping[str, float]) -> list[tuple[str, float]]:
+    """In the job's order, with the loss last: what the user chose to measure comes first.
+
+    >>> metrics({"loss": 0.1, "accuracy": 0.97})
+    [('accuracy', 0.97), ('loss', 0.1)]
+    """
+    return sorted(values.items(), key=lambda item: item[0] == "loss")
+
+
+def last_line(line: str) -> str:
+    """What a terminal would show of a line that a progress bar has overwritten with carriage returns.
+
+    >>> last_line("10 %\\r20 %\\r")
+    '20 %'
+    """
+    return line.rstrip("\r\n ").rsplit("\r", 1)[-1]

@@ -1,0 +1,87 @@
+"""allreduce: every member holds the whole model; gradients are summed over all of them, synchronously."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from distbelief.comm.exchange import Exchange, Geometry
+from distbelief.job import Job
+from distbelief.shards import Range, Schedule
+from distbelief.strategies.base import Fetch, Replica, Seat
+from distbelief.strategies.compute import ShardComputer, make_model
+from distbelief.strategies.layout import lay_out, trainable
+from distbelief.strategies.partials import slots_needed
+from distbelief.strategies.replica import DataParallelReplica
+from distbelief.strategies.tileoptimizer import Recipe
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Synchronous data parallelism. The weights do not depend on the number of workers, unless `exact` is off.
+
+    >>> AllReduce().exact, str(AllReduce(exact=False))
+    (True, 'allreduce:inexact')
+    """
+
+    exact: bool = True
+    """Off: a worker fuses its shards into one batch, and sums may be taken in any order. Faster, not reproducible."""
+    transport: Literal["auto", "shm", "gloo"] = "auto"
+    """How gradients travel: shared memory on one host, gloo across hosts; auto chooses."""
+
+    def __str__(self) -> str:
+        options = [*(["inexact"] if not self.exact else []), *([self.transport] if self.transport != "auto" else [])]
+        return ":".join(["allreduce", *options])
+
+    def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedAllReduce:
+        return PreparedAllReduce(job, schedule, device, self.exact)
+
+
+class PreparedAllReduce:
+    """The model on this worker, checked and laid out; it has no seat yet."""
+
+    def __init__(self, job: Job, schedule: Schedule, device: torch.device, exact: bool) -> None:
+        self.model = make_model(job, device)
+        self._job = job
+        self._schedule = schedule
+        self._exact = exact
+        self._device = device
+        parameters = [p for _, p in trainable(self.model)]
+        self._recipe = Recipe(job.optimizer, parameters)
+        self._layout = lay_out(self.model, whole_parameters=not self._recipe.elementwise)
+        self._computer = ShardComputer(job, self.model, self._layout, device)
+
+    def facts(self) -> dict[str, str]:
+        return {
+            "threads": str(torch.get_num_threads()),
+            "torch": str(torch.__version__),
+            "instruction_set": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+            "device": self._device.type,
+            "optimizer": self._recipe.describe(),
+            "MKL-DNN": os.environ.get("ONEDNN_MAX_CPU_ISA", "default"),
+        }
+
+    def canary(self, fetch: Fetch) -> str:
+        return self._computer.canary(*fetch(0, 0, 1))
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self._computer.parameters)
+
+    def geometry(self, ranges: Sequence[Range]) -> Geometry:
+        return Geometry(
+            tiles=self._layout.tiles,
+            slot_bytes=self._layout.size_bytes,
+            slots=[slots_needed(self._schedule.shards, mine) if self._exact else 1 for mine in ranges],
+            shards=self._schedule.shards,
+            parameters=len(self._computer.parameters),
+        )
+
+    def build(self, seat: Seat, exchange: Exchange, fetch: Fetch) -> Replica:
+        return DataParallelReplica(self._computer, self._recipe, self._schedule, seat, exchange, fetch, self._exact)

@@ -1,0 +1,96 @@
+"""What a strategy is: a value that builds replicas. And how its string form is read.
+
+A replica trains: `compute` turns shards into partial sums, `commit` adds them over the members and updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from distbelief.comm.exchange import Exchange, Geometry
+from distbelief.errors import DistBeliefError
+from distbelief.job import Job
+from distbelief.shards import Range, Schedule
+
+Fetch = Callable[[int, int, int], tuple[Any, int]]
+"""(step, first shard, end shard) -> the batch of those shards together, and how many samples it has."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    loss: float
+    samples: int
+    fingerprint: str
+    """Equal wherever and whenever this step is executed; kept with the step."""
+
+
+class NonFiniteLoss(DistBeliefError):
+    """The loss is NaN or infinite. Raised on every member before the step is applied."""
+
+    def __init__(self, value: float, step: int, shard: int) -> None:
+        super().__init__(
+            f"the loss is {value} at step {step}, shard {shard}; the step was not applied",
+            hint="lower the learning rate, clip gradients (clip_norm), or look at the samples of that shard",
+        )
+        self.step = step
+        self.shard = shard
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A member's place in a generation."""
+
+    rank: int
+    ranges: Sequence[Range]
+    """Every rank's shards."""
+
+
+class Replica(Protocol):
+    model: torch.nn.Module
+    exchange: Exchange
+    comm_s: float
+    """Seconds spent on adding up and on waiting for others, since it was built."""
+
+    def steps_applied(self) -> int: ...
+
+    def compute(self, step: int) -> None:
+        """Forward and backward of my shards of that step, into named partial sums."""
+
+    def commit(self, step: int) -> StepResult:
+        """Add the partial sums of all members and update. Atomic: applied whole or not at all."""
+
+    def synchronise(self) -> None:
+        """Bring the model's buffers to the committed values (before evaluation, hashing, saving)."""
+
+
+class Prepared(Protocol):
+    """A model that has been made and checked on this worker, before it has a seat."""
+
+    model: torch.nn.Module
+
+    @property
+    def parameters(self) -> int: ...
+
+    def facts(self) -> dict[str, str]:
+        """What must be the same on all members for the bits to be the same."""
+
+    def canary(self, fetch: Fetch) -> str: ...
+
+    def geometry(self, ranges: Sequence[Range]) -> Geometry: ...
+
+    def build(self, seat: Seat, exchange: Exchange, fetch: Fetch) -> Replica: ...
+
+
+class Strategy(Protocol):
+    @property
+    def exact(self) -> bool: ...
+
+    @property
+    def transport(self) -> str:
+        """auto · shm · gloo"""
+
+    def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> Prepared: ...

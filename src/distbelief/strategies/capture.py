@@ -1,0 +1,79 @@
+"""Gradients go from autograd straight into a slot of the flat layout, parameter by parameter, as they are ready.
+
+autograd makes its own tensor for each gradient and it is copied once, while it is still in the cache. (Accumulating
+into zeroed views would read and write more, and gives another sign of zero: one way, always.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from distbelief.errors import JobError
+from distbelief.strategies.layout import Layout
+
+
+class GradientCapture:
+    """Hooks on the parameters of one model. Between `start` and `finish` one backward pass fills one slot."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], layout: Layout) -> None:
+        self._names = [layout.entries[i].name for i in layout.entries_of("parameter")]
+        self._tiles: list[list[int]] = [[] for _ in parameters]
+        self._pieces = [0] * layout.parameter_tiles
+        for tile in range(layout.parameter_tiles):
+            for piece in layout.pieces[tile]:
+                self._tiles[piece.entry].append(tile)
+                self._pieces[tile] += 1
+        self._pending = list(self._pieces)
+        self._touched = np.zeros(len(parameters), np.uint8)
+        self._views: Sequence[torch.Tensor] = []
+        self._tile_ready: Callable[[int], None] = lambda tile: None
+        for index, parameter in enumerate(parameters):
+            hook = partial(self._captured, index)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def start(self, views: Sequence[torch.Tensor], tile_ready: Callable[[int], None]) -> None:
+        """`tile_ready(tile)` is called once per parameter tile, as soon as all of its gradients are in place."""
+        self._views = views
+        self._tile_ready = tile_ready
+        self._pending = list(self._pieces)
+        self._touched.fill(0)
+
+    def _captured(self, index: int, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        parameter.grad = None
+        if gradient is None or not self._views:
+            return
+        if gradient.is_sparse:
+            gradient = gradient.coalesce().to_dense()
+        if self._touched[index]:
+            self._again(index, gradient)
+            return
+        self._touched[index] = 1
+        self._views[index].copy_(gradient)
+        self._count(index)
+
+    def _count(self, index: int) -> None:
+        for tile in self._tiles[index]:
+            self._pending[tile] -= 1
+            if self._pending[tile] == 0:
+                self._tile_ready(tile)
+
+    def _again(self, index: int, gradient: torch.Tensor) -> None:
+        if any(self._pending[tile] == 0 for tile in self._tiles[index]):
+            raise JobError(
+                f"the parameter '{self._names[index]}' got its gradient in several parts during one backward pass",
+                hint="with torch.utils.checkpoint use use_reentrant=False; call backward() nowhere in the model",
+            )
+        self._views[index].add_(gradient)
+
+    def finish(self) -> np.ndarray:
+        """The backward pass is over: parameters without a gradient count as zeros in the sum. Returns who had one."""
+        for index in np.flatnonzero(self._touched == 0).tolist():
+            self._views[index].zero_()
+            self._count(index)
+        self._views = []
+        return self._touched.copy()

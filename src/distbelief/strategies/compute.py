@@ -1,0 +1,234 @@
+"""One shard: forward and backward with the shard's own seed, from the committed buffers, into a slot.
+
+What a shard gives is a pure function of (parameters, committed buffers, samples, seed): nothing of an earlier shard on
+this worker is left to be seen. So it does not matter who computes it, or when, or how often.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from distbelief.comm.segment import Segment
+from distbelief.data.sources import split_batch
+from distbelief.errors import JobError
+from distbelief.job import Job
+from distbelief.shards import shard_seed
+from distbelief.strategies.capture import GradientCapture
+from distbelief.strategies.layout import Layout, trainable
+
+
+def seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+
+
+def make_model(job: Job, device: torch.device) -> torch.nn.Module:
+    """The model with its initial weights: the same bits wherever it is made."""
+    seed_everything(job.seed)
+    model = job.model if isinstance(job.model, torch.nn.Module) else job.model()
+    if not isinstance(model, torch.nn.Module):
+        raise JobError(f"`model` made a {type(model).__name__}, not a torch.nn.Module")
+    model = model.to(device)
+    if not trainable(model):
+        raise JobError("the model has no trainable parameters")
+    return model.train()
+
+
+@dataclass(frozen=True)
+class ShardResult:
+    """loss_sum: the loss summed over the samples (or as the loss gave it); weight: what it must be divided by."""
+
+    loss_sum: float
+    weight: float
+    integers: int
+    """A checksum of the integer buffers after this shard: all shards must agree on them."""
+    touched: np.ndarray
+
+
+class ShardComputer:
+    """A model, ready to compute shards of a job into slots."""
+
+    def __init__(self, job: Job, model: torch.nn.Module, layout: Layout, device: torch.device) -> None:
+        self.job = job
+        self.model = model
+        self.layout = layout
+        self.device = device
+        self.parameters = [p for _, p in trainable(model)]
+        self._capture = GradientCapture(self.parameters, layout)
+        self._live = Segment.private(layout.size_bytes)  # float buffers of the model, at their places in the layout
+        self._buffers = _bind_buffers(model, layout, self._live)
+        self._integers = [b for _, b in model.named_buffers() if not b.is_floating_point()]
+        self._committed_integers = [b.clone() for b in self._integers]
+        self._buffer_tiles = layout.tiles[layout.parameter_tiles :]
+        self._live_tiles = _tile_views(self._live, self._buffer_tiles)
+        self._views: dict[int, _SlotViews] = {}
+
+    def bind_parameters(self, values: Segment, offset_bytes: int) -> None:
+        """Let the model's parameters live at their places in `values`. The contents there count, not the model's."""
+        for index, parameter in zip(self.layout.entries_of("parameter"), self.parameters, strict=True):
+            entry = self.layout.entries[index]
+            at = values.tensor(entry.dtype, offset_bytes + entry.offset_bytes, entry.numel)
+            parameter.data = at.view(entry.shape)
+
+    def write_values(self, values: Segment, offset_bytes: int) -> None:
+        """Write the model's present parameters and float buffers to their places in `values`."""
+        for index, parameter in zip(self.layout.entries_of("parameter"), self.parameters, strict=True):
+            entry = self.layout.entries[index]
+            at = values.tensor(entry.dtype, offset_bytes + entry.offset_bytes, entry.numel)
+            at.copy_(parameter.detach().reshape(-1))
+        for tile, live in zip(self._buffer_tiles, self._live_tiles, strict=True):
+            values.tensor(tile.dtype, offset_bytes + tile.offset_bytes, tile.numel).copy_(live)
+
+    def committed_buffers(self, values: Segment, offset_bytes: int) -> list[torch.Tensor]:
+        return [values.tensor(t.dtype, offset_bytes + t.offset_bytes, t.numel) for t in self._buffer_tiles]
+
+    def restore_buffers(self, committed: Sequence[torch.Tensor]) -> None:
+        for live, value in zip(self._live_tiles, committed, strict=True):
+            live.copy_(value)
+        for integer, value in zip(self._integers, self._committed_integers, strict=True):
+            integer.copy_(value)
+
+    def commit_integers(self, content: bytes | None = None) -> None:
+        """Make the integer buffers' present values (or those in `content`) the committed ones."""
+        if content is not None:
+            for buffer in self._integers:
+                size = buffer.numel() * buffer.element_size()
+                part, content = bytearray(content[:size]), content[size:]
+                buffer.copy_(torch.frombuffer(part, dtype=buffer.dtype).view(buffer.shape))
+        for value, buffer in zip(self._committed_integers, self._integers, strict=True):
+            value.copy_(buffer)
+
+    def integer_bytes(self) -> bytes:
+        return b"".join(b.cpu().contiguous().numpy().tobytes() for b in self._integers)
+
+    def run(
+        self,
+        batch: Any,
+        samples: int,
+        seed: int,
+        slot: Segment,
+        committed: Sequence[torch.Tensor],
+        tile_ready: Callable[[int], None],
+    ) -> ShardResult:
+        """Forward and backward of one shard of `samples` samples into `slot`; buffers start from `committed`."""
+        views = self._slot_views(slot)
+        seed_everything(seed)
+        self.restore_buffers(committed)
+        self._capture.start(views.parameters, tile_ready)
+        with self.forward_context():
+            args, kwargs, target = split_batch(move(batch, self.device))
+            total, weight = loss_sum(self.job.loss(self.model(*args, **kwargs), target), samples)
+        total.backward()  # type: ignore[no-untyped-call]
+        touched = self._capture.finish()
+        self._rebind_buffers()
+        for view, live in zip(views.buffers, self._live_tiles, strict=True):
+            view.copy_(live)
+        for tile in self._buffer_tiles:
+            tile_ready(tile.index)
+        return ShardResult(total.item(), weight, zlib.crc32(self.integer_bytes()), touched)
+
+    @contextlib.contextmanager
+    def forward_context(self) -> Iterator[None]:
+        if self.job.precision == "bf16":
+            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+                yield
+        else:
+            yield
+
+    def canary(self, batch: Any, samples: int) -> str:
+        """A fingerprint of shard 0 of step 0 at the initial weights: members that give other bits differ in it."""
+        slot = Segment.private(self.layout.size_bytes)
+        before = [live.clone() for live in self._live_tiles]
+        result = self.run(batch, samples, shard_seed(self.job.seed, 0, 0), slot, before, lambda tile: None)
+        self.restore_buffers(before)
+        self._views.clear()
+        digest = hashlib.blake2b(slot.view(0, self.layout.size_bytes), digest_size=16)
+        digest.update(repr((result.loss_sum, result.weight, result.integers)).encode())
+        return digest.hexdigest()
+
+    def _slot_views(self, slot: Segment) -> _SlotViews:
+        if id(slot) not in self._views:
+            self._views[id(slot)] = _SlotViews(
+                slot,
+                [
+                    slot.tensor(e.dtype, e.offset_bytes, e.numel).view(e.shape)
+                    for e in self.layout.entries
+                    if e.kind == "parameter"
+                ],
+                _tile_views(slot, self._buffer_tiles),
+            )
+        return self._views[id(slot)]
+
+    def _rebind_buffers(self) -> None:
+        """A module that replaced a buffer instead of writing into it: take the value, put our tensor back."""
+        for module, key, tensor in self._buffers:
+            present = module._buffers[key]
+            if present is not tensor and present is not None:
+                tensor.copy_(present)
+                module._buffers[key] = tensor
+
+
+@dataclass(frozen=True)
+class _SlotViews:
+    slot: Segment
+    parameters: list[torch.Tensor]
+    buffers: list[torch.Tensor]
+
+
+def _tile_views(segment: Segment, tiles: Sequence[Any]) -> list[torch.Tensor]:
+    return [segment.tensor(t.dtype, t.offset_bytes, t.numel) for t in tiles]
+
+
+def _bind_buffers(
+    model: torch.nn.Module, layout: Layout, live: Segment
+) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
+    places = {layout.entries[i].name: layout.entries[i] for i in layout.entries_of("buffer")}
+    moved = {}
+    for name, buffer in model.named_buffers():
+        if name in places:
+            entry = places[name]
+            view = live.tensor(entry.dtype, entry.offset_bytes, entry.numel).view(entry.shape)
+            view.copy_(buffer)
+            moved[id(buffer)] = (buffer, view)  # the old one is kept so that its id stays its own
+    for _, buffer in model.named_buffers():
+        moved.setdefault(id(buffer), (buffer, buffer))
+    bound = []
+    for module in model.modules():
+        for key, present in module._buffers.items():
+            if present is not None:
+                module._buffers[key] = moved[id(present)][1]
+                bound.append((module, key, moved[id(present)][1]))
+    return bound
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return batch
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), batch)
+
+
+def loss_sum(value: Any, samples: int) -> tuple[torch.Tensor, float]:
+    """(sum, weight) of what the loss returned: a mean over the samples, or (sum, weight) itself."""
+    if isinstance(value, tuple):
+        if len(value) != 2:
+            raise JobError(f"`loss` returned a tuple of {len(value)}: return a mean, or (sum, weight)")
+        total, weight = value
+        weight = float(weight)
+    else:
+        total, weight = value, float(samples)
+        if isinstance(total, torch.Tensor):
+            total = total * samples
+    if not isinstance(total, torch.Tensor) or total.numel() != 1:
+        what = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
+        raise JobError(f"`loss` must return one number (a mean over the samples) or (sum, weight), not {what}")
+    return total, weight

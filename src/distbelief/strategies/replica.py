@@ -1,0 +1,208 @@
+"""The all-reduce replica: the step as a transaction over one shared set of parameters, or a private copy of them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from distbelief.comm.exchange import ROW, Exchange, Source, StepPlan
+from distbelief.shards import Range, Schedule, program, shard_seed
+from distbelief.strategies.base import Fetch, NonFiniteLoss, Seat, StepResult
+from distbelief.strategies.compute import ShardComputer
+from distbelief.strategies.partials import Partials, ShardWork, partial_sums
+from distbelief.strategies.state import ReplicaState
+from distbelief.strategies.tileoptimizer import Recipe, TileOptimizer
+
+_LOSS, _WEIGHT, _INTEGERS, _COUNTS = range(ROW)
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What this member computes in a step and how all partial sums are added. Depends on `occupied` alone."""
+
+    partials: Partials
+    sources: Sequence[Source]
+    order: object
+    idle: bool
+    """Whether some member has nothing to compute in this step."""
+
+
+def plan_work(shards: int, occupied: int, ranges: Sequence[Range], rank: int) -> StepWork:
+    everybody = [partial_sums(shards, occupied, mine) for mine in ranges]
+    sources: list[Source] = []
+    numbers: dict[Range, int] = {}
+    for owner, partials in enumerate(everybody):
+        for node, slot in partials.results.items():
+            numbers[node] = len(sources)
+            sources.append(Source(owner, slot))
+    idle = any(not partials.work for partials in everybody)
+    return StepWork(everybody[rank], sources, program(shards, occupied, numbers), idle)
+
+
+class DataParallelReplica:
+    """See `Replica`. With `exact` off, a member's shards are fused into one batch: one unit of work per member."""
+
+    def __init__(
+        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: Exchange, fetch: Fetch,
+        exact: bool,
+    ) -> None:  # fmt: skip
+        self.model = computer.model
+        self.exchange = exchange
+        self._computer = computer
+        self._job = computer.job
+        self._schedule = schedule
+        self._seat = seat
+        self._fetch = fetch
+        self._exact = exact
+        self._state = ReplicaState(computer.layout, recipe, exchange)
+        self._start_state()
+        computer.bind_parameters(self._state.segment, self._state.values_at)
+        self._committed = computer.committed_buffers(self._state.segment, self._state.values_at)
+        self._tiles = [t for t in exchange.tiles if t < computer.layout.parameter_tiles]
+        self._buffer_tiles = [t for t in exchange.tiles if t >= computer.layout.parameter_tiles]
+        self._optimizers = {
+            t: TileOptimizer(recipe, computer.layout, t, self._state.values[t], self._state.optimizer[t])
+            for t in self._tiles
+        }
+        self._work = lru_cache(maxsize=4)(self._plan)
+        self._rows = np.zeros((seat.ranges[seat.rank][1] - seat.ranges[seat.rank][0], ROW))
+        self._touched = np.zeros(len(computer.parameters), np.uint8)
+        self.comm_s = 0.0
+
+    def _start_state(self) -> None:
+        """The first generation writes the initial values; a later one finds the state, and repairs it if it is torn."""
+        first = self.exchange.rank == 0 or not self.exchange.shares_state
+        if first and self._state.initialised:
+            self._state.repair()
+        elif first:
+            self._computer.write_values(self._state.segment, self._state.values_at)
+            self._state.mark_initialised()
+        self.exchange.gather(b"")  # nobody reads before the writer is done
+
+    def steps_applied(self) -> int:
+        return self._state.steps_applied
+
+    def _plan(self, occupied: int) -> StepWork:
+        if self._exact:
+            return plan_work(self._schedule.shards, occupied, self._seat.ranges, self._seat.rank)
+        busy = sum(1 for first, _ in self._seat.ranges if first < occupied)
+        members = [(rank, rank + 1) for rank in range(len(self._seat.ranges))]
+        return plan_work(len(members), busy, members, self._seat.rank)
+
+    def _shards_of(self, work: ShardWork) -> Range:
+        return (work.shard, work.shard + 1) if self._exact else self._seat.ranges[self._seat.rank]
+
+    def compute(self, step: int) -> None:
+        work = self._work(self._schedule.occupied(step))
+        self.exchange.begin(StepPlan(step, work.sources, work.order))  # type: ignore[arg-type]
+        self._rows.fill(0)
+        self._touched.fill(0)
+        for unit in work.partials.work:
+            self._compute_unit(step, unit, last=unit is work.partials.work[-1])
+        if not work.partials.work:
+            for tile in self._computer.layout.tiles:
+                self.exchange.publish(tile.index)
+
+    def _compute_unit(self, step: int, unit: ShardWork, last: bool) -> None:
+        first, end = self._shards_of(unit)
+        batch, samples = self._fetch(step, first, end)
+        views = self._tile_views
+
+        def tile_ready(tile: int) -> None:
+            for into, other in unit.additions:
+                views(into)[tile].add_(views(other)[tile])
+            if last:
+                self.exchange.publish(tile)
+
+        result = self._computer.run(
+            batch, samples, shard_seed(self._job.seed, step, first), self.exchange.slot(unit.slot), self._committed,
+            tile_ready,
+        )  # fmt: skip
+        self._rows[first - self._seat.ranges[self._seat.rank][0]] = (
+            result.loss_sum,
+            result.weight,
+            result.integers,
+            samples,
+        )
+        self._touched |= result.touched
+
+    @lru_cache(maxsize=64)  # noqa: B019 - a replica lives as long as its process needs the views
+    def _tile_views(self, slot: int) -> list[torch.Tensor]:
+        segment = self.exchange.slot(slot)
+        return [segment.tensor(t.dtype, t.offset_bytes, t.numel) for t in self._computer.layout.tiles]
+
+    def commit(self, step: int) -> StepResult:
+        started = time.perf_counter()
+        rows, untouched = self.exchange.share(self._seat.ranges[self._seat.rank], self._rows, self._touched == 0)
+        self.comm_s += time.perf_counter() - started
+        result = self._judge(step, rows)
+        weight = math.fsum(rows[:, _WEIGHT])
+        if weight == 0:
+            untouched = np.ones_like(untouched)  # nothing to learn from: as if no parameter had a gradient
+        units = int(np.count_nonzero(rows[:, _COUNTS]))
+        self._update(step, 1.0 / weight if weight else 0.0, units, untouched)
+        started = time.perf_counter()
+        self.exchange.settle()
+        self.comm_s += time.perf_counter() - started
+        work = self._work(self._schedule.occupied(step))
+        if work.idle:
+            self._computer.commit_integers(self.exchange.gather(self._computer.integer_bytes())[0])
+        else:
+            self._computer.commit_integers()
+        return result
+
+    def _judge(self, step: int, rows: np.ndarray) -> StepResult:
+        """The step's loss, or the reason not to apply it. The same verdict on every member: all see the same rows."""
+        bad = np.flatnonzero(~np.isfinite(rows[:, _LOSS]))
+        if len(bad):
+            raise NonFiniteLoss(float(rows[bad[0], _LOSS]), step, int(bad[0]))
+        if len(set(rows[rows[:, _COUNTS] > 0, _INTEGERS])) > 1:
+            raise RuntimeError(
+                "an integer buffer of the model has other values after one shard than after another: it depends on the "
+                "samples, so there is no single value to go on with"
+            )
+        weight = math.fsum(rows[:, _WEIGHT])
+        loss = math.fsum(rows[:, _LOSS]) / weight if weight else 0.0
+        fingerprint = hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest()
+        return StepResult(loss, int(rows[:, _COUNTS].sum()), fingerprint)
+
+    def _update(self, step: int, scale: float, units: int, untouched: np.ndarray) -> None:
+        started = time.perf_counter()
+        gradients = {tile: self.exchange.reduced(tile) for tile in self._tiles}
+        self.comm_s += time.perf_counter() - started
+        skip = untouched if untouched.any() else None
+        for gradient in gradients.values():
+            gradient.mul_(scale)
+        if self._job.clip_norm is not None:
+            factor = self._clip_factor(gradients, self._job.clip_norm)
+            if factor < 1.0:
+                for gradient in gradients.values():
+                    gradient.mul_(factor)
+        rate = self._job.schedule(step) if self._job.schedule else 1.0
+        for tile, gradient in gradients.items():
+            self._state.open(tile, step)
+            self._optimizers[tile].update(gradient, rate, skip)
+            self._state.close(tile, step)
+        for tile in self._buffer_tiles:
+            self._state.open(tile, step)
+            torch.div(self.exchange.reduced(tile), units, out=self._state.values[tile])
+            self._state.close(tile, step)
+
+    def _clip_factor(self, gradients: dict[int, torch.Tensor], limit: float) -> float:
+        """min(1, limit / norm), the norm taken per tile in float64: tiles are the same for any number of members."""
+        squares = {
+            tile: float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
+            for tile, gradient in gradients.items()
+        }
+        norm = math.sqrt(math.fsum(self.exchange.share_squares(squares)))
+        return min(1.0, limit / (norm + 1e-6))
+
+    def synchronise(self) -> None:
+        self._computer.restore_buffers(self._committed)

@@ -1,0 +1,95 @@
+"""The worker's control logic, pure: what to do about each thing that the coordinator says or that happens here.
+
+No sockets, threads, clock or torch; `link.py` and `process.py` carry the actions out. A member obeys no lower epoch
+and no generation twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from distbelief.comm.messages import Command, EndRun, Member, Refuse, StartGeneration
+from distbelief.shards import Range
+
+Phase = Literal["waiting", "training", "finished", "ended"]
+
+
+@dataclass(frozen=True)
+class WorkerState:
+    worker: int
+    phase: Phase = "waiting"
+    epoch: int = 0
+    generation: int = 0
+
+
+@dataclass(frozen=True)
+class AbortStep:
+    """Give up the collective in flight."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class TrainGeneration:
+    epoch: int
+    generation: int
+    rank: int
+    members: tuple[Member, ...]
+    transport: str
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        return tuple(member.shards for member in self.members)
+
+
+@dataclass(frozen=True)
+class Leave:
+    status: str
+    """completed · failed · stopped · refused"""
+    reason: str
+
+
+Action = AbortStep | TrainGeneration | Leave
+
+
+@dataclass(frozen=True)
+class GenerationFinished:
+    """All steps are done and reported; the worker waits for the end of the run."""
+
+    generation: int
+
+
+def step(state: WorkerState, event: Command | GenerationFinished) -> tuple[WorkerState, list[Action]]:
+    """The next state and what to do.
+
+    >>> state, actions = step(WorkerState(0), EndRun(epoch=1, status="completed"))
+    >>> state.phase, actions
+    ('ended', [Leave(status='completed', reason='')])
+    """
+    if state.phase == "ended":
+        return state, []
+    if isinstance(event, GenerationFinished):
+        current = event.generation == state.generation and state.phase == "training"
+        return (replace(state, phase="finished") if current else state), []
+    if event.epoch < state.epoch:
+        return state, []  # an older coordinator that does not know it was replaced
+    state = replace(state, epoch=event.epoch)
+    stop: list[Action] = [AbortStep("the run ends")] if state.phase == "training" else []
+    if isinstance(event, EndRun):
+        return replace(state, phase="ended"), [*stop, Leave(event.status, event.reason)]
+    if isinstance(event, Refuse):
+        return replace(state, phase="ended"), [*stop, Leave("refused", event.reason)]
+    return _start(state, event)
+
+
+def _start(state: WorkerState, event: StartGeneration) -> tuple[WorkerState, list[Action]]:
+    if event.generation <= state.generation:
+        return state, []
+    actions: list[Action] = [AbortStep("the members change")] if state.phase == "training" else []
+    ranks = [rank for rank, member in enumerate(event.members) if member.worker == state.worker]
+    state = replace(state, generation=event.generation, phase="training" if ranks else "waiting")
+    if ranks:
+        members = tuple(event.members)
+        actions.append(TrainGeneration(event.epoch, event.generation, ranks[0], members, event.transport))
+    return state, actions

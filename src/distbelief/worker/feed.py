@@ -1,0 +1,75 @@
+"""The batches of shards: which samples they have, and having them ready before they are needed.
+
+In-memory data is cut in place. A Dataset is user code, so it runs in reader processes, asked some steps ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from distbelief.data.order import positions_to_samples
+from distbelief.data.readers import Readers
+from distbelief.data.sources import InMemory, MapStyle
+from distbelief.job import Job
+from distbelief.shards import Range, Schedule
+
+AHEAD = 2  # steps that are being read while one is computed
+
+
+class Feed:
+    """Batches of one data set. Make it before any thread starts: it forks the readers."""
+
+    def __init__(self, source: InMemory | MapStyle, schedule: Schedule, job: Job, *, shuffle: bool) -> None:
+        self._source = source
+        self._schedule = schedule
+        self._seed = job.seed
+        self._shuffle = shuffle
+        self._until = 0
+        self._readers = Readers(source, job.seed, job.readers) if isinstance(source, MapStyle) else None
+        self._units: Sequence[Range] = []
+        self._asked: set[tuple[int, int]] = set()
+
+    def expect(self, units: Sequence[Range], until: int) -> None:
+        """From now on these ranges of shards are asked for in every step before `until`; others are dropped."""
+        self._units = units
+        self._until = until
+        if self._readers:
+            firsts = {first for first, _ in units}
+            self._readers.forget(lambda key: key[1] in firsts)
+            self._asked = {key for key in self._asked if key[1] in firsts}
+
+    def samples(self, step: int, first: int, end: int) -> tuple[int, npt.NDArray[np.int64]]:
+        """(epoch, sample numbers) of the shards [first, end) of a step."""
+        epoch, low, _ = self._schedule.shard(step, first)
+        _, _, high = self._schedule.shard(step, end - 1)
+        positions = np.arange(low, high, dtype=np.int64)
+        return epoch, positions_to_samples(positions, self._schedule.samples, self._seed, epoch, self._shuffle)
+
+    def fetch(self, step: int, first: int, end: int) -> tuple[Any, int]:
+        """The batch of those shards, and how many samples it has."""
+        _, low, _ = self._schedule.shard(step, first)
+        _, _, high = self._schedule.shard(step, end - 1)
+        if self._readers is None:
+            return self._source.fetch(self.samples(step, first, end)[1]), high - low
+        self._ask(step, first, end)
+        for later in range(step, min(step + 1 + AHEAD, self._until)):
+            for unit in self._units:
+                self._ask(later, *unit)
+        self._asked.discard((step, first))
+        return self._readers.take((step, first)), high - low
+
+    def _ask(self, step: int, first: int, end: int) -> None:
+        if (step, first) in self._asked:
+            return
+        epoch, samples = self.samples(step, first, end)
+        if len(samples) and self._readers:
+            self._asked.add((step, first))
+            self._readers.request((step, first), epoch, samples)
+
+    def close(self) -> None:
+        if self._readers:
+            self._readers.close()

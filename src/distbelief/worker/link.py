@@ -1,0 +1,160 @@
+"""The worker's line to the coordinator: one thread that owns the socket, sends heartbeats and carries commands in.
+
+The training thread never touches the socket: it leaves events in a queue and takes actions from another.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import msgspec
+import zmq
+
+from distbelief.comm.messages import Command, Evaluation, Event, Heartbeat, StepReport, Timing, decode_command, encode
+from distbelief.comm.words import Abort
+from distbelief.worker import control
+from distbelief.worker.control import AbortStep, Action, GenerationFinished, Leave, TrainGeneration, WorkerState
+
+HEARTBEAT_S = 0.2
+GRACE_S = 2.0  # how long the training thread may take to leave before the process ends anyway
+
+
+@dataclass
+class Progress:
+    """What the training thread leaves for the next heartbeat. Plain assignments and deques: no lock on the step path."""
+
+    step: int = 0
+    timing: Timing = Timing()
+    reports: deque[StepReport] = field(default_factory=deque)
+    evaluations: deque[Evaluation] = field(default_factory=deque)
+    training: bool = False
+
+
+class ControlLink:
+    """Use as a context manager; leaving it sends what is queued and ends the thread."""
+
+    def __init__(self, address: str, secret: bytes, worker: int) -> None:
+        self.progress = Progress()
+        self.abort = Abort()
+        self.actions: SimpleQueue[Action] = SimpleQueue()
+        self._address = address
+        self._secret = secret
+        self._state = WorkerState(worker)
+        self._outbox: SimpleQueue[Event | GenerationFinished | None] = SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+
+    def __enter__(self) -> ControlLink:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._post(None)
+        self._thread.join(timeout=5)
+
+    def send(self, event: Event) -> None:
+        self._post(event)
+
+    def finished(self, generation: int) -> None:
+        self._post(GenerationFinished(generation))
+
+    def _post(self, item: Event | GenerationFinished | None) -> None:
+        self._outbox.put(item)
+        os.eventfd_write(self._wake, 1)
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)  # a worker without its line to the coordinator must not linger
+
+    def _serve(self) -> None:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 2000)
+        socket.connect(self._address)
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        next_beat = time.monotonic()
+        try:
+            while self._carry_out(socket):
+                wait_s = max(0.0, next_beat - time.monotonic())
+                ready = dict(poller.poll(int(wait_s * 1000) + 1))
+                if socket in ready:
+                    self._receive(socket)
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
+                if time.monotonic() >= next_beat:
+                    next_beat = time.monotonic() + HEARTBEAT_S
+                    self._beat(socket)
+        finally:
+            socket.close()
+            context.term()
+
+    def _carry_out(self, socket: zmq.Socket[bytes]) -> bool:
+        """Send what the training thread has left. False: it is done."""
+        while not self._outbox.empty():
+            item = self._outbox.get()
+            if item is None:
+                return False
+            if isinstance(item, GenerationFinished):
+                self._decide(item)
+            else:
+                self._beat(socket)  # what it left before this event goes first
+                socket.send_multipart([self._secret, encode(item)])
+        return True
+
+    def _beat(self, socket: zmq.Socket[bytes]) -> None:
+        progress = self.progress
+        if not progress.training:
+            return
+        reports = [progress.reports.popleft() for _ in range(len(progress.reports))]
+        evaluations = [progress.evaluations.popleft() for _ in range(len(progress.evaluations))]
+        beat = Heartbeat(
+            self._state.worker,
+            self._state.epoch,
+            self._state.generation,
+            progress.step,
+            progress.timing,
+            reports,
+            evaluations,
+        )
+        socket.send_multipart([self._secret, encode(beat)])
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                command = decode_command(frames[-1])
+            except msgspec.MsgspecError:
+                continue  # not a message of ours
+            self._decide(command)
+
+    def _decide(self, event: Command | GenerationFinished) -> None:
+        self._state, actions = control.step(self._state, event)
+        for action in actions:
+            if isinstance(action, AbortStep):
+                self.abort.set(action.reason)
+            else:
+                self.actions.put(action)
+            if isinstance(action, Leave):
+                threading.Thread(target=_insist, daemon=True).start()
+            if isinstance(action, TrainGeneration):
+                self.progress.training = True
+
+
+def _insist() -> None:
+    """The run is over. A training thread that is deep in user code cannot be interrupted: end the process."""
+    time.sleep(GRACE_S)
+    os._exit(0)

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distbelief.coordinator import journal as j
+from distbelief.coordinator.journal import Journal
+from distbelief.errors import DistBeliefError
+
+ENTRIES = [{"kind": "generation", "generation": n, "reason": f"because \n of {n} ü"} for n in range(1, 4)]
+
+
+def written(path: Path) -> bytes:
+    with Journal.open(path) as journal:
+        for entry in ENTRIES:
+            journal.append(entry)
+    return path.read_bytes()
+
+
+def decisions(entries: list[dict]) -> list[dict]:
+    return [entry for entry in entries if entry["kind"] != "epoch"]
+
+
+def test_what_was_appended_is_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    written(path)
+    with Journal.open(path) as journal:
+        assert decisions(journal.replayed) == ENTRIES
+
+
+def test_records_are_plain_json_lines(tmp_path: Path) -> None:
+    lines = written(tmp_path / "journal.jsonl").decode().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["epoch", "generation", "generation", "generation"]
+    assert all("crc32" in json.loads(line) for line in lines)
+
+
+def test_each_opening_is_a_new_durable_epoch(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    for expected in (1, 2, 3):
+        with Journal.open(path) as journal:
+            assert journal.epoch == expected
+            assert j.read(path)[-1]["epoch"] == expected
+
+
+def test_an_epoch_in_any_record_counts(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal.open(path) as journal:
+        journal.append({"kind": "generation", "epoch": 7, "reason": "x"})
+    with Journal.open(path) as journal:
+        assert journal.epoch == 8
+
+
+def test_a_torn_tail_is_cut_off_wherever_it_is_torn(tmp_path: Path) -> None:
+    whole = written(tmp_path / "whole.jsonl")
+    path = tmp_path / "journal.jsonl"
+    for length in range(len(whole) + 1):
+        path.write_bytes(whole[:length])
+        complete = whole[:length].count(b"\n")
+        with Journal.open(path) as journal:
+            assert decisions(journal.replayed) == ENTRIES[: max(0, complete - 1)]
+            journal.append({"kind": "after", "reason": "still readable"})
+        assert j.read(path)[-1]["kind"] == "after"
+
+
+def test_a_last_line_with_lost_blocks_is_torn_too(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    whole = written(path)
+    path.write_bytes(whole[:-20] + b"\0" * 19 + b"\n")
+    with Journal.open(path) as journal:
+        assert decisions(journal.replayed) == ENTRIES[:-1]
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"kind":"half'])
+def test_damage_in_the_middle_is_an_error_that_names_the_line(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "journal.jsonl"
+    whole = written(path)
+    second = whole.index(b"\n") + 1
+    damaged = whole[: second + 12] + b"#" + whole[second + 13 :] + torn
+    path.write_bytes(damaged)
+    with pytest.raises(DistBeliefError, match=r"journal\.jsonl, line 2: the record is damaged"):
+        Journal.open(path)
+    assert path.read_bytes() == damaged, "a damaged journal must be left for people to look at"
+    path.unlink()
+    Journal.open(path).close()  # the failed opening holds no lock
+
+
+def test_every_changed_byte_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    whole = written(path)
+    first_end = whole.index(b"\n")
+    for place in range(first_end):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(DistBeliefError, match="line 1"):
+            j.read(path)
+
+
+def test_a_second_process_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from distbelief.coordinator.journal import Journal\n"
+        "from distbelief.errors import DistBeliefError\n"
+        "try:\n    Journal.open(Path(sys.argv[1])).close()\n"
+        "except DistBeliefError as error:\n    print(error.message, '|', error.hint); sys.exit(9)\n"
+    )
+    attempt = [sys.executable, "-c", script, str(path)]
+    with Journal.open(path) as journal:
+        journal.compact(ENTRIES)  # the lock must outlive the file it guards
+        done = subprocess.run(attempt, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 9, done.stderr
+        assert "another coordinator is running this run" in done.stdout
+        assert "--run-dir" in done.stdout
+    assert subprocess.run(attempt, timeout=60, check=False).returncode == 0
+
+
+def test_compaction_replaces_all_and_keeps_the_epoch(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    written(path)
+    with Journal.open(path) as journal:
+        journal.compact([*journal.replayed[-1:], {"kind": "epoch", "epoch": 1}])
+        journal.append({"kind": "later", "reason": "x"})
+        assert [entry["kind"] for entry in j.read(path)] == ["epoch", "generation", "later"]
+    with Journal.open(path) as journal:
+        assert journal.epoch == 3
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["journal.jsonl", "journal.jsonl.lock"]
+
+
+def test_a_compaction_that_fails_leaves_the_old_journal(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal.open(path) as journal:
+        journal.append(ENTRIES[0])
+        before = path.read_bytes()
+        with pytest.raises(TypeError):
+            journal.compact([ENTRIES[1], {"kind": "bad", "value": object()}])
+        assert path.read_bytes() == before
+        journal.append(ENTRIES[1])
+        assert decisions(j.read(path)) == ENTRIES[:2]
+
+
+def test_a_compaction_cut_short_by_a_crash_leaves_the_old_journal(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    written(path)
+    (tmp_path / "journal.jsonl.tmp").write_bytes(b'{"kind":"half')
+    with Journal.open(path) as journal:
+        assert decisions(journal.replayed) == ENTRIES
+    assert not (tmp_path / "journal.jsonl.tmp").exists()
+
+
+def test_a_full_disk_raises_and_leaves_the_journal_readable(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    script = (
+        "import resource, sys; from pathlib import Path\n"
+        "from distbelief.coordinator.journal import Journal\n"
+        "journal = Journal.open(Path(sys.argv[1]))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (400, 400))\n"
+        "journal.append({'kind': 'fits', 'reason': 'x'})\n"
+        "try:\n    journal.append({'kind': 'big', 'reason': 'x' * 400}); sys.exit(8)\n"
+        "except OSError:\n    journal.append({'kind': 'small', 'reason': 'disk full'}); sys.exit(9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 9, done.stderr
+    assert [entry["kind"] for entry in j.read(path)] == ["epoch", "fits", "small"]
+
+
+def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DistBeliefError, match="cannot write the journal"):
+        Journal.open(tmp_path / "nowhere" / "journal.jsonl")
+    with pytest.raises(DistBeliefError, match="cannot read the journal"):
+        j.read(tmp_path / "nowhere" / "journal.jsonl")
+
+
+def test_nothing_is_left_open(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with Journal.open(path) as journal:
+            journal.compact(ENTRIES)
+            with pytest.raises(DistBeliefError):
+                Journal.open(path)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from distbelief.comm.messages import Evaluation, Heartbeat, Member, StepReport, Timing
+from distbelief.coordinator.progress import REMEMBERED, Progress, absorb, workers_line
+
+MEMBERS = [Member(0, "here", (0, 2)), Member(1, "here", (2, 4))]
+
+
+def beat(worker: int = 0, step: int = 0, timing: Timing | None = None, **lists: list) -> Heartbeat:
+    return Heartbeat(worker=worker, epoch=1, generation=1, step=step, timing=timing or Timing(), **lists)
+
+
+def report(step: int, fingerprint: str = "aa") -> StepReport:
+    return StepReport(step=step, loss=0.5, samples=8, fingerprint=fingerprint, at=99.0)
+
+
+def kinds(lines: list[dict]) -> list[str]:
+    return [line["kind"] for line in lines if line["kind"] != "workers"]
+
+
+def test_each_step_is_reported_once() -> None:
+    progress, lines = absorb(Progress(), MEMBERS, beat(reports=[report(0), report(1)]), 10.0)
+    assert lines[0] == {"kind": "step", "step": 0, "loss": 0.5, "samples": 8, "fingerprint": "aa", "at": 99.0}
+    assert kinds(lines) == ["step", "step"]
+    progress, lines = absorb(progress, MEMBERS, beat(reports=[report(1), report(2)]), 10.1)
+    assert [line["step"] for line in lines] == [2]
+
+
+def test_the_same_step_with_another_fingerprint_is_told() -> None:
+    progress, _ = absorb(Progress(), MEMBERS, beat(reports=[report(3, "aa")]), 10.0)
+    _, lines = absorb(progress, MEMBERS, beat(reports=[report(3, "bb")]), 10.1)
+    assert kinds(lines) == ["notice"]
+    assert "step 3" in lines[0]["text"]
+    assert "aa" in lines[0]["text"]
+    assert "bb" in lines[0]["text"]
+
+
+def test_each_evaluation_is_reported_once() -> None:
+    evaluation = Evaluation(step=5, metrics={"accuracy": 0.9})
+    progress, lines = absorb(Progress(), MEMBERS, beat(evaluations=[evaluation, evaluation]), 10.0)
+    assert lines[0] == {"kind": "evaluation", "step": 5, "metrics": {"accuracy": 0.9}, "at": 10.0}
+    assert kinds(lines) == ["evaluation"]
+    _, lines = absorb(progress, MEMBERS, beat(evaluations=[evaluation]), 10.1)
+    assert kinds(lines) == []
+
+
+def test_a_workers_line_at_most_once_a_second() -> None:
+    progress, first = absorb(Progress(), MEMBERS, beat(0, 3), 10.0)
+    progress, second = absorb(progress, MEMBERS, beat(1, 2), 10.9)
+    progress, third = absorb(progress, MEMBERS, beat(0, 4, Timing(1.0, 2.0, 3.0, 8)), 11.0)
+    assert [line["kind"] for line in first] == ["workers"]
+    assert second == []
+    (line,) = third
+    assert line == {
+        "kind": "workers",
+        "at": 11.0,
+        "generation": 1,
+        "step": 4,
+        "workers": [
+            {
+                "worker": 0,
+                "host": "here",
+                "first": 0,
+                "end": 2,
+                "step": 4,
+                "data_s": 1.0,
+                "compute_s": 2.0,
+                "comm_s": 3.0,
+                "shards": 8,
+            },
+            {
+                "worker": 1,
+                "host": "here",
+                "first": 2,
+                "end": 4,
+                "step": 2,
+                "data_s": 0.0,
+                "compute_s": 0.0,
+                "comm_s": 0.0,
+                "shards": 0,
+            },
+        ],
+    }
+
+
+def test_memory_is_bounded_and_what_is_forgotten_counts_as_reported() -> None:
+    progress = Progress()
+    told = 0
+    for start in range(0, 3 * REMEMBERED, 256):
+        beats = beat(reports=[report(step) for step in range(start, start + 256)])
+        progress, lines = absorb(progress, MEMBERS, beats, 0.0)
+        told += kinds(lines).count("step")
+    assert told == 3 * REMEMBERED
+    assert len(progress.reported.values) == REMEMBERED
+    _, lines = absorb(progress, MEMBERS, beat(reports=[report(1), report(3 * REMEMBERED)]), 0.0)
+    assert [line["step"] for line in lines] == [3 * REMEMBERED]
+
+
+def test_absorbing_changes_nothing_in_place() -> None:
+    before, _ = absorb(Progress(), MEMBERS, beat(reports=[report(0)]), 0.0)
+    absorb(before, MEMBERS, beat(1, 7, reports=[report(1)]), 0.5)
+    assert dict(before.reported.values) == {0: "aa"}
+    assert workers_line(before, MEMBERS, 1, 0.0)["step"] == 0

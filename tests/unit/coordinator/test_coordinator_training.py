@@ -1,0 +1,122 @@
+"""Training and the end of a run, by plain calls."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+from coordinator_play import Run, ended, failure, finished, heartbeat, lines, records, report, sends
+
+from distbelief.comm import messages as m
+from distbelief.coordinator import state as s
+
+
+def test_heartbeats_become_lines_and_no_records() -> None:
+    run = Run().started(0, 1)
+    evaluation = m.Evaluation(step=1, metrics={"loss": 0.1})
+    outputs = run.feed(heartbeat(reports=[report(0)], evaluations=[evaluation]), now=5.0)
+    assert [line["kind"] for line in lines(outputs)] == ["step", "evaluation", "workers"]
+    assert records(outputs) == []
+    assert lines(outputs, "workers")[0]["workers"][0]["comm_s"] == 0.3
+    outputs = run.feed(heartbeat(reports=[report(0, "bb")]), now=5.1)
+    assert [line["kind"] for line in lines(outputs)] == ["notice"]
+
+
+def test_heartbeats_of_another_epoch_or_generation_or_a_spare_are_ignored() -> None:
+    run = Run(workers=5).started(0, 1, 2, 3, 4)
+    for beat in (
+        heartbeat(epoch=6, reports=[report(0)]),
+        heartbeat(epoch=8, reports=[report(0)]),
+        heartbeat(generation=0, reports=[report(0)]),
+        heartbeat(generation=2, reports=[report(0)]),
+        heartbeat(worker=4, reports=[report(0)]),
+        heartbeat(worker=99, reports=[report(0)]),
+    ):
+        assert run.feed(beat) == []
+
+
+def test_the_run_is_complete_when_all_members_have_finished() -> None:
+    run = Run(workers=5).started(0, 1, 2, 3, 4)
+    assert run.feed(finished(0), finished(0), finished(2), finished(1)) == []
+    assert run.feed(finished(3, generation=0)) == []
+    outputs = run.feed(finished(3))
+    assert isinstance(outputs[0], s.Report)
+    assert outputs[0].line["kind"] == "workers"
+    entry = ended(outputs)
+    assert entry["status"] == "completed"
+    assert entry["result"] == {
+        "steps": 10,
+        "loss": 0.25,
+        "metrics": {"accuracy": 0.98},
+        "weights_sha256": "abc",
+        "samples_per_s": 1e4,
+        "workers": 4,
+        "recoveries": 0,
+    }
+    assert [worker for worker, _ in sends(outputs)] == [0, 1, 2, 3, 4, s.ENGINE]
+
+
+def test_a_newcomer_while_training_is_a_spare() -> None:
+    run = Run().started(0, 1)
+    run.join(2)
+    outputs = run.ready(2)
+    assert sends(outputs) == [(2, run.state.start)]
+    assert "worker 2" in lines(outputs, "notice")[0]["text"]
+    assert run.state.phase == "training"
+
+
+def test_a_newcomer_that_does_not_fit_is_refused_and_the_run_goes_on() -> None:
+    run = Run().started(0, 1)
+    run.join(2)
+    outputs = run.ready(2, canary=m.Canary(fingerprint="a1b2", facts={"threads": "1"}))
+    ((worker, command),) = sends(outputs)
+    assert worker == 2
+    assert isinstance(command, m.Refuse)
+    assert "computed other bits" in command.reason
+    assert run.state.phase == "training"
+    assert run.feed(m.WorkerExited(worker=2, status=1)) == [], "it was told to go"
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_stop_is_a_clean_end(training: bool) -> None:
+    run = Run()
+    run.join(0, 1)
+    if training:
+        run.ready(0, 1)
+    outputs = run.feed(m.StopRequested(reason="Ctrl-C"))
+    entry = ended(outputs)
+    assert (entry["status"], entry["reason"]) == ("stopped", "Ctrl-C")
+    assert "failure" not in entry
+    assert [worker for worker, _ in sends(outputs)] == [0, 1, s.ENGINE]
+
+
+def test_whoever_comes_after_the_end_is_told() -> None:
+    run = Run()
+    run.join(0)
+    run.feed(m.StopRequested(reason="Ctrl-C"))
+    outcome = m.EndRun(epoch=7, status="stopped", reason="Ctrl-C")
+    assert run.join(1) == [s.Send(1, outcome)]
+    assert run.feed(m.EngineAttached(host="here", workers=2)) == [s.Send(s.ENGINE, outcome)]
+    assert run.ready(0) == []
+
+
+def test_a_coordinator_that_cannot_write_fails_the_run_even_at_its_end() -> None:
+    run = Run().started(0, 1)
+    run.feed(finished(0), finished(1))
+    entry = ended(run.feed(s.CoordinatorFailed("disk full", "free some space")))
+    assert (entry["status"], entry["reason"], entry["failure"]["hint"]) == ("failed", "disk full", "free some space")
+
+
+def test_step_never_changes_the_state_it_was_given() -> None:
+    run = Run().started(0, 1)
+    before = run.state
+    frozen = repr(before)
+    for event in (heartbeat(reports=[report(0)]), m.WorkerExited(worker=1, status=1), failure(0), finished(0)):
+        s.step(before, event, 50.0)
+    assert repr(before) == frozen
+
+
+def test_every_event_has_a_place_in_the_table() -> None:
+    events = {*get_args(m.Event), s.Ticked, s.CoordinatorFailed}
+    assert events - s.TRANSITIONS["gathering"].keys() == {m.WorkerFinished}
+    assert events == s.TRANSITIONS["training"].keys() == s.TRANSITIONS["ended"].keys()
