@@ -45,10 +45,10 @@ def network(width: int, dropout: float) -> nn.Module:
 
 
 def job(
-    lr: float = 3e-3,
+    lr: float = 2e-3,
     width: int = 32,
-    dropout: float = 0.3,
-    epochs: int = 20,
+    dropout: float = 0.5,
+    epochs: int = 30,
     batch: int = 64,
     weight_decay: float = 0.01,
     seed: int = 0,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from distbelief.version import __version__
 
 if TYPE_CHECKING:
     from distbelief.api import Result, train
@@ -30,7 +30,18 @@ _HOME = {
     "train": "distbelief.api",
 }
 
-__all__ = ["AllReduce", "DistBeliefError", "Job", "JobError", "Result", "RunFailed", "accuracy", "idx", "train"]
+__all__ = [
+    "AllReduce",
+    "DistBeliefError",
+    "Job",
+    "JobError",
+    "Result",
+    "RunFailed",
+    "__version__",
+    "accuracy",
+    "idx",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

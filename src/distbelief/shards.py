@@ -75,11 +75,10 @@ class Schedule:
 
     def occupied(self, step: int) -> int:
         """How many shards of this step have samples. They are always the first ones."""
-        return next((v for v in range(self.shards) if self._empty(step, v)), self.shards)
-
-    def _empty(self, step: int, shard: int) -> bool:
-        _, first, end = self.shard(step, shard)
-        return first == end
+        _, first, end = self.batch(step)
+        if end - first == self.global_batch:
+            return self.shards
+        return sum(1 for v in range(self.shards) if v * self.global_batch // self.shards < end - first)
 
 
 def split(node: Range) -> tuple[Range, Range]:

@@ -22,7 +22,9 @@ class SegmentKeeper:
     def put(self, name: str, content: bytes) -> None:
         """Make a segment with this content (how a pickled job reaches the workers)."""
         fd = allocate(len(content), name)
-        os.pwrite(fd, content, 0)
+        written = 0
+        while written < len(content):  # the kernel takes 2 GiB at a time at most
+            written += os.pwrite(fd, memoryview(content)[written:], written)
         self._segments[name] = (fd, len(content))
 
     def answer(self, sock: socket.socket) -> None:
@@ -31,7 +33,8 @@ class SegmentKeeper:
         try:
             fd, size_bytes = self._find(str(request["name"]), int(request["size_bytes"]))
         except DistBeliefError as error:
-            send_message(sock, {"error": error.message, "hint": error.hint})
+            memory = isinstance(error, NotEnoughMemory)
+            send_message(sock, {"error": error.message, "hint": error.hint, "memory": memory})
         else:
             send_message(sock, {"size_bytes": size_bytes}, [fd])
 
@@ -67,5 +70,6 @@ class KeeperClient:
         send_message(self._sock, {"name": name, "size_bytes": size_bytes})
         answer, fds = receive_message(self._sock)
         if "error" in answer:
-            raise NotEnoughMemory(answer["error"], hint=answer["hint"])
+            kind = NotEnoughMemory if answer["memory"] else DistBeliefError
+            raise kind(answer["error"], hint=answer["hint"])
         return Segment(fds[0], answer["size_bytes"])

@@ -31,6 +31,10 @@ class Segment:
         self.size_bytes = size_bytes
         self._map = mmap.mmap(fd, max(size_bytes, 1)) if fd >= 0 else mmap.mmap(-1, max(size_bytes, 1))
 
+    def __del__(self) -> None:
+        if self.fd >= 0:  # the mapping has a descriptor of its own, and lives as long as the last view of it
+            os.close(self.fd)
+
     @classmethod
     def create(cls, size_bytes: int, label: str = "distbelief") -> Segment:
         return cls(allocate(size_bytes, label), size_bytes)
@@ -55,9 +59,7 @@ class Segment:
 
 def allocate(size_bytes: int, label: str) -> int:
     """Make a memfd of that size with all its pages, or say in words that memory does not suffice."""
-    free_bytes = free_memory_bytes()
-    if size_bytes > free_bytes:
-        raise not_enough(label, size_bytes, free_bytes)
+    free_bytes = require_memory(label, size_bytes)
     fd = os.memfd_create(label, os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, max(size_bytes, 1))
@@ -65,14 +67,22 @@ def allocate(size_bytes: int, label: str) -> int:
     except OSError as error:
         os.close(fd)
         if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
-            raise not_enough(label, size_bytes, free_bytes) from error
+            raise _not_enough(label, size_bytes, free_bytes) from error
         raise
     return fd
 
 
-def not_enough(label: str, size_bytes: int, free_bytes: int) -> NotEnoughMemory:
+def require_memory(label: str, size_bytes: int) -> int:
+    """The bytes that are free, or an error when so many are not."""
+    free_bytes = free_memory_bytes()
+    if size_bytes > free_bytes:
+        raise _not_enough(label, size_bytes, free_bytes)
+    return free_bytes
+
+
+def _not_enough(label: str, size_bytes: int, free_bytes: int) -> NotEnoughMemory:
     return NotEnoughMemory(
-        f"not enough memory for the shared segment '{label}': it needs {size_bytes / 2**30:.2f} GiB, "
+        f"not enough memory for {label}: {size_bytes / 2**30:.2f} GiB are needed, "
         f"{max(free_bytes, 0) / 2**30:.2f} GiB are free",
         hint="use fewer workers, a smaller model or an optimizer with less state, or a machine with more memory",
     )

@@ -118,7 +118,8 @@ class TorchExchange:
         everything[mine[0] : mine[1]] = rows
         touched = torch.from_numpy((untouched == 0).astype(np.uint8))
         with self._network():
-            dist.all_reduce(torch.from_numpy(everything))  # every row has one giver, so the sums are exact
+            # Every row has one giver. As whole numbers, because -0.0 + 0.0 would be another zero.
+            dist.all_reduce(torch.from_numpy(everything.view(np.int64)))
             dist.all_reduce(touched, op=dist.ReduceOp.MAX)
         return everything, touched.numpy() == 0
 

@@ -8,7 +8,6 @@ is 0 when the run ended in order (completed, failed or stopped: the journal's la
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -25,8 +24,8 @@ from distbelief.coordinator import server as edge
 from distbelief.coordinator.journal import Journal
 from distbelief.coordinator.state import RunConfig, begin
 from distbelief.errors import DistBeliefError
+from distbelief.lifeline import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _MAX_ORDER_BYTES = 1 << 20
 
 
@@ -65,7 +64,7 @@ class EngineLink:
 
 
 def main() -> int:
-    _die_with_parent()
+    die_with_parent(os.getppid())
     engine = EngineLink(0)
     try:
         return _run(_read_order(0), engine)
@@ -113,12 +112,6 @@ def _read_order(fd: int) -> Order:
 def _answer(line: dict[str, object]) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
     sys.stdout.buffer.flush()
-
-
-def _die_with_parent() -> None:
-    """Ask Linux for a SIGKILL when the parent ends without a chance to close our stdin in order."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,8 @@ This is the child's half of `data.readers`. It knows its data set and its one co
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
-import random
 import signal
 import socket
 import sys
@@ -16,14 +14,14 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
 from distbelief.data.parcel import post, receive
+from distbelief.data.seeding import seed_everything
 from distbelief.data.sources import MapStyle, Samples
+from distbelief.lifeline import die_with_parent
 from distbelief.shards import sample_seed
 
-_PR_SET_PDEATHSIG = 1
 _PARENT_IS_GONE = 0
 
 
@@ -73,7 +71,7 @@ def read(source: MapStyle, seed: int, request: Request) -> Any:
         parts = []
         for sample in request.samples.tolist():
             doing = f"reading sample {sample}"
-            _seed_all(sample_seed(seed, request.epoch, sample))
+            seed_everything(sample_seed(seed, request.epoch, sample))
             parts.append(source.dataset[sample])
         doing = f"making a batch of {listed(request.samples)}"
         return source.collate(parts)
@@ -93,9 +91,7 @@ def listed(samples: Samples) -> str:
 
 
 def _settle(parent: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(_PARENT_IS_GONE)
+    die_with_parent(parent)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when to end
     for number in (signal.SIGTERM, signal.SIGCHLD):
@@ -103,12 +99,6 @@ def _settle(parent: int) -> None:
     gc.freeze()  # a collection would write into, and so copy, every page that is shared with the parent
     # OpenMP's threads are not forked, and a parallel region would wait for them for ever.
     torch.set_num_threads(1)
-
-
-def _seed_all(number: int) -> None:
-    torch.default_generator.manual_seed(number)  # torch.manual_seed would also prepare every accelerator
-    np.random.seed([number & 0xFFFFFFFF, number >> 32])
-    random.seed(number)
 
 
 def _answer(connection: socket.socket, request: Request, batch: Any) -> None:

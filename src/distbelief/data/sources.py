@@ -51,7 +51,7 @@ class InMemory:
     def __len__(self) -> int:
         return self._length
 
-    def fetch(self, samples: Samples) -> Columns:
+    def fetch(self, samples: Samples) -> Any:
         wanted = torch.from_numpy(samples)
         if isinstance(self.columns, torch.Tensor):
             return _rows(self.columns, wanted)

@@ -25,7 +25,7 @@ from distbelief.comm.messages import EndRun, EngineAttached, Event, StopRequeste
 from distbelief.comm.segment import receive_message
 from distbelief.coordinator.journal import read as read_journal
 from distbelief.engines.processes import CoordinatorProcess, LogPipe, Zygote
-from distbelief.errors import DistBeliefError, RunFailed, RunInterrupted
+from distbelief.errors import DistBeliefError, JobError, RunFailed, RunInterrupted
 from distbelief.worker.process import WorkerSpec
 
 REFRESH_S = 0.2
@@ -298,15 +298,21 @@ def _verdict(run_dir: Path, signals: _Signals) -> dict[str, Any]:
         raise RunFailed("the coordinator ended without a word", hint=f"see {run_dir}/logs/coordinator.log")
     if record["status"] == "completed":
         return record
-    failure = record.get("failure") or {}
-    where = f" on {failure['host']}" if failure.get("host") else ""
-    who = f"worker {failure['worker']}{where}: " if failure else ""
-    at = f" (step {failure['step']}, shard {failure['shard']})" if failure.get("step", -1) >= 0 else ""
-    raise RunFailed(
-        f"{who}{failure.get('message') or record.get('reason', 'the run failed')}{at}",
-        details=failure.get("traceback", ""),
-        hint=failure.get("hint") or record.get("hint", "") or f"the logs are in {run_dir}/logs",
-    )
+    raise _explain(record.get("failure", {}), record.get("reason", "the run failed"), run_dir)
+
+
+def _explain(failure: dict[str, Any], reason: str, run_dir: Path) -> DistBeliefError:
+    """The failure as the user reads it: which worker, where, and when, unless that says nothing."""
+    message = failure.get("message", reason)
+    hint = failure.get("hint") or f"the logs are in {run_dir}/logs"
+    details = failure.get("traceback", "")
+    if failure.get("kind") == "job":  # the same on every worker
+        return JobError(message, hint=hint, details=details)
+    if failure.get("kind") in ("user", "data", "internal", "memory") and failure["worker"] >= 0:
+        message = f"worker {failure['worker']} on {failure['host']}: {message}"
+        if failure["step"] >= 0:
+            message += f" (step {failure['step']}, shard {failure['shard']})"
+    return RunFailed(message, hint=hint, details=details)
 
 
 def host_name() -> str:

@@ -19,7 +19,7 @@ from distbelief.strategies.compute import ShardComputer, make_model
 from distbelief.strategies.layout import lay_out, trainable
 from distbelief.strategies.partials import slots_needed
 from distbelief.strategies.replica import DataParallelReplica
-from distbelief.strategies.tileoptimizer import Recipe
+from distbelief.strategies.tileoptimizer import Recipe, state_bytes
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,12 @@ class PreparedAllReduce:
         self._recipe = Recipe(job.optimizer, parameters)
         self._layout = lay_out(self.model, whole_parameters=not self._recipe.elementwise)
         self._computer = ShardComputer(job, self.model, self._layout, device)
+
+    def least_bytes(self) -> int:
+        """One slot for gradients, and values and optimizer state twice: the state itself and its undo copy."""
+        layout = self._layout
+        optimizer = sum(state_bytes(self._recipe, layout, tile) for tile in range(layout.parameter_tiles))
+        return layout.size_bytes + 2 * (layout.size_bytes + optimizer)
 
     def facts(self) -> dict[str, str]:
         return {

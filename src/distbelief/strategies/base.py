@@ -75,6 +75,9 @@ class Prepared(Protocol):
     @property
     def parameters(self) -> int: ...
 
+    def least_bytes(self) -> int:
+        """The memory that one worker needs at least, beside the model itself."""
+
     def facts(self) -> dict[str, str]:
         """What must be the same on all members for the bits to be the same."""
 

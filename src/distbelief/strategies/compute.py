@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,18 +17,13 @@ import numpy as np
 import torch
 
 from distbelief.comm.segment import Segment
+from distbelief.data.seeding import seed_everything
 from distbelief.data.sources import split_batch
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import shard_seed
 from distbelief.strategies.capture import GradientCapture
 from distbelief.strategies.layout import Layout, trainable
-
-
-def seed_everything(seed: int) -> None:
-    torch.manual_seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    random.seed(seed)
 
 
 def make_model(job: Job, device: torch.device) -> torch.nn.Module:

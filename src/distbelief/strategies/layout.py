@@ -7,7 +7,7 @@ stretch of it in the same places whoever works on it (docs/decisions/0002). Froz
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -78,15 +78,14 @@ def lay_out(model: torch.nn.Module, *, whole_parameters: bool = False) -> Layout
     parameter_tiles = 0
     for kind, tensors in (("parameter", trainable(model)), ("buffer", float_buffers(model))):
         _check(tensors)
+        known = len(entries)  # entries keep the model's order, whatever order their places have
+        entries += [Entry(name, kind, t.dtype, t.shape, -1) for name, t in tensors]  # type: ignore[arg-type]
         for dtype in dict.fromkeys(t.dtype for _, t in tensors):  # in order of first appearance
-            region = []
+            region = [i for i in range(known, len(entries)) if entries[i].dtype == dtype]
             first_bytes, elements = offset_bytes, 0
-            for name, tensor in tensors:
-                if tensor.dtype == dtype:
-                    region.append(len(entries))
-                    at = first_bytes + elements * dtype.itemsize
-                    entries.append(Entry(name, kind, dtype, tensor.shape, at))  # type: ignore[arg-type]
-                    elements += _round_up(tensor.numel(), ALIGN)
+            for index in region:
+                entries[index] = replace(entries[index], offset_bytes=first_bytes + elements * dtype.itemsize)
+                elements += _round_up(entries[index].numel, ALIGN)
             for first, last in _cuts(entries, region, first_bytes, elements, whole_parameters):
                 tiles.append(Tile(len(tiles), dtype, first_bytes + first * dtype.itemsize, last - first))
                 pieces.append(_pieces(entries, region, tiles[-1]))
@@ -108,6 +107,8 @@ def _cuts(
     entries: Sequence[Entry], region: Sequence[int], first_bytes: int, elements: int, whole: bool
 ) -> list[tuple[int, int]]:
     """Cut a region of that many elements into tiles of about equal size."""
+    if not elements:  # a region of empty tensors only
+        return []
     count = -(-elements // TILE_ELEMENTS)
     count = _round_up(count, TILE_GROUP) if count >= TILE_GROUP else min(TILE_GROUP, -(-elements // SMALL_TILE))
     target = _round_up(-(-elements // max(count, 1)), ALIGN)

@@ -98,11 +98,11 @@ class Recipe:
         """An optimizer over (parameter number, piece)."""
         if not self.elementwise:
             return self.factory([piece for _, piece in pieces])
+        options: dict[str, Any] = {"fused": True} if self.fused else {}
         groups = [
-            {**hyper, "params": [piece for parameter, piece in pieces if self.group_of[parameter] == number]}
+            {**hyper, **options, "params": [piece for parameter, piece in pieces if self.group_of[parameter] == number]}
             for number, hyper in enumerate(self.groups)
         ]
-        options: dict[str, Any] = {"fused": True} if self.fused else {}
         optimizer: optim.Optimizer = self.kind([g for g in groups if g["params"]], **options)
         return optimizer
 

@@ -6,11 +6,12 @@ import safetensors.torch
 import torch
 
 from distbelief.comm.exchange import Exchange
+from distbelief.data.seeding import seed_everything
 from distbelief.data.sources import InMemory, MapStyle, split_batch
 from distbelief.job import Job
 from distbelief.shards import Schedule, shard_seed
 from distbelief.strategies.base import Replica
-from distbelief.strategies.compute import loss_sum, move, seed_everything
+from distbelief.strategies.compute import loss_sum, move
 from distbelief.worker.feed import Feed
 from distbelief.worker.metrics import ShardMetrics
 

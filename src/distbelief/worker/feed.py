@@ -32,22 +32,34 @@ class Feed:
         self._readers = Readers(source, job.seed, job.readers) if isinstance(source, MapStyle) else None
         self._units: Sequence[Range] = []
         self._asked: set[tuple[int, int]] = set()
+        self._spans: dict[int, tuple[int, npt.NDArray[np.int64]]] = {}
 
     def expect(self, units: Sequence[Range], until: int) -> None:
         """From now on these ranges of shards are asked for in every step before `until`; others are dropped."""
+        kept = {first for first, end in units if (first, end) in self._units}
         self._units = units
         self._until = until
+        self._spans.clear()
         if self._readers:
-            firsts = {first for first, _ in units}
-            self._readers.forget(lambda key: key[1] in firsts)
-            self._asked = {key for key in self._asked if key[1] in firsts}
+            self._readers.forget(lambda key: key[1] in kept)
+            self._asked = {key for key in self._asked if key[1] in kept}
 
     def samples(self, step: int, first: int, end: int) -> tuple[int, npt.NDArray[np.int64]]:
         """(epoch, sample numbers) of the shards [first, end) of a step."""
         epoch, low, _ = self._schedule.shard(step, first)
         _, _, high = self._schedule.shard(step, end - 1)
+        if not self._units or first < self._units[0][0] or end > self._units[-1][1]:
+            return epoch, self._permuted(epoch, low, high)
+        if step not in self._spans:  # one permutation for all of a step's units
+            _, start, _ = self._schedule.shard(step, self._units[0][0])
+            _, _, stop = self._schedule.shard(step, self._units[-1][1] - 1)
+            self._spans = {step: (start, self._permuted(epoch, start, stop))}
+        start, span = self._spans[step]
+        return epoch, span[low - start : high - start]
+
+    def _permuted(self, epoch: int, low: int, high: int) -> npt.NDArray[np.int64]:
         positions = np.arange(low, high, dtype=np.int64)
-        return epoch, positions_to_samples(positions, self._schedule.samples, self._seed, epoch, self._shuffle)
+        return positions_to_samples(positions, self._schedule.samples, self._seed, epoch, self._shuffle)
 
     def fetch(self, step: int, first: int, end: int) -> tuple[Any, int]:
         """The batch of those shards, and how many samples it has."""

@@ -27,10 +27,10 @@ GRACE_S = 2.0  # how long the training thread may take to leave before the proce
 
 @dataclass
 class Progress:
-    """What the training thread leaves for the next heartbeat. Plain assignments and deques: no lock on the step path."""
+    """What the training thread leaves for the next heartbeat. Assignments and deques: no lock on the step path."""
 
     step: int = 0
-    timing: Timing = Timing()
+    timing: Timing = field(default_factory=Timing)
     reports: deque[StepReport] = field(default_factory=deque)
     evaluations: deque[Evaluation] = field(default_factory=deque)
     training: bool = False

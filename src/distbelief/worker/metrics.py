@@ -17,7 +17,7 @@ from distbelief.errors import JobError
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> tuple[float, float]:
-    """How many predictions (the largest of the last axis, or of axis 1 for images of classes) are right, and of how many.
+    """How many predictions are right, and of how many: the largest of the last axis, or of axis 1 for maps of classes.
 
     >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
     (1.0, 2.0)

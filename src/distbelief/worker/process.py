@@ -19,21 +19,22 @@ import msgspec
 import numpy
 import torch
 
-import distbelief
 from distbelief.comm.exchange import Exchange
 from distbelief.comm.keeper import KeeperClient
 from distbelief.comm.messages import Canary, JobFacts, WorkerFailed, WorkerJoined, WorkerReady
+from distbelief.comm.segment import require_memory
 from distbelief.comm.shared import SharedExchange
 from distbelief.comm.torchgroup import Rendezvous, TorchExchange
 from distbelief.comm.words import Aborted
 from distbelief.data.readers import ReaderError
+from distbelief.data.seeding import seed_everything
 from distbelief.data.sources import as_source
 from distbelief.errors import DistBeliefError, JobError, NotEnoughMemory
 from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies import parse
 from distbelief.strategies.base import NonFiniteLoss, Prepared, Seat, Strategy
-from distbelief.strategies.compute import seed_everything
+from distbelief.version import __version__
 from distbelief.worker.control import Leave, TrainGeneration
 from distbelief.worker.evaluate import Evaluator
 from distbelief.worker.feed import Feed
@@ -188,6 +189,7 @@ def _load(spec: WorkerSpec, keeper: KeeperClient) -> Loaded:
         evaluator = Evaluator(job, as_source(job.validation, job.collate), device)
     watch = Stopwatch(feed)
     prepared = strategy.prepare(job, schedule, device)
+    require_memory("gradients, parameters and optimizer state", prepared.least_bytes())
     canary = Canary(prepared.canary(watch.fetch), prepared.facts())
     watch.data_s, watch.shards = 0.0, 0
     return Loaded(job, schedule, steps, strategy, prepared, watch, feed, evaluator, canary)
@@ -215,7 +217,7 @@ def _failure(spec: WorkerSpec, error: BaseException, step: int, shard: int) -> W
 
 def _user_traceback(error: BaseException) -> str:
     """The traceback without our own frames above the user's code."""
-    package = str(Path(distbelief.__file__).parent)
+    package = str(Path(__file__).parent.parent)
     frame = error.__traceback__
     while frame and frame.tb_next and frame.tb_frame.f_code.co_filename.startswith(package):
         frame = frame.tb_next
@@ -234,7 +236,7 @@ def _write_job_json(spec: WorkerSpec, loaded: Loaded, workers: int) -> None:
         "device": spec.device,
         "canary": msgspec.to_builtins(loaded.canary),
         "versions": {
-            "distbelief": distbelief.__version__,
+            "distbelief": __version__,
             "torch": str(torch.__version__),
             "numpy": numpy.__version__,
             "python": platform.python_version(),

@@ -370,7 +370,7 @@ def test_two_sets_of_readers_do_not_disturb_each_other() -> None:
 
 def test_what_the_data_set_prints_is_seen_once(capfd: pytest.CaptureFixture[str]) -> None:
     print("before the fork")
-    with readers(lambda sample: print(f"reading {sample}") or sample) as r:  # type: ignore[func-returns-value]
+    with readers(lambda sample: print(f"reading {sample}") or sample) as r:
         r.request((0, 0), 0, samples(7))
         r.take((0, 0))
     assert capfd.readouterr().out == "before the fork\nreading 7\n"

@@ -37,7 +37,7 @@ class Stream(IterableDataset[int]):
 
 class Doubled(TensorDataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
-        return tuple(2 * tensor for tensor in super().__getitem__(index))
+        return tuple(2 * tensor[index] for tensor in self.tensors)
 
 
 def test_one_tensor_gives_a_tensor() -> None:

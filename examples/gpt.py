@@ -1,0 +1,125 @@
+"""A small language model that learns to write, byte by byte, in the manner of the text files that it is given.
+
+    distbelief train examples/gpt.py --workers 2                        # Python's own standard library
+    distbelief train examples/gpt.py --set folder=~/notes --set pattern=*.txt --set steps=1000
+
+Text needs no tokenizer here: every byte is one of 256 symbols. The measure is bits per byte: 8 is guessing, and a
+general compressor such as gzip needs about 2 on program text.
+"""
+
+import math
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from distbelief import Job, JobError
+
+
+def read_text(folder: Path, pattern: str, limit_bytes: int) -> torch.Tensor:
+    """The files of a folder one after the other, in the order of their names, as bytes."""
+    text = bytearray()
+    for path in sorted(folder.glob(pattern)):
+        if path.is_file() and len(text) < limit_bytes:
+            text += path.read_bytes()
+    if not text:
+        raise JobError(
+            f"there is no text in {folder} ({pattern})",
+            hint="--set folder=PATH, and --set pattern='*.txt' for its files",
+        )
+    return torch.frombuffer(text[:limit_bytes], dtype=torch.uint8)
+
+
+def windows(text: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x, y): pieces of the text, and the same pieces one byte later. Views of one tensor: they take no memory."""
+    pieces = (len(text) - 1) // context
+    if pieces < 1:
+        raise JobError(f"{len(text)} bytes of text are too few for a context of {context}")
+    end = pieces * context
+    return text[:end].view(pieces, context), text[1 : end + 1].view(pieces, context)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + F.dropout(self.attention(self.norm1(x)), self.dropout, self.training)
+        return x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
+
+
+class GPT(nn.Module):
+    def __init__(self, layers: int, width: int, heads: int, context: int, dropout: float) -> None:
+        super().__init__()
+        self.symbols, self.places = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+        self.head.weight = self.symbols.weight  # one matrix: what a symbol means going in is what it means coming out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.symbols(x.long()) + self.places.weight[: x.shape[1]]
+        return self.head(self.norm(self.blocks(x)))
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten().long())
+
+
+def bits_per_byte(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A metric gives (sum, weight); the mean over all workers and batches is the sum of sums over that of weights."""
+    return loss(output.float(), target) * target.numel() / math.log(2), target.numel()
+
+
+def job(
+    folder: str = sysconfig.get_paths()["stdlib"],
+    pattern: str = "*.py",
+    megabytes: float = 2.0,
+    layers: int = 4,
+    width: int = 128,
+    heads: int = 4,
+    context: int = 128,
+    dropout: float = 0.05,
+    lr: float = 3e-3,
+    steps: int = 300,
+    batch: int = 16,
+    seed: int = 0,
+) -> Job:
+    text = read_text(Path(folder).expanduser(), pattern, int(megabytes * 1_000_000))
+    held_out = min(len(text) // 10, 50_000)  # the end of the text is never trained on
+    warm_up = max(1, steps // 20)
+
+    def schedule(step: int) -> float:
+        return min((step + 1) / warm_up, 0.55 + 0.45 * math.cos(math.pi * step / steps))  # falls to a tenth
+
+    return Job(
+        name="gpt",
+        model=lambda: GPT(layers, width, heads, context, dropout),
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1),
+        schedule=schedule,
+        clip_norm=1.0,
+        data=windows(text[:-held_out], context),
+        validation=windows(text[-held_out:], context),
+        metrics={"bits_per_byte": bits_per_byte},
+        global_batch=batch,
+        steps=steps,
+        evaluate_every=math.ceil(steps / 5),
+        seed=seed,
+    )

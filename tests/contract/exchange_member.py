@@ -1,0 +1,234 @@
+"""What a member does in the contract of exchanges. Runs in processes of the stage; the checks are here, because only a
+member sees its exchange.
+
+Shard v of step t gives every tile numbers that depend on (t, v, tile) alone. So every member can compute plainly, by
+itself, what the sum must be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from distbelief.comm.exchange import ROW, Exchange, Geometry, Source, StepPlan, Tile
+from distbelief.comm.keeper import KeeperClient
+from distbelief.comm.shared import SharedExchange
+from distbelief.comm.torchgroup import Rendezvous, TorchExchange
+from distbelief.comm.words import Abort, Aborted
+from distbelief.shards import Range, cover, mix, program, split
+
+PARAMETERS = 7
+SIZES = {"mixed": [(torch.float32, 1000), (torch.float32, 64), (torch.float32, 3), (torch.float64, 130),
+                   (torch.bfloat16, 200), (torch.bfloat16, 64)],
+         "few": [(torch.float32, 300), (torch.float64, 1)]}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Seat:
+    kind: str
+    name: str
+    port: int
+    rank: int
+    size: int
+    shards: int
+    tiles: str = "mixed"
+
+    @property
+    def ranges(self) -> list[Range]:
+        return [(r * self.shards // self.size, (r + 1) * self.shards // self.size) for r in range(self.size)]
+
+    @property
+    def mine(self) -> Range:
+        return self.ranges[self.rank]
+
+
+def geometry(seat: Seat) -> Geometry:
+    tiles, offset_bytes = [], 0
+    for dtype, numel in SIZES[seat.tiles]:
+        tiles.append(Tile(len(tiles), dtype, offset_bytes, numel))
+        offset_bytes = -(-(offset_bytes + tiles[-1].size_bytes) // 256) * 256
+    slots = [max(1, len(cover(seat.shards, mine))) for mine in seat.ranges]
+    return Geometry(tiles, offset_bytes, slots, seat.shards, PARAMETERS)
+
+
+def join(keeper: KeeperClient, seat: Seat, abort: Abort | None = None) -> Exchange:
+    if seat.kind == "shared":
+        return SharedExchange(keeper, seat.name, seat.rank, geometry(seat), abort or Abort())
+    meeting = Rendezvous("127.0.0.1", seat.port, seat.name, timeout_s=60)
+    return TorchExchange(meeting, seat.rank, geometry(seat), abort or Abort())
+
+
+def shard_values(step: int, shard: int, tile: Tile) -> torch.Tensor:
+    """Numbers of very different sizes, so that another order of addition shows."""
+    generator = torch.Generator().manual_seed(mix(step, shard, tile.index) >> 1)
+    values = torch.randn(tile.numel, generator=generator, dtype=torch.float64)
+    return (values * 10.0 ** torch.randint(-4, 5, values.shape, generator=generator)).to(tile.dtype)
+
+
+def plain_sum(step: int, node: Range, occupied: int, tile: Tile) -> torch.Tensor:
+    if node[1] - node[0] == 1:
+        return shard_values(step, node[0], tile)
+    left, right = split(node)
+    if right[0] >= occupied:
+        return plain_sum(step, left, occupied, tile)
+    return plain_sum(step, left, occupied, tile) + plain_sum(step, right, occupied, tile)
+
+
+def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return one.dtype == two.dtype and torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+
+
+def plan(seat: Seat, step: int, occupied: int) -> StepPlan:
+    sources, numbers = [], {}
+    for rank, mine in enumerate(seat.ranges):
+        for slot, node in enumerate(n for n in cover(seat.shards, mine) if n[0] < occupied):
+            numbers[node] = len(sources)
+            sources.append(Source(rank, slot))
+    return StepPlan(step, sources, program(seat.shards, occupied, numbers))
+
+
+def write_partials(exchange: Exchange, seat: Seat, step: int, occupied: int) -> None:
+    """Fill my slots tile by tile, in an order of my own, publishing each."""
+    tiles = list(geometry(seat).tiles)
+    random.Random(mix(step, seat.rank)).shuffle(tiles)
+    nodes = [node for node in cover(seat.shards, seat.mine) if node[0] < occupied]
+    for tile in tiles:
+        for slot, node in enumerate(nodes):
+            at = exchange.slot(slot).tensor(tile.dtype, tile.offset_bytes, tile.numel)
+            at.copy_(plain_sum(step, node, occupied, tile))
+        exchange.publish(tile.index)
+
+
+def row(step: int, shard: int) -> list[float]:
+    strange = [-0.0, float("inf"), float("nan"), 1e-310]
+    return [step + shard / 7, strange[(step + shard) % 4], float(2**53 - shard), -1.0]
+
+
+def check_rows(exchange: Exchange, seat: Seat, step: int) -> None:
+    mine = np.array([row(step, shard) for shard in range(*seat.mine)]).reshape(-1, ROW)
+    untouched = np.array([[(mix(step, r, p) % 3) > 0 for p in range(PARAMETERS)] for r in range(seat.size)])
+    rows, nobody = exchange.share(seat.mine, mine, untouched[seat.rank].astype(np.uint8))
+    assert rows.tobytes() == np.array([row(step, shard) for shard in range(seat.shards)]).tobytes()
+    assert nobody.tolist() == untouched.all(axis=0).tolist()
+
+
+def snapshot(exchange: Exchange, seat: Seat) -> list[bytes]:
+    return [bytes(exchange.slot(i).view(0, geometry(seat).slot_bytes)) for i in range(geometry(seat).slots[seat.rank])]
+
+
+def reduce_steps(keeper: KeeperClient, seat: Seat) -> dict[int, str]:
+    """Several steps in a row, the last ones with few samples. Returns a digest of the sum of each of my tiles."""
+    exchange = join(keeper, seat)
+    assert (exchange.rank, exchange.size) == (seat.rank, seat.size)
+    digests = {index: hashlib.sha256() for index in exchange.tiles}
+    for step, occupied in enumerate([seat.shards, seat.shards, max(1, seat.shards - 1), 1, seat.shards]):
+        exchange.begin(plan(seat, step, occupied))
+        write_partials(exchange, seat, step, occupied)
+        before = snapshot(exchange, seat)
+        check_rows(exchange, seat, step)
+        for index in exchange.tiles:
+            tile = geometry(seat).tiles[index]
+            found = exchange.reduced(index)
+            expected = plain_sum(step, (0, seat.shards), occupied, tile)
+            assert same_bits(found, expected), (step, tile, found - expected)
+            assert same_bits(exchange.reduced(index), expected), "asking again changes nothing"
+            digests[index].update(found.view(torch.uint8).numpy().tobytes())
+            found.mul_(0.5)  # a commit scales its gradients, and some optimizers write into them
+        squares = exchange.share_squares({index: step + index / 8 for index in exchange.tiles})
+        assert squares == [step + tile.index / 8 for tile in geometry(seat).tiles]
+        assert snapshot(exchange, seat) == before, "a partial sum was written to"
+        exchange.settle()
+    exchange.gather(b"")  # nobody leaves before all have finished: gloo would break the others' connections
+    exchange.close()
+    return {index: digest.hexdigest() for index, digest in digests.items()}
+
+
+def gather(keeper: KeeperClient, seat: Seat) -> int:
+    exchange = join(keeper, seat)
+    sizes = [0, 1, 1 << 18, (1 << 18) + 1, 700_001]
+    for turn in range(3):
+        payloads = [bytes([rank + 1]) * sizes[(rank + turn) % len(sizes)] for rank in range(seat.size)]
+        assert exchange.gather(payloads[seat.rank]) == payloads
+    assert exchange.gather(b"") == [b""] * seat.size
+    exchange.close()
+    return len(sizes)
+
+
+def keep_state(keeper: KeeperClient, seat: Seat) -> tuple[bool, list[int]]:
+    exchange = join(keeper, seat)
+    state = exchange.state(4096)
+    numbers = state.tensor(torch.int64, 0, seat.size)
+    numbers[seat.rank] = seat.rank + 1
+    exchange.gather(b"")
+    found = numbers.tolist()
+    exchange.gather(b"")
+    exchange.close()
+    return exchange.shares_state, found
+
+
+def tiles_of(keeper: KeeperClient, seat: Seat) -> list[int]:
+    exchange = join(keeper, seat)
+    exchange.gather(b"")
+    exchange.close()
+    return list(exchange.tiles)
+
+
+def wait_in_vain(keeper: KeeperClient, seat: Seat, phase: str) -> str:
+    """The last member leaves before `phase`; the others wait for it there until their abort is set."""
+    abort = Abort()
+    exchange = join(keeper, seat, abort)
+    exchange.begin(plan(seat, 0, seat.shards))
+    write_partials(exchange, seat, 0, seat.shards)
+    before = snapshot(exchange, seat)
+    phases: dict[str, Callable[[], Any]] = {
+        "share": lambda: check_rows(exchange, seat, 0),
+        "share_squares": lambda: exchange.share_squares(dict.fromkeys(exchange.tiles, 1.0)),
+        "settle": exchange.settle,
+        "gather": lambda: exchange.gather(b"x" * 1000),
+    }
+    for name, act in phases.items():
+        if name != phase:
+            act()
+            continue
+        if seat.rank == seat.size - 1:
+            return "left"
+        threading.Timer(0.05, abort.set, ["member 2 was lost"]).start()
+        try:
+            act()
+        except Aborted as error:
+            assert snapshot(exchange, seat) == before
+            return str(error)
+    return "nobody was missed"
+
+
+def lose_a_peer(keeper: KeeperClient, seat: Seat) -> str:
+    exchange = join(keeper, seat)
+    exchange.gather(b"")
+    if seat.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        check_rows(exchange, seat, 0)
+    except Aborted as error:
+        return str(error)
+    return "nobody was missed"
+
+
+def come_too_late(keeper: KeeperClient, seat: Seat) -> str:
+    """The abort was set before the member even began."""
+    abort = Abort()
+    abort.set("the run ends")
+    try:
+        exchange = join(keeper, seat, abort)
+        exchange.gather(b"")
+    except Aborted as error:
+        return str(error)
+    return "it joined"

@@ -1,0 +1,214 @@
+"""Real members for tests: one process that has torch imported and no threads, and forks as many members as asked.
+
+The test process may have threads (a store, a plug-in), so it must not fork members itself; and importing torch for
+each member would take seconds. `Stage.play` runs a function of a file in several members at once and returns what
+each gave. The stage keeps the shared segments, as the engine does in a run. Nothing here knows what is tested.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+GRACE_S = 5.0  # how long the others may take after one member failed: they wait for it and would never end
+HANG_S = 100.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one member: its `value`; or `error`, a traceback; or neither, and the `status` it died with."""
+
+    value: Any = None
+    error: str = ""
+    status: int = 0
+
+
+class Stage:
+    """The test's side."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+
+    def outcomes(self, file: str, function: str, members: Sequence[dict[str, Any]]) -> list[Outcome]:
+        """Call `function(keeper, **arguments)` of that file in one member for each of these dictionaries."""
+        assert self._process.stdin
+        assert self._process.stdout
+        pickle.dump((file, function, list(members)), self._process.stdin)
+        self._process.stdin.flush()
+        found: list[Outcome] = pickle.load(self._process.stdout)
+        return found
+
+    def play(self, file: str, function: str, members: Sequence[dict[str, Any]]) -> list[Any]:
+        """The same, when every member is to succeed: their values."""
+        outcomes = self.outcomes(file, function, members)
+        failed = [f"member {n}: {o.error or f'died with {o.status}'}" for n, o in enumerate(outcomes) if not _well(o)]
+        assert not failed, "\n".join(failed)
+        return [outcome.value for outcome in outcomes]
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def _well(outcome: Outcome) -> bool:
+    return not outcome.error and outcome.status == 0
+
+
+@lru_cache(maxsize=1)
+def _the_stage() -> Stage:
+    it = Stage()
+    atexit.register(it.close)
+    return it
+
+
+@pytest.fixture(scope="session")
+def stage() -> Stage:
+    """One for the whole test run, although several folders import this fixture."""
+    return _the_stage()
+
+
+# --- the stage's own process ----------------------------------------------------------------------------------------
+
+
+def _main() -> None:
+    import torch
+
+    from distbelief.comm import keeper, shared, torchgroup
+    from distbelief.lifeline import die_with_parent
+    from distbelief.strategies import allreduce
+    from distbelief.worker import feed
+
+    assert all((keeper, shared, torchgroup, allreduce, feed))  # imported here so that members have them at once
+    die_with_parent(os.getppid())
+    torch.set_num_threads(1)
+    while True:
+        try:
+            file, function, members = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        pickle.dump(_perform(file, function, members), sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+
+
+@dataclass
+class _Actor:
+    pid: int
+    keeper: socket.socket
+    answer: int
+    content: bytes = b""
+    outcome: Outcome | None = None
+
+
+def _perform(file: str, function: str, members: list[dict[str, Any]]) -> list[Outcome]:
+    from distbelief.comm.keeper import SegmentKeeper
+
+    keeper = SegmentKeeper()
+    actors: list[_Actor] = []
+    for arguments in members:
+        actors.append(_fork(file, function, arguments, actors))
+    deadline, reason = time.monotonic() + HANG_S, "it hung"
+    waiting = {actor.answer: actor for actor in actors}
+    sockets = {actor.keeper.fileno(): actor for actor in actors}
+    while waiting:
+        ready, _, _ = select.select([*waiting, *sockets], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            for actor in waiting.values():
+                os.kill(actor.pid, signal.SIGKILL)
+                actor.content = pickle.dumps(Outcome(error=f"killed by the stage: {reason}"))
+            deadline += HANG_S
+        for fd in ready:
+            if fd in sockets:
+                try:
+                    keeper.answer(sockets[fd].keeper)
+                except (EOFError, OSError):
+                    sockets.pop(fd)
+            elif data := os.read(fd, 1 << 20):
+                waiting[fd].content += data
+            else:
+                actor = waiting.pop(fd)
+                actor.outcome = _farewell(actor)
+                if actor.outcome.error and reason == "it hung":
+                    deadline, reason = time.monotonic() + GRACE_S, "another member had failed"
+    keeper.close()
+    for actor in actors:
+        actor.keeper.close()
+    return [actor.outcome for actor in actors if actor.outcome]
+
+
+def _fork(file: str, function: str, arguments: dict[str, Any], others: list[_Actor]) -> _Actor:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    read, write = os.pipe()
+    stage = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        for other in others:
+            other.keeper.close()
+            os.close(other.answer)
+        ours.close()
+        os.close(read)
+        _act(stage, file, function, arguments, theirs, write)
+    theirs.close()
+    os.close(write)
+    return _Actor(pid, ours, read)
+
+
+def _act(
+    stage: int, file: str, function: str, arguments: dict[str, Any], connection: socket.socket, answer: int
+) -> NoReturn:
+    from distbelief.comm.keeper import KeeperClient
+    from distbelief.lifeline import die_with_parent
+
+    try:
+        die_with_parent(stage)
+        os.dup2(2, 1)  # the stage's own output carries answers
+        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+        assert spec
+        assert spec.loader
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        outcome = Outcome(getattr(module, function)(KeeperClient(connection), **arguments))
+    except BaseException:
+        outcome = Outcome(error=traceback.format_exc())
+    try:
+        data = pickle.dumps(outcome)
+    except Exception:
+        data = pickle.dumps(Outcome(error=traceback.format_exc()))
+    while data:
+        data = data[os.write(answer, data) :]
+    os._exit(0)
+
+
+def _farewell(actor: _Actor) -> Outcome:
+    os.close(actor.answer)
+    _, status = os.waitpid(actor.pid, 0)
+    if actor.content:
+        outcome: Outcome = pickle.loads(actor.content)
+        return outcome
+    return Outcome(status=os.waitstatus_to_exitcode(status))
+
+
+if __name__ == "__main__":
+    sys.modules["forked_stage"] = sys.modules["__main__"]  # answers are pickled under the name that tests import
+    Outcome.__module__ = "forked_stage"
+    _main()

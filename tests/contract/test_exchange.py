@@ -1,0 +1,100 @@
+"""The contract of exchanges: shared memory and torch groups add up the same bits and keep the same promises."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exchange_member import SIZES, Seat
+from forked_stage import Stage
+from torch.distributed import TCPStore
+
+MEMBER = str(Path(__file__).with_name("exchange_member.py"))
+KINDS = ["shared", "torch"]
+MEMBERS = [1, 2, 3, 5]
+
+_names = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+def seats(kind: str, port: int, size: int, shards: int, tiles: str = "mixed") -> list[dict[str, Any]]:
+    name = f"group {next(_names)}"
+    return [{"seat": Seat(kind, name, port, rank, size, shards, tiles)} for rank in range(size)]
+
+
+def union(parts: list[dict[int, str]]) -> dict[int, str]:
+    """The digests of all tiles; members that have the same tile must agree."""
+    whole: dict[int, str] = {}
+    for part in parts:
+        for tile, digest in part.items():
+            assert whole.setdefault(tile, digest) == digest
+    return whole
+
+
+@pytest.mark.parametrize("shards", [1, 4, 8, 7])
+def test_the_sum_is_the_trees_bit_for_bit_for_any_number_of_members(stage: Stage, port: int, shards: int) -> None:
+    found = {
+        (kind, size): union(stage.play(MEMBER, "reduce_steps", seats(kind, port, size, shards)))
+        for kind in KINDS
+        for size in MEMBERS
+    }
+    alone = found["shared", 1]
+    assert sorted(alone) == list(range(len(SIZES["mixed"])))
+    assert all(digests == alone for digests in found.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_members_may_outnumber_the_tiles(stage: Stage, port: int, kind: str) -> None:
+    few = [union(stage.play(MEMBER, "reduce_steps", seats(kind, port, size, 8, "few"))) for size in (1, 5)]
+    assert few[0] == few[1]
+
+
+@pytest.mark.parametrize("size", MEMBERS)
+def test_in_shared_memory_every_tile_has_one_owner_elsewhere_everybody_has_all(
+    stage: Stage, port: int, size: int
+) -> None:
+    everything = list(range(len(SIZES["mixed"])))
+    assert sorted(sum(stage.play(MEMBER, "tiles_of", seats("shared", port, size, 8)), [])) == everything
+    assert stage.play(MEMBER, "tiles_of", seats("torch", port, size, 8)) == [everything] * size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", MEMBERS)
+def test_gather_brings_everybodys_bytes_of_any_size(stage: Stage, port: int, kind: str, size: int) -> None:
+    stage.play(MEMBER, "gather", seats(kind, port, size, 8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_is_shared_exactly_where_the_exchange_says_so(stage: Stage, port: int, kind: str) -> None:
+    found = stage.play(MEMBER, "keep_state", seats(kind, port, 3, 8))
+    shares = kind == "shared"
+    assert found == [(shares, [1, 2, 3] if shares else [(r + 1) * (r == i) for i in range(3)]) for r in range(3)]
+
+
+@pytest.mark.parametrize("phase", ["share", "share_squares", "settle", "gather"])
+def test_an_abort_ends_the_wait_for_a_member_that_never_arrives(stage: Stage, port: int, phase: str) -> None:
+    members = [{**member, "phase": phase} for member in seats("shared", port, 3, 8)]
+    found = stage.play(MEMBER, "wait_in_vain", members)
+    assert found == ["member 2 was lost", "member 2 was lost", "left"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_abort_that_came_first_ends_the_first_wait(stage: Stage, port: int, kind: str) -> None:
+    members = seats(kind, port, 2, 8)
+    assert stage.play(MEMBER, "come_too_late", members) == ["the run ends"] * 2
+
+
+def test_a_peer_that_dies_aborts_a_torch_group(stage: Stage, port: int) -> None:
+    survivor, dead = stage.outcomes(MEMBER, "lose_a_peer", seats("torch", port, 2, 8))
+    assert dead.status == -signal.SIGKILL
+    assert "connection between members broke" in survivor.value, survivor

@@ -1,0 +1,117 @@
+"""Real runs in real processes. Every run is checked to leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+JOBS = Path(__file__).parent / "jobs"
+MARK = "DISTBELIEF_TEST_RUN"  # inherited by every process of a run, so that leftovers can be found
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        assert self.status == 0, f"exit status {self.status}\n{self.stdout}\n{self.stderr}"
+        result: dict[str, Any] = json.loads(self.stdout.strip().splitlines()[-1])
+        return result
+
+
+def processes_of(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+class Run:
+    """One `distbelief` command, started and waited for."""
+
+    def __init__(self, folder: Path, *arguments: object) -> None:
+        self.mark = uuid.uuid4().hex
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "distbelief.cli.main", *map(str, arguments)],
+            cwd=folder,
+            env={**os.environ, MARK: self.mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, timeout_s: float = 200) -> Outcome:
+        stdout, stderr = self._process.communicate(timeout=timeout_s)
+        return Outcome(self._process.returncode, stdout, stderr)
+
+    def leftovers(self, patience_s: float = 10) -> list[str]:
+        """Processes still there after a while (the kernel needs moments to end killed ones)."""
+        deadline = time.monotonic() + patience_s
+        while (left := processes_of(self.mark)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return [" ".join(p.cmdline()) for p in left]
+
+    def kill(self) -> None:
+        for process in processes_of(self.mark):
+            process.kill()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Start `distbelief ARGUMENTS` in an empty folder; after the test nothing of it may be left."""
+    shared_memory = set(os.listdir("/dev/shm"))
+    runs: list[Run] = []
+
+    def begin(*arguments: object) -> Run:
+        runs.append(Run(tmp_path, *arguments))
+        return runs[-1]
+
+    yield begin
+    try:
+        for run in runs:
+            assert run.leftovers() == []
+        assert set(os.listdir("/dev/shm")) <= shared_memory
+    finally:
+        for run in runs:
+            run.kill()
+
+
+@pytest.fixture
+def distbelief(start: Callable[..., Run]) -> Callable[..., Outcome]:
+    """Run `distbelief ARGUMENTS` to its end."""
+    return lambda *arguments: start(*arguments).wait()
+
+
+@pytest.fixture
+def wait_until() -> Callable[[Callable[[], object]], None]:
+    def wait(condition: Callable[[], object], limit_s: float = 120) -> None:
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < deadline, "it never happened"
+            time.sleep(0.02)
+
+    return wait

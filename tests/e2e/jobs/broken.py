@@ -1,0 +1,91 @@
+"""Jobs that fail, one per `--set fault=NAME`."""
+
+import os
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from distbelief import Job
+
+
+class FailsOnOneWorker(nn.Module):
+    """Raises only where a sample of the last shard is seen, so on one worker alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        if bool((x[:, 0] == 31.0).any()):
+            raise ValueError("boom in the model")
+        return self.layer(x)
+
+
+class TooLarge(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.huge = nn.Parameter(torch.empty(3_500_000_000))  # 13 GiB that are never touched: three copies do not fit
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class FaultyFiles(Dataset):
+    def __init__(self, deadly):
+        self.deadly = deadly
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if index == 17 and self.deadly:
+            os.kill(os.getpid(), 9)
+        if index == 17:
+            raise KeyError("no such image")
+        return torch.zeros(4), index % 2
+
+
+def job(fault: str, batch: int = 16) -> Job:
+    x = torch.arange(32.0)[:, None].expand(32, 4).contiguous()
+    y = torch.arange(32) % 2
+    fields = dict(
+        model=lambda: nn.Linear(4, 2),
+        loss=F.cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        data=(x, y),
+        global_batch=batch,
+        shards=4,
+        steps=8,
+        shuffle=False,
+    )
+    changes = {
+        "none": {},
+        "model": {"model": FailsOnOneWorker, "global_batch": 32},
+        "nan": {"loss": lambda output, target: F.cross_entropy(output, target) * float("nan")},
+        "empty": {"data": (x[:0], y[:0])},
+        "few": {"data": (x[:3], y[:3])},
+        "shards": {"shards": 40},
+        "memory": {"model": TooLarge},
+        "reader-dies": {"data": FaultyFiles(True)},
+        "reader-raises": {"data": FaultyFiles(False)},
+        "integer-buffer": {"model": CountsSamples},
+        "no-optimizer": {"optimizer": lambda parameters: "adam"},
+        "loss-shape": {"loss": lambda output, target: output},
+    }
+    return Job(**{**fields, **changes[fault]})
+
+
+class CountsSamples(nn.Module):
+    """Its integer buffer depends on the samples, so shards cannot agree on it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.seen += int(x.sum())
+        return self.layer(x)

@@ -1,0 +1,29 @@
+"""A job that is quick to run, with switches for tests."""
+
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from distbelief import Job
+
+torch.manual_seed(1)
+X = torch.randn(96, 6)
+Y = (X.sum(1) > 0).long()
+
+
+def job(steps: int = 12, nap_s: float = 0.0, shards: int = 4, batch: int = 16) -> Job:
+    def loss(output, target):
+        time.sleep(nap_s)
+        return F.cross_entropy(output, target)
+
+    return Job(
+        model=lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)),
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        data=(X, Y),
+        global_batch=batch,
+        shards=shards,
+        steps=steps,
+    )

@@ -1,0 +1,77 @@
+"""Bad input: one clear message, a non-zero exit, no hang, and nothing left behind (the fixture checks that)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import JOBS, Outcome
+
+Cli = Callable[..., Outcome]
+
+
+def expect(outcome: Outcome, status: int, *texts: str) -> None:
+    said = outcome.stdout + outcome.stderr
+    assert outcome.status == status, said
+    for text in texts:
+        assert text in said, said
+    assert said.count("error:") == 1, said
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "texts"),
+    [
+        ("model", 1, ["worker 2 on", "ValueError: boom in the model", "(step 0, shard 3)", "in forward", "Traceback"]),
+        ("nan", 1, ["the loss is nan at step 0, shard 0", "not applied"]),
+        ("empty", 2, ["the data set is empty"]),
+        ("few", 2, ["4 shards are more than the 3 samples of the data set"]),
+        ("shards", 2, ["40 shards are more than the 16 samples of a global batch"]),
+        ("memory", 1, ["not enough memory", "GiB are needed", "GiB are free"]),
+        ("reader-dies", 1, ["reader process", "SIGKILL", "17"]),
+        ("reader-raises", 1, ["reading sample 17 failed: KeyError", "in __getitem__"]),
+        ("integer-buffer", 1, ["integer buffer"]),
+        ("no-optimizer", 2, ["`optimizer` made a str"]),
+        ("loss-shape", 2, ["`loss` must return one number"]),
+    ],
+)
+def test_a_job_that_fails(distbelief: Cli, fault: str, status: int, texts: list[str]) -> None:
+    expect(distbelief("train", JOBS / "broken.py", "--set", f"fault={fault}", "--workers", 3), status, *texts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "texts"),
+    [
+        (["missing.py"], 2, ["no such job file"]),
+        ([JOBS / "broken.py"], 2, ["fault"]),
+        ([JOBS / "small.py", "--set", "stepz=3"], 2, ["stepz", "did you mean `steps`"]),
+        ([JOBS / "small.py", "--set", "steps=many"], 2, ["steps must be int, got 'many'"]),
+        ([JOBS / "small.py", "--strategy", "allredude"], 2, ["unknown strategy", "allreduce"]),
+        ([JOBS / "small.py", "--run-dir", "/proc/nowhere"], 1, ["cannot write to the run directory"]),
+    ],
+)
+def test_a_wrong_command(distbelief: Cli, arguments: list[object], status: int, texts: list[str]) -> None:
+    expect(distbelief("train", *arguments, "--workers", 2), status, *texts)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("x = 1\n", "defines no `job`"), ("def job(:\n", "syntax error"), ("1 / 0\n", "ZeroDivision")],
+)
+def test_a_broken_job_file(distbelief: Cli, tmp_path: Path, text: str, expected: str) -> None:
+    (tmp_path / "broken_file.py").write_text(text)
+    expect(distbelief("train", "broken_file.py", "--workers", 2), 2, expected)
+
+
+def test_a_run_directory_that_holds_a_run(distbelief: Cli, tmp_path: Path) -> None:
+    assert distbelief("train", JOBS / "small.py", "--workers", 1, "--run-dir", "mine").status == 0
+    weights = (tmp_path / "mine" / "weights.safetensors").read_bytes()
+    expect(distbelief("train", JOBS / "small.py", "--workers", 1, "--run-dir", "mine"), 1, "is not empty")
+    assert (tmp_path / "mine" / "weights.safetensors").read_bytes() == weights
+
+
+def test_more_workers_than_shards_is_no_error(distbelief: Cli) -> None:
+    outcome = distbelief("train", JOBS / "small.py", "--workers", 6, "--set", "shards=4")
+    assert outcome.status == 0, outcome
+    assert "6 workers for 4 shards" in outcome.stdout
+    assert "spare" in outcome.stdout

@@ -1,0 +1,97 @@
+"""What single members do in the tests of this folder. Runs in processes of the stage."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+
+import numpy as np
+import torch
+
+from distbelief.comm.keeper import KeeperClient
+from distbelief.comm.segment import Segment
+from distbelief.comm.words import Abort, Aborted, Words, row_bytes
+from distbelief.errors import NotEnoughMemory
+
+
+def write_then_die(keeper: KeeperClient) -> None:
+    keeper.segment("legacy", 4096).tensor(torch.float32, 0, 1024).fill_(7.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def read_the_legacy(keeper: KeeperClient) -> list[float]:
+    values = keeper.segment("legacy", 4096).tensor(torch.float32, 0, 1024)
+    while values[-1] != 7.0:
+        time.sleep(0.001)
+    return [float(values.min()), float(values.max())]
+
+
+def fill_my_part(keeper: KeeperClient, rank: int, size: int) -> list[float]:
+    """Everybody writes one part of the same memory, waits for the others and reads it all."""
+    values = keeper.segment("common", 8 * size).tensor(torch.float64, 0, size)
+    values[rank] = rank + 1
+    while not values.all():
+        time.sleep(0.001)
+    return [float(value) for value in values]
+
+
+def allocate_under_a_limit(keeper: KeeperClient) -> tuple[str, int]:
+    """The kernel refuses the pages although enough memory seems free. (message, descriptors left behind)"""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        Segment.create(1 << 21, "too much")
+    except NotEnoughMemory as error:
+        return error.message, len(os.listdir("/proc/self/fd")) - before
+    return "", 0
+
+
+def _words(keeper: KeeperClient, rank: int, size: int, words: int, abort: Abort) -> tuple[Words, np.ndarray]:
+    """The words of a group, and behind them one number per member."""
+    table = row_bytes(words) * size
+    segment = keeper.segment("words", table + 8 * size)
+    return Words(segment.buffer, 0, size, words, rank, abort), np.frombuffer(segment.buffer, np.int64, size, table)
+
+
+def meet_often(keeper: KeeperClient, rank: int, size: int, rounds: int) -> int:
+    """At each meeting everybody's number of this round is there, and nobody's of the next one."""
+    words, numbers = _words(keeper, rank, size, 2, Abort())
+    for number in range(1, rounds + 1):
+        numbers[rank] = number
+        words.barrier(0, number)
+        assert numbers.tolist() == [number] * size, f"round {number}: {numbers.tolist()}"
+        words.barrier(1, number)
+    return rounds
+
+
+def meet_somebody_who_never_comes(keeper: KeeperClient, rank: int, size: int, absent: int) -> str:
+    abort = Abort()
+    words, _ = _words(keeper, rank, size, 1, abort)
+    if rank == absent:
+        return "absent"
+    threading.Timer(0.05, abort.set, ["the members change"]).start()
+    try:
+        words.barrier(0, 1)
+    except Aborted as error:
+        return str(error)
+    return "nobody was missed"
+
+
+def hear_a_quiet_word(keeper: KeeperClient, rank: int) -> int:
+    """Member 0 sets a word and rings no bell, long after member 1 went to sleep: it is seen all the same."""
+    words, _ = _words(keeper, rank, 2, 3, Abort())
+    if rank == 0:
+        time.sleep(0.1)
+        words.set(2, 41)
+    else:
+        words.wait(0, 2, lambda seen: seen > 40)
+    return words.get(0, 2)
+
+
+def write_then_die_or_read(keeper: KeeperClient, die: bool) -> list[float]:
+    if die:
+        write_then_die(keeper)
+    return read_the_legacy(keeper)

@@ -1,0 +1,135 @@
+"""The keeper: the same memory under the same name, for as long as it lives, whoever dies meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from forked_stage import Stage
+
+from distbelief.comm.keeper import KeeperClient, SegmentKeeper
+from distbelief.errors import DistBeliefError, NotEnoughMemory
+
+MEMBER = str(Path(__file__).with_name("comm_member.py"))
+
+
+@contextmanager
+def connected(keeper: SegmentKeeper) -> Iterator[KeeperClient]:
+    """A client whose requests a thread answers until it has gone."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def serve() -> None:
+        try:
+            while True:
+                keeper.answer(ours)
+        except EOFError:
+            ours.close()
+
+    server = threading.Thread(target=serve)
+    server.start()
+    try:
+        yield KeeperClient(theirs)
+    finally:
+        theirs.close()
+        server.join()
+
+
+@pytest.fixture
+def keeper() -> Iterator[SegmentKeeper]:
+    it = SegmentKeeper()
+    yield it
+    it.close()
+
+
+def test_two_clients_get_the_same_memory_under_one_name(keeper: SegmentKeeper) -> None:
+    with connected(keeper) as one, connected(keeper) as two:
+        first, second = one.segment("state", 4096), two.segment("state", 4096)
+        other = two.segment("other", 4096)
+        first.tensor(torch.int32, 0, 1024).fill_(5)
+        assert second.tensor(torch.int32, 0, 1024).tolist() == [5] * 1024
+        assert not any(other.view(0, 4096))
+
+
+def test_members_write_parts_of_one_segment(stage: Stage) -> None:
+    seen = stage.play(MEMBER, "fill_my_part", [{"rank": rank, "size": 4} for rank in range(4)])
+    assert seen == [[1.0, 2.0, 3.0, 4.0]] * 4
+
+
+def test_a_client_that_disagrees_on_the_size_is_told_both(keeper: SegmentKeeper) -> None:
+    with connected(keeper) as one, connected(keeper) as two:
+        one.segment("state", 4096)
+        with pytest.raises(DistBeliefError, match="'state' has 4096 bytes, not 8192.*disagree on the model") as caught:
+            two.segment("state", 8192)
+        assert not isinstance(caught.value, NotEnoughMemory)  # people would look for memory in vain
+        assert two.segment("state", 4096).size_bytes == 4096
+
+
+def test_an_unknown_name_without_a_size_is_an_error(keeper: SegmentKeeper) -> None:
+    with connected(keeper) as client:
+        with pytest.raises(DistBeliefError, match="no shared segment 'job'") as caught:
+            client.segment("job")
+        assert not isinstance(caught.value, NotEnoughMemory)
+
+
+def test_content_that_was_put_is_found_by_name_alone(keeper: SegmentKeeper) -> None:
+    content = os.urandom(3 << 20)
+    keeper.put("job", content)
+    with connected(keeper) as client:
+        segment = client.segment("job")
+        assert segment.size_bytes == len(content)
+        assert bytes(segment.view(0, len(content))) == content
+
+
+def test_a_request_for_more_than_there_is_reaches_the_client_as_such(keeper: SegmentKeeper) -> None:
+    with connected(keeper) as client:
+        with pytest.raises(NotEnoughMemory, match=r"huge.*1048576.00 GiB\D+[\d.]+ GiB") as caught:
+            client.segment("huge", 1 << 50)
+        assert caught.value.hint
+        assert client.segment("small", 64).size_bytes == 64
+
+
+def test_a_client_that_goes_away_ends_its_own_service_only(keeper: SegmentKeeper) -> None:
+    with connected(keeper) as stays:
+        with connected(keeper) as goes:
+            goes.segment("state", 64).tensor(torch.uint8, 0, 64).fill_(3)
+        gc.collect()
+        assert bytes(stays.segment("state", 64).view(0, 64)) == b"\3" * 64
+
+
+def test_what_a_killed_member_wrote_is_still_there(stage: Stage) -> None:
+    outcomes = stage.outcomes(MEMBER, "write_then_die_or_read", [{"die": die} for die in (True, False, False)])
+    assert [outcome.status for outcome in outcomes] == [-signal.SIGKILL, 0, 0]
+    assert [outcome.value for outcome in outcomes[1:]] == [[7.0, 7.0]] * 2
+
+
+def test_dropped_segments_stay_with_those_who_map_them(keeper: SegmentKeeper) -> None:
+    with connected(keeper) as client:
+        old = client.segment("generation 1/slot", 64)
+        state = client.segment("state", 64)
+        old.tensor(torch.uint8, 0, 64).fill_(1)
+        state.tensor(torch.uint8, 0, 64).fill_(2)
+        keeper.drop("generation 1/")
+        assert bytes(old.view(0, 64)) == b"\1" * 64
+        assert not any(client.segment("generation 1/slot", 64).view(0, 64))  # a new one under the old name
+        assert bytes(client.segment("state", 64).view(0, 64)) == b"\2" * 64
+
+
+def test_a_closed_keeper_has_given_its_descriptors_back() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    keeper = SegmentKeeper()
+    keeper.put("job", b"content")
+    with connected(keeper) as client:
+        for number in range(5):
+            client.segment(f"slot {number}", 4096)
+    keeper.close()
+    del client
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,97 @@
+"""Messages: what is sent is what arrives, and nothing else is taken for a message."""
+
+from __future__ import annotations
+
+import typing
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distbelief.comm import messages as m
+
+EVENTS: list[m.Event] = [
+    m.EngineAttached("here", 4),
+    m.WorkerJoined(0, "here", 12345),
+    m.WorkerReady(
+        1,
+        m.JobFacts("digits", 8, 100, 64, 1797, 12345, "allreduce"),
+        m.Canary("abcdef", {"threads": "1", "torch": "2.13"}),
+    ),
+    m.Heartbeat(1, 2, 3, 4, m.Timing()),
+    m.Heartbeat(
+        1,
+        2,
+        3,
+        4,
+        m.Timing(0.1, 0.2, 0.3, 5),
+        [m.StepReport(3, 0.5, 64, "ff", 1e9), m.StepReport(4, float("inf"), 64, "00", 1e9)],
+        [m.Evaluation(4, {"loss": 0.25, "accuracy": 0.97})],
+    ),
+    m.WorkerFinished(2, 3, 100),
+    m.WorkerFinished(0, 3, 100, "sha", 0.125, {"accuracy": 1.0}, 1e6),
+    m.WorkerFailed(1, "here", "user", "ValueError: bad", "look", "Traceback …", 7, 3),
+    m.WorkerExited(1, -9),
+    m.StopRequested("Ctrl-C"),
+]
+COMMANDS: list[m.Command] = [
+    m.StartGeneration(1, 2, [m.Member(0, "here", (0, 4)), m.Member(3, "there", (4, 8))], "shm"),
+    m.StartGeneration(1, 2, [], "gloo"),
+    m.Refuse(1, "another thread count"),
+    m.EndRun(1, "completed"),
+    m.EndRun(2, "failed", "worker 1: ValueError"),
+]
+
+
+def test_the_examples_cover_every_kind() -> None:
+    assert {type(event) for event in EVENTS} == set(typing.get_args(m.Event))
+    assert {type(command) for command in COMMANDS} == set(typing.get_args(m.Command))
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_an_event_arrives_as_it_was_sent(event: m.Event) -> None:
+    assert m.decode_event(m.encode(event)) == event
+    with pytest.raises(msgspec.MsgspecError):
+        m.decode_command(m.encode(event))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: type(command).__name__)
+def test_a_command_arrives_as_it_was_sent(command: m.Command) -> None:
+    assert m.decode_command(m.encode(command)) == command
+    with pytest.raises(msgspec.MsgspecError):
+        m.decode_event(m.encode(command))
+
+
+@pytest.mark.parametrize("message", [*EVENTS, *COMMANDS], ids=lambda message: type(message).__name__)
+def test_a_message_cut_short_is_rejected(message: m.Event | m.Command) -> None:
+    data = m.encode(message)
+    for length in range(len(data)):
+        for decode in (m.decode_event, m.decode_command):
+            with pytest.raises(msgspec.MsgspecError):
+                decode(data[:length])
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_rejected(data: bytes) -> None:
+    for decode in (m.decode_event, m.decode_command):
+        with pytest.raises(msgspec.MsgspecError):
+            decode(data)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"type": "Heartbeat"},
+        {"type": "NoSuchEvent", "worker": 1},
+        {"worker": 0, "host": "here", "pid": 1},
+        {"type": "WorkerJoined", "worker": "0", "host": "here", "pid": 1},
+        {"type": "WorkerExited", "worker": 0, "status": 1.5},
+        {"type": "StopRequested", "reason": None},
+        ["StopRequested", "x"],
+        None,
+    ],
+)
+def test_well_formed_messages_of_the_wrong_shape_are_rejected(content: object) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        m.decode_event(msgspec.msgpack.encode(content))

@@ -1,0 +1,103 @@
+"""Partial sums: whoever holds which shards, executing everybody's operations gives the tree's bracketing exactly."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distbelief.shards import Program, Range, split
+from distbelief.strategies.partials import Partials, partial_sums, slots_needed
+from distbelief.strategies.replica import plan_work
+
+Bracketing = int | tuple["Bracketing", "Bracketing"]
+
+
+def plain_tree(node: Range, occupied: int) -> Bracketing:
+    if node[1] - node[0] == 1:
+        return node[0]
+    left, right = split(node)
+    if right[0] >= occupied:
+        return plain_tree(left, occupied)
+    return plain_tree(left, occupied), plain_tree(right, occupied)
+
+
+def execute(partials: Partials) -> dict[int, Bracketing]:
+    """The contents of the slots at the end, written out as sums of shards."""
+    slots: dict[int, Bracketing] = {}
+    for work in partials.work:
+        slots[work.slot] = work.shard
+        for into, other in work.additions:
+            slots[into] = (slots[into], slots[other])
+    return slots
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[int, int, list[Range]]:
+    """(V, occupied shards, everybody's ranges)"""
+    shards = draw(st.integers(1, 40))
+    edges = [0, *sorted(draw(st.lists(st.integers(0, shards), max_size=8))), shards]
+    return shards, draw(st.integers(1, shards)), list(zip(edges, edges[1:], strict=False))
+
+
+@given(cases())
+def test_the_results_are_the_trees_own_sums(case: tuple[int, int, list[Range]]) -> None:
+    shards, occupied, ranges = case
+    for mine in ranges:
+        partials = partial_sums(shards, occupied, mine)
+        slots = execute(partials)
+        assert {node: slots[slot] for node, slot in partials.results.items()} == {
+            node: plain_tree(node, occupied) for node in partials.results
+        }
+        assert len(set(partials.results.values())) == len(partials.results)
+
+
+@given(cases())
+def test_every_occupied_shard_is_computed_once_in_order(case: tuple[int, int, list[Range]]) -> None:
+    shards, occupied, ranges = case
+    computed = [work.shard for mine in ranges for work in partial_sums(shards, occupied, mine).work]
+    assert computed == list(range(occupied))
+
+
+@given(cases())
+def test_a_shard_is_never_computed_into_a_slot_that_is_still_wanted(case: tuple[int, int, list[Range]]) -> None:
+    shards, occupied, ranges = case
+    for mine in ranges:
+        wanted: set[int] = set()
+        for work in partial_sums(shards, occupied, mine).work:
+            assert work.slot not in wanted
+            wanted.add(work.slot)
+            for into, other in work.additions:
+                assert {into, other} <= wanted
+                wanted.discard(other)
+
+
+@given(cases())
+def test_the_slots_suffice_in_every_step_and_are_few(case: tuple[int, int, list[Range]]) -> None:
+    shards, occupied, ranges = case
+    for mine in ranges:
+        needed = slots_needed(shards, mine)
+        used = [slot for work in partial_sums(shards, occupied, mine).work for slot in (work.slot, *sum(work.additions, ()))]
+        assert max(used, default=0) < needed
+        assert needed <= 2 * shards.bit_length() + 1
+
+
+@given(cases())
+def test_all_members_together_give_the_bracketing_of_the_full_tree(case: tuple[int, int, list[Range]]) -> None:
+    shards, occupied, ranges = case
+    plans = [plan_work(shards, occupied, ranges, rank) for rank in range(len(ranges))]
+    slots = [execute(plan.partials) for plan in plans]
+    for plan in plans:
+        assert (plan.sources, plan.order) == (plans[0].sources, plans[0].order)
+        assert plan.idle == any(not p.partials.work for p in plans)
+    sums = [slots[source.rank][source.slot] for source in plans[0].sources]
+
+    def bracketing(order: Program) -> Bracketing:
+        return sums[order] if isinstance(order, int) else (bracketing(order[0]), bracketing(order[1]))
+
+    assert bracketing(plans[0].order) == plain_tree((0, shards), occupied)  # type: ignore[arg-type]
+
+
+def test_a_power_of_two_split_evenly_leaves_one_partial_sum_per_member() -> None:
+    for members in (1, 2, 4, 8):
+        ranges = [(rank * 8 // members, (rank + 1) * 8 // members) for rank in range(members)]
+        assert [len(partial_sums(8, 8, mine).results) for mine in ranges] == [1] * members
