@@ -164,10 +164,10 @@ def _run(launch: Launch, view: View, **source: Any) -> Result:
 
 @contextlib.contextmanager
 def _view(quiet: bool) -> Iterator[View]:
-    from distbelief.observe.plain import PlainView
+    from distbelief.observe.view import open_view
 
     with open(os.devnull, "w") if quiet else contextlib.nullcontext(sys.stdout) as stream:
-        view = PlainView(stream)
+        view = open_view(stream)
         try:
             yield view
         finally:

@@ -44,7 +44,7 @@ class Job:
     loss: Callable[[Any, Any], LossValue]
     """(output, target) -> the mean over the samples; or (sum, weight) where padding makes the true weight differ."""
     optimizer: OptimizerFactory
-    """Trainable parameters -> a torch optimizer. It is called again for every slice of the parameters."""
+    """Trainable parameters -> a torch optimizer. Parameter groups may be made by shape (e.g. `p.ndim`)."""
     data: Any
     """Tensors or arrays (one, a tuple, or a mapping), a map-style Dataset, or a source from `distbelief.data`."""
     global_batch: int

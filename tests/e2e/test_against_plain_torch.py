@@ -22,7 +22,7 @@ from distbelief.data.order import positions_to_samples
 from distbelief.shards import Schedule, shard_seed
 
 sys.path.insert(0, str(JOBS))
-import plain  # noqa: E402
+import plain
 
 Cli = Callable[..., Outcome]
 SCHEDULE = Schedule(len(plain.X), plain.BATCH, plain.SHARDS)

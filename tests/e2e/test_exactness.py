@@ -77,6 +77,12 @@ def test_the_same_job_twice(distbelief: Cli) -> None:
     assert set(first) == keys
 
 
+def test_bf16_is_exact_too(distbelief: Cli) -> None:
+    arguments = ["train", JOBS / "small.py", "--set", "precision=bf16", "--json"]
+    hashes = {distbelief(*arguments, "--workers", workers).json["weights_sha256"] for workers in (1, 3)}
+    assert len(hashes) == 1
+
+
 def test_not_exact_learns_the_same(distbelief: Cli) -> None:
     exact = distbelief("train", JOBS / "small.py", "--workers", 2, "--json").json
     loose = distbelief("train", JOBS / "small.py", "--workers", 2, "--strategy", "allreduce:inexact", "--json").json

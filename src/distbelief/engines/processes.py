@@ -99,15 +99,15 @@ class CoordinatorProcess:
         return self._process.poll() is not None
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """It ends by itself after the run; if not in time, end it."""
+        """It ends by itself after the run, or when its stdin ends; if not in time, end it."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream:
+                stream.close()
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream:
-                stream.close()
 
 
 class Zygote:

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from distbelief.comm.exchange import Exchange, Geometry
+from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import Fetch, Replica, Seat
@@ -40,6 +41,8 @@ class AllReduce:
         return ":".join(["allreduce", *options])
 
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedAllReduce:
+        if device.type != "cpu":
+            raise JobError(f"allreduce does not run on '{device}' yet: use --device cpu")
         return PreparedAllReduce(job, schedule, device, self.exact)
 
 

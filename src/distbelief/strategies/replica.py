@@ -174,19 +174,15 @@ class DataParallelReplica:
         return StepResult(loss, int(rows[:, _COUNTS].sum()), fingerprint)
 
     def _update(self, step: int, scale: float, units: int, untouched: np.ndarray) -> None:
-        started = time.perf_counter()
-        gradients = {tile: self.exchange.reduced(tile) for tile in self._tiles}
-        self.comm_s += time.perf_counter() - started
-        skip = untouched if untouched.any() else None
-        for gradient in gradients.values():
-            gradient.mul_(scale)
-        if self._job.clip_norm is not None:
-            factor = self._clip_factor(gradients, self._job.clip_norm)
-            if factor < 1.0:
-                for gradient in gradients.values():
-                    gradient.mul_(factor)
+        clip = self._clip_factor(scale) if self._job.clip_norm is not None else 1.0
         rate = self._job.schedule(step) if self._job.schedule else 1.0
-        for tile, gradient in gradients.items():
+        skip = untouched if untouched.any() else None
+        for tile in self._tiles:  # all that is done to a tile is done while it is in the cache
+            gradient = self.exchange.reduced(tile)
+            if self._job.clip_norm is None:
+                gradient.mul_(scale)
+            elif clip < 1.0:
+                gradient.mul_(clip)
             self._state.open(tile, step)
             self._optimizers[tile].update(gradient, rate, skip)
             self._state.close(tile, step)
@@ -195,14 +191,16 @@ class DataParallelReplica:
             torch.div(self.exchange.reduced(tile), units, out=self._state.values[tile])
             self._state.close(tile, step)
 
-    def _clip_factor(self, gradients: dict[int, torch.Tensor], limit: float) -> float:
-        """min(1, limit / norm), the norm taken per tile in float64: tiles are the same for any number of members."""
-        squares = {
-            tile: float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
-            for tile, gradient in gradients.items()
-        }
+    def _clip_factor(self, scale: float) -> float:
+        """Scale the gradients; then min(1, limit / norm). The norm is taken per tile in float64, and tiles are the
+        same for any number of members."""
+        assert self._job.clip_norm is not None
+        squares = {}
+        for tile in self._tiles:
+            gradient = self.exchange.reduced(tile).mul_(scale)
+            squares[tile] = float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
         norm = math.sqrt(math.fsum(self.exchange.share_squares(squares)))
-        return min(1.0, limit / (norm + 1e-6))
+        return min(1.0, self._job.clip_norm / (norm + 1e-6))
 
     def synchronise(self) -> None:
         self._computer.restore_buffers(self._committed)

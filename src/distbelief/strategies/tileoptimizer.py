@@ -7,6 +7,7 @@ very stretch of numbers that an ordinary loop would update, so the bits are thos
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,8 @@ class Recipe:
         self.factory = factory
         self.kind: Any = type(template)
         self.elementwise = self.kind in ELEMENTWISE
+        accepted = inspect.signature(self.kind).parameters
+        self.defaults = {k: v for k, v in template.defaults.items() if k in accepted}
         self.groups = [{k: v for k, v in g.items() if k != "params"} for g in template.param_groups]
         numbers = {id(p): index for index, p in enumerate(parameters)}
         self.group_of: dict[int, int] = {}
@@ -89,9 +92,9 @@ class Recipe:
 
     def fields(self, parameter: int, numel: int) -> list[Field]:
         """The state of a piece with so many elements of that parameter."""
+        found = self._fields.get(parameter, [])
         if not self.elementwise:
-            return self._fields[parameter]
-        found = self._fields[self.group_of[parameter]] if parameter in self.group_of else []
+            return found
         return [Field(f.key, f.dtype, (numel,) if f.shape else (), f.number) for f in found]
 
     def make(self, pieces: Sequence[tuple[int, torch.nn.Parameter]]) -> optim.Optimizer:
@@ -103,29 +106,27 @@ class Recipe:
             {**hyper, **options, "params": [piece for parameter, piece in pieces if self.group_of[parameter] == number]}
             for number, hyper in enumerate(self.groups)
         ]
-        optimizer: optim.Optimizer = self.kind([g for g in groups if g["params"]], **options)
+        # The defaults too: Adagrad looks there, not into its groups, for the value that its sums start from.
+        optimizer: optim.Optimizer = self.kind([g for g in groups if g["params"]], **{**self.defaults, **options})
         return optimizer
 
-    def _probe(self, parameters: Sequence[torch.nn.Parameter]) -> list[list[Field]]:
-        """Take one step on throw-away copies and look at what state appears: per group, or per parameter."""
+    def _probe(self, parameters: Sequence[torch.nn.Parameter]) -> dict[int, list[Field]]:
+        """Take one step on throw-away copies and look at what state appears: per group and type, or per parameter."""
         generator = torch.random.get_rng_state()
+        tried: dict[Any, list[Field]] = {}
+        found: dict[int, list[Field]] = {}
         try:
-            if not self.elementwise:
-                return [self._try(number, p.detach().clone()) for number, p in enumerate(parameters)]
-            first_of = {group: number for number, group in reversed(self.group_of.items())}
-            some = {g: parameters[number] for g, number in first_of.items()}
-            return [
-                self._try(first_of[g], torch.zeros(_PROBE, dtype=some[g].dtype, device=some[g].device))
-                if g in some
-                else []
-                for g in range(len(self.groups))
-            ]
+            for number, group in self.group_of.items():
+                value = parameters[number].detach()
+                key = (group, value.dtype) if self.elementwise else number
+                if key not in tried:
+                    tried[key] = self._try(number, value.new_zeros(_PROBE) if self.elementwise else value.clone())
+                found[number] = tried[key]
         finally:
             torch.random.set_rng_state(generator)
+        return found
 
     def _try(self, number: int, value: torch.Tensor) -> list[Field]:
-        if number not in self.group_of:
-            return []
         probe = torch.nn.Parameter(value)
         probe.grad = torch.full_like(value, 1e-3)
         optimizer = self.make([(number, probe)])
@@ -180,8 +181,24 @@ class TileOptimizer:
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             if rate is not None:
                 group["lr"] = rate * factor
+        late = self._take_apart()
         self._optimizer.step()
+        if late:
+            for parameter in self._parameters:
+                parameter.grad = late.get(parameter)
+            self._optimizer.step()
         self._save()
+
+    def _take_apart(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """The gradients of pieces that begin while others have begun: torch's fused SGD wants a first step for all or
+        for none (it raises a TypeError), so these take theirs after the others."""
+        assert self._optimizer is not None
+        given = [p for p in self._parameters if p.grad is not None]
+        new = [p for p in given if not self._optimizer.state.get(p)]
+        late = {p: p.grad for p in new if p.grad is not None} if len(new) < len(given) else {}
+        for parameter in late:
+            parameter.grad = None
+        return late
 
     def _load(self) -> None:
         assert self._optimizer is not None

@@ -28,7 +28,7 @@ from distbelief.comm.torchgroup import Rendezvous, TorchExchange
 from distbelief.comm.words import Aborted
 from distbelief.data.readers import ReaderError
 from distbelief.data.seeding import seed_everything
-from distbelief.data.sources import as_source
+from distbelief.data.sources import InMemory, MapStyle, as_source
 from distbelief.errors import DistBeliefError, JobError, NotEnoughMemory
 from distbelief.job import Job
 from distbelief.shards import Schedule
@@ -173,7 +173,7 @@ def _load(spec: WorkerSpec, keeper: KeeperClient) -> Loaded:
         segment = keeper.segment("job")
         job = pickle.loads(segment.view(0, segment.size_bytes))  # from the engine of this run, over its own socket
     strategy = parse(spec.strategy)
-    device = torch.device(spec.device)
+    device = _device(spec.device)
     source = as_source(job.data, job.collate)
     check_metrics(job.metrics)
     if job.resolved_shards > len(source):
@@ -186,13 +186,27 @@ def _load(spec: WorkerSpec, keeper: KeeperClient) -> Loaded:
     feed = Feed(source, schedule, job, shuffle=job.shuffle)
     evaluator = None
     if job.validation is not None:
-        evaluator = Evaluator(job, as_source(job.validation, job.collate), device)
+        evaluator = Evaluator(job, _validation(job), device)
     watch = Stopwatch(feed)
     prepared = strategy.prepare(job, schedule, device)
     require_memory("gradients, parameters and optimizer state", prepared.least_bytes())
     canary = Canary(prepared.canary(watch.fetch), prepared.facts())
     watch.data_s, watch.shards = 0.0, 0
     return Loaded(job, schedule, steps, strategy, prepared, watch, feed, evaluator, canary)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise JobError(f"unknown device '{name}'", hint="a device is cpu, cuda or cuda:0") from error
+
+
+def _validation(job: Job) -> InMemory | MapStyle:
+    try:
+        return as_source(job.validation, job.collate)
+    except JobError as error:
+        raise JobError(f"`validation`: {error.message}", hint=error.hint, details=error.details) from error
 
 
 def _failure(spec: WorkerSpec, error: BaseException, step: int, shard: int) -> WorkerFailed:

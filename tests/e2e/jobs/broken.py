@@ -51,16 +51,16 @@ class FaultyFiles(Dataset):
 def job(fault: str, batch: int = 16) -> Job:
     x = torch.arange(32.0)[:, None].expand(32, 4).contiguous()
     y = torch.arange(32) % 2
-    fields = dict(
-        model=lambda: nn.Linear(4, 2),
-        loss=F.cross_entropy,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
-        data=(x, y),
-        global_batch=batch,
-        shards=4,
-        steps=8,
-        shuffle=False,
-    )
+    fields = {
+        "model": lambda: nn.Linear(4, 2),
+        "loss": F.cross_entropy,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        "data": (x, y),
+        "global_batch": batch,
+        "shards": 4,
+        "steps": 8,
+        "shuffle": False,
+    }
     changes = {
         "none": {},
         "model": {"model": FailsOnOneWorker, "global_batch": 32},

@@ -13,7 +13,7 @@ X = torch.randn(96, 6)
 Y = (X.sum(1) > 0).long()
 
 
-def job(steps: int = 12, nap_s: float = 0.0, shards: int = 4, batch: int = 16) -> Job:
+def job(steps: int = 12, nap_s: float = 0.0, shards: int = 4, batch: int = 16, precision: str = "fp32") -> Job:
     def loss(output, target):
         time.sleep(nap_s)
         return F.cross_entropy(output, target)
@@ -26,4 +26,5 @@ def job(steps: int = 12, nap_s: float = 0.0, shards: int = 4, batch: int = 16) -
         global_batch=batch,
         shards=shards,
         steps=steps,
+        precision=precision,
     )

@@ -1,0 +1,169 @@
+"""The undo log: a tile that was torn in the middle of its update has its old bytes back, exactly, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from alone import exchange, kept
+from torch import nn, optim
+
+from distbelief.comm.exchange import Geometry
+from distbelief.comm.keeper import KeeperClient
+from distbelief.strategies.layout import Layout, lay_out, trainable
+from distbelief.strategies.state import ReplicaState
+from distbelief.strategies.tileoptimizer import Recipe, TileOptimizer
+
+
+class Setting:
+    """A model with several tiles of parameters and one of buffers, and its state in shared memory."""
+
+    def __init__(self, keeper: KeeperClient) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(100, 90), nn.BatchNorm1d(90), nn.Linear(90, 30))
+        self.recipe = Recipe(lambda p: optim.AdamW(p, lr=0.01), [p for _, p in trainable(model)])
+        self.layout: Layout = lay_out(model)
+        self.keeper = keeper
+        assert self.layout.parameter_tiles == 3
+        assert len(self.layout.tiles) == 4
+        self.generation = 0
+
+    def join(self) -> ReplicaState:
+        """The state as a member of another generation sees it: other mappings of the same memory."""
+        self.generation += 1
+        geometry = Geometry(self.layout.tiles, self.layout.size_bytes, [1], 1, 6)
+        return ReplicaState(self.layout, self.recipe, exchange(self.keeper, self.generation, geometry))
+
+    def fill(self, state: ReplicaState) -> None:
+        for values, optimizer in zip(state.values, state.optimizer, strict=True):
+            values.copy_(torch.randn(values.shape))
+            optimizer.random_(0, 256)
+
+
+@pytest.fixture
+def setting() -> Iterator[Setting]:
+    with kept() as client:
+        yield Setting(client)
+
+
+def contents(state: ReplicaState, tile: int) -> bytes:
+    return state.values[tile].numpy().tobytes() + state.optimizer[tile].numpy().tobytes()
+
+
+def everything(state: ReplicaState) -> list[bytes]:
+    return [contents(state, tile) for tile in range(len(state.values))]
+
+
+def tear(state: ReplicaState, tile: int) -> None:
+    """What a member that dies in the middle of a tile may leave: some bytes new, some old, some in between."""
+    for tensor in (state.values[tile].view(torch.uint8), state.optimizer[tile]):
+        if tensor.numel():
+            tensor[: tensor.numel() // 2 + 1] = torch.frombuffer(
+                bytearray(os.urandom(tensor.numel() // 2 + 1)), dtype=torch.uint8
+            )
+
+
+def test_a_new_state_is_not_initialised_and_members_see_when_it_is(setting: Setting) -> None:
+    one, two = setting.join(), setting.join()
+    assert not one.initialised
+    assert not two.initialised
+    one.mark_initialised()
+    assert two.initialised
+    assert two.steps_applied == 0
+
+
+@pytest.mark.parametrize("tile", range(4))
+def test_a_torn_tile_gets_its_exact_bytes_back(setting: Setting, tile: int) -> None:
+    state = setting.join()
+    setting.fill(state)
+    before = everything(state)
+    state.open(tile, 0)
+    tear(state, tile)
+    assert everything(state) != before
+    newcomer = setting.join()
+    assert newcomer.repair() == [tile]
+    assert everything(newcomer) == before
+    assert everything(state) == before
+    assert newcomer.steps_applied == 0
+    assert newcomer.repair() == []
+
+
+def test_a_closed_tile_is_left_alone(setting: Setting) -> None:
+    state = setting.join()
+    setting.fill(state)
+    for tile in range(3):
+        state.open(tile, 0)
+        tear(state, tile)
+    state.close(0, 0)
+    state.close(2, 0)
+    new = everything(state)
+    assert state.repair() == [1]
+    assert contents(state, 0) == new[0]
+    assert contents(state, 2) == new[2]
+    assert contents(state, 3) == new[3]
+    assert contents(state, 1) != new[1]
+
+
+def test_applied_steps_are_those_that_every_tile_has_behind_it(setting: Setting) -> None:
+    state, other = setting.join(), setting.join()
+    for step in range(3):
+        for tile in range(4):
+            assert other.steps_applied == step
+            assert not other.is_closed(tile, step)
+            state.open(tile, step)
+            assert other.steps_applied == step
+            assert not other.is_closed(tile, step)
+            state.close(tile, step)
+            assert other.is_closed(tile, step)
+        assert other.steps_applied == step + 1
+    state.open(1, 3)
+    assert other.repair() == [1]
+    assert other.steps_applied == 3
+    assert other.is_closed(1, 2)
+
+
+def test_an_undo_copy_of_an_older_step_is_never_put_back(setting: Setting) -> None:
+    state = setting.join()
+    setting.fill(state)
+    for step in range(3):
+        state.open(0, step)
+        tear(state, 0)
+        state.close(0, step)
+    newest = contents(state, 0)
+    state.open(0, 3)
+    tear(state, 0)
+    state.repair()
+    assert contents(state, 0) == newest
+
+
+def test_an_update_that_is_torn_and_run_again_gives_the_bits_of_an_undisturbed_one(setting: Setting) -> None:
+    def train(disturb: bool) -> list[bytes]:
+        with kept() as keeper:
+            fresh = Setting(keeper)
+            state = fresh.join()
+            for number, values in enumerate(state.values):
+                values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(number)))
+            for step in range(4):
+                for tile in range(fresh.layout.parameter_tiles):
+                    make = torch.Generator().manual_seed(100 * step + tile)
+                    gradient = torch.randn(state.values[tile].shape, generator=make)
+                    if disturb:
+                        state.open(tile, step)
+                        optimizer = TileOptimizer(
+                            fresh.recipe, fresh.layout, tile, state.values[tile], state.optimizer[tile]
+                        )
+                        optimizer.update(gradient.clone(), 1.0, None)
+                        tear(state, tile)
+                        state = fresh.join()
+                        assert state.repair() == [tile]
+                    state.open(tile, step)
+                    optimizer = TileOptimizer(
+                        fresh.recipe, fresh.layout, tile, state.values[tile], state.optimizer[tile]
+                    )
+                    optimizer.update(gradient.clone(), 1.0, None)
+                    state.close(tile, step)
+            return everything(state)
+
+    assert train(disturb=True) == train(disturb=False)
