@@ -1,7 +1,6 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Both make .venv themselves.
 PYTHON ?= python3
 BIN := .venv/bin
-SEEDS ?= 200
 
 .PHONY: setup setup-dev demo test lint bench clean
 
@@ -31,6 +30,7 @@ lint: setup-dev
 	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
 
 test: lint
+	$(BIN)/python -m pytest --doctest-modules src
 	$(BIN)/python -m pytest
 
 bench: setup-dev

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from machine import Bystanders
 from workloads import WORKERS, WORKLOADS
 
 BENCH = Path(__file__).resolve().parent
@@ -49,6 +50,8 @@ class Measured:
     """Of every step, over the whole batch (for independent processes: the mean of theirs)."""
     launch_s: float
     """From the start of the first process to the end of the first step."""
+    others: float
+    """The share of the machine's processor time that others had while this was measured."""
     weights_sha256: str = ""
 
 
@@ -69,8 +72,9 @@ def ours(task: Task, shards: int = WORKERS, strategy: str = "allreduce") -> Meas
     """A whole run of DistBelief. Times are those of the committed steps in its metrics."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        began = time.time()
+        began, bystanders = time.time(), Bystanders()
         (output,) = _run([ours_command(task, run_dir, shards, strategy)])
+        others = bystanders.share()
         result = json.loads(output.splitlines()[-1])
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if record["kind"] == "step"]
@@ -81,6 +85,7 @@ def ours(task: Task, shards: int = WORKERS, strategy: str = "allreduce") -> Meas
         samples_per_s=task.timed_samples / (at[-1] - at[task.warm_up - 1]),
         losses=[record["loss"] for record in steps],
         launch_s=at[0] - began,
+        others=others,
         weights_sha256=result["weights_sha256"],
     )
 
@@ -93,10 +98,7 @@ def ddp_command(task: Task, out: Path, optimizers: Sequence[str]) -> Command:
 
 def ddp(task: Task, optimizers: Sequence[str] = IMPLEMENTATIONS) -> dict[str, Measured]:
     """One torchrun; the implementations of the optimizer one after the other, each with a new model."""
-    with tempfile.TemporaryDirectory() as folder:
-        began = time.time()
-        _run([ddp_command(task, Path(folder), optimizers)])
-        return _peer_figures(task, Path(folder), optimizers, began, _slowest)
+    return _peer_figures(task, optimizers, _slowest, lambda out: _run([ddp_command(task, out, optimizers)]))
 
 
 def single_command(task: Task, out: Path, optimizers: Sequence[str], rank: int, *, in_step: bool) -> Command:
@@ -105,19 +107,22 @@ def single_command(task: Task, out: Path, optimizers: Sequence[str], rank: int, 
 
 def ideal(task: Task, optimizers: Sequence[str] = IMPLEMENTATIONS) -> dict[str, Measured]:
     """Two independent processes at the same time, each with its half of every batch: the sum of their speeds."""
-    with tempfile.TemporaryDirectory() as folder:
-        began = time.time()
-        commands = [single_command(task, Path(folder), optimizers, rank, in_step=True) for rank in range(WORKERS)]
+
+    def run(out: Path) -> None:
+        commands = [single_command(task, out, optimizers, rank, in_step=True) for rank in range(WORKERS)]
         _run(commands, meetings=len(optimizers))
-        return _peer_figures(task, Path(folder), optimizers, began, _sum_of_speeds)
+
+    return _peer_figures(task, optimizers, _sum_of_speeds, run)
 
 
 def alone(task: Task) -> Measured:
     """One plain process, nothing beside it."""
-    with tempfile.TemporaryDirectory() as folder:
-        began = time.time()
-        _run([single_command(task, Path(folder), ["default"], 0, in_step=False)])
-        return _peer_figures(task, Path(folder), ["default"], began, _sum_of_speeds, ranks=1)["default"]
+    optimizers = IMPLEMENTATIONS[:1]
+
+    def run(out: Path) -> None:
+        _run([single_command(task, out, optimizers, 0, in_step=False)])
+
+    return _peer_figures(task, optimizers, _sum_of_speeds, run, ranks=1)[optimizers[0]]
 
 
 def _peer(task: Task, out: Path, optimizers: Sequence[str]) -> Command:
@@ -135,20 +140,24 @@ def _sum_of_speeds(seconds: Sequence[float], samples: int) -> float:
 
 def _peer_figures(
     task: Task,
-    folder: Path,
     optimizers: Sequence[str],
-    began: float,
     speed: Callable[[Sequence[float], int], float],
+    run: Callable[[Path], object],
     ranks: int = WORKERS,
 ) -> dict[str, Measured]:
-    said = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    """Run peers that write what they measured into a folder, and read it."""
+    with tempfile.TemporaryDirectory() as folder:
+        began, bystanders = time.time(), Bystanders()
+        run(Path(folder))
+        others = bystanders.share()
+        said = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     first_step_at = max(rank[optimizers[0]]["first_step_at"] for rank in said)
     found = {}
     for optimizer in optimizers:
         each: list[dict[str, Any]] = [rank[optimizer] for rank in said]
         losses = [sum(parts) / ranks for parts in zip(*(rank["losses"] for rank in each), strict=True)]
         samples_per_s = speed([rank["seconds"] for rank in each], task.timed_samples)
-        found[optimizer] = Measured(samples_per_s, losses, first_step_at - began)
+        found[optimizer] = Measured(samples_per_s, losses, first_step_at - began, others)
     return found
 
 

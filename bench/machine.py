@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,32 @@ def facts() -> dict[str, Any]:
 def load() -> list[float]:
     """The load averages over 1, 5 and 15 minutes."""
     return [round(value, 2) for value in os.getloadavg()]
+
+
+class Bystanders:
+    """How much of the machine's processor time went to others than our child processes, or was stolen by the
+    hypervisor, from the making of this object to `share` (when the children must have ended). 0.5 of a machine with
+    two cores: one of them was busy with something else all the time."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._busy_s = _busy_s()
+        self._children_s = _children_s()
+
+    def share(self) -> float:
+        took_s = (time.monotonic() - self._started) * (os.cpu_count() or 1)
+        others_s = (_busy_s() - self._busy_s) - (_children_s() - self._children_s)
+        return max(0.0, others_s / took_s)
+
+
+def _busy_s() -> float:
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + times.irq + times.softirq + times.steal)
+
+
+def _children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _cpu_model() -> str:

@@ -99,7 +99,7 @@ class _Member:
         model = torch.nn.Module()
         model.register_parameter("buffer", torch.nn.Parameter(torch.empty(self.elements)))
         layout = lay_out(model)  # the tiles that a model of this size would have
-        geometry = Geometry(layout.tiles, layout.size_bytes, [1] * MEMBERS, shards=MEMBERS, parameters=1)
+        geometry = Geometry(layout.tiles, layout.size_bytes, [1] * MEMBERS, shards=MEMBERS, marks=1)
         self._tiles = layout.tiles
         self._exchange = SharedExchange(keeper, f"{size_mb} MB", rank, geometry, Abort())
         slot = self._exchange.slot(0).tensor(torch.float32, 0, self.elements)

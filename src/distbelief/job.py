@@ -46,7 +46,7 @@ class Job:
     optimizer: OptimizerFactory
     """Trainable parameters -> a torch optimizer. Parameter groups may be made by shape (e.g. `p.ndim`)."""
     data: Any
-    """Tensors or arrays (one, a tuple, or a mapping), a map-style Dataset, or a source from `distbelief.data`."""
+    """Tensors or arrays (one, a tuple, or a mapping), a map-style Dataset, or what `distbelief.idx` reads."""
     global_batch: int
     """Samples per step, over all workers."""
     steps: int | None = None

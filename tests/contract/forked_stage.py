@@ -94,13 +94,16 @@ def stage() -> Stage:
 
 def _main() -> None:
     import torch
+    import torch._dynamo  # the first optimizer imports it, and that takes longer than most tests
+    import torchmetrics
 
     from distbelief.comm import keeper, shared, torchgroup
     from distbelief.lifeline import die_with_parent
     from distbelief.strategies import allreduce
     from distbelief.worker import feed
 
-    assert all((keeper, shared, torchgroup, allreduce, feed))  # imported here so that members have them at once
+    # Members have all of it at once, because it is imported here.
+    assert all((torchmetrics, keeper, shared, torchgroup, allreduce, feed))
     die_with_parent(os.getppid())
     torch.set_num_threads(1)
     while True:
@@ -174,9 +177,7 @@ def _fork(file: str, function: str, arguments: bytes, others: list[_Actor]) -> _
     return _Actor(pid, ours, read)
 
 
-def _act(
-    stage: int, file: str, function: str, arguments: bytes, connection: socket.socket, answer: int
-) -> NoReturn:
+def _act(stage: int, file: str, function: str, arguments: bytes, connection: socket.socket, answer: int) -> NoReturn:
     from distbelief.comm.keeper import KeeperClient
     from distbelief.lifeline import die_with_parent
 

@@ -8,12 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "bench" / "dataparallel.py"
-
-pytestmark = pytest.mark.e2e
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

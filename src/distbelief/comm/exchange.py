@@ -63,7 +63,8 @@ class Geometry:
     slots: Sequence[int]
     """How many slots each rank has."""
     shards: int
-    parameters: int
+    marks: int
+    """Entries of the layout, each with a bit that says whether any shard touched it."""
 
 
 class Exchange(Protocol):
@@ -85,9 +86,9 @@ class Exchange(Protocol):
         """My slots hold their final values of this tile. Reduction of it may start."""
 
     def share(self, mine: Range, rows: np.ndarray, untouched: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Every member gives the rows of its own shards, and which parameters it left untouched.
+        """Every member gives the rows of its own shards, and which entries of the layout it left untouched.
 
-        Returns all rows, and the parameters that nobody touched. After it, every member's partial sums are there.
+        Returns all rows, and the entries that nobody touched. After it, every member's partial sums are there.
         """
 
     def reduced(self, tile: int) -> torch.Tensor:

@@ -80,7 +80,7 @@ class EngineAttached(Struct, frozen=True, tag=True):
 
 
 class WorkerJoined(Struct, frozen=True, tag=True):
-    """A worker process is alive; it now loads the job."""
+    """A worker process has loaded the job, or failed to, and is there."""
 
     worker: int
     host: str

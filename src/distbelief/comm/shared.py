@@ -136,7 +136,7 @@ class _Table:
     def __init__(self, geometry: Geometry, members: int) -> None:
         self.fields: list[tuple[np.dtype[Any], tuple[int, ...]]] = [
             (np.dtype(np.float64), (geometry.shards, ROW)),
-            (np.dtype(np.uint8), (members, geometry.parameters)),
+            (np.dtype(np.uint8), (members, geometry.marks)),
             (np.dtype(np.float64), (len(geometry.tiles),)),
             (np.dtype([("length", np.int64), ("more", np.int64), ("data", np.uint8, _MAILBOX_BYTES)]), (members,)),
         ]

@@ -16,15 +16,6 @@ _FACTS: dict[str, tuple[str, str, str]] = {
     "device": ("computes on {}", "the run on {}", "start it on {}"),
     "optimizer": ("uses the {} optimizer", "the run the {} one", "start it with the {} optimizer"),
 }
-_FACT_ALIASES = {
-    "num_threads": "threads",
-    "torch_version": "torch",
-    "python_version": "python",
-    "isa": "instruction_set",
-    "cpu_capability": "instruction_set",
-    "device_type": "device",
-}
-
 _JOB_FACTS: dict[str, tuple[str, str]] = {
     "name": ("trains the job {!r}", "the run {!r}"),
     "shards": ("cuts a step into {} shards", "the run into {}"),
@@ -82,7 +73,7 @@ def _canary_refusal(worker: int, canary: Canary, run: Canary) -> str:
 
 
 def _fact(name: str, theirs: str, ours: str) -> tuple[str, str]:
-    known = _FACTS.get(_FACT_ALIASES.get(name, name))
+    known = _FACTS.get(name)
     if known is None:
         words = name.replace("_", " ")
         return f"has {words} {theirs}, the run {ours}", f"make {words} the same there"

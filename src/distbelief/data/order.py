@@ -65,8 +65,9 @@ def _permute(numbers: npt.NDArray[np.uint64], side: int, keys: tuple[np.uint64, 
     width = np.uint64(side)
     *rounds, coin = keys
     if coin & np.uint64(1):
-        # The rounds together are always an even permutation, which a small data set shows: half of the orders of 5
-        # samples were nearly twice as likely as the others. Exchanging 0 and 1 in every second epoch mends it.
+        # On an odd side the rounds together are always an even permutation, which small data sets show: half of the
+        # orders of 5 samples were nearly twice as likely as the others. Exchanging 0 and 1
+        # in every second epoch mends it.
         numbers = numbers ^ (numbers < 2)
     left, right = np.divmod(numbers, width)
     for key in rounds:

@@ -61,6 +61,7 @@ def read(source: MapStyle, seed: int, request: Request) -> Any:
     """The batch, or a Failure. The random generators of torch, numpy and Python are seeded for each sample.
 
     >>> from distbelief.data.sources import as_source
+    >>> import numpy as np
     >>> read(as_source([1, 2, 3]), 0, Request(0, np.array([1])))
     tensor([2])
     >>> read(as_source([1, 2, 3]), 0, Request(0, np.array([7]))).message
@@ -82,6 +83,7 @@ def read(source: MapStyle, seed: int, request: Request) -> Any:
 def listed(samples: Samples) -> str:
     """For people.
 
+    >>> import numpy as np
     >>> listed(np.arange(20))
     'samples 0, 1, 2, 3, 4, 5, 6, 7, … (20 in all)'
     """

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from distbelief.comm import words
 from distbelief.comm.keeper import SegmentKeeper
 from distbelief.comm.messages import EndRun, EngineAttached, Event, StopRequested, WorkerExited, decode_command, encode
 from distbelief.comm.segment import receive_message
@@ -29,6 +30,7 @@ from distbelief.errors import DistBeliefError, JobError, RunFailed, RunInterrupt
 from distbelief.worker.process import WorkerSpec
 
 REFRESH_S = 0.2
+LOADING_S = 1800.0  # the longest silence while workers load their job; their exits are noticed at once anyway
 GRACE_S = 3.0  # how long processes may take to end by themselves
 
 
@@ -141,8 +143,9 @@ class _Run:
         config = {
             "workers": launch.workers,
             "shares": list(launch.shares),
-            "transport": launch.transport,
+            "transport": self._transport(),
             "exact": launch.exact,
+            "gather_timeout_s": LOADING_S,
         }
         self._coordinator = CoordinatorProcess(launch.run_dir, config, self._log("coordinator"))
         self._stack.callback(self._coordinator.close)
@@ -151,6 +154,10 @@ class _Run:
         self._watch(self._zygote.socket, self._zygote_ready)
         self._watch(self._signals.wake_fd, self._stop)
         self._address = address
+
+    def _transport(self) -> str:
+        wanted = self._launch.transport
+        return "gloo" if wanted == "auto" and not words.supported else wanted
 
     def _connect(self, address: str) -> None:
         context = self._stack.enter_context(zmq.Context())
@@ -164,7 +171,7 @@ class _Run:
         self._zygote.wait_ready()
         self._watch(self._zygote.socket, self._zygote_event)
         store = None
-        if self._launch.transport == "gloo":
+        if self._transport() == "gloo":
             store = ("127.0.0.1", self._zygote.fork_store(self._log("store")))
         for worker in range(self._launch.workers):
             self._start_worker(worker, store)

@@ -24,6 +24,11 @@ from distbelief.worker.process import WorkerSpec
 
 LogLine = Callable[[str, str], None]
 
+_WORKER_ENVIRONMENT = {
+    "OPENBLAS_NUM_THREADS": "1",  # numpy's own pool would be a thread in the zygote before it forks
+    "GLOO_SOCKET_IFNAME": "lo",  # members on this machine meet on loopback, not on whatever the host's name resolves to
+}
+
 
 class LogPipe:
     """What a process prints, line by line, into its log file and to `show`."""
@@ -120,6 +125,7 @@ class Zygote:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "distbelief.engines.zygote", str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
+            env={**os.environ, **_WORKER_ENVIRONMENT},
             stdin=subprocess.DEVNULL,
             stdout=log.write_fd,
             stderr=log.write_fd,

@@ -42,7 +42,7 @@ class AllReduce:
 
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedAllReduce:
         if device.type != "cpu":
-            raise JobError(f"allreduce does not run on '{device}' yet: use --device cpu")
+            raise JobError(f"allreduce does not run on '{device}' yet", hint="use --device cpu")
         return PreparedAllReduce(job, schedule, device, self.exact)
 
 
@@ -89,7 +89,7 @@ class PreparedAllReduce:
             slot_bytes=self._layout.size_bytes,
             slots=[slots_needed(self._schedule.shards, mine) if self._exact else 1 for mine in ranges],
             shards=self._schedule.shards,
-            parameters=len(self._computer.parameters),
+            marks=len(self._layout.entries),
         )
 
     def build(self, seat: Seat, exchange: Exchange, fetch: Fetch) -> Replica:

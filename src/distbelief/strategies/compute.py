@@ -47,6 +47,7 @@ class ShardResult:
     integers: int
     """A checksum of the integer buffers after this shard: all shards must agree on them."""
     touched: np.ndarray
+    """Per entry of the layout: whether this shard gave the parameter a gradient, or changed the buffer."""
 
 
 class ShardComputer:
@@ -129,7 +130,8 @@ class ShardComputer:
             view.copy_(live)
         for tile in self._buffer_tiles:
             tile_ready(tile.index)
-        return ShardResult(total.item(), weight, zlib.crc32(self.integer_bytes()), touched)
+        marks = np.concatenate([touched, self._changed_buffers(committed)])
+        return ShardResult(total.item(), weight, zlib.crc32(self.integer_bytes()), marks)
 
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -149,6 +151,17 @@ class ShardComputer:
         digest = hashlib.blake2b(slot.view(0, self.layout.size_bytes), digest_size=16)
         digest.update(repr((result.loss_sum, result.weight, result.integers)).encode())
         return digest.hexdigest()
+
+    def _changed_buffers(self, committed: Sequence[torch.Tensor]) -> np.ndarray:
+        """A byte per float buffer: whether the shard left another value in it than it found."""
+        tiles = zip(self._buffer_tiles, self._live_tiles, committed, strict=True)
+        changed = np.zeros(len(self.layout.entries) - len(self.parameters), np.uint8)
+        for tile, live, value in tiles:
+            if not torch.equal(live, value):
+                for piece in self.layout.pieces[tile.index]:
+                    part = slice(piece.tile_first, piece.tile_first + piece.numel)
+                    changed[piece.entry - len(self.parameters)] |= not torch.equal(live[part], value[part])
+        return changed
 
     def _slot_views(self, slot: Segment) -> _SlotViews:
         if id(slot) not in self._views:

@@ -73,7 +73,7 @@ class DataParallelReplica:
         }
         self._work = lru_cache(maxsize=4)(self._plan)
         self._rows = np.zeros((seat.ranges[seat.rank][1] - seat.ranges[seat.rank][0], ROW))
-        self._touched = np.zeros(len(computer.parameters), np.uint8)
+        self._touched = np.zeros(len(computer.layout.entries), np.uint8)
         self.comm_s = 0.0
 
     def _start_state(self) -> None:
@@ -144,8 +144,9 @@ class DataParallelReplica:
         self.comm_s += time.perf_counter() - started
         result = self._judge(step, rows)
         weight = math.fsum(rows[:, _WEIGHT])
-        if weight == 0:
-            untouched = np.ones_like(untouched)  # nothing to learn from: as if no parameter had a gradient
+        if weight == 0:  # nothing to learn from: as if no parameter had a gradient; buffers have seen the samples
+            untouched = untouched.copy()
+            untouched[: len(self._computer.parameters)] = True
         units = int(np.count_nonzero(rows[:, _COUNTS]))
         self._update(step, 1.0 / weight if weight else 0.0, units, untouched)
         started = time.perf_counter()
@@ -187,8 +188,12 @@ class DataParallelReplica:
             self._optimizers[tile].update(gradient, rate, skip)
             self._state.close(tile, step)
         for tile in self._buffer_tiles:
+            average = self.exchange.reduced(tile).div_(units)
             self._state.open(tile, step)
-            torch.div(self.exchange.reduced(tile), units, out=self._state.values[tile])
+            for piece in self._computer.layout.pieces[tile]:
+                if not untouched[piece.entry]:  # the average of equal numbers is not always that number
+                    part = slice(piece.tile_first, piece.tile_first + piece.numel)
+                    self._state.values[tile][part] = average[part]
             self._state.close(tile, step)
 
     def _clip_factor(self, scale: float) -> float:

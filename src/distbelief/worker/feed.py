@@ -70,7 +70,8 @@ class Feed:
         self._ask(step, first, end)
         for later in range(step, min(step + 1 + AHEAD, self._until)):
             for unit in self._units:
-                self._ask(later, *unit)
+                if later > step or unit[0] > first:  # those before it in this step have been taken
+                    self._ask(later, *unit)
         self._asked.discard((step, first))
         return self._readers.take((step, first)), high - low
 

@@ -62,7 +62,9 @@ class ShardMetrics:
             for key in metric._defaults:
                 value = getattr(metric, key)
                 for i, part in enumerate(value if isinstance(value, list) else [value]):
-                    found[f"{shard}/{name}/{key}/{i}"] = torch.as_tensor(part).detach().cpu().contiguous()
+                    # A copy: two metrics may keep views of one output, and safetensors refuses shared memory.
+                    own = torch.as_tensor(part).detach().cpu().clone(memory_format=torch.contiguous_format)
+                    found[f"{shard}/{name}/{key}/{i}"] = own
         return found
 
     def combine(self, shards: int, measured: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -91,6 +93,7 @@ class ShardMetrics:
             else:
                 whole._update_count += 1
                 _merge(whole, {key: getattr(part, key) for key in metric._defaults})
+        whole._to_sync = False  # it has all shards already: nothing to gather where a torch group is up
         return _as_numbers(name, whole.compute())
 
 

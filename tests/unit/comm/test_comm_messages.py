@@ -6,10 +6,12 @@ import typing
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distbelief.comm import messages as m
+
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a noisy machine is no failure
 
 EVENTS: list[m.Event] = [
     m.EngineAttached("here", 4),
@@ -72,6 +74,7 @@ def test_a_message_cut_short_is_rejected(message: m.Event | m.Command) -> None:
                 decode(data[:length])
 
 
+@patient
 @given(st.binary(max_size=200))
 def test_garbage_is_rejected(data: bytes) -> None:
     for decode in (m.decode_event, m.decode_command):

@@ -1,16 +1,32 @@
-"""A member that is alone in its generation, in the test's own process, with a real keeper and real shared memory."""
+"""A member that is alone in its generation, in the test's own process, with a real keeper and real shared memory; and
+single shards of a job, computed one by one."""
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
 
 from distbelief.comm.exchange import Geometry
 from distbelief.comm.keeper import KeeperClient, SegmentKeeper
+from distbelief.comm.segment import Segment
 from distbelief.comm.shared import SharedExchange
 from distbelief.comm.words import Abort
+from distbelief.data.sources import as_source
+from distbelief.job import Job
+from distbelief.shards import Schedule, shard_seed
+from distbelief.strategies.allreduce import PreparedAllReduce
+from distbelief.strategies.base import Replica, Seat
+from distbelief.strategies.compute import ShardComputer, ShardResult, make_model
+from distbelief.strategies.layout import lay_out
+from distbelief.worker.feed import Feed
 
 
 @contextmanager
@@ -38,3 +54,67 @@ def kept() -> Iterator[KeeperClient]:
 
 def exchange(client: KeeperClient, generation: int, geometry: Geometry) -> SharedExchange:
     return SharedExchange(client, f"generation {generation}", 0, geometry, Abort())
+
+
+def job_of(
+    model: Callable[[], nn.Module],
+    data: Any,
+    loss: Callable[[Any, Any], Any] = F.mse_loss,
+    optimizer: Callable[[list[nn.Parameter]], optim.Optimizer] = lambda p: optim.SGD(p, lr=0.1),
+    **options: Any,
+) -> Job:
+    return Job(model=model, loss=loss, optimizer=optimizer, data=data, **{"steps": 3, "shuffle": False, **options})
+
+
+class Alone:
+    """A replica that has all shards, in this process."""
+
+    def __init__(self, job: Job, keeper: Any) -> None:
+        source = as_source(job.data)
+        self.schedule = Schedule(len(source), job.global_batch, job.resolved_shards)
+        feed = Feed(source, self.schedule, job, shuffle=job.shuffle)
+        self.prepared = PreparedAllReduce(job, self.schedule, torch.device("cpu"), exact=True)
+        ranges = [(0, self.schedule.shards)]
+        self.geometry = self.prepared.geometry(ranges)
+        self.exchange = exchange(keeper, 1, self.geometry)
+        self.replica: Replica = self.prepared.build(Seat(0, ranges), self.exchange, feed.fetch)
+        self.model = self.prepared.model
+
+    def slots(self) -> list[bytes]:
+        size = self.geometry.slot_bytes
+        return [bytes(self.exchange.slot(i).view(0, size)) for i in range(self.geometry.slots[0])]
+
+    def step(self, number: int) -> float:
+        self.replica.compute(number)
+        loss = self.replica.commit(number).loss
+        self.replica.synchronise()
+        return loss
+
+
+class Computed:
+    """Single shards of a job, each into a slot of its own."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.model = make_model(job, torch.device("cpu"))
+        self.layout = lay_out(self.model)
+        self.computer = ShardComputer(job, self.model, self.layout, torch.device("cpu"))
+        self.source = as_source(job.data)
+        self.schedule = Schedule(len(self.source), job.global_batch, job.resolved_shards)
+        start = Segment.private(self.layout.size_bytes)
+        self.computer.write_values(start, 0)
+        self.committed = self.computer.committed_buffers(start, 0)
+
+    def shard(self, step: int, shard: int) -> tuple[bytes, ShardResult]:
+        """(the slot's bytes, the result)"""
+        _, low, high = self.schedule.shard(step, shard)
+        slot = Segment.private(self.layout.size_bytes)
+        seed = shard_seed(self.job.seed, step, shard)
+        batch = self.source.fetch(np.arange(low, high))
+        result = self.computer.run(batch, high - low, seed, slot, self.committed, lambda tile: None)
+        return bytes(slot.view(0, self.layout.size_bytes)), result
+
+
+def linear_data(samples: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(samples, 6, generator=generator), torch.randn(samples, 4, generator=generator)

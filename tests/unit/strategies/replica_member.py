@@ -15,16 +15,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from distbelief.checkpoint.weights import weights_sha256
+from distbelief.comm import shared
 from distbelief.comm.exchange import Exchange
 from distbelief.comm.keeper import KeeperClient
-from distbelief.comm.shared import SharedExchange
 from distbelief.comm.torchgroup import Rendezvous, TorchExchange
 from distbelief.comm.words import Abort
 from distbelief.data.order import positions_to_samples
 from distbelief.data.sources import as_source
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule, shard_seed, split
-from distbelief.strategies import compute, layout, replica, tileoptimizer
+from distbelief.strategies import compute, replica, tileoptimizer
 from distbelief.strategies.allreduce import PreparedAllReduce
 from distbelief.strategies.base import Seat
 from distbelief.worker.feed import Feed
@@ -125,7 +125,7 @@ def train(keeper: KeeperClient, place: Place, broken: str = "") -> Trained:
     geometry = prepared.geometry(place.ranges)
     group: Exchange
     if place.transport == "shared":
-        group = SharedExchange(keeper, "generation 1", place.rank, geometry, Abort())
+        group = shared.SharedExchange(keeper, "generation 1", place.rank, geometry, Abort())
     else:
         meeting = Rendezvous("127.0.0.1", place.port, place.name, timeout_s=60)
         group = TorchExchange(meeting, place.rank, geometry, Abort())
@@ -179,7 +179,9 @@ def plain(keeper: KeeperClient, shards: int) -> Trained:
             weights.append(float(weight))
         gradients, averages = _tree((0, shards), sums)
         scaled = [None if g is None else g * (1.0 / math.fsum(weights)) for g in gradients]
-        norm = math.sqrt(math.fsum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in scaled if g is not None))
+        norm = math.sqrt(
+            math.fsum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in scaled if g is not None)
+        )
         assert norm > CLIP_NORM
         for parameter, gradient in zip(parameters, scaled, strict=True):
             parameter.grad = None if gradient is None else gradient * (CLIP_NORM / (norm + 1e-6))
@@ -212,19 +214,15 @@ def _left_to_right() -> None:
     )
 
 
-def _unaligned() -> None:
-    layout.ALIGN = 1
-
-
 def _norms_by_member() -> None:
-    def factor(self: Any, gradients: dict[int, torch.Tensor], limit: float) -> float:
-        mine = [g.float().reshape(-1) for g in gradients.values()]
-        square = float(torch.cat(mine).norm() ** 2) if mine else 0.0
-        squares = dict.fromkeys(gradients, 0.0)
-        squares[next(iter(gradients))] = square
-        return limit / (math.sqrt(sum(self.exchange.share_squares(squares))) + 1e-6)
+    """Each member adds up the squares of its own tiles, in the gradients' precision."""
+    share = shared.SharedExchange.share_squares
 
-    replica.DataParallelReplica._clip_factor = factor  # type: ignore[method-assign]
+    def rounded(self: shared.SharedExchange, mine: dict[int, float]) -> list[float]:
+        total = float(sum((np.float32(square) for square in mine.values()), np.float32(0)))
+        return share(self, {tile: total if tile == min(mine) else 0.0 for tile in mine})
+
+    shared.SharedExchange.share_squares = rounded  # type: ignore[method-assign]
 
 
 def _zeros_for_untouched() -> None:
@@ -235,7 +233,11 @@ def _zeros_for_untouched() -> None:
 
 
 def _buffers_carried_on() -> None:
-    compute.ShardComputer.restore_buffers = lambda self, committed: None  # type: ignore[method-assign]
+    """Integers are restored: they would be noticed at once, and the run would end."""
+    restore = compute.ShardComputer.restore_buffers
+    compute.ShardComputer.restore_buffers = lambda self, committed: restore(  # type: ignore[method-assign]
+        self, self._live_tiles
+    )
 
 
 def _random_numbers_carried_on() -> None:
@@ -248,21 +250,8 @@ def _random_numbers_carried_on() -> None:
     compute.seed_everything = seed
 
 
-def _one_scratch_for_all_slots() -> None:
-    """Partial sums are not intact: a member adds into the others' slots."""
-    from distbelief.comm import shared
-
-    def add(program: Any, parts: Any, out: torch.Tensor, scratch: Any) -> None:
-        for part in parts[1:]:
-            parts[0].add_(part)
-        out.copy_(parts[0])
-
-    shared.tree_add = add
-
-
 BREAK: dict[str, Callable[[], None]] = {
     "order": _left_to_right,
-    "alignment": _unaligned,
     "norms": _norms_by_member,
     "untouched": _zeros_for_untouched,
     "buffers": _buffers_carried_on,

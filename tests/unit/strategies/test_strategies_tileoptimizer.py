@@ -229,7 +229,11 @@ def test_parameters_that_the_optimizer_was_not_given_stay_as_they_are() -> None:
     tiled = Tiled(model_of(torch.float32), lambda parameters: optim.AdamW(parameters[:1] + parameters[4:], lr=0.01))
     tiled.run(range(STEPS))
     before = [p for _, p in trainable(model_of(torch.float32))]
-    assert [torch.equal(a, b) for a, b in zip(before, tiled.parameters(), strict=True)] == [False, *[True] * 3, *[False] * 3]
+    assert [torch.equal(a, b) for a, b in zip(before, tiled.parameters(), strict=True)] == [
+        False,
+        *[True] * 3,
+        *[False] * 3,
+    ]
 
 
 class Lars(optim.Optimizer):

@@ -1,0 +1,130 @@
+"""The worker's control logic, by plain calls: what each command makes it do in each phase."""
+
+from __future__ import annotations
+
+import pytest
+
+from distbelief.comm.messages import Command, EndRun, Member, Refuse, StartGeneration
+from distbelief.worker.control import (
+    AbortStep,
+    Action,
+    GenerationFinished,
+    Leave,
+    Phase,
+    TrainGeneration,
+    WorkerState,
+    step,
+)
+
+MEMBERS = [Member(4, "here", (0, 3)), Member(1, "here", (3, 6)), Member(2, "there", (6, 8))]
+
+
+def start(generation: int, epoch: int = 1, members: list[Member] = MEMBERS) -> StartGeneration:
+    return StartGeneration(epoch, generation, members, "shm")
+
+
+def after(*events: Command | GenerationFinished, worker: int = 1) -> tuple[WorkerState, list[Action]]:
+    """The state after these events, and what the last of them caused."""
+    state, actions = WorkerState(worker), []
+    for event in events:
+        state, actions = step(state, event)
+    return state, actions
+
+
+def test_a_new_worker_waits() -> None:
+    assert WorkerState(3) == WorkerState(worker=3, phase="waiting", epoch=0, generation=0)
+
+
+def test_a_worker_among_the_members_trains_with_the_rank_of_its_place() -> None:
+    state, actions = after(start(1))
+    assert actions == [TrainGeneration(1, 1, 1, tuple(MEMBERS), "shm")]
+    assert isinstance(actions[0], TrainGeneration)
+    assert actions[0].ranges == ((0, 3), (3, 6), (6, 8))
+    assert state == WorkerState(1, "training", epoch=1, generation=1)
+
+
+def test_a_worker_that_is_not_a_member_is_a_spare_and_waits() -> None:
+    state, actions = after(start(1), worker=9)
+    assert (state.phase, state.generation, actions) == ("waiting", 1, [])
+
+
+def test_a_spare_trains_when_a_later_generation_has_it() -> None:
+    state, actions = after(start(1), start(2, members=[Member(9, "here", (0, 8))]), worker=9)
+    assert state.phase == "training"
+    assert actions == [TrainGeneration(1, 2, 0, (Member(9, "here", (0, 8)),), "shm")]
+
+
+def test_a_new_generation_aborts_the_step_in_flight_first() -> None:
+    state, actions = after(start(1), start(2))
+    assert [type(action) for action in actions] == [AbortStep, TrainGeneration]
+    assert state.generation == 2
+
+
+def test_a_member_that_is_left_out_aborts_and_waits() -> None:
+    state, actions = after(start(1), start(2, members=MEMBERS[:1]))
+    assert [type(action) for action in actions] == [AbortStep]
+    assert state.phase == "waiting"
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_no_generation_is_started_twice_or_after_a_newer_one(generation: int) -> None:
+    """A coordinator that restarts reissues what is outstanding; it must not disturb the training."""
+    before, _ = after(start(2))
+    state, actions = step(before, start(generation, epoch=2))
+    assert actions == []
+    assert (state.phase, state.generation, state.epoch) == ("training", 2, 2)
+
+
+@pytest.mark.parametrize("event", [start(7, epoch=2), EndRun(2, "failed"), Refuse(2, "no")])
+def test_a_lower_epoch_is_not_obeyed(event: Command) -> None:
+    before, _ = after(start(1, epoch=3))
+    assert step(before, event) == (before, [])
+
+
+@pytest.mark.parametrize("epoch", [1, 4])
+def test_the_same_or_a_higher_epoch_is_obeyed(epoch: int) -> None:
+    state, actions = after(start(1), EndRun(epoch, "completed"))
+    assert state.epoch == epoch
+    assert actions[-1] == Leave("completed", "")
+
+
+@pytest.mark.parametrize(
+    ("event", "leave"),
+    [
+        (EndRun(1, "failed", "worker 2: ValueError"), Leave("failed", "worker 2: ValueError")),
+        (EndRun(1, "stopped", "Ctrl-C"), Leave("stopped", "Ctrl-C")),
+        (Refuse(1, "another thread count"), Leave("refused", "another thread count")),
+    ],
+)
+def test_the_end_of_the_run_aborts_a_training_and_nothing_else(event: Command, leave: Leave) -> None:
+    for events, expected in [
+        ([], [leave]),
+        ([start(1)], [AbortStep("the run ends"), leave]),
+        ([start(1), GenerationFinished(1)], [leave]),
+    ]:
+        state, actions = after(*events, event)
+        assert actions == expected
+        assert state.phase == "ended"
+
+
+def test_nothing_is_done_after_the_end() -> None:
+    ended, _ = after(EndRun(1, "completed"))
+    for event in (start(5, epoch=9), EndRun(9, "failed"), Refuse(9, "no"), GenerationFinished(0)):
+        assert step(ended, event) == (ended, [])
+
+
+@pytest.mark.parametrize(("finished", "phase"), [(1, "training"), (2, "finished"), (3, "training")])
+def test_only_the_present_generation_can_finish(finished: int, phase: Phase) -> None:
+    state, actions = after(start(1), start(2), GenerationFinished(finished))
+    assert (state.phase, actions) == (phase, [])
+
+
+def test_a_worker_that_waits_does_not_finish() -> None:
+    state, _ = after(start(1), GenerationFinished(1), worker=9)
+    assert state.phase == "waiting"
+
+
+def test_a_finished_worker_trains_again_in_a_new_generation_without_an_abort() -> None:
+    state, actions = after(start(1), GenerationFinished(1), start(2))
+    assert [type(action) for action in actions] == [TrainGeneration]
+    assert state.phase == "training"

@@ -1,0 +1,57 @@
+"""Evaluation: the members together give the values of one process over the whole validation data."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from evaluate_member import make_job, tables
+from forked_stage import Stage
+from torch.distributed import TCPStore
+from torch.nn import functional as F
+
+MEMBER = str(Path(__file__).with_name("evaluate_member.py"))
+
+_names = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+def evaluated(stage: Stage, size: int, *, readers: bool = False, port: int = 0) -> dict[str, Any]:
+    """What all members agree on."""
+    shared = {"size": size, "readers": readers, "port": port, "name": f"group {next(_names)}"}
+    found = stage.play(MEMBER, "evaluate", [{"rank": rank, **shared} for rank in range(size)])
+    assert all(member["metrics"] == found[0]["metrics"] for member in found)
+    return found[0]
+
+
+def test_any_members_give_the_same_values_as_one_process(stage: Stage, port: int) -> None:
+    alone = evaluated(stage, 1)
+    for size in (2, 3, 5):  # there are three shards to evaluate: two of five members have none
+        assert evaluated(stage, size)["metrics"] == alone["metrics"]
+    for size in (1, 3):
+        assert evaluated(stage, size, port=port)["metrics"] == alone["metrics"]
+    assert evaluated(stage, 2, readers=True)["metrics"] == alone["metrics"]
+
+    model = make_job(False).model()  # type: ignore[operator]
+    model.load_state_dict({name: torch.from_numpy(value) for name, value in alone["weights"].items()})
+    x, y = tables()[1]
+    with torch.no_grad():
+        output = model.eval()(x)
+    area = torchmetrics.AUROC(task="multiclass", num_classes=3)
+    assert alone["metrics"] == {
+        "loss": pytest.approx(F.cross_entropy(output, y).item(), rel=1e-6),
+        "accuracy": (output.argmax(1) == y).double().mean().item(),
+        "auroc": pytest.approx(area(output, y).item(), rel=1e-5),
+        "total": float(y.sum()),
+    }
