@@ -68,6 +68,10 @@ def key(peer: str, implementation: str) -> str:
     return f"{peer}, {implementation} optimizer"
 
 
+def named(peer: str, measured: Mapping[str, Measured]) -> dict[str, Measured]:
+    return {key(peer, implementation): one for implementation, one in measured.items()}
+
+
 def speeds(runs: Runs) -> dict[str, Spread]:
     return {name: spread([one.samples_per_s for one in measured]) for name, measured in runs.items()}
 

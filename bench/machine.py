@@ -56,6 +56,23 @@ class Bystanders:
         return max(0.0, others_s / took_s)
 
 
+class Patience:
+    """Seconds to spend on measuring again what was disturbed by others."""
+
+    def __init__(self, seconds: float, limit: float = 0.1) -> None:
+        self.retaken = 0
+        self._left_s = seconds
+        self._limit = limit
+
+    def again(self, others: float, took_s: float) -> bool:
+        """Whether a measurement with this much disturbance is to be taken once more. Blind to what was measured."""
+        if others <= self._limit or took_s > self._left_s:
+            return False
+        self._left_s -= took_s
+        self.retaken += 1
+        return True
+
+
 def _busy_s() -> float:
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system + times.irq + times.softirq + times.steal)

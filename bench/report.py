@@ -21,13 +21,26 @@ def show_machine(console: Console, machine: Mapping[str, Any], busy: Sequence[fl
     )
 
 
-def show_speeds(console: Console, title: str, speeds: Mapping[str, Spread], losses: Mapping[str, float]) -> None:
-    table = _table(title, "samples/s", "lowest", "highest", "loss after the last step")
+def show_speeds(
+    console: Console,
+    title: str,
+    speeds: Mapping[str, Spread],
+    losses: Mapping[str, float],
+    others: Mapping[str, Spread],
+) -> None:
+    table = _table(title, "samples/s", "lowest", "highest", "last loss", "others' CPU time", "highest")
     for name, found in speeds.items():
-        table.add_row(
-            name, *(f"{value:,.0f}" for value in (found.median, found.low, found.high)), f"{losses[name]:.5f}"
-        )
+        digits = 0 if found.median >= 100 else 1
+        values = [f"{value:,.{digits}f}" for value in (found.median, found.low, found.high)]
+        busy = [f"{value:.0%}" for value in (others[name].median, others[name].high)]
+        table.add_row(name, *values, f"{losses[name]:.5f}", *busy)
     console.print(table)
+
+
+def show_progress(console: Console, text: str) -> None:
+    """One line that is overwritten, on a terminal only. Nothing moves by itself: it would take processor time."""
+    if console.is_terminal:
+        console.print(f"{text:<{console.width - 1}.{console.width - 1}}", end="\r", markup=False)
 
 
 def show_ratios(console: Console, title: str, ratios: Sequence[Ratio]) -> None:

@@ -96,7 +96,7 @@ class ShardComputer:
     def commit_integers(self, content: bytes | None = None) -> None:
         """Make the integer buffers' present values (or those in `content`) the committed ones."""
         if content is not None:
-            for buffer in self._integers:
+            for buffer in filter(torch.numel, self._integers):
                 size = buffer.numel() * buffer.element_size()
                 part, content = bytearray(content[:size]), content[size:]
                 buffer.copy_(torch.frombuffer(part, dtype=buffer.dtype).view(buffer.shape))

@@ -190,3 +190,29 @@ def test_random_numbers_of_a_shard_do_not_depend_on_what_was_computed_before() -
             masks.setdefault((step, shard), set()).add(computed.model.masks[-1])  # type: ignore[operator, union-attr, index]
     assert all(len(found) == 1 for found in (*masks.values(), *slots.values()))
     assert len({next(iter(found)) for found in masks.values()}) == 8, "every (step, shard) has its own"
+
+
+def test_integer_buffers_travel_to_a_member_that_computed_nothing() -> None:
+    class Counters(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 4)
+            self.register_buffer("none", torch.empty(0, dtype=torch.int64))
+            self.register_buffer("flags", torch.tensor([True, False]))
+            self.register_buffer("count", torch.tensor([[1, 2], [3, 4]], dtype=torch.int32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            self.flags.logical_not_()
+            out: torch.Tensor = self.layer(x)
+            return out
+
+    job = job_of(Counters, linear_data(), global_batch=24, shards=4)
+    busy, idle = Computed(job), Computed(job)
+    busy.shard(0, 0)
+    idle.computer.commit_integers(busy.computer.integer_bytes())
+    assert idle.model.count.tolist() == [[2, 3], [4, 5]]
+    assert idle.model.flags.tolist() == [False, True]
+    idle.model.count.zero_()
+    idle.computer.restore_buffers(idle.committed)
+    assert idle.model.count.tolist() == [[2, 3], [4, 5]]

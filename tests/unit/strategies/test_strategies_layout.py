@@ -35,6 +35,7 @@ models = st.builds(model_of, tensors, tensors | st.just([]))
 @given(models, st.booleans())
 def test_every_entry_starts_at_a_multiple_of_64_elements_and_none_overlap(model: nn.Module, whole: bool) -> None:
     layout = lay_out(model, whole_parameters=whole)
+    assert ALIGN == 64
     end = 0
     for entry in sorted(layout.entries, key=lambda entry: (entry.offset_bytes, entry.numel)):
         assert entry.offset_bytes % (ALIGN * entry.dtype.itemsize) == 0

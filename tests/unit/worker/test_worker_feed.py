@@ -140,6 +140,8 @@ def test_the_next_steps_are_read_ahead_and_no_further_than_until(tmp_path: Path)
                 if (step, unit) != (0, (0, 1)):
                     check(it.fetch(step, *unit), expected(step, unit, shuffle=False))
         assert sorted(read()) == samples(range(2 * AHEAD)), "each sample once, none of a step that will not come"
+        left = [key for key in itertools.product(range(9), range(SHARDS)) if it._readers._knows(key)]  # type: ignore[union-attr]
+        assert left == [], "nothing is asked for or kept that nobody will take"
 
 
 def test_the_data_sets_code_runs_in_other_processes_and_leaves_our_random_numbers_alone(tmp_path: Path) -> None:

@@ -105,6 +105,22 @@ def test_extremes_are_merged_by_the_metrics_own_rule(kind: str, reduce: Callable
     assert over_shards({"m": Extreme()}, VALUES, VALUES, [3, 20])["m"] == float(reduce(VALUES))
 
 
+def test_a_state_that_is_a_mean_counts_every_shard_once() -> None:
+    class Average(torchmetrics.Metric):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("average", torch.tensor(0.0), dist_reduce_fx="mean")
+
+        def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+            self.average = output.mean()
+
+        def compute(self) -> torch.Tensor:
+            return self.average
+
+    found = over_shards({"m": Average()}, VALUES, VALUES, [10, 20, 30])
+    assert found["m"] == pytest.approx(VALUES.mean().item(), rel=1e-5)
+
+
 def test_several_list_metrics_may_keep_the_same_tensors() -> None:
     """Both keep views of the output itself; a file format that refuses shared memory must not be in the way."""
     both = {"a": torchmetrics.AUROC(task="binary"), "b": torchmetrics.AveragePrecision(task="binary")}
