@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 
 from distbelief.comm.exchange import ROW, Geometry, Source, StepPlan
-from distbelief.comm.keeper import KeeperClient, SegmentKeeper
+from distbelief.comm.keeper import SegmentKeeper
+from distbelief.comm.segment import KeeperClient
 from distbelief.comm.shared import SharedExchange
 from distbelief.comm.words import Abort
 from distbelief.strategies.layout import lay_out

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from distbelief.comm.exchange import ROW, Exchange, Geometry, Source, StepPlan, Tile
-from distbelief.comm.keeper import KeeperClient
+from distbelief.comm.segment import KeeperClient
 from distbelief.comm.shared import SharedExchange
 from distbelief.comm.torchgroup import Rendezvous, TorchExchange
 from distbelief.comm.words import Abort, Aborted

@@ -178,7 +178,7 @@ def _fork(file: str, function: str, arguments: bytes, others: list[_Actor]) -> _
 
 
 def _act(stage: int, file: str, function: str, arguments: bytes, connection: socket.socket, answer: int) -> NoReturn:
-    from distbelief.comm.keeper import KeeperClient
+    from distbelief.comm.segment import KeeperClient
     from distbelief.lifeline import die_with_parent
 
     try:

@@ -110,19 +110,20 @@ def tree_add(
     program: Program, parts: Sequence[torch.Tensor], out: torch.Tensor, scratch: Sequence[torch.Tensor]
 ) -> None:
     """Add `parts` in the order of `program` into `out`, never writing to a part. Needs one scratch tensor per level."""
-
-    def value(node: Program, target: torch.Tensor, level: int) -> torch.Tensor:
-        if isinstance(node, int):
-            return parts[node]
-        left = value(node[0], target, level)
-        other = node[1]
-        right = parts[other] if isinstance(other, int) else value(other, scratch[level][: out.numel()], level + 1)
-        return torch.add(left, right, out=target)
-
     if isinstance(program, int):
         out.copy_(parts[program])
     else:
-        value(program, out, 0)
+        _add(program, parts, out, scratch)
+
+
+def _add(
+    pair: tuple[Program, Program], parts: Sequence[torch.Tensor], out: torch.Tensor, scratch: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    first, second = pair
+    left = parts[first] if isinstance(first, int) else _add(first, parts, out, scratch)
+    if isinstance(second, int):
+        return torch.add(left, parts[second], out=out)
+    return torch.add(left, _add(second, parts, scratch[0][: out.numel()], scratch[1:]), out=out)
 
 
 def depth(program: Program) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 
-from distbelief.comm.segment import Segment, allocate, receive_message, send_message
+from distbelief.comm.memfd import allocate, receive_message, send_message
 from distbelief.errors import DistBeliefError, NotEnoughMemory
 
 
@@ -57,19 +57,3 @@ class SegmentKeeper:
 
     def close(self) -> None:
         self.drop("")
-
-
-class KeeperClient:
-    """The worker's side."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-
-    def segment(self, name: str, size_bytes: int = -1) -> Segment:
-        """The segment of that name; made with this size if it is not there yet (never, when the size is left out)."""
-        send_message(self._sock, {"name": name, "size_bytes": size_bytes})
-        answer, fds = receive_message(self._sock)
-        if "error" in answer:
-            kind = NotEnoughMemory if answer["memory"] else DistBeliefError
-            raise kind(answer["error"], hint=answer["hint"])
-        return Segment(fds[0], answer["size_bytes"])

@@ -7,6 +7,7 @@ also in the middle of this member's own backward pass.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +15,7 @@ import numpy as np
 import torch
 
 from distbelief.comm.exchange import ROW, Geometry, StepPlan, depth, tree_add
-from distbelief.comm.keeper import KeeperClient
-from distbelief.comm.segment import Segment
+from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.words import Abort, Words, row_bytes
 from distbelief.shards import Range
 
@@ -49,7 +49,10 @@ class SharedExchange:
         ]
         self._out = {i: torch.empty(geometry.tiles[i].numel, dtype=geometry.tiles[i].dtype) for i in self.tiles}
         self._scratch: dict[torch.dtype, list[torch.Tensor]] = {}
-        self._waiting: set[int] = set()
+        self._ready: deque[int] = deque()
+        """Tiles of mine that I have published, in that order, and not reduced yet."""
+        self._reduced: set[int] = set()
+        self._largest = max((tile.numel for tile in geometry.tiles), default=0)
         self._letters = 0
         self._plan = StepPlan(-1, [], 0)
 
@@ -62,28 +65,30 @@ class SharedExchange:
     def begin(self, plan: StepPlan) -> None:
         self._plan = plan
         self._stamp = plan.step + 1
-        self._waiting = set(self.tiles)
+        self._ready.clear()
+        self._reduced.clear()
 
     def publish(self, tile: int) -> None:
         self._words.set(_TILES + tile, self._stamp)
-        for mine in [i for i in self._waiting if self._everybody_published(i)]:
-            self._reduce(mine)
+        if tile in self._out:
+            self._ready.append(tile)
+        while self._ready and self._everybody_published(self._ready[0]):
+            self._reduce(self._ready.popleft())
 
     def _everybody_published(self, tile: int) -> bool:
         get, word, stamp = self._words.get, _TILES + tile, self._stamp
         return all(get(rank, word) == stamp for rank in range(self.size))
 
     def _reduce(self, tile: int) -> None:
-        self._waiting.discard(tile)
+        self._reduced.add(tile)
         parts = [self._views[source.rank][source.slot][tile] for source in self._plan.sources]
         out = self._out[tile]
         tree_add(self._plan.program, parts, out, self._scratch_for(out.dtype))
 
     def _scratch_for(self, dtype: torch.dtype) -> list[torch.Tensor]:
         scratch = self._scratch.setdefault(dtype, [])
-        largest = max(tile.numel for tile in self._geometry.tiles)
         while len(scratch) < depth(self._plan.program):
-            scratch.append(torch.empty(largest, dtype=dtype))
+            scratch.append(torch.empty(self._largest, dtype=dtype))
         return scratch
 
     def share(self, mine: Range, rows: np.ndarray, untouched: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -93,7 +98,7 @@ class SharedExchange:
         return self._rows, np.asarray(self._untouched.all(axis=0))
 
     def reduced(self, tile: int) -> torch.Tensor:
-        if tile in self._waiting:
+        if tile not in self._reduced:
             self._reduce(tile)
         return self._out[tile]
 

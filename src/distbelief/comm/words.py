@@ -93,6 +93,7 @@ class Words:
 
     def barrier(self, word: int, value: int) -> None:
         """Announce `value` in that word and wait until every member has announced it (values only grow)."""
+        self._abort.check()
         self.set(word, value)
         self.ring()
         for member in range(self._members):

@@ -22,12 +22,12 @@ import zmq
 
 from distbelief.comm import words
 from distbelief.comm.keeper import SegmentKeeper
+from distbelief.comm.memfd import receive_message
 from distbelief.comm.messages import EndRun, EngineAttached, Event, StopRequested, WorkerExited, decode_command, encode
-from distbelief.comm.segment import receive_message
 from distbelief.coordinator.journal import read as read_journal
 from distbelief.engines.processes import CoordinatorProcess, LogPipe, Zygote
 from distbelief.errors import DistBeliefError, JobError, RunFailed, RunInterrupted
-from distbelief.worker.process import WorkerSpec
+from distbelief.worker.spec import WorkerSpec
 
 REFRESH_S = 0.2
 LOADING_S = 1800.0  # the longest silence while workers load their job; their exits are noticed at once anyway

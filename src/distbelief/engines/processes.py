@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
+from distbelief.comm.memfd import receive_message, send_message
 from distbelief.comm.messages import SECRET_BYTES
-from distbelief.comm.segment import receive_message, send_message
 from distbelief.errors import DistBeliefError, RunFailed
-from distbelief.worker.process import WorkerSpec
+from distbelief.worker.spec import WorkerSpec
 
 LogLine = Callable[[str, str], None]
 

@@ -17,10 +17,12 @@ import traceback
 from typing import Any, NoReturn
 
 import msgspec
+import torch._dynamo  # noqa: F401 - the first optimizer of a process imports it, which takes more than a second
 
-from distbelief.comm.segment import receive_message, send_message
+from distbelief.comm.memfd import receive_message, send_message
 from distbelief.lifeline import die_with_parent
-from distbelief.worker.process import WorkerSpec, run_worker
+from distbelief.worker.process import run_worker
+from distbelief.worker.spec import WorkerSpec
 
 
 def main() -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from distbelief.errors import JobError
-
-if TYPE_CHECKING:
-    from distbelief.strategies.allreduce import AllReduce
+from distbelief.strategies.allreduce import AllReduce
 
 NAMES = ("allreduce",)
 
@@ -18,8 +14,6 @@ def parse(text: str) -> AllReduce:
     >>> parse("allreduce:inexact:gloo")
     AllReduce(exact=False, transport='gloo')
     """
-    from distbelief.strategies.allreduce import AllReduce
-
     name, *options = text.split(":")
     if name not in NAMES:
         raise JobError(f"unknown strategy '{text}'", hint=f"known strategies: {', '.join(NAMES)}")

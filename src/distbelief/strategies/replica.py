@@ -72,6 +72,7 @@ class DataParallelReplica:
             for t in self._tiles
         }
         self._work = lru_cache(maxsize=4)(self._plan)
+        self._slot_tiles: dict[int, list[torch.Tensor]] = {}
         self._rows = np.zeros((seat.ranges[seat.rank][1] - seat.ranges[seat.rank][0], ROW))
         self._touched = np.zeros(len(computer.layout.entries), np.uint8)
         self.comm_s = 0.0
@@ -133,10 +134,12 @@ class DataParallelReplica:
         )
         self._touched |= result.touched
 
-    @lru_cache(maxsize=64)  # noqa: B019 - a replica lives as long as its process needs the views
     def _tile_views(self, slot: int) -> list[torch.Tensor]:
-        segment = self.exchange.slot(slot)
-        return [segment.tensor(t.dtype, t.offset_bytes, t.numel) for t in self._computer.layout.tiles]
+        if slot not in self._slot_tiles:
+            segment = self.exchange.slot(slot)
+            tiles = self._computer.layout.tiles
+            self._slot_tiles[slot] = [segment.tensor(t.dtype, t.offset_bytes, t.numel) for t in tiles]
+        return self._slot_tiles[slot]
 
     def commit(self, step: int) -> StepResult:
         started = time.perf_counter()

@@ -3,8 +3,8 @@
     | stamps | values: parameters, float buffers | optimizer state | undo copy of both |
 
 Before a tile is updated its old bytes are copied to the undo part and its stamp says so; after the update the stamp
-says that too. So whoever dies in the middle of a tile, the old values are there: `repair` puts them back, and the
-update is run again from the partial sums, which a commit never writes to. (docs/decisions/0001)
+says that too. So whoever dies in the middle of a commit, the old values are there: `repair` puts them back, as if the
+step had not begun to be applied. (docs/decisions/0001)
 """
 
 from __future__ import annotations
@@ -68,18 +68,19 @@ class ReplicaState:
     def close(self, tile: int, step: int) -> None:
         self._stamps[1 + tile] = 2 * step + 2
 
-    def is_closed(self, tile: int, step: int) -> bool:
-        """Whether this tile has the step behind it already (when a step is taken up again after a death)."""
-        return int(self._stamps[1 + tile]) == 2 * step + 2
-
     def repair(self) -> list[int]:
-        """Put back the old bytes of every torn tile. Returns which they were. Nobody else may be writing."""
-        torn = [t for t in range(len(self.layout.tiles)) if int(self._stamps[1 + t]) % 2]
-        for tile in torn:
+        """Undo a step that was applied in part: put back the old bytes of every tile that is torn or ahead.
+
+        The undo copy of a tile that has the step behind it is still that of before the step: the next step opens no
+        tile before all have closed this one. Returns the tiles. Nobody else may be writing.
+        """
+        applied = 2 * self.steps_applied
+        ahead = [t for t in range(len(self.layout.tiles)) if int(self._stamps[1 + t]) > applied]
+        for tile in ahead:
             for copy, current in zip(self._undo[tile], self._current[tile], strict=True):
                 current.copy_(copy)
-            self._stamps[1 + tile] -= 1
-        return torn
+            self._stamps[1 + tile] = applied
+        return ahead
 
 
 def _pages(size_bytes: int) -> int:

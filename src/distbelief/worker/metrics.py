@@ -22,7 +22,8 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> tuple[float, float]:
     >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
     (1.0, 2.0)
     """
-    axis = 1 if output.ndim == target.ndim + 1 and output.ndim > 2 and output.shape[2:] == target.shape[1:] else -1
+    maps = output.shape[:-1] != target.shape and output.ndim > 2 and output.shape[2:] == target.shape[1:]
+    axis = 1 if maps else -1
     right = output.argmax(axis) == target
     return float(right.sum()), float(right.numel())
 

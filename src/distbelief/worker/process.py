@@ -20,9 +20,9 @@ import numpy
 import torch
 
 from distbelief.comm.exchange import Exchange
-from distbelief.comm.keeper import KeeperClient
+from distbelief.comm.memfd import require_memory
 from distbelief.comm.messages import Canary, JobFacts, WorkerFailed, WorkerJoined, WorkerReady
-from distbelief.comm.segment import require_memory
+from distbelief.comm.segment import KeeperClient
 from distbelief.comm.shared import SharedExchange
 from distbelief.comm.torchgroup import Rendezvous, TorchExchange
 from distbelief.comm.words import Aborted
@@ -41,28 +41,10 @@ from distbelief.worker.feed import Feed
 from distbelief.worker.jobfile import load_job
 from distbelief.worker.link import ControlLink
 from distbelief.worker.metrics import check_metrics
+from distbelief.worker.spec import WorkerSpec
 from distbelief.worker.training import Assignment, Stopwatch, train
 
 EXIT_REPORTED = 3  # the coordinator knows why: it has a WorkerFailed
-
-
-class WorkerSpec(msgspec.Struct, frozen=True):
-    """Everything a worker process is told when it starts. It never appears in `ps` or in the environment."""
-
-    worker: int
-    host: str
-    address: str
-    secret: str
-    run_dir: str
-    strategy: str
-    threads: int
-    device: str
-    job_file: str = ""
-    """Empty: the job is pickled in the keeper's segment "job"."""
-    settings: dict[str, str] = {}
-    sys_path: list[str] = []
-    store: tuple[str, int] | None = None
-    """Host and port of the rendezvous store, where torch groups are used."""
 
 
 @dataclass

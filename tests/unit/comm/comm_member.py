@@ -11,8 +11,7 @@ import time
 import numpy as np
 import torch
 
-from distbelief.comm.keeper import KeeperClient
-from distbelief.comm.segment import Segment
+from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.words import Abort, Aborted, Words, row_bytes
 from distbelief.errors import NotEnoughMemory
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from forked_stage import Stage
 
-from distbelief.comm.keeper import KeeperClient, SegmentKeeper
+from distbelief.comm.keeper import SegmentKeeper
+from distbelief.comm.segment import KeeperClient
 from distbelief.errors import DistBeliefError, NotEnoughMemory
 
 MEMBER = str(Path(__file__).with_name("comm_member.py"))

@@ -13,7 +13,8 @@ import pytest
 import torch
 from forked_stage import Stage
 
-from distbelief.comm.segment import Segment, allocate, free_memory_bytes, receive_message, send_message
+from distbelief.comm.memfd import allocate, free_memory_bytes, receive_message, send_message
+from distbelief.comm.segment import Segment
 from distbelief.errors import NotEnoughMemory
 
 MEMBER = str(Path(__file__).with_name("comm_member.py"))

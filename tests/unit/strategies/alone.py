@@ -15,17 +15,17 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 from distbelief.comm.exchange import Geometry
-from distbelief.comm.keeper import KeeperClient, SegmentKeeper
-from distbelief.comm.segment import Segment
+from distbelief.comm.keeper import SegmentKeeper
+from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.shared import SharedExchange
 from distbelief.comm.words import Abort
 from distbelief.data.sources import as_source
 from distbelief.job import Job
 from distbelief.shards import Schedule, shard_seed
-from distbelief.strategies.allreduce import PreparedAllReduce
 from distbelief.strategies.base import Replica, Seat
 from distbelief.strategies.compute import ShardComputer, ShardResult, make_model
 from distbelief.strategies.layout import lay_out
+from distbelief.strategies.prepared import PreparedAllReduce
 from distbelief.worker.feed import Feed
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from distbelief.checkpoint.weights import weights_sha256
 from distbelief.comm import shared
 from distbelief.comm.exchange import Exchange
-from distbelief.comm.keeper import KeeperClient
+from distbelief.comm.segment import KeeperClient
 from distbelief.comm.torchgroup import Rendezvous, TorchExchange
 from distbelief.comm.words import Abort
 from distbelief.data.order import positions_to_samples
@@ -25,8 +25,8 @@ from distbelief.data.sources import as_source
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule, shard_seed, split
 from distbelief.strategies import compute, replica, tileoptimizer
-from distbelief.strategies.allreduce import PreparedAllReduce
 from distbelief.strategies.base import Seat
+from distbelief.strategies.prepared import PreparedAllReduce
 from distbelief.worker.feed import Feed
 
 SAMPLES, GLOBAL_BATCH, STEPS, CLASSES = 56, 24, 7, 30

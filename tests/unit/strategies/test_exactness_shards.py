@@ -14,7 +14,7 @@ from alone import Alone, Computed, job_of, kept, linear_data
 from torch import nn, optim
 from torch.nn import functional as F
 
-from distbelief.comm.keeper import KeeperClient
+from distbelief.comm.segment import KeeperClient
 from distbelief.strategies.compute import make_model
 
 

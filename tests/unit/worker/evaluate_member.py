@@ -11,15 +11,15 @@ from torch.nn import functional as F
 
 from distbelief.checkpoint.weights import weights_sha256
 from distbelief.comm.exchange import Exchange
-from distbelief.comm.keeper import KeeperClient
+from distbelief.comm.segment import KeeperClient
 from distbelief.comm.shared import SharedExchange
 from distbelief.comm.torchgroup import Rendezvous, TorchExchange
 from distbelief.comm.words import Abort
 from distbelief.data.sources import as_source
 from distbelief.job import Job
 from distbelief.shards import Schedule
-from distbelief.strategies.allreduce import PreparedAllReduce
 from distbelief.strategies.base import Seat
+from distbelief.strategies.prepared import PreparedAllReduce
 from distbelief.worker.evaluate import Evaluator
 from distbelief.worker.feed import Feed
 from distbelief.worker.metrics import accuracy

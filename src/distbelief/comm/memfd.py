@@ -1,0 +1,93 @@
+"""Memory without names: memfds, made with all their pages or not at all, handed over Unix sockets.
+
+A memfd has no path, so nothing is left behind and nobody else can open it; a newcomer can still map it when it is
+handed the descriptor. Pages are allocated when it is made: a full machine says so then, not by a SIGBUS later. Knows
+nothing of torch, so that the engine can keep segments without importing it.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from distbelief.errors import NotEnoughMemory
+
+_HEADER_LIMIT = 1 << 16
+
+
+def allocate(size_bytes: int, label: str) -> int:
+    """Make a memfd of that size with all its pages, or say in words that memory does not suffice."""
+    free_bytes = require_memory(label, size_bytes)
+    fd = os.memfd_create(label, os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, max(size_bytes, 1))
+        os.posix_fallocate(fd, 0, max(size_bytes, 1))
+    except OSError as error:
+        os.close(fd)
+        if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
+            raise _not_enough(label, size_bytes, free_bytes) from error
+        raise
+    return fd
+
+
+def require_memory(label: str, size_bytes: int) -> int:
+    """The bytes that are free, or an error when so many are not."""
+    free_bytes = free_memory_bytes()
+    if size_bytes > free_bytes:
+        raise _not_enough(label, size_bytes, free_bytes)
+    return free_bytes
+
+
+def _not_enough(label: str, size_bytes: int, free_bytes: int) -> NotEnoughMemory:
+    return NotEnoughMemory(
+        f"not enough memory for {label}: {size_bytes / 2**30:.2f} GiB are needed, "
+        f"{max(free_bytes, 0) / 2**30:.2f} GiB are free",
+        hint="use fewer workers, a smaller model or an optimizer with less state, or a machine with more memory",
+    )
+
+
+def free_memory_bytes() -> int:
+    """What may still be allocated: the machine's free memory, or the control group's where that is less.
+
+    One part in sixteen stays untouched, because a machine at its very limit kills processes instead of refusing.
+    """
+    memory = psutil.virtual_memory()
+    free = int(memory.available) - int(memory.total) // 16
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            free = min(free, int(limit) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass  # no control group limit to read
+    return free
+
+
+def send_message(sock: socket.socket, header: dict[str, Any], fds: list[int] | None = None) -> None:
+    """One JSON header, with descriptors where given, over a SOCK_SEQPACKET socket (which keeps message borders)."""
+    data = json.dumps(header).encode()
+    if len(data) > _HEADER_LIMIT:
+        raise ValueError(f"a header of {len(data)} bytes is over the limit of {_HEADER_LIMIT}")
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sock.sendmsg([data], ancillary)
+
+
+def receive_message(sock: socket.socket, max_fds: int = 4) -> tuple[dict[str, Any], list[int]]:
+    """The counterpart of `send_message`. Raises EOFError when the other side is gone."""
+    fds = array.array("i")
+    data, ancillary, _, _ = sock.recvmsg(
+        _HEADER_LIMIT, socket.CMSG_SPACE(max_fds * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    if not data:
+        raise EOFError("the other side closed the connection")
+    return json.loads(data), list(fds)

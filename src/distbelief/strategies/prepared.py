@@ -1,0 +1,70 @@
+"""allreduce on one worker, before it has a seat: the model made, laid out, and checked by the canary."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+from distbelief.comm.exchange import Exchange, Geometry
+from distbelief.job import Job
+from distbelief.shards import Range, Schedule
+from distbelief.strategies.base import Fetch, Replica, Seat
+from distbelief.strategies.compute import ShardComputer, make_model
+from distbelief.strategies.layout import lay_out, trainable
+from distbelief.strategies.partials import slots_needed
+from distbelief.strategies.replica import DataParallelReplica
+from distbelief.strategies.tileoptimizer import Recipe, state_bytes
+
+
+class PreparedAllReduce:
+    """The model on this worker, checked and laid out; it has no seat yet."""
+
+    def __init__(self, job: Job, schedule: Schedule, device: torch.device, exact: bool) -> None:
+        self.model = make_model(job, device)
+        self._job = job
+        self._schedule = schedule
+        self._exact = exact
+        self._device = device
+        parameters = [p for _, p in trainable(self.model)]
+        self._recipe = Recipe(job.optimizer, parameters)
+        self._layout = lay_out(self.model, whole_parameters=not self._recipe.elementwise)
+        self._computer = ShardComputer(job, self.model, self._layout, device)
+
+    def least_bytes(self) -> int:
+        """One slot for gradients, and values and optimizer state twice: the state itself and its undo copy."""
+        layout = self._layout
+        optimizer = sum(state_bytes(self._recipe, layout, tile) for tile in range(layout.parameter_tiles))
+        return layout.size_bytes + 2 * (layout.size_bytes + optimizer)
+
+    def facts(self) -> dict[str, str]:
+        return {
+            "threads": str(torch.get_num_threads()),
+            "torch": str(torch.__version__),
+            "instruction_set": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+            "device": self._device.type,
+            "optimizer": self._recipe.describe(),
+            "MKL-DNN": os.environ.get("ONEDNN_MAX_CPU_ISA", "default"),
+        }
+
+    def canary(self, fetch: Fetch) -> str:
+        return self._computer.canary(*fetch(0, 0, 1))
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self._computer.parameters)
+
+    def geometry(self, ranges: Sequence[Range]) -> Geometry:
+        return Geometry(
+            tiles=self._layout.tiles,
+            slot_bytes=self._layout.size_bytes,
+            slots=[slots_needed(self._schedule.shards, mine) if self._exact else 1 for mine in ranges],
+            shards=self._schedule.shards,
+            marks=len(self._layout.entries),
+        )
+
+    def build(self, seat: Seat, exchange: Exchange, fetch: Fetch) -> Replica:
+        return DataParallelReplica(self._computer, self._recipe, self._schedule, seat, exchange, fetch, self._exact)
