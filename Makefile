@@ -10,9 +10,7 @@ setup-dev: .venv/.dev
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-# torch first and pinned: see constraints.txt
 .venv/.core: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch==2.13.0 2>&1 | grep -v 'is ignored: it is neither' || true
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[examples]'
 	@touch $@
 
@@ -21,7 +19,7 @@ setup-dev: .venv/.dev
 	@touch $@
 
 demo: setup
-	$(BIN)/distbelief train examples/digits.py
+	$(BIN)/distbelief train examples/digits.py --workers 2
 
 lint: setup-dev
 	$(BIN)/ruff check src tests bench examples

@@ -140,6 +140,7 @@ class _Member:
             reduced = exchange.reduced(mine)
             if whole:
                 self._sums[mine].copy_(reduced)
+        exchange.applied()
         exchange.settle()
 
     def check(self) -> None:

@@ -94,8 +94,12 @@ class Job:
                 return f"`{name}` must be a whole number of at least 1, not {value!r}"
         if (self.steps is None) == (self.epochs is None):
             return "give either `steps` or `epochs`"
-        if self.epochs is not None and self.epochs <= 0:
-            return f"`epochs` must be above 0, not {self.epochs!r}"
+        if self.epochs is not None and not (isinstance(self.epochs, int | float) and 0 < self.epochs < float("inf")):
+            return f"`epochs` must be a number above 0, not {self.epochs!r}"
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 63:
+            return f"`seed` must be a whole number from 0 to 2**63 - 1, not {self.seed!r}"
+        if self.schedule is not None and not callable(self.schedule):
+            return f"`schedule` must be a function of the step, not {type(self.schedule).__name__}"
         if self.resolved_shards > self.global_batch:
             return f"{self.resolved_shards} shards are more than the {self.global_batch} samples of a global batch"
         if self.precision not in ("fp32", "bf16"):

@@ -146,6 +146,7 @@ def reduce_steps(keeper: KeeperClient, seat: Seat) -> dict[int, str]:
         squares = exchange.share_squares({index: step + index / 8 for index in exchange.tiles})
         assert squares == [step + tile.index / 8 for tile in geometry(seat).tiles]
         assert snapshot(exchange, seat) == before, "a partial sum was written to"
+        exchange.applied()
         exchange.settle()
     exchange.gather(b"")  # nobody leaves before all have finished: gloo would break the others' connections
     exchange.close()
@@ -192,7 +193,7 @@ def wait_in_vain(keeper: KeeperClient, seat: Seat, phase: str) -> str:
     phases: dict[str, Callable[[], Any]] = {
         "share": lambda: check_rows(exchange, seat, 0),
         "share_squares": lambda: exchange.share_squares(dict.fromkeys(exchange.tiles, 1.0)),
-        "settle": exchange.settle,
+        "settle": lambda: (exchange.applied(), exchange.settle()),
         "gather": lambda: exchange.gather(b"x" * 1000),
     }
     for name, act in phases.items():

@@ -30,7 +30,7 @@ def expect(outcome: Outcome, status: int, *texts: str) -> None:
         ("memory", 1, ["not enough memory", "GiB are needed", "GiB are free"]),
         ("reader-dies", 1, ["reader process", "SIGKILL", "17"]),
         ("reader-raises", 1, ["reading sample 17 failed: KeyError", "in __getitem__"]),
-        ("integer-buffer", 1, ["integer buffer"]),
+        ("integer-buffer", 1, ["worker ", "integer buffer", "(step 0, shard "]),
         ("no-optimizer", 2, ["`optimizer` made a str"]),
         ("loss-shape", 2, ["`loss` must return one number"]),
     ],

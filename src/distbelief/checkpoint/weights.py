@@ -40,8 +40,9 @@ def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 
 def save_weights(model: torch.nn.Module, path: Path) -> None:
-    """Write a safetensors file: whole or not at all."""
-    copies = {name: tensor.cpu().contiguous().clone() for name, tensor in named_tensors(model).items()}
+    """Write what `load_state_dict` expects as a safetensors file: whole or not at all."""
+    kept = model.state_dict().keys()  # without buffers that are not persistent
+    copies = {name: t.cpu().contiguous().clone() for name, t in named_tensors(model).items() if name in kept}
     draft = path.with_name(f".{path.name}.draft")
     safetensors.torch.save_file(copies, draft)
     with draft.open("rb") as file:

@@ -97,6 +97,9 @@ class Exchange(Protocol):
     def share_squares(self, mine: dict[int, float]) -> list[float]:
         """Every member gives a number for each of its tiles; returns the numbers of all tiles."""
 
+    def applied(self) -> None:
+        """I have applied the step."""
+
     def settle(self) -> None:
         """Return when every member has applied the step; the slots may then be written again."""
 

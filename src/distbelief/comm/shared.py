@@ -108,8 +108,11 @@ class SharedExchange:
         self._words.barrier(_MEASURED, self._stamp)
         return [float(value) for value in self._squares]
 
+    def applied(self) -> None:
+        self._words.announce(_SETTLED, self._stamp)
+
     def settle(self) -> None:
-        self._words.barrier(_SETTLED, self._stamp)
+        self._words.await_all(_SETTLED, self._stamp)
 
     def gather(self, payload: bytes) -> list[bytes]:
         received = [bytearray() for _ in range(self.size)]

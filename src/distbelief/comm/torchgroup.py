@@ -158,6 +158,9 @@ class TorchExchange:
     def share_squares(self, mine: dict[int, float]) -> list[float]:
         return [mine[tile] for tile in sorted(mine)]
 
+    def applied(self) -> None:
+        """Nobody waits for it: every member has a replica of its own."""
+
     def settle(self) -> None:
         with self._network():
             _wait(self._sends)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import platform
 from collections.abc import Callable
 
 _LINE = 64  # one writer per cache line
 _SYS_FUTEX = {"x86_64": 202}.get(platform.machine(), -1)
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
-_SPINS = 150  # about 20 µs: longer than a barrier between running members, shorter than a time slice
+_SPINS = 4000  # half a millisecond, about what waking a sleeper costs in a virtual machine, several times a step
+_SPINS_CROWDED = 100  # where members outnumber the cores, the one that is waited for needs the core
 _EVERYBODY = 2**31 - 1
 
 supported = _SYS_FUTEX >= 0
@@ -63,6 +65,7 @@ class Words:
         self._members = members
         self._me = me
         self._abort = abort
+        self._spins = _SPINS if members <= len(os.sched_getaffinity(0)) else _SPINS_CROWDED
 
     def set(self, word: int, value: int) -> None:
         """Publish a value of mine, after everything I wrote before it."""
@@ -83,7 +86,7 @@ class Words:
         spins = 0
         while not enough(cells[cell]):
             spins += 1
-            if spins < _SPINS:
+            if spins < self._spins:
                 continue
             self._abort.check()
             heard = cells[bell]
@@ -93,9 +96,15 @@ class Words:
 
     def barrier(self, word: int, value: int) -> None:
         """Announce `value` in that word and wait until every member has announced it (values only grow)."""
+        self.announce(word, value)
+        self.await_all(word, value)
+
+    def announce(self, word: int, value: int) -> None:
         self._abort.check()
         self.set(word, value)
         self.ring()
+
+    def await_all(self, word: int, value: int) -> None:
         for member in range(self._members):
             if member != self._me and self._cells[member * self._row + 1 + word] < value:
                 self.wait(member, word, lambda seen: seen >= value)

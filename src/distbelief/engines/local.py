@@ -296,7 +296,7 @@ class _Run:
 
 def _verdict(run_dir: Path, signals: _Signals) -> dict[str, Any]:
     record = next((r for r in reversed(read_journal(run_dir / "journal.jsonl")) if r.get("kind") == "ended"), None)
-    if signals.received:
+    if signals.received and (record is None or record["status"] == "stopped"):
         name = signal.Signals(signals.received).name
         error = RunInterrupted(f"stopped by {name}; nothing is left running", hint=f"the run directory is {run_dir}")
         error.exit_code = 128 + signals.received
@@ -313,9 +313,9 @@ def _explain(failure: dict[str, Any], reason: str, run_dir: Path) -> DistBeliefE
     message = failure.get("message", reason)
     hint = failure.get("hint") or f"the logs are in {run_dir}/logs"
     details = failure.get("traceback", "")
-    if failure.get("kind") == "job":  # the same on every worker
+    if failure.get("kind") == "job" and failure["step"] < 0:  # while loading: the same on every worker
         return JobError(message, hint=hint, details=details)
-    if failure.get("kind") in ("user", "data", "internal", "memory") and failure["worker"] >= 0:
+    if failure.get("kind") in ("job", "user", "data", "internal", "memory") and failure["worker"] >= 0:
         message = f"worker {failure['worker']} on {failure['host']}: {message}"
         if failure["step"] >= 0:
             message += f" (step {failure['step']}, shard {failure['shard']})"

@@ -22,6 +22,9 @@ from distbelief.comm.messages import SECRET_BYTES
 from distbelief.errors import DistBeliefError, RunFailed
 from distbelief.worker.spec import WorkerSpec
 
+_LONGEST_LINE = 1 << 16
+_LAST_READS = 64  # of 64 KiB each: what a pipe can hold, and some more
+
 LogLine = Callable[[str, str], None]
 
 _WORKER_ENVIRONMENT = {
@@ -46,25 +49,30 @@ class LogPipe:
         os.close(self.write_fd)
 
     def pump(self) -> bool:
-        """Pass on what is there. False: the pipe is at its end."""
-        while True:
-            try:
-                data = os.read(self.read_fd, 65536)
-            except BlockingIOError:
-                return True
-            if not data:
-                break
+        """Pass on some of what is there: a worker that never stops printing must not keep us from the rest. False: the
+        pipe is at its end."""
+        try:
+            data = os.read(self.read_fd, 65536)
+        except BlockingIOError:
+            return True
+        if data:
             self._file.write(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
                 self._show(self._source, line.decode(errors="replace"))
+            if len(self._rest) > _LONGEST_LINE:  # a progress bar that only returns the carriage
+                self._show(self._source, self._rest.decode(errors="replace"))
+                self._rest = b""
+            return True
         if self._rest:
             self._show(self._source, self._rest.decode(errors="replace"))
             self._rest = b""
         return False
 
     def close(self) -> None:
-        self.pump()
+        for _ in range(_LAST_READS):
+            if not self.pump():
+                break
         os.close(self.read_fd)
         self._file.close()
 
@@ -75,7 +83,7 @@ class CoordinatorProcess:
     def __init__(self, run_dir: Path, config: dict[str, Any], log: LogPipe) -> None:
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "distbelief.coordinator"],
+            [sys.executable, "-P", "-m", "distbelief.coordinator"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.write_fd,
@@ -123,9 +131,9 @@ class Zygote:
         self.early_exits: list[dict[str, Any]] = []
         """Exits that were reported while a fork was awaited."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "distbelief.engines.zygote", str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-P", "-m", "distbelief.engines.zygote", str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
-            env={**os.environ, **_WORKER_ENVIRONMENT},
+            env={"PYTHONHASHSEED": "0", **os.environ, **_WORKER_ENVIRONMENT},  # a set is iterated over in one order
             stdin=subprocess.DEVNULL,
             stdout=log.write_fd,
             stderr=log.write_fd,

@@ -33,21 +33,22 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     gc.freeze()  # what is imported stays shared between the forks
+    children: set[int] = set()
     send_message(engine, {"event": "ready"})
     while True:
         ready, _, _ = select.select([engine.fileno(), wake_read], [], [])
         if wake_read in ready:
             os.read(wake_read, 4096)
-            _report_exits(engine)
+            _report_exits(engine, children)
         if engine.fileno() in ready:
             try:
                 request, fds = receive_message(engine)
             except EOFError:
                 return  # the engine is done with us
-            _serve(engine, request, fds)
+            _serve(engine, children, request, fds)
 
 
-def _report_exits(engine: socket.socket) -> None:
+def _report_exits(engine: socket.socket, children: set[int]) -> None:
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -55,17 +56,20 @@ def _report_exits(engine: socket.socket) -> None:
             return
         if pid == 0:
             return
+        children.discard(pid)
         send_message(engine, {"event": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
 
 
-def _serve(engine: socket.socket, request: dict[str, Any], fds: list[int]) -> None:
+def _serve(engine: socket.socket, children: set[int], request: dict[str, Any], fds: list[int]) -> None:
     if request["do"] == "kill":
-        os.kill(request["pid"], signal.SIGKILL)  # a child of ours that is not reaped yet: the number is still its own
+        if request["pid"] in children:  # not reaped yet: the number is still its own
+            os.kill(request["pid"], signal.SIGKILL)
         return
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         _become(engine, parent, request, fds)
+    children.add(pid)
     for fd in fds:
         os.close(fd)
     send_message(engine, {"event": "started", "pid": pid, "id": request["id"]})

@@ -47,6 +47,8 @@ class Seat:
     rank: int
     ranges: Sequence[Range]
     """Every rank's shards."""
+    steps: int
+    """How many steps the run has: what lies beyond is not looked at."""
 
 
 class Replica(Protocol):

@@ -88,6 +88,8 @@ class ShardComputer:
         return [values.tensor(t.dtype, offset_bytes + t.offset_bytes, t.numel) for t in self._buffer_tiles]
 
     def restore_buffers(self, committed: Sequence[torch.Tensor]) -> None:
+        for module, key, tensor in self._buffers:
+            module._buffers[key] = tensor  # one that a forward pass replaced is not carried on
         for live, value in zip(self._live_tiles, committed, strict=True):
             live.copy_(value)
         for integer, value in zip(self._integers, self._committed_integers, strict=True):
@@ -181,6 +183,8 @@ class ShardComputer:
         for module, key, tensor in self._buffers:
             present = module._buffers[key]
             if present is not tensor and present is not None:
+                if present.shape != tensor.shape:
+                    raise JobError(f"the model's buffer '{key}' changed its shape while training")
                 tensor.copy_(present)
                 module._buffers[key] = tensor
 

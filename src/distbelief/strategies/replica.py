@@ -8,17 +8,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 
 from distbelief.comm.exchange import ROW, Exchange, Source, StepPlan
-from distbelief.shards import Range, Schedule, program, shard_seed
+from distbelief.data.seeding import seed_everything
+from distbelief.errors import JobError
+from distbelief.shards import Range, Schedule, mix, program, shard_seed
 from distbelief.strategies.base import Fetch, NonFiniteLoss, Seat, StepResult
 from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.partials import Partials, ShardWork, partial_sums
 from distbelief.strategies.state import ReplicaState
-from distbelief.strategies.tileoptimizer import Recipe, TileOptimizer
+from distbelief.strategies.tileoptimizer import Recipe, TileMemory, TileOptimizer
 
 _LOSS, _WEIGHT, _INTEGERS, _COUNTS = range(ROW)
 
@@ -67,10 +70,13 @@ class DataParallelReplica:
         self._committed = computer.committed_buffers(self._state.segment, self._state.values_at)
         self._tiles = [t for t in exchange.tiles if t < computer.layout.parameter_tiles]
         self._buffer_tiles = [t for t in exchange.tiles if t >= computer.layout.parameter_tiles]
-        self._optimizers = {
-            t: TileOptimizer(recipe, computer.layout, t, self._state.values[t], self._state.optimizer[t])
-            for t in self._tiles
-        }
+        memory = [TileMemory(t, self._state.values[t], self._state.optimizer[t]) for t in self._tiles]
+        # An optimizer that is not element-wise may couple what it is given, and may draw random numbers. So it is given
+        # what the number of members has no say in: one tile, and a seed of its own.
+        self._elementwise = recipe.elementwise
+        sets = [memory] if recipe.elementwise else [[one] for one in memory]
+        self._optimizers = [(tiles[0].tile, TileOptimizer(recipe, computer.layout, tiles)) for tiles in sets if tiles]
+        self._ahead: tuple[int, Any] = (-1, None)
         self._work = lru_cache(maxsize=4)(self._plan)
         self._slot_tiles: dict[int, list[torch.Tensor]] = {}
         self._rows = np.zeros((seat.ranges[seat.rank][1] - seat.ranges[seat.rank][0], ROW))
@@ -113,7 +119,8 @@ class DataParallelReplica:
 
     def _compute_unit(self, step: int, unit: ShardWork, last: bool) -> None:
         first, end = self._shards_of(unit)
-        batch, samples = self._fetch(step, first, end)
+        ahead, self._ahead = self._ahead, (-1, None)
+        batch, samples = ahead[1] if ahead[0] == step else self._fetch(step, first, end)
         views = self._tile_views
 
         def tile_ready(tile: int) -> None:
@@ -152,6 +159,8 @@ class DataParallelReplica:
             untouched[: len(self._computer.parameters)] = True
         units = int(np.count_nonzero(rows[:, _COUNTS]))
         self._update(step, 1.0 / weight if weight else 0.0, units, untouched)
+        self.exchange.applied()
+        self._look_ahead(step + 1)
         started = time.perf_counter()
         self.exchange.settle()
         self.comm_s += time.perf_counter() - started
@@ -162,13 +171,19 @@ class DataParallelReplica:
             self._computer.commit_integers()
         return result
 
+    def _look_ahead(self, step: int) -> None:
+        """Fetch the next step's first batch while others finish this one."""
+        work = self._work(self._schedule.occupied(step)).partials.work
+        if work and step < self._seat.steps:
+            self._ahead = (step, self._fetch(step, *self._shards_of(work[0])))
+
     def _judge(self, step: int, rows: np.ndarray) -> StepResult:
         """The step's loss, or the reason not to apply it. The same verdict on every member: all see the same rows."""
-        bad = np.flatnonzero(~np.isfinite(rows[:, _LOSS]))
+        bad = np.flatnonzero(~np.isfinite(rows[:, _LOSS]) | ~np.isfinite(rows[:, _WEIGHT]))
         if len(bad):
             raise NonFiniteLoss(float(rows[bad[0], _LOSS]), step, int(bad[0]))
         if len(set(rows[rows[:, _COUNTS] > 0, _INTEGERS])) > 1:
-            raise RuntimeError(
+            raise JobError(
                 "an integer buffer of the model has other values after one shard than after another: it depends on the "
                 "samples, so there is no single value to go on with"
             )
@@ -181,14 +196,20 @@ class DataParallelReplica:
         clip = self._clip_factor(scale) if self._job.clip_norm is not None else 1.0
         rate = self._job.schedule(step) if self._job.schedule else 1.0
         skip = untouched if untouched.any() else None
-        for tile in self._tiles:  # all that is done to a tile is done while it is in the cache
+        gradients: dict[int, torch.Tensor] = {}
+        for tile in self._tiles:
             gradient = self.exchange.reduced(tile)
             if self._job.clip_norm is None:
                 gradient.mul_(scale)
             elif clip < 1.0:
                 gradient.mul_(clip)
             self._state.open(tile, step)
-            self._optimizers[tile].update(gradient, rate, skip)
+            gradients[tile] = gradient
+        for first, optimizer in self._optimizers:
+            if not self._elementwise:
+                seed_everything(mix(self._job.seed, 4, step, first) >> 1)
+            optimizer.update(gradients, rate, skip)
+        for tile in self._tiles:
             self._state.close(tile, step)
         for tile in self._buffer_tiles:
             average = self.exchange.reduced(tile).div_(units)

@@ -17,7 +17,7 @@ import torch
 from torch import optim
 
 from distbelief.errors import JobError
-from distbelief.strategies.layout import Layout
+from distbelief.strategies.layout import Layout, Piece
 
 Factory = Callable[[list[torch.nn.Parameter]], optim.Optimizer]
 
@@ -100,7 +100,9 @@ class Recipe:
     def make(self, pieces: Sequence[tuple[int, torch.nn.Parameter]]) -> optim.Optimizer:
         """An optimizer over (parameter number, piece)."""
         if not self.elementwise:
-            return self.factory([piece for _, piece in pieces])
+            made = self.factory([piece for _, piece in pieces])
+            self._check_groups(made, pieces)
+            return made
         options: dict[str, Any] = {"fused": True} if self.fused else {}
         groups = [
             {**hyper, **options, "params": [piece for parameter, piece in pieces if self.group_of[parameter] == number]}
@@ -109,6 +111,18 @@ class Recipe:
         # The defaults too: Adagrad looks there, not into its groups, for the value that its sums start from.
         optimizer: optim.Optimizer = self.kind([g for g in groups if g["params"]], **{**self.defaults, **options})
         return optimizer
+
+    def _check_groups(self, made: optim.Optimizer, pieces: Sequence[tuple[int, torch.nn.Parameter]]) -> None:
+        """The factory must group a few parameters as it groups them all: by what they are, not by their place."""
+        numbers = {id(piece): number for number, piece in pieces}
+        for group in made.param_groups:
+            hyper = {k: v for k, v in group.items() if k != "params"}
+            for parameter in group["params"]:
+                if hyper != self.groups[self.group_of[numbers[id(parameter)]]]:
+                    raise JobError(
+                        "`optimizer` puts a parameter into another group when it is given only some of them",
+                        hint="group parameters by what they are (e.g. p.ndim), not by their place in the list",
+                    )
 
     def _probe(self, parameters: Sequence[torch.nn.Parameter]) -> dict[int, list[Field]]:
         """Take one step on throw-away copies and look at what state appears: per group and type, or per parameter."""
@@ -151,86 +165,109 @@ def _field(key: str, entry: Any) -> Field | None:
     )
 
 
+@dataclass(frozen=True)
+class TileMemory:
+    """One tile of this member's: its parameters, and the bytes of its optimizer state."""
+
+    tile: int
+    values: torch.Tensor
+    state: torch.Tensor
+
+
+@dataclass
+class _Held:
+    """One piece under the optimizer."""
+
+    tile: int
+    piece: Piece
+    shape: tuple[int, ...]
+    parameter: torch.nn.Parameter
+    views: dict[str, tuple[Field, torch.Tensor]]
+    flag: torch.Tensor
+    begun: bool
+
+
 class TileOptimizer:
-    """The optimizer of one tile. `values` are the tile's parameters, `state` the bytes of its optimizer state."""
+    """The optimizer of some tiles. One torch optimizer for all of them: its own overhead is paid once per step."""
 
-    def __init__(self, recipe: Recipe, layout: Layout, tile: int, values: torch.Tensor, state: torch.Tensor) -> None:
-        self._recipe = recipe
-        self._pieces = [p for p in layout.pieces[tile] if p.entry in recipe.group_of]
-        shapes = [(p.numel,) if recipe.elementwise else layout.entries[p.entry].shape for p in self._pieces]
-        self._parameters = [
-            torch.nn.Parameter(values[p.tile_first : p.tile_first + p.numel].view(shape))
-            for p, shape in zip(self._pieces, shapes, strict=True)
-        ]
-        self._shapes = shapes
-        self._present, self._views = _state_views(recipe, self._pieces, state)
+    def __init__(self, recipe: Recipe, layout: Layout, tiles: Sequence[TileMemory]) -> None:
+        self._held = [held for memory in tiles for held in _hold(recipe, layout, memory)]
+        self._elementwise = recipe.elementwise
         self._optimizer = None
-        if self._pieces:
-            self._optimizer = recipe.make([(p.entry, q) for p, q in zip(self._pieces, self._parameters, strict=True)])
+        self._gradients: dict[int, torch.Tensor] = {}
+        if self._held:
+            self._optimizer = recipe.make([(held.piece.entry, held.parameter) for held in self._held])
             self._rates = [float(g["lr"]) if "lr" in g else None for g in self._optimizer.param_groups]
-            self._load()
+            for held in self._held:
+                if held.begun:
+                    self._optimizer.state[held.parameter] = {
+                        key: field.number(view.item()) if field.number else view
+                        for key, (field, view) in held.views.items()
+                    }
 
-    def update(self, gradient: torch.Tensor, factor: float, untouched: np.ndarray | None) -> None:
-        """One step of the optimizer on this tile. `gradient` may be overwritten. Untouched parameters are skipped."""
+    def update(self, gradients: dict[int, torch.Tensor], factor: float, untouched: np.ndarray | None) -> None:
+        """One step on all tiles. The gradients (by tile) may be overwritten. Untouched parameters are skipped."""
         if self._optimizer is None:
             return
-        for piece, parameter, shape in zip(self._pieces, self._parameters, self._shapes, strict=True):
-            skip = untouched is not None and bool(untouched[piece.entry])
-            part = gradient[piece.tile_first : piece.tile_first + piece.numel]
-            parameter.grad = None if skip else part.view(shape)
+        self._aim(gradients, untouched)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             if rate is not None:
                 group["lr"] = rate * factor
         late = self._take_apart()
         self._optimizer.step()
         if late:
-            for parameter in self._parameters:
-                parameter.grad = late.get(parameter)
+            for held in self._held:
+                held.parameter.grad = late.get(held.parameter)
             self._optimizer.step()
+            self._gradients = {}
         self._save()
+
+    def _aim(self, gradients: dict[int, torch.Tensor], untouched: np.ndarray | None) -> None:
+        """Give every piece its part of the gradient; those of the last step still stand if nothing was skipped."""
+        same = self._gradients and all(gradients[t] is g for t, g in self._gradients.items())
+        if untouched is None and same and self._elementwise:  # an optimizer that we do not know may have cleared them
+            return
+        for held in self._held:
+            skip = untouched is not None and bool(untouched[held.piece.entry])
+            part = gradients[held.tile][held.piece.tile_first : held.piece.tile_first + held.piece.numel]
+            held.parameter.grad = None if skip else part.view(held.shape)
+        self._gradients = dict(gradients) if untouched is None else {}
 
     def _take_apart(self) -> dict[torch.nn.Parameter, torch.Tensor]:
         """The gradients of pieces that begin while others have begun: torch's fused SGD wants a first step for all or
         for none (it raises a TypeError), so these take theirs after the others."""
-        assert self._optimizer is not None
-        given = [p for p in self._parameters if p.grad is not None]
-        new = [p for p in given if not self._optimizer.state.get(p)]
-        late = {p: p.grad for p in new if p.grad is not None} if len(new) < len(given) else {}
+        given = [held for held in self._held if held.parameter.grad is not None]
+        new = [held.parameter for held in given if not held.begun]
+        if not new or len(new) == len(given):
+            return {}
+        late = {parameter: parameter.grad for parameter in new if parameter.grad is not None}
         for parameter in late:
             parameter.grad = None
         return late
 
-    def _load(self) -> None:
-        assert self._optimizer is not None
-        for number, parameter in enumerate(self._parameters):
-            if self._present[number]:
-                self._optimizer.state[parameter] = {
-                    key: field.number(view.item()) if field.number else view
-                    for key, (field, view) in self._views[number].items()
-                }
-
     def _save(self) -> None:
-        """Whatever the optimizer keeps must lie in the tile's state: new tensors move there, numbers are written."""
+        """Whatever the optimizer keeps must lie in the tiles' state: new tensors move there, numbers are written."""
         assert self._optimizer is not None
-        for number, parameter in enumerate(self._parameters):
-            state = self._optimizer.state.get(parameter)
+        for held in self._held:
+            state = self._optimizer.state.get(held.parameter)
             if not state:
                 continue
-            views = self._views[number]
             for key, entry in state.items():
-                if entry is None or (key in views and entry is views[key][1]):
+                if entry is None or (key in held.views and entry is held.views[key][1]):
                     continue
-                if key not in views:
+                if key not in held.views:
                     raise JobError(
                         f"the optimizer's state '{key}' appeared only after its first step: it cannot be shared"
                     )
-                field, view = views[key]
+                field, view = held.views[key]
                 if field.number:
                     view.fill_(entry)
                 else:
                     view.copy_(entry)
                     state[key] = view
-            self._present[number] = 1
+            if not held.begun:
+                held.begun = True
+                held.flag.fill_(1)
 
 
 def state_bytes(recipe: Recipe, layout: Layout, tile: int) -> int:
@@ -243,17 +280,19 @@ def _flag_bytes(pieces: int) -> int:
     return -(-pieces // 64) * 64
 
 
-def _state_views(
-    recipe: Recipe, pieces: Sequence[Any], state: torch.Tensor
-) -> tuple[torch.Tensor, list[dict[str, tuple[Field, torch.Tensor]]]]:
-    """Per piece a flag (1 when it has state) and views of its fields, in the tile's bytes."""
+def _hold(recipe: Recipe, layout: Layout, memory: TileMemory) -> list[_Held]:
+    """The pieces of a tile, with views of their values and state; a flag per piece says whether it has state yet."""
+    pieces = [p for p in layout.pieces[memory.tile] if p.entry in recipe.group_of]
     at = _flag_bytes(len(pieces))
-    views = []
-    for piece in pieces:
-        mine = {}
+    found = []
+    for number, piece in enumerate(pieces):
+        views = {}
         for field in recipe.fields(piece.entry, piece.numel):
-            raw = state[at : at + field.numel * field.dtype.itemsize]
-            mine[field.key] = (field, raw.view(field.dtype).view(field.shape))
+            raw = memory.state[at : at + field.numel * field.dtype.itemsize]
+            views[field.key] = (field, raw.view(field.dtype).view(field.shape))
             at += field.size_bytes
-        views.append(mine)
-    return state[: len(pieces)], views
+        shape = (piece.numel,) if recipe.elementwise else tuple(layout.entries[piece.entry].shape)
+        values = memory.values[piece.tile_first : piece.tile_first + piece.numel].view(shape)
+        flag = memory.state[number]
+        found.append(_Held(memory.tile, piece, shape, torch.nn.Parameter(values), views, flag, bool(flag)))
+    return found

@@ -24,7 +24,13 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> tuple[float, float]:
     """
     maps = output.shape[:-1] != target.shape and output.ndim > 2 and output.shape[2:] == target.shape[1:]
     axis = 1 if maps else -1
-    right = output.argmax(axis) == target
+    chosen = output.argmax(axis)
+    if chosen.shape != target.shape:
+        raise JobError(
+            f"accuracy cannot compare predictions of shape {tuple(output.shape)} with targets {tuple(target.shape)}",
+            hint="targets are class numbers: one axis less than the output",
+        )
+    right = chosen == target
     return float(right.sum()), float(right.numel())
 
 

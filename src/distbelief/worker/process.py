@@ -10,6 +10,7 @@ import platform
 import signal
 import socket
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ from distbelief.worker.metrics import check_metrics
 from distbelief.worker.spec import WorkerSpec
 from distbelief.worker.training import Assignment, Stopwatch, train
 
+UNEXPLAINED_S = 10.0  # how long a broken connection may stay without a word from the coordinator
 EXIT_REPORTED = 3  # the coordinator knows why: it has a WorkerFailed
 
 
@@ -111,8 +113,17 @@ def _obey(spec: WorkerSpec, loaded: Loaded, keeper: KeeperClient, link: ControlL
         if isinstance(action, TrainGeneration):
             try:
                 _train_generation(spec, loaded, keeper, link, action)
-            except Aborted:
-                continue  # the coordinator says what follows
+            except Aborted as error:
+                _await_word(link, error)  # the coordinator says what follows
+
+
+def _await_word(link: ControlLink, error: Aborted) -> None:
+    """A connection may break before the coordinator knows why. If it has nothing to say, the break is the failure."""
+    deadline = time.monotonic() + UNEXPLAINED_S
+    while not link.abort.reason and link.actions.empty():
+        if time.monotonic() > deadline:
+            raise DistBeliefError(str(error), hint="see the other workers' logs; is the network up?") from error
+        time.sleep(0.02)
 
 
 def _train_generation(
@@ -123,7 +134,7 @@ def _train_generation(
     loaded.feed.expect(units, until=loaded.steps)
     exchange = _exchange(spec, loaded, keeper, link, action)
     try:
-        replica = loaded.prepared.build(Seat(action.rank, action.ranges), exchange, loaded.watch.fetch)
+        replica = loaded.prepared.build(Seat(action.rank, action.ranges, loaded.steps), exchange, loaded.watch.fetch)
         if action.rank == 0:
             _write_job_json(spec, loaded, len(action.members))
         task = Assignment(spec.worker, action.generation, loaded.steps, Path(spec.run_dir))
@@ -212,11 +223,13 @@ def _failure(spec: WorkerSpec, error: BaseException, step: int, shard: int) -> W
 
 
 def _user_traceback(error: BaseException) -> str:
-    """The traceback without our own frames above the user's code."""
-    package = str(Path(__file__).parent.parent)
+    """The traceback without our own frames above the user's code; whole when there is none of the user's in it."""
+    packages = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    theirs = [i for i, file in enumerate(files) if not file.startswith(packages)]
     frame = error.__traceback__
-    while frame and frame.tb_next and frame.tb_frame.f_code.co_filename.startswith(package):
-        frame = frame.tb_next
+    for _ in range(theirs[0] if theirs else 0):
+        frame = frame.tb_next if frame else None
     return "".join(traceback.format_exception(type(error), error, frame))
 
 

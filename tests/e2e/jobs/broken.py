@@ -2,6 +2,7 @@
 
 import os
 
+import psutil
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -27,7 +28,8 @@ class TooLarge(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 2)
-        self.huge = nn.Parameter(torch.empty(3_500_000_000))  # 13 GiB that are never touched: three copies do not fit
+        # Nearly half of the machine's memory, never touched; three copies of it do not fit.
+        self.huge = nn.Parameter(torch.empty(int(0.45 * psutil.virtual_memory().total / 4)))
 
     def forward(self, x):
         return self.layer(x)

@@ -77,7 +77,7 @@ class Alone:
         ranges = [(0, self.schedule.shards)]
         self.geometry = self.prepared.geometry(ranges)
         self.exchange = exchange(keeper, 1, self.geometry)
-        self.replica: Replica = self.prepared.build(Seat(0, ranges), self.exchange, feed.fetch)
+        self.replica: Replica = self.prepared.build(Seat(0, ranges, 1000), self.exchange, feed.fetch)
         self.model = self.prepared.model
 
     def slots(self) -> list[bytes]:

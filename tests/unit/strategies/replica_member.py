@@ -130,7 +130,7 @@ def train(keeper: KeeperClient, place: Place, broken: str = "") -> Trained:
         meeting = Rendezvous("127.0.0.1", place.port, place.name, timeout_s=60)
         group = TorchExchange(meeting, place.rank, geometry, Abort())
     start = [p.detach().clone() for p in prepared.model.unused.parameters()]  # type: ignore[union-attr, operator]
-    member = prepared.build(Seat(place.rank, place.ranges), group, feed.fetch)
+    member = prepared.build(Seat(place.rank, place.ranges, 1000), group, feed.fetch)
     results = []
     for step in range(STEPS):
         member.compute(step)

@@ -15,6 +15,7 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 from distbelief.comm.segment import KeeperClient
+from distbelief.errors import JobError
 from distbelief.strategies.compute import make_model
 
 
@@ -139,7 +140,7 @@ def test_integer_buffers_must_agree_over_the_shards(keeper: KeeperClient) -> Non
     alone = Alone(job_of(Counting, linear_data(), global_batch=24, shards=4), keeper)
     before = alone.model.layer.weight.clone()
     alone.replica.compute(0)
-    with pytest.raises(RuntimeError, match="integer buffer"):
+    with pytest.raises(JobError, match="integer buffer"):
         alone.replica.commit(0)
     assert torch.equal(alone.model.layer.weight, before)
 

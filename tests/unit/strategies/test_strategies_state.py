@@ -14,7 +14,7 @@ from distbelief.comm.exchange import Geometry
 from distbelief.comm.segment import KeeperClient
 from distbelief.strategies.layout import Layout, lay_out, trainable
 from distbelief.strategies.state import ReplicaState
-from distbelief.strategies.tileoptimizer import Recipe, TileOptimizer
+from distbelief.strategies.tileoptimizer import Recipe, TileMemory, TileOptimizer
 
 
 class Setting:
@@ -138,8 +138,8 @@ def test_an_update_that_is_torn_and_run_again_gives_the_bits_of_an_undisturbed_o
         make = torch.Generator().manual_seed(100 * step + tile)
         gradient = torch.randn(state.values[tile].shape, generator=make)
         state.open(tile, step)
-        optimizer = TileOptimizer(fresh.recipe, fresh.layout, tile, state.values[tile], state.optimizer[tile])
-        optimizer.update(gradient, 1.0, None)
+        memory = TileMemory(tile, state.values[tile], state.optimizer[tile])
+        TileOptimizer(fresh.recipe, fresh.layout, [memory]).update({tile: gradient}, 1.0, None)
 
     def train(disturb: bool) -> list[bytes]:
         with kept() as keeper:

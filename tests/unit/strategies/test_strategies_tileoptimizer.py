@@ -12,7 +12,15 @@ from torch import nn, optim
 
 from distbelief.errors import JobError
 from distbelief.strategies.layout import Layout, lay_out, trainable
-from distbelief.strategies.tileoptimizer import ELEMENTWISE, FUSED, Factory, Recipe, TileOptimizer, state_bytes
+from distbelief.strategies.tileoptimizer import (
+    ELEMENTWISE,
+    FUSED,
+    Factory,
+    Recipe,
+    TileMemory,
+    TileOptimizer,
+    state_bytes,
+)
 
 STEPS = 6
 SOMETIMES = 2  # the parameter that has no gradient in some steps
@@ -53,7 +61,7 @@ def plain_loop(model: nn.Module, factory: Factory, idle: Sequence[int] = IDLE) -
 
 
 class Tiled:
-    """A model's values and optimizer state in bytes, and one TileOptimizer per tile over them."""
+    """A model's values and optimizer state in bytes, and two TileOptimizers over them, as of two members."""
 
     def __init__(self, model: nn.Module, factory: Factory) -> None:
         self.model = model
@@ -68,10 +76,8 @@ class Tiled:
 
     def take_over(self) -> None:
         """As a newcomer does: new optimizers over the bytes that are there."""
-        self.optimizers = [
-            TileOptimizer(self.recipe, self.layout, t, self.values[t], self.state[t])
-            for t in range(len(self.layout.tiles))
-        ]
+        memory = [TileMemory(t, self.values[t], self.state[t]) for t in range(len(self.layout.tiles))]
+        self.optimizers = [TileOptimizer(self.recipe, self.layout, memory[rank::2]) for rank in range(2)]
 
     def _copy(self, tensors: Sequence[torch.Tensor | None], tiles: Sequence[torch.Tensor]) -> None:
         for tile, pieces in zip(tiles, self.layout.pieces, strict=True):
@@ -88,8 +94,8 @@ class Tiled:
             self._copy(made, flat)
             untouched = np.array([gradient is None for gradient in made])
             skip = untouched if untouched.any() else None
-            for optimizer, gradient in zip(self.optimizers, flat, strict=True):
-                optimizer.update(gradient, FACTORS[step], skip)
+            for optimizer in self.optimizers:
+                optimizer.update(dict(enumerate(flat)), FACTORS[step], skip)
 
     def parameters(self) -> list[torch.Tensor]:
         found = [torch.full_like(p.detach(), float("nan")).reshape(-1) for _, p in trainable(self.model)]

@@ -81,7 +81,7 @@ def evaluate(keeper: KeeperClient, rank: int, size: int, readers: bool, port: in
         group = TorchExchange(Rendezvous("127.0.0.1", port, name, 60), rank, prepared.geometry(ranges), Abort())
     else:
         group = SharedExchange(keeper, "generation 1", rank, prepared.geometry(ranges), Abort())
-    replica = prepared.build(Seat(rank, ranges), group, feed.fetch)
+    replica = prepared.build(Seat(rank, ranges, 1000), group, feed.fetch)
     replica.compute(0)
     replica.commit(0)
     replica.synchronise()
