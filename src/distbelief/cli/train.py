@@ -52,7 +52,7 @@ def train(
     values = parse_settings(settings or [])
     parts = parse_shares(shares, workers)
 
-    from distbelief.api import run_file  # after the checks: it imports torch
+    from distbelief.api import run_file  # after the checks, which need none of it
 
     stream = sys.stderr if json else sys.stdout
     view = open_view(stream, plain=plain)

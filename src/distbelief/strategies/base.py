@@ -1,4 +1,4 @@
-"""What a strategy is: a value that builds replicas. And how its string form is read.
+"""What a strategy is: a value that builds replicas.
 
 A replica trains: `compute` turns shards into partial sums, `commit` adds them over the members and updates.
 """

@@ -125,6 +125,27 @@ def test_a_buffer_that_is_replaced_instead_of_written_counts_too(keeper: KeeperC
     assert alone.model.calls.item() == 3
 
 
+def test_a_buffer_that_is_replaced_outside_of_training_is_not_carried_on(keeper: KeeperClient) -> None:
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 4)
+            self.register_buffer("last", torch.zeros(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.training:
+                self.last = x[0]
+            out: torch.Tensor = self.layer(x + self.last)
+            return out
+
+    alone = Alone(job_of(Remembering, linear_data(), global_batch=8, shards=2), keeper)
+    alone.step(0)
+    alone.model.eval()(torch.ones(2, 6))
+    alone.model.train()
+    alone.replica.synchronise()
+    assert torch.equal(alone.model.last, torch.zeros(6))
+
+
 def test_integer_buffers_must_agree_over_the_shards(keeper: KeeperClient) -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:

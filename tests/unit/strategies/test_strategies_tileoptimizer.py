@@ -124,6 +124,28 @@ def with_groups(kind: Any, options: dict[str, Any]) -> Factory:
     return make
 
 
+class Drifting(optim.Optimizer):
+    """A class we do not know: it draws random numbers, so it is not element-wise."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(torch.randn_like(parameter), alpha=group["lr"])
+
+
+def test_grouping_by_place_is_refused_where_tiles_hold_only_some_parameters() -> None:
+    def by_place(parameters: list[nn.Parameter]) -> optim.Optimizer:
+        return Drifting(
+            [{"params": parameters[:1], "lr": 1.0}, {"params": parameters[1:]}] if parameters[1:] else parameters
+        )
+
+    with pytest.raises(JobError, match="another group"):
+        Recipe(by_place, [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(5))])
+
+
 CASES: list[tuple[Any, dict[str, Any]]] = [
     (optim.SGD, {"lr": 0.1}),
     (optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),

@@ -186,3 +186,18 @@ def test_a_state_without_a_reduction_is_refused_by_name() -> None:
 def test_nothing_to_weigh_is_not_a_number() -> None:
     found = over_shards({"m": lambda output, target: (0.0, 0.0)}, LOGITS, CLASSES, [5])
     assert math.isnan(found["m"])
+
+
+@pytest.mark.parametrize(("output", "target"), [((5, 1), (5, 1)), ((5, 3), (5, 3)), ((5, 3), (4,))])
+def test_accuracy_refuses_shapes_that_it_would_get_wrong(output: tuple[int, ...], target: tuple[int, ...]) -> None:
+    with pytest.raises(JobError, match="cannot compare"):
+        accuracy(torch.zeros(output), torch.zeros(target, dtype=torch.long))
+
+
+def test_accuracy_of_sequences_and_of_maps() -> None:
+    sequence = torch.zeros(2, 4, 4)  # as many places as classes: the last axis counts
+    sequence[..., 3] = 1
+    assert accuracy(sequence, torch.full((2, 4), 3)) == (8.0, 8.0)
+    maps = torch.zeros(2, 3, 4, 5)
+    maps[:, 2] = 1
+    assert accuracy(maps, torch.full((2, 4, 5), 2)) == (40.0, 40.0)
