@@ -125,7 +125,7 @@ class WorkerFailed(Struct, frozen=True, tag=True):
     worker: int
     host: str
     kind: str
-    """job · user · data · memory · loss · internal; from the coordinator itself: exit · refused · timeout · coordinator"""
+    """job · user · data · memory · loss · internal; by the coordinator: exit · refused · timeout · coordinator"""
     message: str
     hint: str = ""
     traceback: str = ""

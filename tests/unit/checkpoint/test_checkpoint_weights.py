@@ -21,7 +21,7 @@ class Net(nn.Module):
         self.second.weight = self.first.weight
         self.norm = nn.BatchNorm1d(3)
         self.register_buffer("mask", torch.ones(3), persistent=False)
-        self.half = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        self.small = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
         self.empty = nn.Parameter(torch.ones(0))
 
 
@@ -40,8 +40,8 @@ def test_the_hash_sees_every_part() -> None:
             changed(lambda net: net.norm.running_mean.add_(1)),
             changed(lambda net: net.norm.num_batches_tracked.add_(1)),
             changed(lambda net: net.mask.zero_()),
-            changed(lambda net: setattr(net, "half", nn.Parameter(net.half.float()))),
-            changed(lambda net: setattr(net, "half", nn.Parameter(net.half.view(1, 2)))),
+            changed(lambda net: setattr(net, "small", nn.Parameter(net.small.float()))),
+            changed(lambda net: setattr(net, "small", nn.Parameter(net.small.view(1, 2)))),
             changed(lambda net: setattr(net, "other", nn.Parameter(torch.ones(0)))),
         }
     assert len(seen | {first}) == 8
