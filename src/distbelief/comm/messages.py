@@ -108,7 +108,8 @@ class Heartbeat(Struct, frozen=True, tag=True):
 
 
 class WorkerFinished(Struct, frozen=True, tag=True):
-    """All steps are applied and the last evaluation is done. Only rank 0 fills in the hash and the loss."""
+    """All steps are applied and the last evaluation is done. Rank 0 fills in everything; a member with a replica of its
+    own fills in the hash, which must be that of rank 0."""
 
     worker: int
     generation: int

@@ -196,6 +196,12 @@ def _finished(state: State, event: m.WorkerFinished, now: float) -> Result:
     if None in ends or ends[0] is None:
         return state, []
     first = ends[0]
+    odd = [end.worker for end in ends if end and end.weights_sha256 not in ("", first.weights_sha256)]
+    if odd:
+        who = ", ".join(state.workers[worker].name for worker in odd)
+        message = f"the weights of {who} differ from those of {state.workers[first.worker].name} at the end of the run"
+        hint = "this must not happen in an exact strategy: please report it, with the run directory"
+        return _fail(state, m.WorkerFailed(odd[0], "", "internal", message, hint), now)
     result = {
         "steps": first.step,
         "loss": first.loss,

@@ -195,10 +195,10 @@ class DataParallelReplica:
     def _update(self, step: int, scale: float, units: int, untouched: np.ndarray) -> None:
         clip = self._clip_factor(scale) if self._job.clip_norm is not None else 1.0
         rate = self._job.schedule(step) if self._job.schedule else 1.0
-        skip = untouched if untouched.any() else None
+        skip = untouched if untouched[: len(self._computer.parameters)].any() else None
         gradients: dict[int, torch.Tensor] = {}
         for tile in self._tiles:
-            gradient = self.exchange.reduced(tile)
+            gradient = self._reduced(tile)
             if self._job.clip_norm is None:
                 gradient.mul_(scale)
             elif clip < 1.0:
@@ -212,7 +212,7 @@ class DataParallelReplica:
         for tile in self._tiles:
             self._state.close(tile, step)
         for tile in self._buffer_tiles:
-            average = self.exchange.reduced(tile).div_(units)
+            average = self._reduced(tile).div_(units)
             self._state.open(tile, step)
             for piece in self._computer.layout.pieces[tile]:
                 if not untouched[piece.entry]:  # the average of equal numbers is not always that number
@@ -220,15 +220,24 @@ class DataParallelReplica:
                     self._state.values[tile][part] = average[part]
             self._state.close(tile, step)
 
+    def _reduced(self, tile: int) -> torch.Tensor:
+        started = time.perf_counter()
+        gradient = self.exchange.reduced(tile)
+        self.comm_s += time.perf_counter() - started
+        return gradient
+
     def _clip_factor(self, scale: float) -> float:
         """Scale the gradients; then min(1, limit / norm). The norm is taken per tile in float64, and tiles are the
         same for any number of members."""
         assert self._job.clip_norm is not None
         squares = {}
         for tile in self._tiles:
-            gradient = self.exchange.reduced(tile).mul_(scale)
+            gradient = self._reduced(tile).mul_(scale)
             squares[tile] = float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
-        norm = math.sqrt(math.fsum(self.exchange.share_squares(squares)))
+        started = time.perf_counter()
+        everybody = self.exchange.share_squares(squares)
+        self.comm_s += time.perf_counter() - started
+        norm = math.sqrt(math.fsum(everybody))
         return min(1.0, self._job.clip_norm / (norm + 1e-6))
 
     def synchronise(self) -> None:

@@ -71,9 +71,12 @@ def train(
             metrics = evaluator.evaluate(replica)
             if leads:
                 progress.evaluations.append(Evaluation(step + 1, metrics))
-    if not leads:
+    if not leads and replica.exchange.shares_state:
         return WorkerFinished(task.worker, task.generation, task.steps)
     replica.synchronise()
+    if not leads:  # it has a replica of its own, which must be the same as all others
+        digest = weights_sha256(replica.model)
+        return WorkerFinished(task.worker, task.generation, task.steps, weights_sha256=digest)
     save_weights(replica.model, task.run_dir / "weights.safetensors")
     return WorkerFinished(
         task.worker,

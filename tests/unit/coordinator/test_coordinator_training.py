@@ -35,6 +35,20 @@ def test_heartbeats_of_another_epoch_or_generation_or_a_spare_are_ignored() -> N
         assert run.feed(beat) == []
 
 
+def test_replicas_that_differ_at_the_end_fail_the_run() -> None:
+    run = Run(workers=2).started(0, 1)
+    other = m.WorkerFinished(worker=1, generation=1, step=10, weights_sha256="xyz")
+    entry = ended(run.feed(finished(0), other))
+    assert entry["status"] == "failed"
+    assert "the weights of worker 1" in entry["failure"]["message"]
+
+
+def test_replicas_that_agree_complete_it() -> None:
+    run = Run(workers=2).started(0, 1)
+    same = m.WorkerFinished(worker=1, generation=1, step=10, weights_sha256="abc")
+    assert ended(run.feed(finished(0), same))["status"] == "completed"
+
+
 def test_the_run_is_complete_when_all_members_have_finished() -> None:
     run = Run(workers=5).started(0, 1, 2, 3, 4)
     assert run.feed(finished(0), finished(0), finished(2), finished(1)) == []
