@@ -41,8 +41,8 @@ def new(
 def job_path(name: str) -> Path:
     """The file that NAME stands for, `.py` added where it is missing; UsageError where it could not work as a job.
 
-    >>> str(job_path("jobs/spirals"))
-    'jobs/spirals.py'
+    >>> str(job_path("spirals"))
+    'spirals.py'
     """
     path = Path(name)
     if path.suffix != ".py":
