@@ -75,6 +75,11 @@ def train(
     """
     import cloudpickle
 
+    from distbelief.job import Job as JobType
+
+    if not isinstance(job, JobType):
+        hint = "call the function and pass what it returns" if callable(job) else "a job file is for `distbelief train`"
+        raise JobError(f"train() takes a Job, not a {type(job).__name__}", hint=hint)
     launch = _launch(job.name or "job", strategy, workers, run_dir, threads, device, shares)
     try:
         pickled = cloudpickle.dumps(job)

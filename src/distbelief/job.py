@@ -93,7 +93,7 @@ class Job:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 return f"`{name}` must be a whole number of at least 1, not {value!r}"
         if (self.steps is None) == (self.epochs is None):
-            return "give either `steps` or `epochs`"
+            return "give either `steps` or `epochs`, and not both"
         if self.epochs is not None and not (isinstance(self.epochs, int | float) and 0 < self.epochs < float("inf")):
             return f"`epochs` must be a number above 0, not {self.epochs!r}"
         if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 63:

@@ -32,6 +32,7 @@ def expect(outcome: Outcome, status: int, *texts: str) -> None:
         ("reader-raises", 1, ["reading sample 17 failed: KeyError", "in __getitem__"]),
         ("integer-buffer", 1, ["worker ", "integer buffer", "(step 0, shard "]),
         ("no-optimizer", 2, ["`optimizer` made a str"]),
+        ("metric", 2, ["the metric 'mean' must return (sum, weight)"]),
         ("loss-shape", 2, ["`loss` must return one number"]),
     ],
 )

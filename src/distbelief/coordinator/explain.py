@@ -66,8 +66,9 @@ def _canary_refusal(worker: int, canary: Canary, run: Canary) -> str:
     if canary.fingerprint != run.fingerprint:
         return (
             f"worker {worker} computed other bits for the same shard (fingerprint {_short(canary.fingerprint)}, "
-            f"the run's is {_short(run.fingerprint)}): its machine or a library differs from the others' in a way "
-            "that it does not report; use machines of one kind, or exact=False"
+            f"the run's is {_short(run.fingerprint)}): either the job's data or model is not the same each time it is "
+            "made (random numbers without a seed, the clock, files that differ), or its machine computes otherwise; "
+            "mend the job, use machines of one kind, or exact=False"
         )
     return ""
 

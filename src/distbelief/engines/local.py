@@ -31,6 +31,7 @@ from distbelief.worker.spec import WorkerSpec
 
 REFRESH_S = 0.2
 LOADING_S = 1800.0  # the longest silence while workers load their job; their exits are noticed at once anyway
+HASTE_S = 0.3
 GRACE_S = 3.0  # how long processes may take to end by themselves
 
 
@@ -225,8 +226,10 @@ class _Run:
 
     def _commands(self) -> None:
         while self._socket.poll(0):
-            if isinstance(decode_command(self._socket.recv_multipart()[-1]), EndRun):
-                self._finish()
+            command = decode_command(self._socket.recv_multipart()[-1])
+            if isinstance(command, EndRun):
+                # After a failure nobody has anything left to do, and a worker that still loads will not hear of it.
+                self._finish(GRACE_S if command.status == "completed" else HASTE_S)
 
     def _finish(self, grace_s: float = GRACE_S) -> None:
         self._ended = True
@@ -311,7 +314,7 @@ def _verdict(run_dir: Path, signals: _Signals) -> dict[str, Any]:
 def _explain(failure: dict[str, Any], reason: str, run_dir: Path) -> DistBeliefError:
     """The failure as the user reads it: which worker, where, and when, unless that says nothing."""
     message = failure.get("message", reason)
-    hint = failure.get("hint") or f"the logs are in {run_dir}/logs"
+    hint = failure.get("hint", "").replace("logs/", f"{run_dir}/logs/")
     details = failure.get("traceback", "")
     if failure.get("kind") == "job" and failure["step"] < 0:  # while loading: the same on every worker
         return JobError(message, hint=hint, details=details)

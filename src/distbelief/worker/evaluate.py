@@ -30,6 +30,13 @@ class Evaluator:
         self._device = device
         self._metrics = ShardMetrics(job.metrics)
 
+    def rehearse(self, model: torch.nn.Module) -> None:
+        """Measure one shard and forget it: a metric that fails does so before the training, not after it."""
+        model.eval()
+        with torch.no_grad():
+            self._metrics.combine(1, self._measure(model, 0))
+        model.train()
+
     def evaluate(self, replica: Replica) -> dict[str, float]:
         """Every member computes its part; all return the same values."""
         exchange: Exchange = replica.exchange

@@ -184,6 +184,8 @@ def _load(spec: WorkerSpec, keeper: KeeperClient) -> Loaded:
     prepared = strategy.prepare(job, schedule, device)
     require_memory("gradients, parameters and optimizer state", prepared.least_bytes())
     canary = Canary(prepared.canary(watch.fetch), prepared.facts())
+    if evaluator:
+        evaluator.rehearse(prepared.model)
     watch.data_s, watch.shards = 0.0, 0
     return Loaded(job, schedule, steps, strategy, prepared, watch, feed, evaluator, canary)
 
@@ -215,22 +217,22 @@ def _failure(spec: WorkerSpec, error: BaseException, step: int, shard: int) -> W
         message, hint, details = error.message, error.hint, error.details
     else:
         message = f"{type(error).__name__}: {error}"
-        hint = "the traceback shows where in the job's code it happened"
-        details = _user_traceback(error)
+        details, shown = _user_traceback(error)
+        hint = "the traceback shows where in the job's code it happened" if shown else ""
     if isinstance(error, NonFiniteLoss):
         step, shard = error.step, error.shard
     return WorkerFailed(spec.worker, spec.host, kind, message, hint, details, step, shard)
 
 
-def _user_traceback(error: BaseException) -> str:
-    """The traceback without our own frames above the user's code; whole when there is none of the user's in it."""
+def _user_traceback(error: BaseException) -> tuple[str, bool]:
+    """The traceback without our own frames above the user's code, and whether there is any of the user's in it."""
     packages = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     theirs = [i for i, file in enumerate(files) if not file.startswith(packages)]
     frame = error.__traceback__
     for _ in range(theirs[0] if theirs else 0):
         frame = frame.tb_next if frame else None
-    return "".join(traceback.format_exception(type(error), error, frame))
+    return "".join(traceback.format_exception(type(error), error, frame)), bool(theirs)
 
 
 def _write_job_json(spec: WorkerSpec, loaded: Loaded, workers: int) -> None:

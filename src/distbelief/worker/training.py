@@ -67,6 +67,9 @@ def train(
         if leads:
             report = StepReport(step, result.loss, result.samples, result.fingerprint, time.time())
             progress.reports.append(report)
+        if leads and step + 1 == task.steps:  # before the last evaluation, which may fail
+            replica.synchronise()
+            save_weights(replica.model, task.run_dir / "weights.safetensors")
         if evaluator and (step + 1 == task.steps or (job.evaluate_every and (step + 1) % job.evaluate_every == 0)):
             metrics = evaluator.evaluate(replica)
             if leads:
@@ -77,7 +80,6 @@ def train(
     if not leads:  # it has a replica of its own, which must be the same as all others
         digest = weights_sha256(replica.model)
         return WorkerFinished(task.worker, task.generation, task.steps, weights_sha256=digest)
-    save_weights(replica.model, task.run_dir / "weights.safetensors")
     return WorkerFinished(
         task.worker,
         task.generation,

@@ -75,6 +75,7 @@ def job(fault: str, batch: int = 16) -> Job:
         "reader-raises": {"data": FaultyFiles(False)},
         "integer-buffer": {"model": CountsSamples},
         "no-optimizer": {"optimizer": lambda parameters: "adam"},
+        "metric": {"validation": (x, y), "metrics": {"mean": lambda output, target: output.mean()}},
         "loss-shape": {"loss": lambda output, target: output},
     }
     return Job(**{**fields, **changes[fault]})
