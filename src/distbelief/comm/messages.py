@@ -12,6 +12,8 @@ from msgspec import Struct
 from distbelief.shards import Range
 
 SECRET_BYTES = 32
+EXIT_REPORTED = 3
+"""A worker ends with this status when it has said why in a WorkerFailed, which may still be on its way."""
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from distbelief.coordinator.progress import absorb, notice, workers_line
 from distbelief.coordinator.vocabulary import (
     ENGINE,
     EXIT_GRACE_S,
-    EXIT_REPORTED,
     REPORTED_GRACE_S,
     CoordinatorFailed,
     Exit,
@@ -43,7 +42,6 @@ from distbelief.coordinator.vocabulary import (
 
 __all__ = [
     "ENGINE",
-    "EXIT_REPORTED",
     "CoordinatorFailed",
     "Exit",
     "Input",
@@ -235,7 +233,7 @@ def _exited(state: State, event: m.WorkerExited, now: float) -> Result:
         return state, []
     if state.phase == "training" and not state.is_member(event.worker):
         return state, [Report(notice(f"{worker.name}, a spare, {explain.ending(event.status)}", now))]
-    grace_s = REPORTED_GRACE_S if event.status == EXIT_REPORTED else EXIT_GRACE_S
+    grace_s = REPORTED_GRACE_S if event.status == m.EXIT_REPORTED else EXIT_GRACE_S
     return replace(state, pending={**state.pending, event.worker: now + grace_s}), []
 
 

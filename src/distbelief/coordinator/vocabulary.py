@@ -16,8 +16,6 @@ from distbelief.coordinator import explain
 from distbelief.coordinator.progress import Progress
 from distbelief.errors import DistBeliefError
 
-EXIT_REPORTED: Final = 3
-"""A worker ends with this status when it has said why in a WorkerFailed, which may still be on its way."""
 REPORTED_GRACE_S: Final = 5.0
 EXIT_GRACE_S: Final = 0.3
 """An exit and the report of its cause travel on different sockets: wait this long, so that the cause is shown."""

@@ -22,7 +22,7 @@ import torch
 
 from distbelief.comm.exchange import Exchange
 from distbelief.comm.memfd import require_memory
-from distbelief.comm.messages import Canary, JobFacts, WorkerFailed, WorkerJoined, WorkerReady
+from distbelief.comm.messages import EXIT_REPORTED, Canary, JobFacts, WorkerFailed, WorkerJoined, WorkerReady
 from distbelief.comm.segment import KeeperClient
 from distbelief.comm.shared import SharedExchange
 from distbelief.comm.torchgroup import Rendezvous, TorchExchange
@@ -46,7 +46,6 @@ from distbelief.worker.spec import WorkerSpec
 from distbelief.worker.training import Assignment, Stopwatch, train
 
 UNEXPLAINED_S = 10.0  # how long a broken connection may stay without a word from the coordinator
-EXIT_REPORTED = 3  # the coordinator knows why: it has a WorkerFailed
 
 
 @dataclass

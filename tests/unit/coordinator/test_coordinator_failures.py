@@ -53,7 +53,7 @@ def test_a_member_that_is_gone_ends_the_run_after_a_short_grace(status: int, wor
     assert [worker for worker, _ in sends(outputs)] == [0, s.ENGINE], "the dead are not spoken to"
 
 
-@pytest.mark.parametrize("status", [s.EXIT_REPORTED, 1, -6])
+@pytest.mark.parametrize("status", [m.EXIT_REPORTED, 1, -6])
 def test_a_report_that_comes_after_the_exit_is_what_is_shown(status: int) -> None:
     run = Run().started(0, 1)
     assert run.feed(m.WorkerExited(worker=1, status=status), now=20.0) == []
@@ -64,7 +64,7 @@ def test_a_report_that_comes_after_the_exit_is_what_is_shown(status: int) -> Non
 
 def test_an_announced_report_is_waited_for_longer_but_not_for_ever() -> None:
     run = Run().started(0, 1)
-    run.feed(m.WorkerExited(worker=1, status=s.EXIT_REPORTED), now=20.0)
+    run.feed(m.WorkerExited(worker=1, status=m.EXIT_REPORTED), now=20.0)
     assert run.feed(s.Ticked(), now=20.0 + REPORTED_GRACE_S - 0.01) == []
     assert "exited with status 3" in ended(run.feed(s.Ticked(), now=20.0 + REPORTED_GRACE_S))["reason"]
 
