@@ -43,6 +43,52 @@ class Source:
 
     rank: int
     slot: int
+    back: int = 0
+    """0: in this generation; 1: in the one that it took the step over from; 2: in the one before that…"""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A partial sum of an unfinished step that somebody published in an earlier generation, perhaps before it died."""
+
+    node: Range
+    source: Source
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A member of an earlier generation that died in the middle of computing a shard."""
+
+    back: int
+    rank: int
+    step: int
+    shard: int
+
+
+@dataclass(frozen=True)
+class Gift:
+    """What a member tells all others about its part of a step."""
+
+    rows: np.ndarray
+    """(shards, ROW): numbers per shard; those of my shards count."""
+    mine: Sequence[Range]
+    """The shards whose rows are mine, also the empty ones."""
+    nodes: Sequence[tuple[Range, int]]
+    """(subtree, slot): the partial sums that I have published."""
+    untouched: np.ndarray
+    """Per entry of the layout: whether I left it untouched."""
+    integers: bytes
+    """The integer buffers after my shards."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all members together have told."""
+
+    rows: np.ndarray
+    untouched: np.ndarray
+    integers: bytes
+    """As the giver of the first partial sum has them."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +111,8 @@ class Geometry:
     shards: int
     marks: int
     """Entries of the layout, each with a bit that says whether any shard touched it."""
+    integer_bytes: int = 0
+    """The size of the model's integer buffers."""
 
 
 class Exchange(Protocol):
@@ -75,21 +123,32 @@ class Exchange(Protocol):
     shares_state: bool
     """Whether the members keep one copy of the parameters between them."""
 
+    @property
+    def waiting(self) -> bool:
+        """Whether this member waits for others at this moment."""
+
     def slot(self, index: int) -> Segment: ...
 
     def state(self, size_bytes: int) -> Segment:
         """Memory for parameters and optimizer state: one copy per host, or this member's own."""
 
+    def held(self, step: int) -> list[Held] | None:
+        """Partial sums of this step that earlier generations have left, whoever made them; None: nobody had begun it.
+        After all members have met, so that nobody writes there any more."""
+
+    def broken(self) -> list[Broken]:
+        """Who died while computing, in earlier generations."""
+
     def begin(self, plan: StepPlan) -> None: ...
+
+    def working(self, shard: int) -> None:
+        """I am about to compute that shard; -1: I am not in the user's code any more."""
 
     def publish(self, tile: int) -> None:
         """My slots hold their final values of this tile. Reduction of it may start."""
 
-    def share(self, mine: Range, rows: np.ndarray, untouched: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Every member gives the rows of its own shards, and which entries of the layout it left untouched.
-
-        Returns all rows, and the entries that nobody touched. After it, every member's partial sums are there.
-        """
+    def share(self, gift: Gift) -> Shared:
+        """Tell what I have done, and hear it of all. After it, every member's partial sums are there."""
 
     def reduced(self, tile: int) -> torch.Tensor:
         """The sum of the step's partial sums for one of `tiles`, in private memory; the partial sums stay intact."""
@@ -105,6 +164,9 @@ class Exchange(Protocol):
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Everybody's bytes, by rank. Not for the step path."""
+
+    def transfer(self, block: torch.Tensor, source: int, receivers: Sequence[int]) -> None:
+        """Copy memory from one member to some others. Where the state is shared there is nothing to copy."""
 
     def close(self) -> None: ...
 

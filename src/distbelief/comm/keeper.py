@@ -30,6 +30,9 @@ class SegmentKeeper:
     def answer(self, sock: socket.socket) -> None:
         """Answer one request. Raises EOFError when the worker has gone."""
         request, _ = receive_message(sock)
+        if "drop" in request:
+            self.drop(str(request["drop"]))
+            return
         try:
             fd, size_bytes = self._find(str(request["name"]), int(request["size_bytes"]))
         except DistBeliefError as error:

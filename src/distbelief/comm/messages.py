@@ -55,6 +55,16 @@ class StepReport(Struct, frozen=True):
     fingerprint: str
     at: float
     """Wall clock of the member that reports it (seconds since 1970)."""
+    generation: int = 0
+    """In which it was committed, or in which a commit that nobody had reported was found."""
+
+
+class BrokenShard(Struct, frozen=True):
+    """A worker died while it computed this shard."""
+
+    worker: int
+    step: int
+    shard: int
 
 
 class Evaluation(Struct, frozen=True):
@@ -69,16 +79,28 @@ class Member(Struct, frozen=True):
     host: str
     shards: Range
     """The contiguous range of shards it computes. Its rank is its place in the list of members."""
+    pid: int = 0
+
+
+class PastGeneration(Struct, frozen=True):
+    """One whose unfinished step the next may have to take over."""
+
+    generation: int
+    members: list[Member]
 
 
 # --- events: to the coordinator --------------------------------------------------------------------------------------
 
 
 class EngineAttached(Struct, frozen=True, tag=True):
-    """The engine that starts processes on a host is there, and will start `workers` workers."""
+    """The engine that starts processes on a host is there. Repeated now and then: it tells all there is to know, so
+    that a coordinator that has just come up, or has missed something, knows it too."""
 
     host: str
-    workers: int
+    running: dict[int, int] = {}
+    """Worker -> process number."""
+    exited: dict[int, int] = {}
+    """Worker -> status, as in WorkerExited."""
 
 
 class WorkerJoined(Struct, frozen=True, tag=True):
@@ -107,6 +129,8 @@ class Heartbeat(Struct, frozen=True, tag=True):
     reports: list[StepReport] = []
     """Steps committed since the last heartbeat; only the member of rank 0 fills it."""
     evaluations: list[Evaluation] = []
+    waiting: bool = False
+    """It has done its part and waits for others."""
 
 
 class WorkerFinished(Struct, frozen=True, tag=True):
@@ -144,6 +168,45 @@ class WorkerExited(Struct, frozen=True, tag=True):
     """As in subprocess: an exit code, or minus the signal's number."""
 
 
+class StepTakenOver(Struct, frozen=True, tag=True):
+    """A generation found a step begun by an earlier one, and finishes it. From its member of rank 0."""
+
+    worker: int
+    generation: int
+    step: int
+    recomputed: int
+    """Shards that are computed again; the partial sums of the others were there."""
+    broken: list[BrokenShard] = []
+    """What dead members were computing when they died, as far as it can be seen."""
+
+
+class CollectiveFailed(Struct, frozen=True, tag=True):
+    """A connection between members broke under this one. It waits for what the coordinator says."""
+
+    worker: int
+    generation: int
+    message: str
+
+
+class LeaveRequested(Struct, frozen=True, tag=True):
+    """A worker was asked to go (SIGTERM): it goes on until it is let go."""
+
+    worker: int
+
+
+class WorkerLeft(Struct, frozen=True, tag=True):
+    """It has let go of this generation: it computes and writes nothing in it any more."""
+
+    worker: int
+    generation: int
+
+
+class ScaleRequested(Struct, frozen=True, tag=True):
+    """Somebody wants this many workers from now on."""
+
+    workers: int
+
+
 class StopRequested(Struct, frozen=True, tag=True):
     reason: str
 
@@ -156,6 +219,11 @@ Event = (
     | WorkerFinished
     | WorkerFailed
     | WorkerExited
+    | StepTakenOver
+    | CollectiveFailed
+    | LeaveRequested
+    | WorkerLeft
+    | ScaleRequested
     | StopRequested
 )
 
@@ -170,6 +238,10 @@ class StartGeneration(Struct, frozen=True, tag=True):
     """In the order of their ranks. A worker that is not among them is a spare and waits."""
     transport: str
     """shm · gloo"""
+    past: list[PastGeneration] = []
+    """The newest first."""
+    reported: int = 0
+    """The coordinator knows of all steps before this one."""
 
 
 class Refuse(Struct, frozen=True, tag=True):
@@ -179,15 +251,53 @@ class Refuse(Struct, frozen=True, tag=True):
     reason: str
 
 
+class Retire(Struct, frozen=True, tag=True):
+    """Let go of the present generation, say so (WorkerLeft), and wait."""
+
+    epoch: int
+    generation: int
+
+
+class Introduce(Struct, frozen=True, tag=True):
+    """The coordinator does not know this worker, or not all of it: it is to say again what it has said."""
+
+    epoch: int
+    reported: int
+    """All steps before this one are known; of later ones, whoever leads is to tell again."""
+
+
+class StartWorker(Struct, frozen=True, tag=True):
+    """To an engine: start a worker with this number, unless that was done before."""
+
+    epoch: int
+    worker: int
+
+
+class KillWorker(Struct, frozen=True, tag=True):
+    """To an engine: end this worker's process by force, and tell of its exit."""
+
+    epoch: int
+    worker: int
+    reason: str
+
+
+class Answer(Struct, frozen=True, tag=True):
+    """To whoever asked for something from outside."""
+
+    epoch: int
+    ok: bool
+    text: str
+
+
 class EndRun(Struct, frozen=True, tag=True):
-    """The run is over. `status`: completed · failed · stopped."""
+    """The run is over for whoever gets it. `status`: completed · failed · stopped; left: only for this worker."""
 
     epoch: int
     status: str
     reason: str = ""
 
 
-Command = StartGeneration | Refuse | EndRun
+Command = StartGeneration | Refuse | Retire | Introduce | StartWorker | KillWorker | Answer | EndRun
 
 
 _encoder = msgspec.msgpack.Encoder()

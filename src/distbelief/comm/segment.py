@@ -51,6 +51,7 @@ class KeeperClient:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._lasting: dict[str, Segment] = {}
 
     def segment(self, name: str, size_bytes: int = -1) -> Segment:
         """The segment of that name; made with this size if it is not there yet (never, when the size is left out)."""
@@ -60,3 +61,13 @@ class KeeperClient:
             kind = NotEnoughMemory if answer["memory"] else DistBeliefError
             raise kind(answer["error"], hint=answer["hint"])
         return Segment(fds[0], answer["size_bytes"])
+
+    def lasting(self, name: str, size_bytes: int) -> Segment:
+        """A segment that outlives generations: mapped once, so that its pages are not faulted in again at a regroup."""
+        if name not in self._lasting:
+            self._lasting[name] = self.segment(name, size_bytes)
+        return self._lasting[name]
+
+    def drop(self, prefix: str) -> None:
+        """Let the keeper forget the segments whose names begin so. Nobody may ask for them again."""
+        send_message(self._sock, {"drop": prefix})

@@ -3,11 +3,18 @@
 Exact all-reduce by tile: every member sends its partial sums of a tile to the tile's owner as soon as they are ready,
 the owner adds them in the tree's order, and the sums are broadcast. The bytes are those of a ring; the order of
 addition is fixed. Every member then applies the whole step to a replica of its own.
+
+gloo cannot cancel what it waits for. So an abort shuts the group's sockets down: then every wait of ours ends with an
+error, and so do those of the members at the other ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import os
+import socket
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,10 +24,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from distbelief.comm.exchange import ROW, Geometry, StepPlan, depth, tree_add
+from distbelief.comm.exchange import Broken, Geometry, Gift, Held, Shared, StepPlan, depth, tree_add
 from distbelief.comm.segment import Segment
 from distbelief.comm.words import Abort, Aborted
-from distbelief.shards import Range
+
+_CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -37,13 +45,23 @@ class TorchExchange:
     """See `Exchange`."""
 
     shares_state = False
+    waiting = False
 
-    def __init__(self, meeting: Rendezvous, rank: int, geometry: Geometry, abort: Abort) -> None:
+    def __init__(
+        self,
+        meeting: Rendezvous,
+        rank: int,
+        geometry: Geometry,
+        abort: Abort,
+        memory: dict[str, Segment] | None = None,
+    ) -> None:
+        """`memory`: what this process keeps from one generation to the next."""
         self.rank = rank
         self.size = len(geometry.slots)
         self.tiles: Sequence[int] = range(len(geometry.tiles))
         self._geometry = geometry
         self._abort = abort
+        self._memory = {} if memory is None else memory
         self._slots = [Segment.private(geometry.slot_bytes) for _ in range(geometry.slots[rank])]
         self._views = [[slot.tensor(t.dtype, t.offset_bytes, t.numel) for t in geometry.tiles] for slot in self._slots]
         self._sums = Segment.private(geometry.slot_bytes)
@@ -55,6 +73,9 @@ class TorchExchange:
         self._collected = False
         self._plan = StepPlan(-1, [], 0)
         timeout = datetime.timedelta(seconds=meeting.timeout_s)
+        self._before = _open_sockets()
+        self._sockets: set[tuple[int, int]] | None = None
+        abort.wake = self._hang_up
         with self._network():
             store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
             dist.init_process_group(
@@ -64,21 +85,43 @@ class TorchExchange:
                 world_size=self.size,
                 timeout=timeout,
             )
+        self._sockets = _open_sockets() - self._before
+
+    def _hang_up(self) -> None:
+        """From the control thread: end whatever the training thread waits for."""
+        present = _open_sockets()
+        for descriptor, _ in present - self._before if self._sockets is None else present & self._sockets:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
 
     @contextmanager
     def _network(self) -> Iterator[None]:
         """A broken connection is a member's loss, not a fault of the user's code: the coordinator says what follows."""
         self._abort.check()
+        self.waiting = True
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
             raise Aborted(f"a connection between members broke: {error}") from error
+        finally:
+            self.waiting = False
 
     def slot(self, index: int) -> Segment:
         return self._slots[index]
 
     def state(self, size_bytes: int) -> Segment:
-        return Segment.private(size_bytes)
+        if "state" not in self._memory:
+            self._memory["state"] = Segment.private(size_bytes)
+        return self._memory["state"]
+
+    def held(self, step: int) -> list[Held] | None:
+        return None  # partial sums are in the memory of their makers; they are computed again
+
+    def broken(self) -> list[Broken]:
+        return []
+
+    def working(self, shard: int) -> None:
+        """Nobody could look it up."""
 
     def begin(self, plan: StepPlan) -> None:
         self._plan = plan
@@ -113,15 +156,19 @@ class TorchExchange:
                     view = self._views[source.slot][tile]
                     self._sends.append(dist.isend(view, owner, tag=self._tag(number, tile)))
 
-    def share(self, mine: Range, rows: np.ndarray, untouched: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        everything = np.zeros((self._geometry.shards, ROW))
-        everything[mine[0] : mine[1]] = rows
-        touched = torch.from_numpy((untouched == 0).astype(np.uint8))
+    def share(self, gift: Gift) -> Shared:
+        everything = np.zeros_like(gift.rows)
+        for first, end in gift.mine:
+            everything[first:end] = gift.rows[first:end]
+        touched = torch.from_numpy((gift.untouched == 0).astype(np.uint8))
+        integers = torch.frombuffer(bytearray(gift.integers or b"\0"), dtype=torch.uint8)
         with self._network():
             # Every row has one giver. As whole numbers, because -0.0 + 0.0 would be another zero.
             dist.all_reduce(torch.from_numpy(everything.view(np.int64)))
             dist.all_reduce(touched, op=dist.ReduceOp.MAX)
-        return everything, touched.numpy() == 0
+            if gift.integers:
+                dist.broadcast(integers, self._plan.sources[0].rank)
+        return Shared(everything, touched.numpy() == 0, integers.numpy().tobytes() if gift.integers else b"")
 
     def reduced(self, tile: int) -> torch.Tensor:
         if not self._collected:
@@ -178,9 +225,29 @@ class TorchExchange:
             dist.all_gather(boxes, box)
         return [bytes(b.numpy()[: int(n)].tobytes()) for b, n in zip(boxes, lengths, strict=True)]
 
+    def transfer(self, block: torch.Tensor, source: int, receivers: Sequence[int]) -> None:
+        with self._network():
+            for first in range(0, block.numel(), _CHUNK_BYTES):
+                part = block[first : first + _CHUNK_BYTES]
+                if self.rank == source:
+                    _wait([dist.isend(part, receiver) for receiver in receivers])
+                elif self.rank in receivers:
+                    dist.recv(part, source)
+
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _open_sockets() -> set[tuple[int, int]]:
+    """(descriptor, identity) of every socket of this process."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own descriptor is gone by now
+            status = os.stat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((int(name), status.st_ino))
+    return found
 
 
 def _wait(works: Sequence[dist.Work | None]) -> None:

@@ -37,13 +37,17 @@ class Aborted(Exception):
 
 
 class Abort:
-    """A flag that ends every wait of this process. Set by the control thread, read by the training thread."""
+    """A flag that ends every wait of one generation. Set by the control thread, read by the training thread. A new
+    generation has a new flag: clearing an old one could lose the next abort."""
 
     def __init__(self) -> None:
         self.reason = ""
+        self.wake: Callable[[], None] = lambda: None
+        """Rouses whoever sleeps in a wait of this generation."""
 
     def set(self, reason: str) -> None:
         self.reason = reason or "aborted"
+        self.wake()
 
     def check(self) -> None:
         if self.reason:
@@ -65,6 +69,9 @@ class Words:
         self._members = members
         self._me = me
         self._abort = abort
+        abort.wake = self.wake_sleepers
+        self.waiting = False
+        """Whether I wait for somebody at this moment."""
         self._spins = _SPINS if members <= len(os.sched_getaffinity(0)) else _SPINS_CROWDED
 
     def set(self, word: int, value: int) -> None:
@@ -79,6 +86,11 @@ class Words:
         bell = self._me * self._row
         self._cells[bell] = (self._cells[bell] + 1) & 0xFFFFFFFF
         _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(self._address + bell * 4), _FUTEX_WAKE, _EVERYBODY, None, None, 0)
+
+    def wake_sleepers(self) -> None:
+        """Wake everybody who sleeps in this table, so that they look for an abort now and not after their nap."""
+        for bell in range(0, self._row * self._members, self._row):
+            _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(self._address + bell * 4), _FUTEX_WAKE, _EVERYBODY, None, None, 0)
 
     def wait(self, member: int, word: int, enough: Callable[[int], bool]) -> None:
         """Return when that member's word satisfies `enough`; raise Aborted if the wait is given up."""
@@ -100,11 +112,13 @@ class Words:
         self.await_all(word, value)
 
     def announce(self, word: int, value: int) -> None:
-        self._abort.check()
+        """Also after an abort: what I have done stays done, and those who take the step over look for it here."""
         self.set(word, value)
         self.ring()
 
     def await_all(self, word: int, value: int) -> None:
         for member in range(self._members):
             if member != self._me and self._cells[member * self._row + 1 + word] < value:
+                self.waiting = True
                 self.wait(member, word, lambda seen: seen >= value)
+        self.waiting = False

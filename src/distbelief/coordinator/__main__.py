@@ -20,9 +20,10 @@ import zmq
 from msgspec import Struct
 
 from distbelief.comm.messages import SECRET_BYTES
+from distbelief.coordinator import client
 from distbelief.coordinator import server as edge
 from distbelief.coordinator.journal import Journal
-from distbelief.coordinator.state import RunConfig, begin
+from distbelief.coordinator.state import RunConfig, resume
 from distbelief.errors import DistBeliefError
 from distbelief.lifeline import die_with_parent
 
@@ -83,10 +84,11 @@ def _run(order: Order, engine: EngineLink) -> int:
     ):
         socket, address = edge.bind(context, order.listen)
         with socket:
-            generation = max((int(entry.get("generation", 0)) for entry in journal.replayed), default=0)
-            state = begin(order.config, journal.epoch, time.time(), generation)
-            _answer({"address": address, "epoch": journal.epoch})
-            return edge.serve(edge.Server(socket, journal, metrics, bytes.fromhex(order.secret), state), engine)
+            seen = edge.reported_steps(metrics.path)
+            state = resume(order.config, journal.epoch, time.time(), journal.replayed, seen)
+            with client.advertised(run_dir, address, order.secret, journal.epoch):
+                _answer({"address": address, "epoch": journal.epoch})
+                return edge.serve(edge.Server(socket, journal, metrics, bytes.fromhex(order.secret), state), engine)
 
 
 def _read_order(fd: int) -> Order:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distbelief.comm.messages import Heartbeat, Member, StepReport, Timing
+from distbelief.coordinator.paged import Paged
 
 Line = dict[str, Any]
 
@@ -25,6 +26,14 @@ class Seen:
 
     values: Mapping[int, str] = field(default_factory=dict)
     floor: int = 0
+
+    @property
+    def complete(self) -> int:
+        """Every step before this one was reported."""
+        step = self.floor
+        while step in self.values:
+            step += 1
+        return step
 
     def add(self, reports: Sequence[tuple[int, str]]) -> tuple[Seen, list[bool], list[str | None]]:
         """For each (step, value): is it new, and which other value was reported for that step before?"""
@@ -46,9 +55,9 @@ class Seen:
 
 @dataclass(frozen=True)
 class Progress:
-    steps: Mapping[int, int] = field(default_factory=dict)
+    steps: Paged[int] = field(default_factory=Paged)
     """Worker -> steps it has applied."""
-    timings: Mapping[int, Timing] = field(default_factory=dict)
+    timings: Paged[Timing] = field(default_factory=Paged)
     reported: Seen = field(default_factory=Seen)
     evaluated: Seen = field(default_factory=Seen)
     lined_at: float = -math.inf
@@ -59,8 +68,8 @@ def absorb(progress: Progress, members: Sequence[Member], beat: Heartbeat, now: 
     """Take in one member's heartbeat; the lines it gives rise to, in order."""
     progress = replace(
         progress,
-        steps={**progress.steps, beat.worker: beat.step},
-        timings={**progress.timings, beat.worker: beat.timing},
+        steps=progress.steps.set(beat.worker, beat.step),
+        timings=progress.timings.set(beat.worker, beat.timing),
     )
     lines: list[Line] = []
     if beat.reports:
@@ -123,6 +132,7 @@ def _step_line(report: StepReport) -> Line:
         "loss": report.loss,
         "samples": report.samples,
         "fingerprint": report.fingerprint,
+        "generation": report.generation,
         "at": report.at,
     }
 

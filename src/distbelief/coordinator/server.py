@@ -24,6 +24,7 @@ import zmq
 from distbelief.comm import messages as m
 from distbelief.coordinator import state as s
 from distbelief.coordinator.journal import Journal
+from distbelief.coordinator.progress import REMEMBERED, Seen
 from distbelief.errors import DistBeliefError
 
 DEFAULT_LISTEN = "tcp://127.0.0.1:*"
@@ -31,8 +32,19 @@ MAX_MESSAGE_BYTES = 16 << 20
 TICK_S = 0.1
 FLUSH_S = 0.2
 LINGER_MS = 2000
+_TAIL_BYTES = 1 << 20  # holds many more steps than are remembered
 # What a worker says itself; its exit is told by the engine, from the engine's address.
-_FROM_WORKERS = (m.WorkerJoined, m.WorkerReady, m.Heartbeat, m.WorkerFinished, m.WorkerFailed)
+_FROM_WORKERS = (
+    m.WorkerJoined,
+    m.WorkerReady,
+    m.Heartbeat,
+    m.StepTakenOver,
+    m.CollectiveFailed,
+    m.LeaveRequested,
+    m.WorkerLeft,
+    m.WorkerFinished,
+    m.WorkerFailed,
+)
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -91,6 +103,24 @@ class MetricsFile:
         os.close(self._fd)
 
 
+def reported_steps(path: Path) -> Seen:
+    """The last steps and what was reported of them, from the metrics file of the coordinator before us."""
+    found: list[tuple[int, str]] = []
+    with path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        for line in file.read().split(b"\n"):
+            try:
+                entry = msgspec.json.decode(line)
+            except msgspec.DecodeError:  # the first line read may be half a line, and so may the last one written
+                continue
+            if isinstance(entry, dict) and entry.get("kind") == "step":
+                found.append((int(entry["step"]), str(entry["fingerprint"])))
+    if not found:
+        return Seen()
+    found = found[-REMEMBERED:]
+    return Seen(dict(found), min(step for step, _ in found))
+
+
 class Wakeup(Protocol):
     """What, besides messages, may ask for the end: a signal, or the engine's end of the pipe."""
 
@@ -112,7 +142,8 @@ class Server:
     clock: Callable[[], float] = time.time
     addresses: dict[int, bytes] = field(default_factory=dict)
     """Worker -> the ZeroMQ identity its last message came from."""
-    engines: set[bytes] = field(default_factory=set)
+    engines: dict[str, bytes] = field(default_factory=dict)
+    """Host -> the identity of the engine there."""
     dropped: int = 0
     """Messages without the run's secret, or that are no event."""
     broken: bool = False
@@ -163,18 +194,18 @@ def handle(server: Server, event: s.Input, identity: bytes = b"") -> bool:
         _say(f"dropped a message: {error.message}")
         return False
     if isinstance(event, m.EngineAttached):
-        server.engines.add(identity)
-    elif isinstance(event, _FROM_WORKERS) and identity not in server.engines:
+        server.engines[event.host] = identity
+    elif isinstance(event, _FROM_WORKERS) and identity not in server.engines.values():
         server.addresses[event.worker] = identity
-    return perform(server, outputs)
+    return perform(server, outputs, identity)
 
 
-def perform(server: Server, outputs: Iterable[s.Output], flush: bool = False) -> bool:
+def perform(server: Server, outputs: Iterable[s.Output], sender: bytes = b"", flush: bool = False) -> bool:
     """Do it, in order; whether the run is over. When the disk fails, the run ends and everybody is told."""
     try:
         if flush:
             server.metrics.flush()
-        return _perform(server, outputs)
+        return _perform(server, outputs, sender)
     except OSError as error:
         if server.broken:
             raise
@@ -183,10 +214,10 @@ def perform(server: Server, outputs: Iterable[s.Output], flush: bool = False) ->
         _say(text)
         failed = s.CoordinatorFailed(text, "free some space, or check the permissions of the run directory")
         server.state, outputs = s.step(server.state, failed, server.clock())
-        return _perform(server, outputs)
+        return _perform(server, outputs, sender)
 
 
-def _perform(server: Server, outputs: Iterable[s.Output]) -> bool:
+def _perform(server: Server, outputs: Iterable[s.Output], sender: bytes) -> bool:
     over = False
     for output in outputs:
         match output:
@@ -196,6 +227,8 @@ def _perform(server: Server, outputs: Iterable[s.Output]) -> bool:
                 server.metrics.add(line)
             case s.Send(worker, command):
                 _send(server, worker, command)
+            case s.Reply(command):
+                _post(server, sender, command)
             case s.Exit():
                 over = True
     return over
@@ -214,17 +247,20 @@ def _record(server: Server, entry: dict[str, Any]) -> None:
 
 
 def _send(server: Server, worker: int, command: m.Command) -> None:
-    data = m.encode(command)
     if worker == s.ENGINE:
-        identities = sorted(server.engines)
+        identities = list(server.engines.values())
     else:
         identities = [server.addresses[worker]] if worker in server.addresses else []
     for identity in identities:
-        try:
-            server.socket.send_multipart([identity, data], flags=zmq.DONTWAIT)
-        except zmq.ZMQError as error:
-            # A peer that is gone, or does not read, must not hold up the others.
-            _say(f"could not send {type(command).__name__} to worker {worker}: {error}")
+        _post(server, identity, command)
+
+
+def _post(server: Server, identity: bytes, command: m.Command) -> None:
+    try:
+        server.socket.send_multipart([identity, m.encode(command)], flags=zmq.DONTWAIT)
+    except zmq.ZMQError as error:
+        # A peer that is gone, or does not read, must not hold up the others.
+        _say(f"could not send {type(command).__name__}: {error}")
 
 
 def _received(server: Server) -> Iterable[tuple[bytes, m.Event]]:

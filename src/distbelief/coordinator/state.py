@@ -1,29 +1,33 @@
 """The coordinator's decisions: step(state, event, now) -> (state, outputs).
 
-The rules of this file:
-- It is pure: no socket, clock, thread, randomness or torch. Time comes in as `now`; whoever calls performs the outputs.
+The rules of these files (joining, regroup, faults, ending, and this one with the table):
+- They are pure: no socket, clock, thread, randomness or torch. Time comes in as `now`; whoever calls performs the
+  outputs.
 - Which event means what in which phase is the table `TRANSITIONS` at the end. An event that is not in the table for a
   phase raises ProtocolError and changes nothing; late and repeated messages are expected and are ignored on purpose.
 - Outputs are performed in order. A decision is a Record with a reason, and comes before the Sends that carry it out.
+- A message may be lost. So a worker that does not know the present generation, or a later coordinator, is told again
+  whenever it is heard of; and an engine says again and again which workers run.
 
-Phases: gathering (workers join and load the job) -> training (one generation of members) -> ended.
+Phases: gathering (workers join and load the job) -> training (generations of members) -> ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from distbelief.comm import messages as m
-from distbelief.coordinator import explain, membership
-from distbelief.coordinator.progress import absorb, notice, workers_line
+from distbelief.coordinator import faults, joining
+from distbelief.coordinator.ending import Result, end, fail
+from distbelief.coordinator.paged import Paged
+from distbelief.coordinator.progress import Seen, absorb, workers_line
+from distbelief.coordinator.regroup import committed
 from distbelief.coordinator.vocabulary import (
     ENGINE,
-    EXIT_GRACE_S,
-    REPORTED_GRACE_S,
     CoordinatorFailed,
     Exit,
     Input,
@@ -31,11 +35,11 @@ from distbelief.coordinator.vocabulary import (
     Phase,
     ProtocolError,
     Record,
+    Reply,
     Report,
     RunConfig,
     Send,
     State,
-    Status,
     Ticked,
     Worker,
 )
@@ -48,6 +52,7 @@ __all__ = [
     "Output",
     "ProtocolError",
     "Record",
+    "Reply",
     "Report",
     "RunConfig",
     "Send",
@@ -55,15 +60,64 @@ __all__ = [
     "Ticked",
     "Worker",
     "begin",
+    "resume",
     "step",
 ]
 
-Result = tuple[State, list[Output]]
+
+def begin(config: RunConfig, epoch: int, now: float) -> State:
+    """A run that has nobody yet."""
+    return State(config=config, epoch=epoch, active_at=now, target=config.workers, next_worker=config.workers)
 
 
-def begin(config: RunConfig, epoch: int, now: float, generation: int = 0) -> State:
-    """A run that has nobody yet. `generation` is the highest one in the journal, so that numbers are never reused."""
-    return State(config=config, epoch=epoch, active_at=now, generation=generation)
+def resume(
+    config: RunConfig, epoch: int, now: float, records: Iterable[Mapping[str, Any]], seen: Seen | None = None
+) -> State:
+    """The run as its journal tells it (`seen`: the steps that its metrics file has). Whoever is alive says so soon."""
+    state = begin(config, epoch, now)
+    for entry in records:
+        state = _replay(state, entry, now)
+    pulse = state.pulse.restart(state.seats, now)
+    return replace(state, pulse=pulse, looked_at=now, progress=replace(state.progress, reported=seen or Seen()))
+
+
+def _replay(state: State, entry: Mapping[str, Any], now: float) -> State:
+    match entry.get("kind"):
+        case "reference":
+            return replace(
+                state, reference=msgspec.convert({k: entry[k] for k in ("worker", "job", "canary")}, m.WorkerReady)
+            )
+        case "generation":
+            start = msgspec.convert({**entry, "epoch": state.epoch}, m.StartGeneration)
+            workers = {w.number: w for w in state.workers.values()}
+            for member in start.members:
+                known = workers.get(member.worker, Worker(member.worker))
+                workers[member.worker] = replace(known, host=member.host, pid=member.pid, ready=True)
+            return replace(
+                state,
+                phase="training",
+                generation=start.generation,
+                start=start,
+                workers=Paged(workers),
+                seats={member.worker: rank for rank, member in enumerate(start.members)},
+                next_worker=max(state.next_worker, 1 + max(member.worker for member in start.members)),
+                lost=(),
+                recoveries=state.recoveries + (entry["cause"] == "death"),
+                taken_over=start.generation - 1,
+            )
+        case "hired":
+            hired = dict.fromkeys(entry["workers"], now)
+            return replace(state, hired={**state.hired, **hired}, next_worker=1 + max(hired))
+        case "lost":
+            worker = state.workers.get(entry["worker"], Worker(entry["worker"]))
+            workers = {**state.workers, worker.number: replace(worker, exited=entry["status"])}
+            lost = (*state.lost, worker.number) if state.is_member(worker.number) else state.lost
+            return replace(state, workers=Paged(workers), lost=lost)
+        case "scaled" | "leaves":
+            return replace(state, target=entry["target"])
+        case "ended":
+            return replace(state, phase="ended", outcome=m.EndRun(state.epoch, entry["status"], entry["reason"]))
+    return state
 
 
 def step(state: State, event: Input, now: float) -> Result:
@@ -74,98 +128,18 @@ def step(state: State, event: Input, now: float) -> Result:
     return handler(state, event, now)
 
 
-# --- workers come ----------------------------------------------------------------------------------------------------
-
-
 def _ignored(state: State, event: object, now: float) -> Result:
     return state, []
 
 
 def _attached(state: State, event: m.EngineAttached, now: float) -> Result:
-    return replace(state, active_at=now), []
-
-
-def _joined(state: State, event: m.WorkerJoined, now: float) -> Result:
-    known = state.workers.get(event.worker)
-    newcomer = Worker(event.worker, event.host, event.pid)
-    if known is not None and known.pid in (0, event.pid):
-        # A repeat, or a worker whose exit overtook its joining: what is known of it stays.
-        newcomer = replace(known, host=event.host, pid=event.pid)
-    elif known is not None and known.exited is None:
-        raise ProtocolError(f"{newcomer.name} says it is worker {event.worker}, which is {known.name} and alive")
-    elif event.worker in state.pending or state.is_member(event.worker):
-        raise ProtocolError(f"{newcomer.name} takes the number of a member that is gone; give it another one")
-    return replace(_with_worker(state, newcomer), active_at=now), []
-
-
-def _ready(state: State, event: m.WorkerReady, now: float) -> Result:
-    worker = state.workers.get(event.worker)
-    if worker is None:
-        raise ProtocolError(f"worker {event.worker} is ready but never joined")
-    if worker.ready or worker.refused or worker.exited is not None:
-        return state, []
-    outputs: list[Output] = []
-    if state.reference is None:
-        reason = f"worker {event.worker} was the first to be ready; all others must match it"
-        facts = {"job": msgspec.to_builtins(event.job), "canary": msgspec.to_builtins(event.canary)}
-        outputs.append(_record(state, now, "reference", reason, worker=event.worker, **facts))
-        state = replace(state, reference=event)
-    else:
-        run = state.reference
-        reason = explain.refusal(event.worker, event.job, event.canary, run.job, run.canary, state.config.exact)
-        if reason:
-            return _refuse(state, worker, reason, now)
-    state = replace(_with_worker(state, replace(worker, ready=True)), active_at=now)
-    state, more = _seat(state, worker, now) if state.phase == "training" else _start_when_complete(state, now)
-    return state, outputs + more
-
-
-def _refuse(state: State, worker: Worker, reason: str, now: float) -> Result:
-    state = _with_worker(state, replace(worker, refused=True))
-    outputs: list[Output] = [
-        _record(state, now, "refused", reason, worker=worker.number),
-        Send(worker.number, m.Refuse(epoch=state.epoch, reason=reason)),
-    ]
-    if state.phase == "training":
-        return state, [*outputs, Report(notice(f"refused: {reason}", now))]
-    # The run counts on this worker and would wait for it for ever.
-    failure = m.WorkerFailed(worker=worker.number, host=worker.host, kind="refused", message=reason)
-    state, more = _fail(state, failure, now)
-    return state, outputs + more
-
-
-def _seat(state: State, worker: Worker, now: float) -> Result:
-    """A worker that is ready after the start is a spare: it is told the generation, in which it has no part."""
-    assert state.start is not None
-    reason = f"{worker.name} became ready after the start of generation {state.generation}: it is a spare"
-    return state, [
-        _record(state, now, "spare", reason, worker=worker.number),
-        Send(worker.number, state.start),
-        Report(notice(reason, now)),
-    ]
-
-
-def _start_when_complete(state: State, now: float) -> Result:
-    ready = [w for _, w in sorted(state.workers.items()) if w.ready and w.exited is None]
-    # A worker that is gone is not replaced by a later one in silence: its pending exit decides.
-    if len(ready) < state.config.workers or state.pending:
-        return state, []
-    assert state.reference is not None
-    shards = state.reference.job.shards
-    plan = membership.plan(state.config, shards, ready)
-    if plan.problem:
-        hint = 'use transport "auto" or "gloo"'
-        return _fail(state, m.WorkerFailed(worker=-1, host="", kind="job", message=plan.problem, hint=hint), now)
-    generation = state.generation + 1
-    start = m.StartGeneration(state.epoch, generation, plan.members, plan.transport)
-    state = replace(state, phase="training", generation=generation, start=start)
-    reason = f"all {len(ready)} workers are ready, on {len(plan.hosts)} host{'s' if len(plan.hosts) > 1 else ''}"
-    members = msgspec.to_builtins(plan.members)
-    facts = {"members": members, "spares": plan.spares, "transport": plan.transport}
-    outputs: list[Output] = [_record(state, now, "generation", reason, generation=generation, **facts)]
-    outputs += [Send(worker.number, start) for worker in ready]
-    if plan.spares:
-        outputs.append(Report(notice(explain.spares(len(ready), shards, plan.spares), now)))
+    """What an engine tells again and again includes the exits: whichever of them was missed is heard now."""
+    state, outputs = joining.attached(state, event, now)
+    for worker, status in event.exited.items():
+        known = state.workers.get(worker)
+        if (known is None or known.exited is None) and state.phase != "ended":
+            state, more = faults.exited(state, m.WorkerExited(worker, status), now)
+            outputs += more
     return state, outputs
 
 
@@ -173,11 +147,33 @@ def _start_when_complete(state: State, now: float) -> Result:
 
 
 def _heartbeat(state: State, event: m.Heartbeat, now: float) -> Result:
-    current = event.epoch == state.epoch and event.generation == state.generation
-    if not current or not state.is_member(event.worker):
+    worker = state.workers.get(event.worker)
+    if worker is None or not worker.ready or event.epoch < state.epoch:
+        answer = m.Introduce(state.epoch, state.progress.reported.complete)
+        return state, [Reply(answer)] if worker is None or worker.exited is None else []
+    if event.generation < state.generation or worker.leaving:
+        return state, _told_again(state, worker, event.generation)
+    if event.generation != state.generation or not state.is_member(event.worker):
         return state, []
+    before = state.progress.reported
     progress, lines = absorb(state.progress, state.members, event, now)
-    return replace(state, progress=progress), [Report(line) for line in lines]
+    pulse = state.pulse.heard(event.worker, event.step, event.waiting, now)
+    if progress.reported is not before:
+        pulse = pulse.committed([report.at for report in event.reports], now)
+        state = committed(state)
+    speeds = state.speeds.observe(event.worker, event.timing, now)
+    return replace(state, progress=progress, pulse=pulse, speeds=speeds), [Report(line) for line in lines]
+
+
+def _told_again(state: State, worker: Worker, generation: int) -> list[Output]:
+    """It does not know the present generation, or that it is to go: what it was told may be lost."""
+    if worker.left:
+        return [Reply(m.EndRun(state.epoch, "left", "it has handed its work over"))]
+    if worker.leaving and state.is_member(worker.number):
+        return [Reply(m.Retire(state.epoch, state.generation))]
+    if worker.leaving:
+        return [Reply(m.EndRun(state.epoch, "left", "it is not needed any more"))]
+    return [Reply(state.start)] if state.start and generation < state.generation else []
 
 
 def _finished(state: State, event: m.WorkerFinished, now: float) -> Result:
@@ -188,18 +184,22 @@ def _finished(state: State, event: m.WorkerFinished, now: float) -> Result:
     worker = state.workers[event.worker]
     if worker.finished is not None:
         return state, []
-    state = _with_worker(state, replace(worker, finished=event))
-    state = replace(state, pending={w: until for w, until in state.pending.items() if w != event.worker})
-    ends = [state.workers[member.worker].finished for member in state.members]
-    if None in ends or ends[0] is None:
-        return state, []
+    workers = state.workers.set(event.worker, replace(worker, finished=event))
+    pending = {w: until for w, until in state.pending.items() if w != event.worker}
+    pulse = state.pulse.left(event.worker, now)
+    state = replace(state, workers=workers, pending=pending, pulse=pulse, finished=state.finished + 1)
+    return _completed(state, now) if state.finished == len(state.members) else (state, [])
+
+
+def _completed(state: State, now: float) -> Result:
+    ends = [one for member in state.members if (one := state.workers[member.worker].finished)]
     first = ends[0]
-    odd = [end.worker for end in ends if end and end.weights_sha256 not in ("", first.weights_sha256)]
+    odd = [one.worker for one in ends if one.weights_sha256 not in ("", first.weights_sha256)]
     if odd:
         who = ", ".join(state.workers[worker].name for worker in odd)
         message = f"the weights of {who} differ from those of {state.workers[first.worker].name} at the end of the run"
         hint = "this must not happen in an exact strategy: please report it, with the run directory"
-        return _fail(state, m.WorkerFailed(odd[0], "", "internal", message, hint), now)
+        return fail(state, m.WorkerFailed(odd[0], "", "internal", message, hint), now)
     result = {
         "steps": first.step,
         "loss": first.loss,
@@ -207,104 +207,40 @@ def _finished(state: State, event: m.WorkerFinished, now: float) -> Result:
         "weights_sha256": first.weights_sha256,
         "samples_per_s": first.samples_per_s,
         "workers": len(state.members),
-        "recoveries": 0,
+        "recoveries": state.recoveries,
     }
     line = workers_line(state.progress, state.members, state.generation, now)
-    state, outputs = _end(state, "completed", f"all {len(ends)} members have finished", now, result=result)
+    state, outputs = end(state, "completed", f"all {len(ends)} members have finished", now, result=result)
     return state, [Report(line), *outputs]
-
-
-# --- workers fail ----------------------------------------------------------------------------------------------------
-
-
-def _failed(state: State, event: m.WorkerFailed, now: float) -> Result:
-    if state.phase == "training" and not state.is_member(event.worker):
-        # The members do not need it: a newcomer that cannot load the job must not end a healthy run.
-        return state, [Report(notice(f"worker {event.worker} failed, but it is no member: {event.message}", now))]
-    return _fail(state, event, now)
-
-
-def _exited(state: State, event: m.WorkerExited, now: float) -> Result:
-    worker = state.workers.get(event.worker, Worker(event.worker))
-    if worker.exited is not None:
-        return state, []
-    state = _with_worker(state, replace(worker, exited=event.status))
-    if worker.finished is not None or worker.refused:
-        return state, []
-    if state.phase == "training" and not state.is_member(event.worker):
-        return state, [Report(notice(f"{worker.name}, a spare, {explain.ending(event.status)}", now))]
-    grace_s = REPORTED_GRACE_S if event.status == m.EXIT_REPORTED else EXIT_GRACE_S
-    return replace(state, pending={**state.pending, event.worker: now + grace_s}), []
-
-
-def _member_lost(state: State, worker: Worker, now: float) -> Result:
-    """The policy for a member that is gone without a reported cause: the run ends."""
-    assert worker.exited is not None
-    reached = state.progress.steps.get(worker.number, 0)
-    when = f"after {reached} steps" if state.phase == "training" else "before the run had started"
-    message = f"{worker.name} {explain.ending(worker.exited)} {when}"
-    hint = f"look in logs/worker-{worker.number}.log"
-    failure = m.WorkerFailed(
-        worker=worker.number, host=worker.host, kind="exit", message=message, hint=hint, step=reached
-    )
-    return _fail(state, failure, now)
-
-
-def _ticked(state: State, event: Ticked, now: float) -> Result:
-    overdue = [(until, worker) for worker, until in state.pending.items() if until <= now]
-    if overdue:
-        return _member_lost(state, state.workers[min(overdue)[1]], now)
-    if state.phase == "gathering" and now - state.active_at > state.config.gather_timeout_s:
-        expected = state.config.workers
-        loading = [w.name for _, w in sorted(state.workers.items()) if not w.ready]
-        absent = [number for number in range(expected) if number not in state.workers]
-        message = explain.not_ready(now - state.active_at, expected, loading, absent)
-        hint = "look in the logs folder of the run for what they are doing"
-        return _fail(state, m.WorkerFailed(worker=-1, host="", kind="timeout", message=message, hint=hint), now)
-    return state, []
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
 def _stopped(state: State, event: m.StopRequested, now: float) -> Result:
-    return _end(state, "stopped", event.reason, now)
+    return end(state, "stopped", event.reason, now)
 
 
 def _broken(state: State, event: CoordinatorFailed, now: float) -> Result:
     failure = m.WorkerFailed(worker=-1, host="", kind="coordinator", message=event.message, hint=event.hint)
-    return _fail(state, failure, now)
+    return fail(state, failure, now)
 
 
-def _too_late(state: State, event: m.WorkerJoined | m.EngineAttached, now: float) -> Result:
+def _too_late(state: State, event: object, now: float) -> Result:
     assert state.outcome is not None
-    return state, [Send(event.worker if isinstance(event, m.WorkerJoined) else ENGINE, state.outcome)]
+    return state, [Reply(state.outcome)]
 
 
-def _fail(state: State, failure: m.WorkerFailed, now: float) -> Result:
-    exits = [
-        f"{state.workers[worker].name} {explain.ending(state.workers[worker].exited or 0)}"
-        for worker in sorted(state.pending)
-        if worker != failure.worker
-    ]
-    return _end(state, "failed", failure.message, now, failure=msgspec.to_builtins(failure), exits=exits)
+def _over(state: State, event: m.EngineAttached, now: float) -> Result:
+    """Only after a restart is there anybody left to attach: the end was decided, but perhaps nobody was told."""
+    assert state.outcome is not None
+    status: Any = state.outcome.status
+    return state, [Reply(state.outcome), Exit(status)]
 
 
-def _end(state: State, status: Status, reason: str, now: float, **facts: Any) -> Result:
-    outcome = m.EndRun(epoch=state.epoch, status=status, reason=reason)
-    state = replace(state, phase="ended", outcome=outcome)
-    alive = [w.number for _, w in sorted(state.workers.items()) if w.exited is None and not w.refused]
-    outputs: list[Output] = [_record(state, now, "ended", reason, status=status, **facts)]
-    outputs += [Send(worker, outcome) for worker in [*alive, ENGINE]]
-    return state, [*outputs, Exit(status)]
-
-
-def _record(state: State, now: float, kind: str, reason: str, **facts: Any) -> Record:
-    return Record({"kind": kind, "epoch": state.epoch, "at": now, "reason": reason, **facts})
-
-
-def _with_worker(state: State, worker: Worker) -> State:
-    return replace(state, workers={**state.workers, worker.number: worker})
+def _refused(state: State, event: m.ScaleRequested, now: float) -> Result:
+    text = "the run is not training yet" if state.phase == "gathering" else "the run is over"
+    return state, [Reply(m.Answer(state.epoch, False, text))]
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -314,35 +250,48 @@ Handler = Callable[[State, Any, float], Result]
 TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
     "gathering": {
         m.EngineAttached: _attached,
-        m.WorkerJoined: _joined,
-        m.WorkerReady: _ready,
-        m.Heartbeat: _ignored,  # from a member of an earlier coordinator's generation
-        m.WorkerFailed: _fail,
-        m.WorkerExited: _exited,
+        m.WorkerJoined: joining.joined,
+        m.WorkerReady: joining.ready,
+        m.Heartbeat: _heartbeat,
+        m.WorkerFailed: fail,
+        m.WorkerExited: faults.exited,
+        m.LeaveRequested: faults.leave_requested,
+        m.WorkerLeft: faults.left,
+        m.ScaleRequested: _refused,
         m.StopRequested: _stopped,
-        Ticked: _ticked,
+        Ticked: faults.ticked,
         CoordinatorFailed: _broken,
     },
     "training": {
-        m.EngineAttached: _ignored,
-        m.WorkerJoined: _joined,
-        m.WorkerReady: _ready,
+        m.EngineAttached: _attached,
+        m.WorkerJoined: joining.joined,
+        m.WorkerReady: joining.ready,
         m.Heartbeat: _heartbeat,
+        m.StepTakenOver: faults.taken_over,
+        m.CollectiveFailed: faults.collective_failed,
         m.WorkerFinished: _finished,
-        m.WorkerFailed: _failed,
-        m.WorkerExited: _exited,
+        m.WorkerFailed: faults.failed,
+        m.WorkerExited: faults.exited,
+        m.LeaveRequested: faults.leave_requested,
+        m.WorkerLeft: faults.left,
+        m.ScaleRequested: joining.scaled,
         m.StopRequested: _stopped,
-        Ticked: _ticked,
+        Ticked: faults.ticked,
         CoordinatorFailed: _broken,
     },
     "ended": {
-        m.EngineAttached: _too_late,
+        m.EngineAttached: _over,
         m.WorkerJoined: _too_late,
         m.WorkerReady: _ignored,
-        m.Heartbeat: _ignored,
+        m.Heartbeat: _too_late,
+        m.StepTakenOver: _ignored,
+        m.CollectiveFailed: _ignored,
         m.WorkerFinished: _ignored,
         m.WorkerFailed: _ignored,  # the first failure is the cause; the rest follow from it
         m.WorkerExited: _ignored,
+        m.LeaveRequested: _ignored,
+        m.WorkerLeft: _ignored,
+        m.ScaleRequested: _refused,
         m.StopRequested: _ignored,
         Ticked: _ignored,
         CoordinatorFailed: _broken,  # the end that was decided could not be recorded, so nobody was told of it

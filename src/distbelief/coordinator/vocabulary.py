@@ -13,6 +13,9 @@ from msgspec import Struct
 
 from distbelief.comm import messages as m
 from distbelief.coordinator import explain
+from distbelief.coordinator.balance import Look, Speeds
+from distbelief.coordinator.detector import STUCK_S, Pulse
+from distbelief.coordinator.paged import Paged
 from distbelief.coordinator.progress import Progress
 from distbelief.errors import DistBeliefError
 
@@ -38,10 +41,20 @@ class RunConfig(Struct, frozen=True, forbid_unknown_fields=True):
     exact: bool = True
     gather_timeout_s: float = 300.0
     """The longest time without any worker joining or becoming ready."""
+    min_workers: int = 1
+    """With fewer the run pauses until there are more."""
+    balance: bool = True
+    """Whether shards move to where they are computed faster."""
+    stuck_s: float = STUCK_S
+    """How long all others may wait for one member that lives but does not come on."""
 
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, not {self.workers}")
+        if not 1 <= self.min_workers <= self.workers:
+            raise ValueError(
+                f"min_workers must be from 1 to the number of workers ({self.workers}), not {self.min_workers}"
+            )
         if self.shares and len(self.shares) != self.workers:
             raise ValueError(f"{len(self.shares)} shares for {self.workers} workers: give one for each, or none")
         if any(not 0 < share < float("inf") for share in self.shares):
@@ -88,13 +101,20 @@ class Report:
 
 
 @dataclass(frozen=True)
+class Reply:
+    """To whoever sent the event that is being handled."""
+
+    command: m.Command
+
+
+@dataclass(frozen=True)
 class Exit:
     """The run is over and everybody has been told: the coordinator may end."""
 
     status: Status
 
 
-Output = Send | Record | Report | Exit
+Output = Send | Record | Report | Reply | Exit
 
 
 # --- state -----------------------------------------------------------------------------------------------------------
@@ -108,12 +128,44 @@ class Worker:
     """0 when its exit was seen before it joined."""
     ready: bool = False
     refused: bool = False
+    leaving: bool = False
+    """It was asked to go, or asked itself."""
+    left: bool = False
+    """It has let go of the generation: nothing of it is computing or writing in there."""
+    fenced: bool = False
+    """It was frozen and is being killed."""
     finished: m.WorkerFinished | None = None
     exited: int | None = None
 
     @property
     def name(self) -> str:
         return explain.who(self.number, self.host, self.pid)
+
+    @property
+    def gone(self) -> bool:
+        """It certainly does nothing in the present generation any more."""
+        return self.exited is not None or self.left
+
+    @property
+    def counts(self) -> bool:
+        """It is there, and meant to stay."""
+        return not (self.gone or self.refused or self.leaving)
+
+
+@dataclass(frozen=True)
+class Troubles:
+    """What went wrong since a step was last committed, and what dead workers were doing."""
+
+    losses: int = 0
+    """Members that died."""
+    broken_at: float | None = None
+    """When a member said that a connection broke, and nobody is known to be dead."""
+    retries: int = 0
+    """Generations that were started again for that reason."""
+    killers: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    """(step, shard) -> workers that died while they computed it."""
+    failed_hires: int = 0
+    """New workers that ended before they were ready, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -124,15 +176,37 @@ class State:
     epoch: int
     active_at: float
     """When a worker last joined or became ready."""
+    target: int
+    """How many workers there should be."""
+    next_worker: int
+    """The number of the next worker that is started. Numbers are never used twice."""
     generation: int = 0
     phase: Phase = "gathering"
-    workers: Mapping[int, Worker] = field(default_factory=dict)
+    workers: Paged[Worker] = field(default_factory=Paged)
     reference: m.WorkerReady | None = None
     """The first worker that was ready: the others must match its job and its canary."""
     start: m.StartGeneration | None = None
+    seats: Mapping[int, int] = field(default_factory=dict)
+    """Member -> its rank."""
+    lost: tuple[int, ...] = ()
+    """Members of this generation that have died."""
+    hired: Mapping[int, float] = field(default_factory=dict)
+    """Workers that an engine was asked to start and that have not joined yet -> when it was last asked."""
+    paused: bool = False
+    """There are too few workers to go on."""
+    finished: int = 0
+    """Members that have finished."""
     pending: Mapping[int, float] = field(default_factory=dict)
     """Worker that has exited -> until when its report of the cause is waited for."""
     progress: Progress = field(default_factory=Progress)
+    pulse: Pulse = field(default_factory=Pulse)
+    speeds: Speeds = field(default_factory=Speeds)
+    look: Look = field(default_factory=Look)
+    looked_at: float = 0.0
+    troubles: Troubles = field(default_factory=Troubles)
+    recoveries: int = 0
+    taken_over: int = 0
+    """The newest generation that told what it took over."""
     outcome: m.EndRun | None = None
 
     @property
@@ -140,4 +214,4 @@ class State:
         return self.start.members if self.start else []
 
     def is_member(self, worker: int) -> bool:
-        return any(member.worker == worker for member in self.members)
+        return worker in self.seats

@@ -1,7 +1,8 @@
 """The embedded engine: a coordinator and N workers on this machine, started, watched and ended from this process.
 
-It keeps the shared segments, merges the logs, tells the coordinator of exits, and shows progress. One thread, one
-poll loop; whatever happens, leaving it leaves no process and no segment behind.
+It keeps the shared segments, merges the logs, tells the coordinator of exits, starts and kills workers on its word,
+starts the coordinator again when it dies, and shows progress. One thread, one poll loop; whatever happens, leaving it
+leaves no process and no segment behind.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import secrets
 import signal
 import socket
 import threading
@@ -23,7 +25,18 @@ import zmq
 from distbelief.comm import words
 from distbelief.comm.keeper import SegmentKeeper
 from distbelief.comm.memfd import receive_message
-from distbelief.comm.messages import EndRun, EngineAttached, Event, StopRequested, WorkerExited, decode_command, encode
+from distbelief.comm.messages import (
+    SECRET_BYTES,
+    EndRun,
+    EngineAttached,
+    Event,
+    KillWorker,
+    StartWorker,
+    StopRequested,
+    WorkerExited,
+    decode_command,
+    encode,
+)
 from distbelief.coordinator.journal import read as read_journal
 from distbelief.engines.processes import CoordinatorProcess, LogPipe, Zygote
 from distbelief.errors import DistBeliefError, JobError, RunFailed, RunInterrupted
@@ -33,6 +46,9 @@ REFRESH_S = 0.2
 LOADING_S = 1800.0  # the longest silence while workers load their job; their exits are noticed at once anyway
 HASTE_S = 0.3
 GRACE_S = 3.0  # how long processes may take to end by themselves
+ATTACH_EVERY_S = 1.0
+SHORT_LIFE_S = 2.0  # a coordinator that lives no longer has not been of use
+MOST_SHORT_LIVES = 5
 
 
 class Observer(Protocol):
@@ -63,6 +79,10 @@ class Launch:
     sys_path: tuple[str, ...] = ()
     worker_threads: dict[int, int] = field(default_factory=dict)
     """Workers with another number of threads than the run's. In exact mode the canary refuses them."""
+    min_workers: int = 1
+    balance: bool = True
+    dial: Callable[[int, str], str] = lambda worker, address: address
+    """The address at which a worker reaches the coordinator: chaos puts itself in between."""
 
 
 def run(launch: Launch, observer: Observer) -> dict[str, Any]:
@@ -126,6 +146,11 @@ class _Run:
         self._handlers: dict[Any, Callable[[], None]] = {}
         self._workers: dict[int, int] = {}  # process number -> worker
         self._alive: set[int] = set()
+        self._exits: dict[int, int] = {}  # worker -> status
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._store: tuple[str, int] | None = None
+        self._epoch = 0
+        self._short_lives = 0
         self._ended = False
         self._deadline = float("inf")
 
@@ -147,14 +172,19 @@ class _Run:
             "transport": self._transport(),
             "exact": launch.exact,
             "gather_timeout_s": LOADING_S,
+            "min_workers": launch.min_workers,
+            "balance": launch.balance,
         }
-        self._coordinator = CoordinatorProcess(launch.run_dir, config, self._log("coordinator"))
-        self._stack.callback(self._coordinator.close)
-        address = self._coordinator.address()
-        self._connect(address)
+        self._order = {"run_dir": str(launch.run_dir), "secret": self._secret.hex(), "config": config}
+        self._start_coordinator()
+        self._address = self._order["listen"] = self._coordinator.address()  # a later one listens there too
+        self._connect(self._address)
         self._watch(self._zygote.socket, self._zygote_ready)
         self._watch(self._signals.wake_fd, self._stop)
-        self._address = address
+
+    def _start_coordinator(self) -> None:
+        self._coordinator = CoordinatorProcess(self._order, self._log("coordinator"))
+        self._stack.callback(self._coordinator.close)
 
     def _transport(self) -> str:
         wanted = self._launch.transport
@@ -166,24 +196,29 @@ class _Run:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(address)
         self._watch(self._socket, self._commands)
-        self._send(EngineAttached(host_name(), self._launch.workers))
+        self._attach()
+
+    def _attach(self) -> None:
+        """Tell all there is to know. Repeated, so that what was lost, on the way or with a coordinator, is made good."""
+        self._next_attach = time.monotonic() + ATTACH_EVERY_S
+        running = {self._workers[pid]: pid for pid in self._alive}
+        self._send(EngineAttached(host_name(), running, self._exits))
 
     def _zygote_ready(self) -> None:
         self._zygote.wait_ready()
         self._watch(self._zygote.socket, self._zygote_event)
-        store = None
         if self._transport() == "gloo":
-            store = ("127.0.0.1", self._zygote.fork_store(self._log("store")))
+            self._store = ("127.0.0.1", self._zygote.fork_store(self._log("store")))
         for worker in range(self._launch.workers):
-            self._start_worker(worker, store)
+            self._start_worker(worker)
 
-    def _start_worker(self, worker: int, store: tuple[str, int] | None) -> None:
+    def _start_worker(self, worker: int) -> None:
         launch = self._launch
         spec = WorkerSpec(
             worker=worker,
             host=host_name(),
-            address=self._address,
-            secret=self._coordinator.secret.hex(),
+            address=launch.dial(worker, self._address),
+            secret=self._secret.hex(),
             run_dir=str(launch.run_dir),
             strategy=launch.strategy,
             threads=launch.worker_threads.get(worker, launch.threads),
@@ -191,7 +226,7 @@ class _Run:
             job_file=launch.job_file,
             settings=launch.settings,
             sys_path=list(launch.sys_path),
-            store=store,
+            store=self._store,
         )
         pid, connection = self._zygote.fork_worker(spec, self._log(f"worker {worker}"))
         self._workers[pid] = worker
@@ -213,9 +248,10 @@ class _Run:
             if now >= next_refresh:
                 next_refresh = now + REFRESH_S
                 self._observer.refresh()
+            if now >= self._next_attach and not self._ended:
+                self._attach()
             if self._coordinator.ended() and not self._ended:
-                self._commands()  # its last words may still be in the socket
-                self._finish()
+                self._coordinator_ended()
             if now >= self._deadline:
                 self._deadline = float("inf")
                 self._finish(GRACE_S / 2)
@@ -227,9 +263,53 @@ class _Run:
     def _commands(self) -> None:
         while self._socket.poll(0):
             command = decode_command(self._socket.recv_multipart()[-1])
-            if isinstance(command, EndRun):
-                # After a failure nobody has anything left to do, and a worker that still loads will not hear of it.
-                self._finish(GRACE_S if command.status == "completed" else HASTE_S)
+            match command:
+                case EndRun():
+                    # After a failure nobody has anything left to do, and a worker that still loads hears nothing.
+                    self._finish(GRACE_S if command.status == "completed" else HASTE_S)
+                case StartWorker():
+                    self._start_another(command)
+                case KillWorker():
+                    self._kill(command)
+
+    def _start_another(self, command: StartWorker) -> None:
+        if not self._obeyed(command.epoch) or self._ended or not self._zygote_is_up():
+            return
+        if command.worker not in self._workers.values():
+            self._start_worker(command.worker)
+
+    def _kill(self, command: KillWorker) -> None:
+        if self._obeyed(command.epoch):
+            for pid in [pid for pid in self._alive if self._workers[pid] == command.worker]:
+                self._zygote.kill(pid)
+
+    def _obeyed(self, epoch: int) -> bool:
+        """No command of an older coordinator is carried out."""
+        self._epoch = max(self._epoch, epoch)
+        return epoch == self._epoch
+
+    def _zygote_is_up(self) -> bool:
+        return self._handlers.get(self._zygote.socket.fileno()) == self._zygote_event
+
+    def _coordinator_ended(self) -> None:
+        """It has ended the run, or it has died: then another one takes the run over from the journal."""
+        self._commands()  # its last words may still be in the socket
+        if self._ended:
+            return
+        if any(record.get("kind") == "ended" for record in read_journal(self._launch.run_dir / "journal.jsonl")):
+            self._finish()  # the end is on the disk: nobody needs to be told but our own workers, and they are ended
+            return
+        lived_s = time.monotonic() - self._coordinator.started_at
+        self._short_lives = self._short_lives + 1 if lived_s < SHORT_LIFE_S else 0
+        if self._short_lives >= MOST_SHORT_LIVES:
+            self._finish(HASTE_S)
+            raise RunFailed(
+                f"the coordinator died {self._short_lives} times within seconds",
+                hint=f"see {self._launch.run_dir}/logs/coordinator.log",
+            )
+        self._start_coordinator()
+        self._coordinator.address()
+        self._attach()
 
     def _finish(self, grace_s: float = GRACE_S) -> None:
         self._ended = True
@@ -257,7 +337,9 @@ class _Run:
         pid = int(event.get("pid", -1))
         if event.get("event") == "exited" and pid in self._alive:
             self._alive.discard(pid)
-            self._send(WorkerExited(self._workers[pid], int(event["status"])))
+            worker = self._workers[pid]
+            self._exits[worker] = int(event["status"])
+            self._send(WorkerExited(worker, self._exits[worker]))
 
     def _segment_request(self, connection: socket.socket) -> None:
         try:
@@ -266,7 +348,7 @@ class _Run:
             self._unwatch(connection)
 
     def _send(self, event: Event) -> None:
-        self._socket.send_multipart([self._coordinator.secret, encode(event)])
+        self._socket.send_multipart([self._secret, encode(event)])
 
     # --- plumbing ----------------------------------------------------------------------------------------------------
 

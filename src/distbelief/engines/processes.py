@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 
 from distbelief.comm.memfd import receive_message, send_message
-from distbelief.comm.messages import SECRET_BYTES
 from distbelief.errors import DistBeliefError, RunFailed
 from distbelief.worker.spec import WorkerSpec
 
@@ -80,8 +79,9 @@ class LogPipe:
 class CoordinatorProcess:
     """`python -m distbelief.coordinator`, told what to do over its stdin, which also is its lifeline."""
 
-    def __init__(self, run_dir: Path, config: dict[str, Any], log: LogPipe) -> None:
-        self.secret = secrets.token_bytes(SECRET_BYTES)
+    def __init__(self, order: dict[str, Any], log: LogPipe) -> None:
+        """`order`: run_dir, secret, config, and where to listen (see coordinator/__main__.py)."""
+        self.started_at = time.monotonic()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "distbelief.coordinator"],
             stdin=subprocess.PIPE,
@@ -90,7 +90,6 @@ class CoordinatorProcess:
             start_new_session=True,  # the terminal's signals are the engine's business
         )
         log.close_write()
-        order = {"run_dir": str(run_dir), "secret": self.secret.hex(), "config": config}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
@@ -107,6 +106,12 @@ class CoordinatorProcess:
         if "error" in answer:
             raise DistBeliefError(answer["error"], hint=answer.get("hint", "see logs/coordinator.log"))
         return str(answer["address"])
+
+    @property
+    def sentinel(self) -> int:
+        """Readable when the process has ended: nothing more is written to its stdout once it serves."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
 
     def ended(self) -> bool:
         return self._process.poll() is not None

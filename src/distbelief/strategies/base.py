@@ -28,6 +28,27 @@ class StepResult:
     """Equal wherever and whenever this step is executed; kept with the step."""
 
 
+@dataclass(frozen=True)
+class Applied:
+    """What a step gave, as it is kept with the state."""
+
+    step: int
+    loss: float
+    samples: int
+    fingerprint: str
+    at: float
+    """Wall clock."""
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """A step that an earlier generation began and this one finishes."""
+
+    step: int
+    recomputed: int
+    """Shards that had to be computed again; the others' partial sums were there."""
+
+
 class NonFiniteLoss(DistBeliefError):
     """The loss is NaN or infinite. Raised on every member before the step is applied."""
 
@@ -64,6 +85,18 @@ class Replica(Protocol):
 
     def commit(self, step: int) -> StepResult:
         """Add the partial sums of all members and update. Atomic: applied whole or not at all."""
+
+    def taken_over(self) -> Takeover | None:
+        """What this generation found begun when it started."""
+
+    def remembered(self, first: int) -> list[Applied]:
+        """What the applied steps from `first` on gave, as far back as it is kept, whoever applied them."""
+
+    def note(self) -> tuple[int, bytes]:
+        """(steps applied when it was kept, content): survives whoever kept it."""
+
+    def keep_note(self, content: bytes) -> None:
+        """Keep some bytes that belong to the present state. Members that share a state leave it to rank 0."""
 
     def synchronise(self) -> None:
         """Bring the model's buffers to the committed values (before evaluation, hashing, saving)."""

@@ -64,6 +64,7 @@ class PreparedAllReduce:
             slots=[slots_needed(self._schedule.shards, mine) if self._exact else 1 for mine in ranges],
             shards=self._schedule.shards,
             marks=len(self._layout.entries),
+            integer_bytes=len(self._computer.integer_bytes()),
         )
 
     def build(self, seat: Seat, exchange: Exchange, fetch: Fetch) -> Replica:

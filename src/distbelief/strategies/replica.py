@@ -4,49 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from distbelief.comm.exchange import ROW, Exchange, Source, StepPlan
+from distbelief.comm.exchange import ROW, Exchange, Gift, StepPlan
 from distbelief.data.seeding import seed_everything
 from distbelief.errors import JobError
-from distbelief.shards import Range, Schedule, mix, program, shard_seed
-from distbelief.strategies.base import Fetch, NonFiniteLoss, Seat, StepResult
+from distbelief.shards import Range, Schedule, mix, shard_seed
+from distbelief.strategies.base import Applied, Fetch, NonFiniteLoss, Seat, StepResult, Takeover
 from distbelief.strategies.compute import ShardComputer
-from distbelief.strategies.partials import Partials, ShardWork, partial_sums
+from distbelief.strategies.partials import ShardWork
 from distbelief.strategies.state import ReplicaState
+from distbelief.strategies.takeover import StepWork, plan_step, plan_takeover
 from distbelief.strategies.tileoptimizer import Recipe, TileMemory, TileOptimizer
 
 _LOSS, _WEIGHT, _INTEGERS, _COUNTS = range(ROW)
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """What this member computes in a step and how all partial sums are added. Depends on `occupied` alone."""
-
-    partials: Partials
-    sources: Sequence[Source]
-    order: object
-    idle: bool
-    """Whether some member has nothing to compute in this step."""
-
-
-def plan_work(shards: int, occupied: int, ranges: Sequence[Range], rank: int) -> StepWork:
-    everybody = [partial_sums(shards, occupied, mine) for mine in ranges]
-    sources: list[Source] = []
-    numbers: dict[Range, int] = {}
-    for owner, partials in enumerate(everybody):
-        for node, slot in partials.results.items():
-            numbers[node] = len(sources)
-            sources.append(Source(owner, slot))
-    idle = any(not partials.work for partials in everybody)
-    return StepWork(everybody[rank], sources, program(shards, occupied, numbers), idle)
+_POSITION = struct.Struct("?q")  # whether a replica has been initialised, and the steps applied to it
 
 
 class DataParallelReplica:
@@ -64,9 +43,15 @@ class DataParallelReplica:
         self._seat = seat
         self._fetch = fetch
         self._exact = exact
-        self._state = ReplicaState(computer.layout, recipe, exchange)
-        self._start_state()
+        self._state = ReplicaState(computer.layout, recipe, exchange, len(computer.integer_bytes()))
+        self._writes_for_all = exchange.rank == 0 or not exchange.shares_state
+        if exchange.shares_state:
+            self._start_together()
+        else:
+            self._start_apart()
         computer.bind_parameters(self._state.segment, self._state.values_at)
+        computer.commit_integers(self._state.integers(self._state.steps_applied))
+        self._takeover = self._plan_takeover(self._state.steps_applied)
         self._committed = computer.committed_buffers(self._state.segment, self._state.values_at)
         self._tiles = [t for t in exchange.tiles if t < computer.layout.parameter_tiles]
         self._buffer_tiles = [t for t in exchange.tiles if t >= computer.layout.parameter_tiles]
@@ -79,36 +64,85 @@ class DataParallelReplica:
         self._ahead: tuple[int, Any] = (-1, None)
         self._work = lru_cache(maxsize=4)(self._plan)
         self._slot_tiles: dict[int, list[torch.Tensor]] = {}
-        self._rows = np.zeros((seat.ranges[seat.rank][1] - seat.ranges[seat.rank][0], ROW))
+        self._rows = np.zeros((schedule.shards, ROW))
         self._touched = np.zeros(len(computer.layout.entries), np.uint8)
         self.comm_s = 0.0
 
-    def _start_state(self) -> None:
-        """The first generation writes the initial values; a later one finds the state, and repairs it if it is torn."""
-        first = self.exchange.rank == 0 or not self.exchange.shares_state
-        if first and self._state.initialised:
+    def _start_together(self) -> None:
+        """One state for all. The first generation writes it; a later one finds it, and repairs it if it is torn."""
+        self.exchange.gather(b"")  # everybody has left the generation before: nobody writes any more
+        if self._writes_for_all and self._state.initialised:
             self._state.repair()
-        elif first:
-            self._computer.write_values(self._state.segment, self._state.values_at)
-            self._state.mark_initialised()
+        elif self._writes_for_all:
+            self._write_initial_state()
         self.exchange.gather(b"")  # nobody reads before the writer is done
+
+    def _start_apart(self) -> None:
+        """A state for each. The furthest one is the truth; those behind it, and newcomers, copy it from its owner."""
+        mine = _POSITION.pack(self._state.initialised, self._state.steps_applied)
+        positions = [_POSITION.unpack(theirs) for theirs in self.exchange.gather(mine)]
+        if not any(initialised for initialised, _ in positions):
+            self._write_initial_state()
+            return
+        truth = max(applied for initialised, applied in positions if initialised)
+        source = positions.index((True, truth))
+        behind = [rank for rank, position in enumerate(positions) if position != (True, truth)]
+        if self.exchange.rank in behind:
+            self._state.mark_initialised(False)
+        first, rest = self._state.blocks()
+        if behind:
+            self.exchange.transfer(rest, source, behind)
+            self.exchange.transfer(first, source, behind)  # with the stamps, last: half a copy is no state
+
+    def _write_initial_state(self) -> None:
+        self._computer.write_values(self._state.segment, self._state.values_at)
+        self._state.write_integers(0, self._computer.integer_bytes())
+        self._state.mark_initialised()
 
     def steps_applied(self) -> int:
         return self._state.steps_applied
 
+    def taken_over(self) -> Takeover | None:
+        return Takeover(self._takeover[0], self._takeover[1].recomputed) if self._takeover else None
+
+    def remembered(self, first: int) -> list[Applied]:
+        return self._state.remembered(first)
+
+    def note(self) -> tuple[int, bytes]:
+        return self._state.note()
+
+    def keep_note(self, content: bytes) -> None:
+        if self._writes_for_all:
+            self._state.write_note(self._state.steps_applied, content)
+
     def _plan(self, occupied: int) -> StepWork:
+        ranges, rank = self._seat.ranges, self._seat.rank
         if self._exact:
-            return plan_work(self._schedule.shards, occupied, self._seat.ranges, self._seat.rank)
-        busy = sum(1 for first, _ in self._seat.ranges if first < occupied)
-        members = [(rank, rank + 1) for rank in range(len(self._seat.ranges))]
-        return plan_work(len(members), busy, members, self._seat.rank)
+            return plan_step(self._schedule.shards, occupied, ranges, rank)
+        busy = sum(1 for first, _ in ranges if first < occupied)
+        fused = plan_step(len(ranges), busy, [(member, member + 1) for member in range(len(ranges))], rank)
+        return replace(fused, mine=[ranges[rank]])
+
+    def _plan_takeover(self, step: int) -> tuple[int, StepWork] | None:
+        if not self._exact or step >= self._seat.steps:
+            return None
+        held = self.exchange.held(step)
+        if held is None:
+            return None
+        shards, occupied = self._schedule.shards, self._schedule.occupied(step)
+        return step, plan_takeover(shards, occupied, held, self.exchange.size, self._seat.rank)
+
+    def _work_of(self, step: int) -> StepWork:
+        if self._takeover and self._takeover[0] == step:
+            return self._takeover[1]
+        return self._work(self._schedule.occupied(step))
 
     def _shards_of(self, work: ShardWork) -> Range:
         return (work.shard, work.shard + 1) if self._exact else self._seat.ranges[self._seat.rank]
 
     def compute(self, step: int) -> None:
-        work = self._work(self._schedule.occupied(step))
-        self.exchange.begin(StepPlan(step, work.sources, work.order))  # type: ignore[arg-type]
+        work = self._work_of(step)
+        self.exchange.begin(StepPlan(step, work.sources, work.order))
         self._rows.fill(0)
         self._touched.fill(0)
         for unit in work.partials.work:
@@ -120,6 +154,7 @@ class DataParallelReplica:
     def _compute_unit(self, step: int, unit: ShardWork, last: bool) -> None:
         first, end = self._shards_of(unit)
         ahead, self._ahead = self._ahead, (-1, None)
+        self.exchange.working(first)
         batch, samples = ahead[1] if ahead[0] == step else self._fetch(step, first, end)
         views = self._tile_views
 
@@ -133,12 +168,8 @@ class DataParallelReplica:
             batch, samples, shard_seed(self._job.seed, step, first), self.exchange.slot(unit.slot), self._committed,
             tile_ready,
         )  # fmt: skip
-        self._rows[first - self._seat.ranges[self._seat.rank][0]] = (
-            result.loss_sum,
-            result.weight,
-            result.integers,
-            samples,
-        )
+        self.exchange.working(-1)
+        self._rows[first] = (result.loss_sum, result.weight, result.integers, samples)
         self._touched |= result.touched
 
     def _tile_views(self, slot: int) -> list[torch.Tensor]:
@@ -150,31 +181,35 @@ class DataParallelReplica:
 
     def commit(self, step: int) -> StepResult:
         started = time.perf_counter()
-        rows, untouched = self.exchange.share(self._seat.ranges[self._seat.rank], self._rows, self._touched == 0)
+        work = self._work_of(step)
+        integers = self._computer.integer_bytes()
+        nodes = list(work.partials.results.items())
+        shared = self.exchange.share(Gift(self._rows, work.mine, nodes, self._touched == 0, integers))
         self.comm_s += time.perf_counter() - started
-        result = self._judge(step, rows)
-        weight = math.fsum(rows[:, _WEIGHT])
+        result, untouched = self._judge(step, shared.rows), shared.untouched
+        weight = math.fsum(shared.rows[:, _WEIGHT])
         if weight == 0:  # nothing to learn from: as if no parameter had a gradient; buffers have seen the samples
             untouched = untouched.copy()
             untouched[: len(self._computer.parameters)] = True
-        units = int(np.count_nonzero(rows[:, _COUNTS]))
+        if self._writes_for_all:
+            self._state.remember(Applied(step, result.loss, result.samples, result.fingerprint, time.time()))
+            self._state.write_integers(step + 1, shared.integers)
+        units = int(np.count_nonzero(shared.rows[:, _COUNTS]))
         self._update(step, 1.0 / weight if weight else 0.0, units, untouched)
         self.exchange.applied()
         self._look_ahead(step + 1)
         started = time.perf_counter()
         self.exchange.settle()
         self.comm_s += time.perf_counter() - started
-        work = self._work(self._schedule.occupied(step))
-        if work.idle:
-            self._computer.commit_integers(self.exchange.gather(self._computer.integer_bytes())[0])
-        else:
-            self._computer.commit_integers()
+        self._computer.commit_integers(None if integers == shared.integers else shared.integers)
         return result
 
     def _look_ahead(self, step: int) -> None:
         """Fetch the next step's first batch while others finish this one."""
+        if step >= self._seat.steps:
+            return
         work = self._work(self._schedule.occupied(step)).partials.work
-        if work and step < self._seat.steps:
+        if work:
             self._ahead = (step, self._fetch(step, *self._shards_of(work[0])))
 
     def _judge(self, step: int, rows: np.ndarray) -> StepResult:

@@ -1,39 +1,56 @@
 """The state of a replica in one block of memory, and the undo log that makes a commit atomic.
 
-    | stamps | values: parameters, float buffers | optimizer state | undo copy of both |
+    | stamps | history | note | integers, twice | values: parameters, float buffers | optimizer state | undo copy |
 
 Before a tile is updated its old bytes are copied to the undo part and its stamp says so; after the update the stamp
 says that too. So whoever dies in the middle of a commit, the old values are there: `repair` puts them back, as if the
-step had not begun to be applied. (docs/decisions/0001)
+step had not begun to be applied. (docs/decisions/0001) The integer buffers of before and after a step lie in two
+places, used in turn. What the last steps gave (history) and the last evaluation (note) are kept too, so that a member
+that dies before it has reported them takes nothing along.
 """
 
 from __future__ import annotations
 
 import ctypes
+import struct
 
 import numpy as np
 import torch
 
 from distbelief.comm.exchange import Exchange
 from distbelief.comm.segment import Segment
+from distbelief.strategies.base import Applied
 from distbelief.strategies.layout import Layout
 from distbelief.strategies.tileoptimizer import Recipe, state_bytes
 
 _PAGE = 4096
+_REMEMBERED = 1024  # steps: many more than are committed between two heartbeats
+_NOTE_BYTES = 1 << 16
+_NOTE_HEAD = struct.Struct("qq")  # steps applied when it was written, and its length
+_STEP = np.dtype(
+    [("step", np.int64), ("loss", np.float64), ("samples", np.int64), ("fingerprint", "S16"), ("at", np.float64)]
+)
 
 
 class ReplicaState:
     """Views of that block. A stamp is 2t: before step t; 2t+1: its undo copy is whole, the tile may be torn."""
 
-    def __init__(self, layout: Layout, recipe: Recipe, exchange: Exchange) -> None:
+    def __init__(self, layout: Layout, recipe: Recipe, exchange: Exchange, integer_bytes: int) -> None:
         self.layout = layout
         sizes = [state_bytes(recipe, layout, t) if t < layout.parameter_tiles else 0 for t in range(len(layout.tiles))]
-        self.values_at = _pages(8 * (1 + len(layout.tiles)))
+        history_at = _pages(8 * (1 + len(layout.tiles)))
+        self._note_at = history_at + _pages(_REMEMBERED * _STEP.itemsize)
+        self._integers_at = self._note_at + _NOTE_BYTES
+        self._integer_bytes = integer_bytes
+        self.values_at = self._integers_at + _pages(2 * integer_bytes)
         optimizer_at = self.values_at + _pages(layout.size_bytes)
         undo_at = optimizer_at + _pages(sum(sizes))
+        self.size_bytes = undo_at
+        """Without the undo part: what another replica must be given to be the same."""
         undo_bytes = undo_at - self.values_at if exchange.shares_state else 0
         self.segment: Segment = exchange.state(undo_at + undo_bytes)
         self._stamps = np.frombuffer(self.segment.buffer, np.int64, 1 + len(layout.tiles))
+        self._history = np.frombuffer(self.segment.buffer, _STEP, _REMEMBERED, history_at)
         self.values = [self.segment.tensor(t.dtype, self.values_at + t.offset_bytes, t.numel) for t in layout.tiles]
         self.optimizer = []
         self._current: list[list[torch.Tensor]] = []
@@ -52,8 +69,13 @@ class ReplicaState:
     def initialised(self) -> bool:
         return bool(self._stamps[0])
 
-    def mark_initialised(self) -> None:
-        self._stamps[0] = 1
+    def mark_initialised(self, value: bool = True) -> None:
+        self._stamps[0] = value
+
+    def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the page that begins with the stamps, all that follows): what another replica needs to be the same."""
+        bytes_of = self.segment.tensor
+        return bytes_of(torch.uint8, 0, _PAGE), bytes_of(torch.uint8, _PAGE, self.size_bytes - _PAGE)
 
     @property
     def steps_applied(self) -> int:
@@ -84,6 +106,52 @@ class ReplicaState:
                 current.copy_(copy)
             self._stamps[1 + tile] = applied
         return ahead
+
+    # --- what goes with the values -----------------------------------------------------------------------------------
+
+    def integers(self, applied: int) -> bytes:
+        """The integer buffers after so many steps: after the last one, or the one before."""
+        return bytes(self.segment.view(self._integers_at + applied % 2 * self._integer_bytes, self._integer_bytes))
+
+    def write_integers(self, applied: int, content: bytes) -> None:
+        if content:
+            self.segment.view(self._integers_at + applied % 2 * self._integer_bytes, self._integer_bytes)[:] = content
+
+    def remember(self, applied: Applied) -> None:
+        """Keep what a step gave. Before the step is wholly applied, so that no applied step is without it."""
+        place = self._history[applied.step % _REMEMBERED]
+        place["step"] = -1
+        place["loss"], place["samples"], place["at"] = applied.loss, applied.samples, applied.at
+        place["fingerprint"] = applied.fingerprint
+        place["step"] = applied.step
+
+    def remembered(self, first: int) -> list[Applied]:
+        """What the applied steps from `first` on gave, as far back as it is kept."""
+        applied = self.steps_applied
+        found = []
+        for step in range(max(first, applied - _REMEMBERED, 0), applied):
+            place = self._history[step % _REMEMBERED]
+            if int(place["step"]) == step:
+                fingerprint = place["fingerprint"].decode()
+                found.append(
+                    Applied(step, float(place["loss"]), int(place["samples"]), fingerprint, float(place["at"]))
+                )
+        return found
+
+    def write_note(self, applied: int, content: bytes) -> None:
+        """Keep some bytes that belong to the state after so many steps. What does not fit is not kept."""
+        if len(content) <= _NOTE_BYTES - _NOTE_HEAD.size:
+            buffer = self.segment.buffer
+            _NOTE_HEAD.pack_into(buffer, self._note_at, -1, 0)
+            at = self._note_at + _NOTE_HEAD.size
+            buffer[at : at + len(content)] = content
+            _NOTE_HEAD.pack_into(buffer, self._note_at, applied, len(content))
+
+    def note(self) -> tuple[int, bytes]:
+        """(steps applied when it was written, content); nothing has been kept when the content is empty."""
+        applied, length = _NOTE_HEAD.unpack_from(self.segment.buffer, self._note_at)
+        at = self._note_at + _NOTE_HEAD.size
+        return applied, bytes(self.segment.buffer[at : at + length]) if applied >= 0 else b""
 
 
 def _pages(size_bytes: int) -> int:

@@ -9,7 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from distbelief.comm.messages import Command, EndRun, Member, Refuse, StartGeneration
+from distbelief.comm.messages import (
+    Command,
+    EndRun,
+    Introduce,
+    Member,
+    PastGeneration,
+    Refuse,
+    Retire,
+    StartGeneration,
+)
 from distbelief.shards import Range
 
 Phase = Literal["waiting", "training", "finished", "ended"]
@@ -37,6 +46,8 @@ class TrainGeneration:
     rank: int
     members: tuple[Member, ...]
     transport: str
+    past: tuple[PastGeneration, ...] = ()
+    reported: int = 0
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -44,13 +55,27 @@ class TrainGeneration:
 
 
 @dataclass(frozen=True)
+class StandDown:
+    """Let go of the generation and say so; then wait."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class TellAgain:
+    """Say again what you have said: the coordinator does not know it. Steps before `reported` it does."""
+
+    reported: int
+
+
+@dataclass(frozen=True)
 class Leave:
     status: str
-    """completed · failed · stopped · refused"""
+    """completed · failed · stopped · left · refused"""
     reason: str
 
 
-Action = AbortStep | TrainGeneration | Leave
+Action = AbortStep | TrainGeneration | StandDown | TellAgain | Leave
 
 
 @dataclass(frozen=True)
@@ -76,11 +101,26 @@ def step(state: WorkerState, event: Command | GenerationFinished) -> tuple[Worke
         return state, []  # an older coordinator that does not know it was replaced
     state = replace(state, epoch=event.epoch)
     stop: list[Action] = [AbortStep("the run ends")] if state.phase == "training" else []
-    if isinstance(event, EndRun):
-        return replace(state, phase="ended"), [*stop, Leave(event.status, event.reason)]
-    if isinstance(event, Refuse):
-        return replace(state, phase="ended"), [*stop, Leave("refused", event.reason)]
-    return _start(state, event)
+    match event:
+        case EndRun():
+            return replace(state, phase="ended"), [*stop, Leave(event.status, event.reason)]
+        case Refuse():
+            return replace(state, phase="ended"), [*stop, Leave("refused", event.reason)]
+        case Introduce():
+            return state, [TellAgain(event.reported)]
+        case Retire():
+            return _retire(state, event)
+        case StartGeneration():
+            return _start(state, event)
+    return state, []  # not for workers
+
+
+def _retire(state: WorkerState, event: Retire) -> tuple[WorkerState, list[Action]]:
+    if event.generation < state.generation:
+        return state, []
+    # Also when it has let go before: that it did so may not have been heard.
+    stop: list[Action] = [AbortStep("this worker leaves")] if state.phase == "training" else []
+    return replace(state, phase="waiting", generation=event.generation), [*stop, StandDown(event.generation)]
 
 
 def _start(state: WorkerState, event: StartGeneration) -> tuple[WorkerState, list[Action]]:
@@ -90,6 +130,8 @@ def _start(state: WorkerState, event: StartGeneration) -> tuple[WorkerState, lis
     ranks = [rank for rank, member in enumerate(event.members) if member.worker == state.worker]
     state = replace(state, generation=event.generation, phase="training" if ranks else "waiting")
     if ranks:
-        members = tuple(event.members)
-        actions.append(TrainGeneration(event.epoch, event.generation, ranks[0], members, event.transport))
+        members, past = tuple(event.members), tuple(event.past)
+        actions.append(
+            TrainGeneration(event.epoch, event.generation, ranks[0], members, event.transport, past, event.reported)
+        )
     return state, actions

@@ -10,19 +10,40 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 import msgspec
 import zmq
 
-from distbelief.comm.messages import Command, Evaluation, Event, Heartbeat, StepReport, Timing, decode_command, encode
+from distbelief.comm.messages import (
+    Command,
+    Evaluation,
+    Event,
+    Heartbeat,
+    StepReport,
+    Timing,
+    decode_command,
+    encode,
+)
 from distbelief.comm.words import Abort
 from distbelief.worker import control
-from distbelief.worker.control import AbortStep, Action, GenerationFinished, Leave, TrainGeneration, WorkerState
+from distbelief.worker.control import (
+    AbortStep,
+    Action,
+    GenerationFinished,
+    Leave,
+    TellAgain,
+    TrainGeneration,
+    WorkerState,
+)
 
 HEARTBEAT_S = 0.2
 GRACE_S = 2.0  # how long the training thread may take to leave before the process ends anyway
+
+
+_Item = Event | GenerationFinished | threading.Event | None
 
 
 @dataclass
@@ -33,7 +54,9 @@ class Progress:
     timing: Timing = field(default_factory=Timing)
     reports: deque[StepReport] = field(default_factory=deque)
     evaluations: deque[Evaluation] = field(default_factory=deque)
-    training: bool = False
+    waiting: Callable[[], bool] = lambda: False
+    recall: Callable[[int], None] = lambda reported: None
+    """Leave reports of the steps from here on again, where they are kept."""
 
 
 class ControlLink:
@@ -41,12 +64,14 @@ class ControlLink:
 
     def __init__(self, address: str, secret: bytes, worker: int) -> None:
         self.progress = Progress()
-        self.abort = Abort()
-        self.actions: SimpleQueue[Action] = SimpleQueue()
+        self.actions: SimpleQueue[tuple[Action, Abort]] = SimpleQueue()
+        """What to do; and the flag by which that will be ended, if it is a generation's work."""
         self._address = address
         self._secret = secret
         self._state = WorkerState(worker)
-        self._outbox: SimpleQueue[Event | GenerationFinished | None] = SimpleQueue()
+        self._abort = Abort()  # of the newest generation
+        self._story: dict[type, Event] = {}
+        self._outbox: SimpleQueue[_Item] = SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
@@ -59,12 +84,19 @@ class ControlLink:
         self._thread.join(timeout=5)
 
     def send(self, event: Event) -> None:
+        """Tell the coordinator. It is told again if it asks: a new one does not know what the one before it knew."""
         self._post(event)
+
+    def flush(self, timeout_s: float = 1.0) -> None:
+        """Return when what was sent has left this thread's hands: for what must be known even if we die at once."""
+        sent = threading.Event()
+        self._post(sent)
+        sent.wait(timeout_s)
 
     def finished(self, generation: int) -> None:
         self._post(GenerationFinished(generation))
 
-    def _post(self, item: Event | GenerationFinished | None) -> None:
+    def _post(self, item: _Item) -> None:
         self._outbox.put(item)
         os.eventfd_write(self._wake, 1)
 
@@ -107,15 +139,17 @@ class ControlLink:
                 return False
             if isinstance(item, GenerationFinished):
                 self._decide(item)
+            elif isinstance(item, threading.Event):
+                item.set()
             else:
                 self._beat(socket)  # what it left before this event goes first
+                self._story.pop(type(item), None)  # in the order in which they were last said
+                self._story[type(item)] = item
                 socket.send_multipart([self._secret, encode(item)])
         return True
 
     def _beat(self, socket: zmq.Socket[bytes]) -> None:
         progress = self.progress
-        if not progress.training:
-            return
         reports = [progress.reports.popleft() for _ in range(len(progress.reports))]
         evaluations = [progress.evaluations.popleft() for _ in range(len(progress.evaluations))]
         beat = Heartbeat(
@@ -126,6 +160,7 @@ class ControlLink:
             progress.timing,
             reports,
             evaluations,
+            progress.waiting(),
         )
         socket.send_multipart([self._secret, encode(beat)])
 
@@ -139,19 +174,28 @@ class ControlLink:
                 command = decode_command(frames[-1])
             except msgspec.MsgspecError:
                 continue  # not a message of ours
-            self._decide(command)
+            for event in self._decide(command):
+                socket.send_multipart([self._secret, encode(event)])
 
-    def _decide(self, event: Command | GenerationFinished) -> None:
+    def _decide(self, event: Command | GenerationFinished) -> list[Event]:
+        """Carry out what follows from it. Returns what is to be said."""
         self._state, actions = control.step(self._state, event)
+        said: list[Event] = []
         for action in actions:
-            if isinstance(action, AbortStep):
-                self.abort.set(action.reason)
-            else:
-                self.actions.put(action)
+            match action:
+                case AbortStep(reason):
+                    self._abort.set(reason)
+                case TellAgain(reported):
+                    said += self._story.values()
+                    self.progress.recall(reported)
+                case TrainGeneration():
+                    self._abort = Abort()
+                    self.actions.put((action, self._abort))
+                case _:
+                    self.actions.put((action, self._abort))
             if isinstance(action, Leave):
                 threading.Thread(target=_insist, daemon=True).start()
-            if isinstance(action, TrainGeneration):
-                self.progress.training = True
+        return said
 
 
 def _insist() -> None:

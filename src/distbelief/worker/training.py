@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,17 @@ from distbelief.worker.feed import Feed
 from distbelief.worker.link import Progress
 
 
+@dataclass
+class Speed:
+    """What this process has trained, over all generations."""
+
+    seconds: float = 0.0
+    samples: int = 0
+
+    def per_s(self) -> float:
+        return self.samples / self.seconds if self.seconds else 0.0
+
+
 class Stopwatch:
     """Times the feed, and remembers which shard is being worked on (for the report of a failure)."""
 
@@ -25,6 +37,7 @@ class Stopwatch:
         self.shards = 0
         self.step = -1
         self.shard = -1
+        self.speed = Speed()
 
     def fetch(self, step: int, first: int, end: int) -> tuple[Any, int]:
         self.step, self.shard = step, first
@@ -41,6 +54,8 @@ class Assignment:
     generation: int
     steps: int
     run_dir: Path
+    reported: int
+    """The coordinator knows of all steps before this one."""
 
 
 def train(
@@ -48,44 +63,85 @@ def train(
 ) -> WorkerFinished:
     """Run the steps that are left, and return what is to be reported at the end."""
     leads = replica.exchange.rank == 0
-    trained_s, samples, loss, busy_s = 0.0, 0, 0.0, 0.0
-    metrics: dict[str, float] = {}
     first = replica.steps_applied()
+    metrics: dict[str, float] = {}
+    if leads:
+        progress.recall = lambda reported: _recall(replica, progress, task, reported)
+        progress.recall(task.reported)
+        metrics = _last_evaluation(replica)[1]
+    if evaluator and first and _is_due(job, first, task) and _is_missing(replica, first):
+        metrics = _evaluate(evaluator, replica, progress, first)
+    busy_s = 0.0
+    last = None
+    watch.data_s, watch.shards = 0.0, 0
     for step in range(first, task.steps):
         started = time.perf_counter()
         replica.compute(step)
-        result = replica.commit(step)
+        last = replica.commit(step)
         took = time.perf_counter() - started
-        loss = result.loss
         busy_s += took
         if step > first or task.steps == first + 1:  # the first step warms up
-            trained_s += took
-            samples += result.samples
+            watch.speed.seconds += took
+            watch.speed.samples += last.samples
         progress.step = step + 1
         compute_s = busy_s - watch.data_s - replica.comm_s
         progress.timing = Timing(watch.data_s, compute_s, replica.comm_s, watch.shards)
         if leads:
-            report = StepReport(step, result.loss, result.samples, result.fingerprint, time.time())
-            progress.reports.append(report)
+            progress.reports.append(
+                StepReport(step, last.loss, last.samples, last.fingerprint, time.time(), task.generation)
+            )
         if leads and step + 1 == task.steps:  # before the last evaluation, which may fail
             replica.synchronise()
             save_weights(replica.model, task.run_dir / "weights.safetensors")
-        if evaluator and (step + 1 == task.steps or (job.evaluate_every and (step + 1) % job.evaluate_every == 0)):
-            metrics = evaluator.evaluate(replica)
-            if leads:
-                progress.evaluations.append(Evaluation(step + 1, metrics))
+        if evaluator and _is_due(job, step + 1, task):
+            metrics = _evaluate(evaluator, replica, progress, step + 1)
     if not leads and replica.exchange.shares_state:
         return WorkerFinished(task.worker, task.generation, task.steps)
     replica.synchronise()
+    digest = weights_sha256(replica.model)
     if not leads:  # it has a replica of its own, which must be the same as all others
-        digest = weights_sha256(replica.model)
         return WorkerFinished(task.worker, task.generation, task.steps, weights_sha256=digest)
+    if last is None:  # the steps were done before this generation; whoever led may have died before it had saved
+        save_weights(replica.model, task.run_dir / "weights.safetensors")
+    loss = last.loss if last else replica.remembered(task.steps - 1)[-1].loss
     return WorkerFinished(
         task.worker,
         task.generation,
         task.steps,
-        weights_sha256=weights_sha256(replica.model),
+        weights_sha256=digest,
         loss=loss,
         metrics=metrics,
-        samples_per_s=samples / trained_s if trained_s else 0.0,
+        samples_per_s=watch.speed.per_s(),
     )
+
+
+def _is_due(job: Job, applied: int, task: Assignment) -> bool:
+    return applied == task.steps or bool(job.evaluate_every and applied % job.evaluate_every == 0)
+
+
+def _is_missing(replica: Replica, applied: int) -> bool:
+    """Whether this state is still to be evaluated. Rank 0 decides: one that was aborted may be over on some members."""
+    return replica.exchange.gather(b"missing" if replica.note()[0] != applied else b"done")[0] == b"missing"
+
+
+def _evaluate(evaluator: Evaluator, replica: Replica, progress: Progress, applied: int) -> dict[str, float]:
+    metrics = evaluator.evaluate(replica)
+    replica.keep_note(json.dumps(metrics).encode())
+    if replica.exchange.rank == 0:
+        progress.evaluations.append(Evaluation(applied, metrics))
+    return metrics
+
+
+def _recall(replica: Replica, progress: Progress, task: Assignment, reported: int) -> None:
+    """Report again what may have been lost: with earlier members, or with a coordinator."""
+    for one in replica.remembered(reported):
+        report = StepReport(one.step, one.loss, one.samples, one.fingerprint, one.at, task.generation)
+        progress.reports.append(report)
+    evaluated, metrics = _last_evaluation(replica)
+    if metrics:
+        progress.evaluations.append(Evaluation(evaluated, metrics))
+
+
+def _last_evaluation(replica: Replica) -> tuple[int, dict[str, float]]:
+    evaluated, content = replica.note()
+    return evaluated, json.loads(content) if content else {}

@@ -1,0 +1,63 @@
+"""How somebody outside a run reaches its coordinator: the run directory says where it listens, to its owner alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from distbelief.comm.messages import Answer, Event, decode_command, encode
+from distbelief.errors import DistBeliefError
+
+_FILE = "coordinator.json"
+
+
+@contextlib.contextmanager
+def advertised(run_dir: Path, address: str, secret: str, epoch: int) -> Iterator[None]:
+    """While this lasts, whoever may read the run directory's file can reach the coordinator."""
+    path = run_dir / _FILE
+    content = {"address": address, "secret": secret, "pid": os.getpid(), "epoch": epoch}
+    draft = path.with_suffix(".draft")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(fd, "w") as file:
+        json.dump(content, file)
+    draft.rename(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def ask(run_dir: Path, event: Event, timeout_s: float = 10.0) -> Answer:
+    """Send one event to the run's coordinator and wait for its answer."""
+    address, secret = _whereabouts(run_dir)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(address)
+        socket.send_multipart([bytes.fromhex(secret), encode(event)])
+        if not socket.poll(int(timeout_s * 1000)):
+            raise DistBeliefError(
+                f"the coordinator of {run_dir} does not answer", hint="has the run just ended? look at its logs"
+            )
+        with contextlib.suppress(msgspec.MsgspecError):
+            answer = decode_command(socket.recv_multipart()[-1])
+            if isinstance(answer, Answer):
+                return answer
+    raise DistBeliefError(f"the coordinator of {run_dir} gave an answer that is none; is it another version?")
+
+
+def _whereabouts(run_dir: Path) -> tuple[str, str]:
+    try:
+        content = json.loads((run_dir / _FILE).read_text())
+        return str(content["address"]), str(content["secret"])
+    except FileNotFoundError:
+        if (run_dir / "journal.jsonl").exists():
+            raise DistBeliefError(f"the run in {run_dir} is not running", hint="it has ended or was stopped") from None
+        raise DistBeliefError(f"{run_dir} is no run directory", hint="give the folder that `train` printed") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DistBeliefError(f"cannot read {run_dir / _FILE}: {error}", hint="is the run yours?") from error

@@ -1,0 +1,262 @@
+"""Who is frozen? Heartbeats and commits come in with their times; members to fence come out, each with the reason.
+
+Pure; it knows no processes and fences nobody. The rules of this file:
+- A member is suspected only while the run stands still. One that is silent while steps are committed is merely cut
+  off from us, and its shards are being computed.
+- Deadlines come from what was measured: the run's from its step times, a member's from the gaps between its own
+  heartbeats. A quiet machine is judged within `floor_s`, a loaded one later.
+- Our own pauses are no evidence against anybody. After one, every member has its whole deadline again.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+FLOOR_S = 1.0
+"""The shortest deadline. Below it are gaps that a healthy control thread shows out of nowhere on a busy host."""
+STARTUP_S = 60.0
+STUCK_S = 300.0
+
+_KEPT_STEPS = 15
+_ENOUGH_STEPS = 5
+_KEPT_GAPS = 15
+_ENOUGH_GAPS = 5
+_SPREADS = 6.0
+_MAD_TO_SIGMA = 1.4826  # of a normal distribution
+_LEAST_SPREAD = 0.05  # of the median: a few equal measurements do not prove that the next is equal
+_BEATS = 4.0
+_PEAKS = 2.0
+_PEAK_HALF_LIFE_S = 60.0
+_LONGEST_GAP_S = 5.0  # a longer one was an outage; remembering it whole would blind us for minutes
+_NEWCOMER = 3.0
+_STUCK = 20.0
+_PAUSE_S = 1.0
+_PAUSE_TICKS = 5.0
+_PAGE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Beat:
+    """One member's heartbeats."""
+
+    at: float
+    waiting: bool = False
+    gaps: tuple[float, ...] = ()
+    peak_s: float = 0.0
+    """The longest gap, forgotten slowly: rare long gaps are what the median of the gaps does not see."""
+
+    def again(self, waiting: bool, now: float, since: float) -> _Beat:
+        """The next one. We were awake to hear it from `since` on: only from there is a gap the member's own."""
+        gap_s = min(max(now - max(self.at, since), 0.0), _LONGEST_GAP_S)
+        peak_s = max(gap_s, self.peak_s * 0.5 ** (gap_s / _PEAK_HALF_LIFE_S))
+        return _Beat(now, waiting, (*self.gaps, gap_s)[-_KEPT_GAPS:], peak_s)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The run's commits. `changed_at` is our clock; durations are differences of one member's clock."""
+
+    step: int = -1
+    changed_at: float = 0.0
+    fresh: bool = True
+    """Nothing was committed in this generation yet."""
+    last_at: float | None = None
+    durations: tuple[float, ...] = ()
+
+    def deadline_s(self, floor_s: float, startup_s: float) -> float:
+        if len(self.durations) < _ENOUGH_STEPS:
+            return max(floor_s, startup_s)
+        return max(floor_s * (_NEWCOMER if self.fresh else 1.0), _typical_and_spread(self.durations))
+
+
+@dataclass(frozen=True)
+class _Ticks:
+    """Our own clock: when it was looked at last, how often that is, and when it last went on after a pause."""
+
+    at: float | None = None
+    typical_s: float = 0.0
+    awake_at: float = 0.0
+
+    def paused(self, now: float) -> bool:
+        # Compared with what is usual: a coordinator that is always slow must not excuse everybody for ever.
+        return self.at is not None and now - self.at > max(_PAUSE_S, _PAUSE_TICKS * self.typical_s)
+
+    def awake_since(self, now: float) -> float:
+        return now if self.paused(now) else self.awake_at
+
+
+@dataclass(frozen=True)
+class Suspect:
+    worker: int
+    silent_s: float
+    stalled_s: float
+    deadline_s: float
+    """What the silence was measured against; for a member that is stuck, what the run's standstill was."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """The heartbeats of one generation's members, and its commits. Immutable.
+
+    Members lie in pages, so that a heartbeat copies one page and the list of pages instead of all.
+    """
+
+    _pages: Mapping[int, Mapping[int, _Beat]] = field(default_factory=dict)
+    members: int = 0
+    waiting: int = 0
+    """How many members said that they wait for others."""
+    alone_since: float | None = None
+    """Since when all members but one have been waiting."""
+    _steps: _Steps = _Steps()
+    _ticks: _Ticks = _Ticks()
+
+    def restart(self, members: Iterable[int], now: float) -> Pulse:
+        """A generation begins with these members; what was measured of step times and known members stays."""
+        pages: dict[int, dict[int, _Beat]] = {}
+        count = 0
+        for worker in dict.fromkeys(members):
+            known = self._beat(worker)
+            beat = _Beat(now) if known is None else replace(known, at=now, waiting=False)
+            pages.setdefault(worker // _PAGE, {})[worker] = beat
+            count += 1
+        # The reporter may be another one, with another clock, and the pause of the change is no step time.
+        steps = replace(self._steps, changed_at=now, fresh=True, last_at=None, step=-1)
+        return replace(self, _pages=pages, members=count, waiting=0, alone_since=None, _steps=steps)
+
+    def heard(self, worker: int, step: int, waiting: bool, now: float) -> Pulse:
+        """A heartbeat of this generation: `step` steps are applied there. Whoever is no member is not counted."""
+        before = self._beat(worker)
+        if before is None:
+            return self
+        number = worker // _PAGE
+        beat = before.again(waiting, now, self._ticks.awake_since(now))
+        pages = {**self._pages, number: {**self._pages[number], worker: beat}}
+        count = self.waiting + waiting - before.waiting
+        steps = self._steps
+        if step > steps.step:
+            # The first number that is heard in a generation is where it started, not a commit.
+            steps = replace(steps, step=step, changed_at=now, fresh=steps.fresh and steps.step < 0)
+        return Pulse(pages, self.members, count, self._alone(self.members, count, now), steps, self._ticks)
+
+    def left(self, worker: int, now: float) -> Pulse:
+        """A member is through with its work, or known to be gone: nothing is expected of it any more."""
+        beat = self._beat(worker)
+        if beat is None:
+            return self
+        number = worker // _PAGE
+        page = {other: kept for other, kept in self._pages[number].items() if other != worker}
+        members, waiting = self.members - 1, self.waiting - beat.waiting
+        alone_since = self._alone(members, waiting, now)
+        return Pulse({**self._pages, number: page}, members, waiting, alone_since, self._steps, self._ticks)
+
+    def committed(self, at_times: Sequence[float], now: float) -> Pulse:
+        """Steps were reported, committed at these times of the reporter's clock."""
+        if not at_times:
+            return self
+        steps = self._steps
+        times = at_times if steps.last_at is None else (steps.last_at, *at_times)
+        # A difference that is not positive is a repeat, or a clock that was set back.
+        durations = [late - early for early, late in pairwise(times[-_KEPT_STEPS - 1 :]) if late > early]
+        recent = (*steps.durations, *durations)[-_KEPT_STEPS:]
+        steps = replace(steps, changed_at=now, fresh=False, last_at=at_times[-1], durations=recent)
+        return replace(self, _steps=steps)
+
+    def ticked(self, now: float) -> Pulse:
+        """Our own loop came round, with all heartbeats taken in that had arrived. Notices when it had stood still."""
+        ticks = self._ticks
+        if ticks.at is None:
+            return replace(self, _ticks=_Ticks(at=now, awake_at=now))
+        if now < ticks.at:
+            # The clock was set back: every time we remember lies in its future, so all deadlines begin anew.
+            again = self.restart([worker for page in self._pages.values() for worker in page], now)
+            return replace(again, _ticks=_Ticks(now, ticks.typical_s, now))
+        passed_s = min(now - ticks.at, _LONGEST_GAP_S)
+        typical_s = ticks.typical_s + (passed_s - ticks.typical_s) / 8
+        return replace(self, _ticks=_Ticks(now, typical_s, ticks.awake_since(now)))
+
+    def stalled_s(self, now: float) -> float:
+        """How long nothing was committed, as far as we were awake to see it."""
+        return now - max(self._steps.changed_at, self._ticks.awake_since(now))
+
+    def _alone(self, members: int, waiting: int, now: float) -> float | None:
+        if waiting != members - 1:
+            return None
+        return now if self.alone_since is None else self.alone_since
+
+    def _beat(self, worker: int) -> _Beat | None:
+        return self._pages.get(worker // _PAGE, {}).get(worker)
+
+
+def suspects(
+    pulse: Pulse, now: float, floor_s: float = FLOOR_S, startup_s: float = STARTUP_S, stuck_s: float = STUCK_S
+) -> list[Suspect]:
+    """The members to fence, by number. Costs nothing while steps are committed; else one look at each member.
+
+    `floor_s`: no deadline is shorter. `startup_s`: how long the run may stand still before its steps are measured.
+    `stuck_s`: the least time for which a member may compute on alone while all others wait for it.
+    """
+    stalled_s = pulse.stalled_s(now)
+    run_deadline_s = pulse._steps.deadline_s(floor_s, startup_s)
+    if not pulse.members or stalled_s <= run_deadline_s:
+        return []
+    silent = _silent(pulse, now, floor_s, stalled_s, run_deadline_s)
+    if len(silent) == pulse.members > 1 and stalled_s <= stuck_s:
+        return []  # more likely it is we who are cut off than all of them who froze at one moment
+    return silent or _stuck(pulse, now, max(stuck_s, _STUCK * run_deadline_s))
+
+
+def _silent(pulse: Pulse, now: float, floor_s: float, stalled_s: float, run_deadline_s: float) -> list[Suspect]:
+    awake_at = pulse._ticks.awake_since(now)
+    if now - awake_at <= floor_s:
+        return []
+    late = {w: b for page in pulse._pages.values() for w, b in page.items() if now - b.at > floor_s}
+    if not late:
+        return []
+    # Load comes to all members of a host: what is usual among them protects one that was punctual until now.
+    usual_peak_s = statistics.median(beat.peak_s for page in pulse._pages.values() for beat in page.values())
+    least_s = max(floor_s, _PEAKS * usual_peak_s, _BEATS * pulse._ticks.typical_s)
+    found = []
+    for worker, beat in sorted(late.items()):
+        silent_s = now - max(beat.at, awake_at)
+        deadline_s = _silence_deadline_s(beat, floor_s, least_s)
+        if silent_s > deadline_s:
+            reason = (
+                f"worker {worker} is frozen: no sign of life for {silent_s:.1f} s (at most {deadline_s:.1f} s is usual "
+                f"for it) and no step committed for {stalled_s:.1f} s (at most {run_deadline_s:.1f} s is usual)"
+            )
+            found.append(Suspect(worker, silent_s, stalled_s, deadline_s, reason))
+    return found
+
+
+def _silence_deadline_s(beat: _Beat, floor_s: float, least_s: float) -> float:
+    if len(beat.gaps) < _ENOUGH_GAPS:
+        return max(least_s, _NEWCOMER * floor_s)
+    usual_s = max(_typical_and_spread(beat.gaps), _BEATS * statistics.median(beat.gaps))
+    return max(least_s, usual_s, _PEAKS * beat.peak_s)
+
+
+def _stuck(pulse: Pulse, now: float, deadline_s: float) -> list[Suspect]:
+    """Alive but alone: every other member waits for the one that has been computing for far too long."""
+    if pulse.alone_since is None or pulse.members < 2:
+        return []  # with nobody waiting, a long step and a hang look the same
+    stalled_s = pulse.stalled_s(now)
+    alone_s = min(now - pulse.alone_since, stalled_s)
+    if alone_s <= deadline_s:
+        return []
+    worker, beat = next((w, b) for page in pulse._pages.values() for w, b in page.items() if not b.waiting)
+    reason = (
+        f"worker {worker} is stuck in its own code: all {pulse.members - 1} others have waited for it for "
+        f"{alone_s:.0f} s (at most {deadline_s:.0f} s is allowed)"
+    )
+    return [Suspect(worker, now - beat.at, stalled_s, deadline_s, reason)]
+
+
+def _typical_and_spread(values: Sequence[float]) -> float:
+    """The median and several times the spread above it: what a healthy next value stays below."""
+    middle = statistics.median(values)
+    spread = _MAD_TO_SIGMA * statistics.median(abs(value - middle) for value in values)
+    return middle + _SPREADS * max(spread, _LEAST_SPREAD * middle)

@@ -1,0 +1,141 @@
+"""Workers and engines come, are checked, and are given a seat. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from distbelief.comm import messages as m
+from distbelief.coordinator import explain
+from distbelief.coordinator.ending import Result, fail, record, say, with_worker
+from distbelief.coordinator.regroup import hire, regroup, release, start_when_complete
+from distbelief.coordinator.vocabulary import ENGINE, Output, ProtocolError, Reply, Send, State, Worker
+
+ASK_AGAIN_S = 5.0
+"""An engine that has not started a worker after this long is asked again: the message may be lost."""
+
+
+def joined(state: State, event: m.WorkerJoined, now: float) -> Result:
+    known = state.workers.get(event.worker)
+    newcomer = Worker(event.worker, event.host, event.pid)
+    if known is not None and known.pid in (0, event.pid):
+        # A repeat, or a worker whose exit overtook its joining: what is known of it stays.
+        newcomer = replace(known, host=event.host, pid=event.pid)
+    elif known is not None and known.exited is None:
+        raise ProtocolError(f"{newcomer.name} says it is worker {event.worker}, which is {known.name} and alive")
+    elif known is not None:
+        raise ProtocolError(f"{newcomer.name} takes the number of a worker that is gone; give it another one")
+    hired = {worker: at for worker, at in state.hired.items() if worker != event.worker}
+    state = replace(state, next_worker=max(state.next_worker, event.worker + 1))
+    return replace(with_worker(state, newcomer), active_at=now, hired=hired), []
+
+
+def ready(state: State, event: m.WorkerReady, now: float) -> Result:
+    worker = state.workers.get(event.worker)
+    if worker is None:
+        return state, [Reply(m.Introduce(state.epoch, state.progress.reported.complete))]
+    if worker.ready or worker.refused or worker.exited is not None:
+        return state, []
+    outputs: list[Output] = []
+    if state.reference is None:
+        reason = f"worker {event.worker} was the first to be ready; all others must match it"
+        facts = {"job": msgspec.to_builtins(event.job), "canary": msgspec.to_builtins(event.canary)}
+        outputs.append(record(state, now, "reference", reason, worker=event.worker, **facts))
+        state = replace(state, reference=event)
+    else:
+        run = state.reference
+        reason = explain.refusal(event.worker, event.job, event.canary, run.job, run.canary, state.config.exact)
+        if reason:
+            return _refuse(state, worker, reason, now)
+    state = replace(with_worker(state, replace(worker, ready=True)), active_at=now)
+    state = replace(state, troubles=replace(state.troubles, failed_hires=0))
+    state, more = _seat(state, worker, now) if state.phase == "training" else start_when_complete(state, now)
+    return state, outputs + more
+
+
+def _refuse(state: State, worker: Worker, reason: str, now: float) -> Result:
+    state = with_worker(state, replace(worker, refused=True))
+    outputs: list[Output] = [
+        record(state, now, "refused", reason, worker=worker.number),
+        Send(worker.number, m.Refuse(epoch=state.epoch, reason=reason)),
+    ]
+    if state.phase == "training":
+        # Another one would be refused as well: go on with those that are there.
+        return replace(state, target=max(state.target - 1, 1)), [*outputs, say(f"refused: {reason}", now)]
+    # The run counts on this worker and would wait for it for ever.
+    failure = m.WorkerFailed(worker=worker.number, host=worker.host, kind="refused", message=reason)
+    state, more = fail(state, failure, now)
+    return state, outputs + more
+
+
+def _seat(state: State, worker: Worker, now: float) -> Result:
+    """A worker that is ready after the start: a seat at the next boundary, if there is one, else it is a spare."""
+    assert state.start is not None
+    assert state.reference is not None
+    shards = state.reference.job.shards
+    if worker.leaving:
+        return release(state, worker, now)
+    if len(state.members) < shards or any(state.workers[member.worker].gone for member in state.members):
+        return regroup(state, "join", f"{worker.name} has joined", now)
+    reason = f"{worker.name} has joined: it is a spare, since there are {shards} shards for {shards} other members"
+    return state, [
+        record(state, now, "spare", reason, worker=worker.number),
+        Send(worker.number, state.start),
+        say(reason, now),
+    ]
+
+
+def attached(state: State, event: m.EngineAttached, now: float) -> Result:
+    """An engine tells which of its workers run. It is asked again for those that it was not asked for in vain."""
+    outputs: list[Output] = []
+    hired = dict(state.hired)
+    for worker, asked_at in state.hired.items():
+        if worker in event.running:
+            hired[worker] = now  # it is loading
+        elif worker not in event.exited and now - asked_at > ASK_AGAIN_S:
+            hired[worker] = now
+            outputs.append(Send(ENGINE, m.StartWorker(state.epoch, worker)))
+    for worker in event.running:
+        known = state.workers.get(worker)
+        if known is not None and known.fenced:
+            outputs.append(Send(ENGINE, m.KillWorker(state.epoch, worker, "it is frozen")))
+    active_at = now if state.phase == "gathering" and not state.workers else state.active_at
+    return replace(state, hired=hired, active_at=active_at), outputs
+
+
+# --- from outside ----------------------------------------------------------------------------------------------------
+
+
+def scaled(state: State, event: m.ScaleRequested, now: float) -> Result:
+    """Somebody wants another number of workers."""
+    if not 1 <= event.workers <= 100_000:
+        return state, [_answer(state, False, f"a run has 1 or more workers, not {event.workers}")]
+    if event.workers < state.config.min_workers:
+        text = f"the run was started with --min-workers {state.config.min_workers}; {event.workers} are fewer"
+        return state, [_answer(state, False, text)]
+    reason = f"{event.workers} workers were asked for instead of {state.target}"
+    outputs: list[Output] = [record(state, now, "scaled", reason, target=event.workers)]
+    troubles = replace(state.troubles, failed_hires=0)
+    state = replace(state, target=event.workers, troubles=troubles)
+    outputs.append(say(reason, now))
+    there = [worker for worker in state.workers.values() if worker.counts]
+    # Spares go first, then the members of the highest ranks: those at the front keep their shards and what is cached.
+    there.sort(key=lambda worker: (state.seats.get(worker.number, len(state.seats)), worker.number))
+    for worker in there[event.workers :]:
+        state, more = release(state, worker, now)
+        outputs += more
+    state, more = hire(state, now)
+    return state, [*outputs, *more, _answer(state, True, _scaling(len(there), event.workers))]
+
+
+def _scaling(there: int, target: int) -> str:
+    if target > there:
+        return f"{target - there} more {'worker is' if target - there == 1 else 'workers are'} being started"
+    if target < there:
+        return f"{there - target} {'worker leaves' if there - target == 1 else 'workers leave'} after the present step"
+    return f"there are {target} workers already"
+
+
+def _answer(state: State, ok: bool, text: str) -> Reply:
+    return Reply(m.Answer(state.epoch, ok, text))

@@ -1,0 +1,148 @@
+"""Who trains: the first generation, and every change of members after it. Pure.
+
+The rule that everything rests on: a member of the present generation is left out of the next only when it is certain
+that it does nothing in the present one any more: its process is gone, or it has said that it let go. So nobody ever
+writes where a newer generation works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from distbelief.comm import messages as m
+from distbelief.coordinator import balance, explain, membership
+from distbelief.coordinator.ending import Result, fail_without_culprit, record, say, with_worker
+from distbelief.coordinator.vocabulary import ENGINE, Output, Send, State, Troubles, Worker
+from distbelief.shards import Range
+
+PAST = 4
+"""So many earlier generations are remembered: a step that is interrupted more often is computed anew in part."""
+MOST_FAILED_HIRES = 3
+
+
+def regroup(state: State, cause: str, reason: str, now: float, ranges: Sequence[Range] | None = None) -> Result:
+    """A new generation of everybody who can take part, if it can be now. `ranges`: if they are why."""
+    if state.phase != "training":
+        return state, []
+    members = [state.workers[member.worker] for member in state.members]
+    if any(worker.leaving and not worker.gone for worker in members):
+        return state, []  # it was asked to let go; the change is made when it has
+    staying = [worker for worker in members if worker.counts]
+    waiting = [worker for worker in state.workers.values() if worker.ready and worker.counts]
+    candidates = staying + [worker for worker in waiting if not state.is_member(worker.number)]
+    if len(candidates) < state.config.min_workers:
+        return _pause(state, len(candidates), reason, now)
+    return _start(state, candidates, cause, reason, now, ranges)
+
+
+def start_when_complete(state: State, now: float) -> Result:
+    """The first generation begins when every worker that was asked for is ready."""
+    ready = [worker for worker in state.workers.values() if worker.ready and worker.counts]
+    if len(ready) < state.target or state.pending:  # a pending exit decides first
+        return state, []
+    hosts = len({worker.host for worker in ready})
+    reason = f"all {len(ready)} workers are ready, on {hosts} host{'s' if hosts > 1 else ''}"
+    return _start(state, ready, "start", reason, now, None)
+
+
+def _start(
+    state: State, candidates: list[Worker], cause: str, reason: str, now: float, ranges: Sequence[Range] | None
+) -> Result:
+    assert state.reference is not None
+    shards = state.reference.job.shards
+    plan = membership.plan(state.config, shards, candidates, ranges or _ranges(state, shards, candidates))
+    if plan.problem:
+        return fail_without_culprit(state, "job", plan.problem, 'use transport "auto" or "gloo"', now)
+    past = list(state.start.past) if state.start else []
+    if state.start:
+        past = [m.PastGeneration(state.generation, state.members), *past][:PAST]
+    generation = state.generation + 1
+    reported = state.progress.reported.complete
+    start = m.StartGeneration(state.epoch, generation, plan.members, plan.transport, past, reported)
+    facts = {
+        "generation": generation,
+        "members": msgspec.to_builtins(plan.members),
+        "spares": plan.spares,
+        "transport": plan.transport,
+        "cause": cause,
+        "lost": list(state.lost),
+        "past": msgspec.to_builtins(past),
+    }
+    for worker in candidates:
+        if worker.finished:
+            state = with_worker(state, replace(worker, finished=None))
+    numbers = [member.worker for member in plan.members]
+    state = replace(
+        state,
+        phase="training",
+        generation=generation,
+        start=start,
+        seats={number: rank for rank, number in enumerate(numbers)},
+        lost=(),
+        paused=False,
+        finished=0,
+        recoveries=state.recoveries + (cause == "death"),
+        pulse=state.pulse.restart(numbers, now),
+        speeds=state.speeds.restart(numbers),
+        look=balance.Look(),
+        looked_at=now,
+        troubles=replace(state.troubles, broken_at=None),
+    )
+    outputs: list[Output] = [record(state, now, "generation", reason, **facts)]
+    outputs += [Send(worker.number, start) for worker in candidates]
+    if cause != "start":
+        outputs.append(say(reason, now))
+    if plan.spares:
+        outputs.append(say(explain.spares(len(candidates), shards, plan.spares), now))
+    return state, outputs
+
+
+def _ranges(state: State, shards: int, candidates: list[Worker]) -> Sequence[Range] | None:
+    """By measured speed, once there is any; None: by the user's shares, or equal."""
+    seated = [worker.number for worker in candidates[:shards]]
+    if not state.config.balance or not any(state.speeds.shard_s(number) for number in seated):
+        return None
+    return balance.assign(shards, seated, state.speeds)
+
+
+def _pause(state: State, there: int, reason: str, now: float) -> Result:
+    if state.paused:
+        return state, []
+    text = (
+        f"paused: {reason}; {there} of at least {state.config.min_workers} workers "
+        f"{'is' if there == 1 else 'are'} there; the run goes on when there are enough"
+    )
+    return replace(state, paused=True), [record(state, now, "paused", text), say(text, now)]
+
+
+def hire(state: State, now: float) -> Result:
+    """Ask the engine for as many workers as are missing."""
+    there = sum(1 for worker in state.workers.values() if worker.counts) + len(state.hired)
+    missing = state.target - there
+    if missing <= 0 or state.phase == "ended" or state.troubles.failed_hires >= MOST_FAILED_HIRES:
+        return state, []
+    numbers = range(state.next_worker, state.next_worker + missing)
+    reason = f"{there} of {state.target} workers are there or on their way"
+    state = replace(
+        state, next_worker=numbers.stop, hired={**state.hired, **dict.fromkeys(numbers, now)}, active_at=now
+    )
+    outputs: list[Output] = [record(state, now, "hired", reason, workers=list(numbers))]
+    outputs += [Send(ENGINE, m.StartWorker(state.epoch, number)) for number in numbers]
+    return state, outputs
+
+
+def release(state: State, worker: Worker, now: float) -> Result:
+    """Let a worker go: a spare at once, a member when it has let go of the generation."""
+    state = with_worker(state, replace(worker, leaving=True))
+    if state.is_member(worker.number) and not worker.gone:
+        return state, [Send(worker.number, m.Retire(state.epoch, state.generation))]
+    return state, [Send(worker.number, m.EndRun(state.epoch, "left", "it is not needed any more"))]
+
+
+def committed(state: State) -> State:
+    """A step was committed: what went wrong before it is over."""
+    troubles = Troubles(failed_hires=state.troubles.failed_hires, killers=state.troubles.killers)
+    return state if state.troubles == troubles else replace(state, troubles=troubles)

@@ -1,0 +1,45 @@
+"""What went wrong on a worker, told so that its user can act on it."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import torch
+
+from distbelief.comm.messages import WorkerFailed
+from distbelief.data.readers import ReaderError
+from distbelief.errors import DistBeliefError, JobError, NotEnoughMemory
+from distbelief.strategies.base import NonFiniteLoss
+from distbelief.worker.spec import WorkerSpec
+
+
+def describe_failure(spec: WorkerSpec, error: BaseException, step: int, shard: int) -> WorkerFailed:
+    kinds: list[tuple[type[BaseException], str]] = [
+        (NonFiniteLoss, "loss"),
+        (ReaderError, "data"),
+        (NotEnoughMemory, "memory"),
+        (JobError, "job"),
+        (DistBeliefError, "internal"),
+    ]
+    kind = next((name for cls, name in kinds if isinstance(error, cls)), "user")
+    if isinstance(error, DistBeliefError):
+        message, hint, details = error.message, error.hint, error.details
+    else:
+        message = f"{type(error).__name__}: {error}"
+        details, shown = _user_traceback(error)
+        hint = "the traceback shows where in the job's code it happened" if shown else ""
+    if isinstance(error, NonFiniteLoss):
+        step, shard = error.step, error.shard
+    return WorkerFailed(spec.worker, spec.host, kind, message, hint, details, step, shard)
+
+
+def _user_traceback(error: BaseException) -> tuple[str, bool]:
+    """The traceback without our own frames above the user's code, and whether there is any of the user's in it."""
+    packages = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    theirs = [i for i, file in enumerate(files) if not file.startswith(packages)]
+    frame = error.__traceback__
+    for _ in range(theirs[0] if theirs else 0):
+        frame = frame.tb_next if frame else None
+    return "".join(traceback.format_exception(type(error), error, frame)), bool(theirs)

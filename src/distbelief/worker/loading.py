@@ -1,0 +1,130 @@
+"""Loading the job on a worker: data, model, canary. After it the worker can take any seat; job.json says what it is."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy
+import torch
+
+from distbelief.comm.memfd import require_memory
+from distbelief.comm.messages import Canary, JobFacts
+from distbelief.comm.segment import KeeperClient
+from distbelief.data.seeding import seed_everything
+from distbelief.data.sources import InMemory, MapStyle, as_source
+from distbelief.errors import JobError
+from distbelief.job import Job
+from distbelief.shards import Schedule
+from distbelief.strategies import parse
+from distbelief.strategies.base import Prepared, Strategy
+from distbelief.version import __version__
+from distbelief.worker.evaluate import Evaluator
+from distbelief.worker.feed import Feed
+from distbelief.worker.jobfile import load_job
+from distbelief.worker.metrics import check_metrics
+from distbelief.worker.spec import WorkerSpec
+from distbelief.worker.training import Stopwatch
+
+
+@dataclass
+class Loaded:
+    """The job on this worker, ready to be seated."""
+
+    job: Job
+    schedule: Schedule
+    steps: int
+    strategy: Strategy
+    prepared: Prepared
+    watch: Stopwatch
+    feed: Feed
+    evaluator: Evaluator | None
+    canary: Canary
+
+    def facts(self) -> JobFacts:
+        return JobFacts(
+            name=self.job.name,
+            shards=self.schedule.shards,
+            steps=self.steps,
+            global_batch=self.job.global_batch,
+            samples=self.schedule.samples,
+            parameters=self.prepared.parameters,
+            strategy=str(self.strategy),
+        )
+
+
+def load(spec: WorkerSpec, keeper: KeeperClient) -> Loaded:
+    sys.path[:] = [*spec.sys_path, *(p for p in sys.path if p not in spec.sys_path)]
+    seed_everything(0)  # a job file that makes random data makes the same data on every worker
+    if spec.job_file:
+        job = load_job(Path(spec.job_file), dict(spec.settings))
+    else:
+        segment = keeper.segment("job")
+        job = pickle.loads(segment.view(0, segment.size_bytes))  # from the engine of this run, over its own socket
+    strategy = parse(spec.strategy)
+    device = _device(spec.device)
+    source = as_source(job.data, job.collate)
+    check_metrics(job.metrics)
+    if job.resolved_shards > len(source):
+        raise JobError(
+            f"{job.resolved_shards} shards are more than the {len(source)} samples of the data set",
+            hint="set a smaller `shards` or `global_batch` in the job",
+        )
+    schedule = Schedule(len(source), job.global_batch, job.resolved_shards, job.drop_last)
+    steps = job.steps or max(1, math.ceil((job.epochs or 1) * schedule.steps_per_epoch))
+    feed = Feed(source, schedule, job, shuffle=job.shuffle)
+    evaluator = None
+    if job.validation is not None:
+        evaluator = Evaluator(job, _validation(job), device)
+    watch = Stopwatch(feed)
+    prepared = strategy.prepare(job, schedule, device)
+    require_memory("gradients, parameters and optimizer state", prepared.least_bytes())
+    canary = Canary(prepared.canary(watch.fetch), prepared.facts())
+    if evaluator:
+        evaluator.rehearse(prepared.model)
+    watch.data_s, watch.shards = 0.0, 0
+    return Loaded(job, schedule, steps, strategy, prepared, watch, feed, evaluator, canary)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise JobError(f"unknown device '{name}'", hint="a device is cpu, cuda or cuda:0") from error
+
+
+def _validation(job: Job) -> InMemory | MapStyle:
+    try:
+        return as_source(job.validation, job.collate)
+    except JobError as error:
+        raise JobError(f"`validation`: {error.message}", hint=error.hint, details=error.details) from error
+
+
+def write_job_json(spec: WorkerSpec, loaded: Loaded, workers: int) -> None:
+    content: dict[str, Any] = {
+        **msgspec.to_builtins(loaded.facts()),
+        "file": spec.job_file,
+        "settings": spec.settings,
+        "seed": loaded.job.seed,
+        "precision": loaded.job.precision,
+        "workers": workers,
+        "threads": spec.threads,
+        "device": spec.device,
+        "canary": msgspec.to_builtins(loaded.canary),
+        "versions": {
+            "distbelief": __version__,
+            "torch": str(torch.__version__),
+            "numpy": numpy.__version__,
+            "python": platform.python_version(),
+        },
+    }
+    draft = Path(spec.run_dir) / ".job.json.draft"
+    draft.write_text(json.dumps(content, indent=2) + "\n")
+    draft.rename(Path(spec.run_dir) / "job.json")
