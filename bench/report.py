@@ -9,15 +9,17 @@ from rich.console import Console
 from rich.table import Table
 
 from figures import Ratio, Spread
+from goals import Goal
 
+TWO_WORKERS = "Two workers, one thread each; figures are medians, with the lowest and highest."
 STYLE = {"met": "green", "not met": "red", "": ""}
 
 
-def show_machine(console: Console, machine: Mapping[str, Any], busy: Sequence[float]) -> None:
+def show_machine(console: Console, machine: Mapping[str, Any], busy: Sequence[float], about: str = TWO_WORKERS) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     console.print(
         f"{machine['cpu']}, {machine['cores_usable']} of {machine['cores']} cores usable, {versions}\n"
-        f"load before: {_load(busy)}. Two workers, one thread each; figures are medians, with the lowest and highest."
+        f"load before: {_load(busy)}. {about}"
     )
 
 
@@ -64,6 +66,22 @@ def show_launch(console: Console, seconds: Mapping[str, Spread]) -> None:
     table = _table("From the start of the process to the end of the first step, MLP", "seconds", "lowest", "highest")
     for name, found in seconds.items():
         table.add_row(name, *(f"{value:.2f}" for value in (found.median, found.low, found.high)))
+    console.print(table)
+
+
+def show_figures(console: Console, title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> None:
+    table = _table(title, *columns)
+    for name, values in rows.items():
+        table.add_row(name, *values)
+    console.print(table)
+
+
+def show_goals(console: Console, goals: Sequence[Goal]) -> None:
+    table = _table("Goals", "found", "goal", "")
+    for goal in goals:
+        table.add_row(
+            goal.what, f"{goal.found:.3g}", f"< {goal.below:g} {goal.unit}", f"[{STYLE[goal.verdict]}]{goal.verdict}"
+        )
     console.print(table)
 
 

@@ -53,9 +53,14 @@ def train(
     threads: int = 1,
     device: str = "cpu",
     shares: Sequence[float] = (),
+    min_workers: int = 1,
+    balance: bool = True,
     quiet: bool = False,
 ) -> Result:
     """Train a job on this machine and return the result. No `if __name__ == "__main__"` is needed around it.
+
+    A worker that dies is replaced and the run goes on; with fewer than `min_workers` it waits for them. `balance` moves
+    shards to faster workers; the result does not depend on it.
 
     >>> import torch, tempfile
     >>> from distbelief import Job, train
@@ -80,7 +85,10 @@ def train(
     if not isinstance(job, JobType):
         hint = "call the function and pass what it returns" if callable(job) else "a job file is for `distbelief train`"
         raise JobError(f"train() takes a Job, not a {type(job).__name__}", hint=hint)
-    launch = _launch(job.name or "job", strategy, workers, run_dir, threads, device, shares)
+    launch = _launch(
+        job.name or "job", strategy, workers, run_dir, shares,
+        threads=threads, device=device, min_workers=min_workers, balance=balance,
+    )  # fmt: skip
     try:
         pickled = cloudpickle.dumps(job)
     except Exception as error:
@@ -99,13 +107,12 @@ def run_file(
     workers: int | None,
     strategy: str,
     run_dir: Path | None,
-    threads: int,
-    device: str,
     shares: Sequence[float],
     view: View,
+    **options: Any,
 ) -> Result:
-    """Train the job of a job file, as `distbelief train` does."""
-    launch = _launch(path.stem, strategy, workers, run_dir, threads, device, shares)
+    """Train the job of a job file, as `distbelief train` does. `options`: further fields of the engine's Launch."""
+    launch = _launch(path.stem, strategy, workers, run_dir, shares, **options)
     return _run(launch, view, job_file=str(path.resolve()), settings=settings)
 
 
@@ -114,9 +121,8 @@ def _launch(
     strategy: str | AllReduce,
     workers: int | None,
     run_dir: str | Path | None,
-    threads: int,
-    device: str,
     shares: Sequence[float],
+    **options: Any,
 ) -> Launch:
     from distbelief.engines.local import Launch
     from distbelief.strategies import parse
@@ -125,8 +131,11 @@ def _launch(
     count = workers if workers is not None else min(MOST_BY_DEFAULT, os.cpu_count() or 1)
     if count < 1:
         raise DistBeliefError(f"the number of workers must be at least 1, not {count}")
+    threads, least = options.get("threads", 1), options.get("min_workers", 1)
     if threads < 1:
         raise DistBeliefError(f"the number of threads must be at least 1, not {threads}")
+    if not 1 <= least <= count:
+        raise DistBeliefError(f"the least number of workers must be from 1 to {count}, not {least}")
     if shares and len(shares) != count:
         raise DistBeliefError(f"{len(shares)} shares for {count} workers: give one number per worker")
     if any(not share > 0 for share in shares):
@@ -138,10 +147,9 @@ def _launch(
         strategy=str(how),
         exact=how.exact,
         transport=how.transport,
-        threads=threads,
-        device=device,
         shares=tuple(float(share) for share in shares),
         sys_path=tuple(sys.path),
+        **options,
     )
 
 
@@ -149,9 +157,10 @@ def _run(launch: Launch, view: View, **source: Any) -> Result:
     from dataclasses import replace
 
     from distbelief.engines import local
+    from distbelief.engines.rundir import make_run_dir
 
     started = time.monotonic()
-    local.make_run_dir(launch.run_dir)
+    make_run_dir(launch.run_dir)
     record = local.run(replace(launch, **source), view)
     result = record["result"]
     return Result(

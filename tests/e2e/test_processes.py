@@ -14,6 +14,7 @@ import pytest
 from conftest import JOBS, Outcome, Run, processes_of
 
 from distbelief.engines import local
+from distbelief.engines.rundir import make_run_dir
 from distbelief.errors import RunFailed
 
 Start = Callable[..., Run]
@@ -62,19 +63,6 @@ def test_killing_the_command_ends_everything(start: Start, tmp_path: Path, wait_
     assert run.wait().status == -signal.SIGKILL
 
 
-def test_a_killed_worker_is_named(start: Start, tmp_path: Path, wait_until: Wait) -> None:
-    run, is_training = slow_run(start, tmp_path)
-    wait_until(is_training)
-    zygotes = [p for p in processes_of(run.mark) if "distbelief.engines.zygote" in p.cmdline()]
-    worker = max(zygotes, key=lambda p: p.create_time())
-    assert worker.ppid() in {p.pid for p in zygotes}
-    worker.kill()
-    outcome = run.wait()
-    assert outcome.status == 1
-    assert "SIGKILL" in outcome.stderr
-    assert f"{worker.pid}" in outcome.stderr
-
-
 def test_two_runs_at_once(start: Start, distbelief: Cli) -> None:
     arguments = ["train", JOBS / "small.py", "--workers", 2, "--json"]
     alone = distbelief(*arguments).json
@@ -85,7 +73,7 @@ def test_two_runs_at_once(start: Start, distbelief: Cli) -> None:
 
 
 def test_another_thread_count_is_refused_with_the_reason(tmp_path: Path) -> None:
-    local.make_run_dir(tmp_path / "run")
+    make_run_dir(tmp_path / "run")
     launch = local.Launch(
         run_dir=tmp_path / "run",
         workers=2,

@@ -9,9 +9,12 @@ from typing import Annotated
 import typer
 
 from distbelief import __version__
+from distbelief.cli.chaos import chaos
 from distbelief.cli.failures import Commands
 from distbelief.cli.new import new
+from distbelief.cli.scale import scale
 from distbelief.cli.train import train
+from distbelief.cli.worker import worker
 
 app = typer.Typer(
     cls=Commands,
@@ -21,6 +24,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(scale)
+app.command()(worker)
+app.command()(chaos)
 app.command()(new)
 
 

@@ -43,6 +43,10 @@ def train(
     shares: Annotated[
         str, typer.Option(metavar="2,1,1", help="Relative shares of the work, one per worker.", show_default=False)
     ] = "",
+    min_workers: Annotated[
+        int, typer.Option(min=1, metavar="N", help="With fewer workers alive, wait for more instead of going on.")
+    ] = 1,
+    balance: Annotated[bool, typer.Option(help="Move shards to faster workers. The result does not change.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines even on a terminal.")] = False,
 ) -> None:
@@ -65,10 +69,12 @@ def train(
             workers=workers or len(parts) or None,
             strategy=strategy,
             run_dir=run_dir,
-            threads=threads,
-            device=device,
             shares=parts,
             view=view,
+            threads=threads,
+            device=device,
+            min_workers=min_workers,
+            balance=balance,
         )
     if json:
         print_json(result)

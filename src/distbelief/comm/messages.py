@@ -201,6 +201,12 @@ class WorkerLeft(Struct, frozen=True, tag=True):
     generation: int
 
 
+class JoinRequested(Struct, frozen=True, tag=True):
+    """Somebody has started a process that would be one more worker."""
+
+    pid: int
+
+
 class ScaleRequested(Struct, frozen=True, tag=True):
     """Somebody wants this many workers from now on."""
 
@@ -223,6 +229,7 @@ Event = (
     | CollectiveFailed
     | LeaveRequested
     | WorkerLeft
+    | JoinRequested
     | ScaleRequested
     | StopRequested
 )
@@ -281,6 +288,13 @@ class KillWorker(Struct, frozen=True, tag=True):
     reason: str
 
 
+class Admit(Struct, frozen=True, tag=True):
+    """To somebody who would be a worker: be this one."""
+
+    epoch: int
+    worker: int
+
+
 class Answer(Struct, frozen=True, tag=True):
     """To whoever asked for something from outside."""
 
@@ -297,7 +311,7 @@ class EndRun(Struct, frozen=True, tag=True):
     reason: str = ""
 
 
-Command = StartGeneration | Refuse | Retire | Introduce | StartWorker | KillWorker | Answer | EndRun
+Command = StartGeneration | Refuse | Retire | Introduce | StartWorker | KillWorker | Admit | Answer | EndRun
 
 
 _encoder = msgspec.msgpack.Encoder()

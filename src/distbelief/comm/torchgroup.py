@@ -92,7 +92,8 @@ class TorchExchange:
         present = _open_sockets()
         for descriptor, _ in present - self._before if self._sockets is None else present & self._sockets:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # gloo dies with its listener
+                    connection.shutdown(socket.SHUT_RDWR)
 
     @contextmanager
     def _network(self) -> Iterator[None]:
@@ -102,7 +103,8 @@ class TorchExchange:
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
-            raise Aborted(f"a connection between members broke: {error}") from error
+            what = str(error).partition(". This is typically")[0]
+            raise Aborted(f"a connection between members broke: {what}") from error
         finally:
             self.waiting = False
 

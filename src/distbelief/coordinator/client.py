@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from distbelief.comm.messages import Answer, Event, decode_command, encode
+from distbelief.comm.messages import Admit, Answer, Command, Event, JoinRequested, decode_command, encode
 from distbelief.errors import DistBeliefError
 
 _FILE = "coordinator.json"
@@ -35,7 +35,23 @@ def advertised(run_dir: Path, address: str, secret: str, epoch: int) -> Iterator
 
 def ask(run_dir: Path, event: Event, timeout_s: float = 10.0) -> Answer:
     """Send one event to the run's coordinator and wait for its answer."""
-    address, secret = _whereabouts(run_dir)
+    answer = _answer_to(run_dir, event, timeout_s)
+    if isinstance(answer, Answer):
+        return answer
+    raise DistBeliefError(f"the coordinator of {run_dir} gave an answer that is none; is it another version?")
+
+
+def ask_for_seat(run_dir: Path, pid: int, timeout_s: float = 10.0) -> int:
+    """The number of one more worker in that run."""
+    answer = _answer_to(run_dir, JoinRequested(pid), timeout_s)
+    if isinstance(answer, Admit):
+        return answer.worker
+    why = answer.text if isinstance(answer, Answer) else "is it another version?"
+    raise DistBeliefError(f"the run in {run_dir} takes no new worker: {why}")
+
+
+def _answer_to(run_dir: Path, event: Event, timeout_s: float) -> Command | None:
+    address, secret = whereabouts(run_dir)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(address)
@@ -45,13 +61,12 @@ def ask(run_dir: Path, event: Event, timeout_s: float = 10.0) -> Answer:
                 f"the coordinator of {run_dir} does not answer", hint="has the run just ended? look at its logs"
             )
         with contextlib.suppress(msgspec.MsgspecError):
-            answer = decode_command(socket.recv_multipart()[-1])
-            if isinstance(answer, Answer):
-                return answer
-    raise DistBeliefError(f"the coordinator of {run_dir} gave an answer that is none; is it another version?")
+            return decode_command(socket.recv_multipart()[-1])
+    return None
 
 
-def _whereabouts(run_dir: Path) -> tuple[str, str]:
+def whereabouts(run_dir: Path) -> tuple[str, str]:
+    """(address, secret) of the coordinator of a run that is running."""
     try:
         content = json.loads((run_dir / _FILE).read_text())
         return str(content["address"]), str(content["secret"])

@@ -115,16 +115,18 @@ class Pulse:
     _ticks: _Ticks = _Ticks()
 
     def restart(self, members: Iterable[int], now: float) -> Pulse:
-        """A generation begins with these members; what was measured of step times and known members stays."""
+        """A generation begins with these members. What is known of step times and of members stays, also since when a
+        member is silent and the run stands still: where workers come and go all the time, nobody would ever be late."""
         pages: dict[int, dict[int, _Beat]] = {}
         count = 0
         for worker in dict.fromkeys(members):
             known = self._beat(worker)
-            beat = _Beat(now) if known is None else replace(known, at=now, waiting=False)
+            beat = _Beat(now) if known is None else replace(known, waiting=False)
             pages.setdefault(worker // _PAGE, {})[worker] = beat
             count += 1
         # The reporter may be another one, with another clock, and the pause of the change is no step time.
-        steps = replace(self._steps, changed_at=now, fresh=True, last_at=None, step=-1)
+        changed_at = self._steps.changed_at if self.members else now
+        steps = replace(self._steps, changed_at=changed_at, fresh=True, last_at=None, step=-1)
         return replace(self, _pages=pages, members=count, waiting=0, alone_since=None, _steps=steps)
 
     def heard(self, worker: int, step: int, waiting: bool, now: float) -> Pulse:
@@ -139,8 +141,19 @@ class Pulse:
         steps = self._steps
         if step > steps.step:
             # The first number that is heard in a generation is where it started, not a commit.
-            steps = replace(steps, step=step, changed_at=now, fresh=steps.fresh and steps.step < 0)
+            moved = steps.step >= 0
+            changed_at = now if moved else steps.changed_at
+            steps = replace(steps, step=step, changed_at=changed_at, fresh=steps.fresh and not moved)
         return Pulse(pages, self.members, count, self._alone(self.members, count, now), steps, self._ticks)
+
+    def alive(self, worker: int, now: float) -> Pulse:
+        """A sign of life that says nothing of this generation."""
+        before = self._beat(worker)
+        if before is None:
+            return self
+        number = worker // _PAGE
+        beat = before.again(before.waiting, now, self._ticks.awake_since(now))
+        return replace(self, _pages={**self._pages, number: {**self._pages[number], worker: beat}})
 
     def left(self, worker: int, now: float) -> Pulse:
         """A member is through with its work, or known to be gone: nothing is expected of it any more."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 from distbelief.comm import messages as m
 from distbelief.coordinator import balance, detector, explain
 from distbelief.coordinator.ending import Result, fail, fail_without_culprit, record, say, with_worker
-from distbelief.coordinator.progress import notice
 from distbelief.coordinator.regroup import MOST_FAILED_HIRES, hire, regroup, release
 from distbelief.coordinator.vocabulary import (
     ENGINE,
@@ -32,9 +31,11 @@ def failed(state: State, event: m.WorkerFailed, now: float) -> Result:
     if state.phase == "training" and not state.is_member(event.worker):
         # The members do not need it: a newcomer that cannot load the job must not end a healthy run.
         text = f"worker {event.worker} failed, but it is no member: {event.message}"
-        if worker is not None and worker.exited is None:
-            state = with_worker(state, replace(worker, refused=True))
-        return _after_failed_hire(state, text, now, [Send(event.worker, m.EndRun(state.epoch, "failed", text))])
+        goodbye = Send(event.worker, m.EndRun(state.epoch, "failed", text))
+        if worker is None or worker.refused or worker.exited is not None:
+            return state, [goodbye]
+        state = with_worker(state, replace(worker, refused=True))
+        return _after_failed_hire(state, text, now, [goodbye])
     return fail(state, event, now)
 
 
@@ -47,7 +48,9 @@ def exited(state: State, event: m.WorkerExited, now: float) -> Result:
     state = replace(state, hired={w: at for w, at in state.hired.items() if w != event.worker})
     if worker.finished is not None or worker.refused or worker.left:
         return state, []
-    if worker.leaving and state.is_member(event.worker):  # gone before we heard that it had let go
+    if worker.leaving and not state.is_member(event.worker):
+        return state, []
+    if worker.leaving:  # gone before we heard that it had let go
         return regroup(state, "leave", f"{worker.name} has left", now)
     if state.phase == "training" and not state.is_member(event.worker):
         text = f"{worker.name}, which was no member, {explain.ending(event.status)}"
@@ -97,6 +100,18 @@ def _lost(state: State, worker: Worker, now: float) -> Result:
     return state, outputs + more
 
 
+def outstanding(state: State, now: float) -> Result:
+    """What follows from decisions that are on record and was not carried out: a coordinator died in between."""
+    if state.pending or state.phase == "ended":
+        return state, []
+    outputs: list[Output] = []
+    if state.lost:
+        names = ", ".join(state.workers[worker].name for worker in state.lost)
+        state, outputs = regroup(state, "death", f"{names} died; the others go on", now)
+    state, more = hire(state, now)
+    return state, outputs + more
+
+
 def taken_over(state: State, event: m.StepTakenOver, now: float) -> Result:
     """The members of a new generation found a step begun. A shard that kills whoever computes it must not go round."""
     if event.generation <= state.taken_over:
@@ -123,10 +138,10 @@ def taken_over(state: State, event: m.StepTakenOver, now: float) -> Result:
 def collective_failed(state: State, event: m.CollectiveFailed, now: float) -> Result:
     if event.generation != state.generation or not state.is_member(event.worker):
         return state, []
-    if state.troubles.broken_at is not None:
-        return state, []
-    state = replace(state, troubles=replace(state.troubles, broken_at=now))
-    return state, [Report(notice(f"worker {event.worker}: {event.message}", now))]
+    if state.troubles.broken_at is None:
+        what = f"worker {event.worker}: {event.message}"
+        state = replace(state, troubles=replace(state.troubles, broken_at=now, broken=what))
+    return state, []
 
 
 def leave_requested(state: State, event: m.LeaveRequested, now: float) -> Result:
@@ -192,9 +207,9 @@ def _try_again(state: State, now: float) -> Result:
     retries = state.troubles.retries + 1
     state = replace(state, troubles=replace(state.troubles, broken_at=None, retries=retries))
     if retries > MOST_RETRIES:
-        message = f"connections between members broke {retries} times without a step being committed"
+        message = f"connections between members broke {retries} times in a row: {state.troubles.broken}"
         return fail_without_culprit(state, "network", message, "see the workers' logs; is the network up?", now)
-    return regroup(state, "broken", "a connection between members broke, though all are alive: they meet again", now)
+    return regroup(state, "broken", f"{state.troubles.broken}; all are alive, and meet again", now)
 
 
 def _fence(state: State, suspects: list[detector.Suspect], now: float) -> Result:

@@ -48,21 +48,26 @@ def ready(state: State, event: m.WorkerReady, now: float) -> Result:
         reason = explain.refusal(event.worker, event.job, event.canary, run.job, run.canary, state.config.exact)
         if reason:
             return _refuse(state, worker, reason, now)
-    state = replace(with_worker(state, replace(worker, ready=True)), active_at=now)
-    state = replace(state, troubles=replace(state.troubles, failed_hires=0))
-    state, more = _seat(state, worker, now) if state.phase == "training" else start_when_complete(state, now)
+    worker = replace(worker, ready=True)
+    state = replace(with_worker(state, worker), active_at=now, troubles=replace(state.troubles, failed_hires=0))
+    if worker.leaving:
+        state, more = release(state, worker, now)
+    else:
+        state, more = _seat(state, worker, now) if state.phase == "training" else start_when_complete(state, now)
     return state, outputs + more
 
 
 def _refuse(state: State, worker: Worker, reason: str, now: float) -> Result:
     state = with_worker(state, replace(worker, refused=True))
+    if state.phase == "training":
+        # Another one would be refused as well: go on with those that are there.
+        state = replace(state, target=max(state.target - 1, 1))
     outputs: list[Output] = [
-        record(state, now, "refused", reason, worker=worker.number),
+        record(state, now, "refused", reason, worker=worker.number, target=state.target),
         Send(worker.number, m.Refuse(epoch=state.epoch, reason=reason)),
     ]
     if state.phase == "training":
-        # Another one would be refused as well: go on with those that are there.
-        return replace(state, target=max(state.target - 1, 1)), [*outputs, say(f"refused: {reason}", now)]
+        return state, [*outputs, say(f"refused: {reason}", now)]
     # The run counts on this worker and would wait for it for ever.
     failure = m.WorkerFailed(worker=worker.number, host=worker.host, kind="refused", message=reason)
     state, more = fail(state, failure, now)
@@ -74,8 +79,6 @@ def _seat(state: State, worker: Worker, now: float) -> Result:
     assert state.start is not None
     assert state.reference is not None
     shards = state.reference.job.shards
-    if worker.leaving:
-        return release(state, worker, now)
     if len(state.members) < shards or any(state.workers[member.worker].gone for member in state.members):
         return regroup(state, "join", f"{worker.name} has joined", now)
     reason = f"{worker.name} has joined: it is a spare, since there are {shards} shards for {shards} other members"
@@ -114,19 +117,27 @@ def scaled(state: State, event: m.ScaleRequested, now: float) -> Result:
     if event.workers < state.config.min_workers:
         text = f"the run was started with --min-workers {state.config.min_workers}; {event.workers} are fewer"
         return state, [_answer(state, False, text)]
-    reason = f"{event.workers} workers were asked for instead of {state.target}"
-    outputs: list[Output] = [record(state, now, "scaled", reason, target=event.workers)]
-    troubles = replace(state.troubles, failed_hires=0)
-    state = replace(state, target=event.workers, troubles=troubles)
-    outputs.append(say(reason, now))
     there = [worker for worker in state.workers.values() if worker.counts]
-    # Spares go first, then the members of the highest ranks: those at the front keep their shards and what is cached.
+    # Those on their way go first, then spares, then the members of the highest ranks: those at the front keep their
+    # shards and what is cached.
     there.sort(key=lambda worker: (state.seats.get(worker.number, len(state.seats)), worker.number))
-    for worker in there[event.workers :]:
+    surplus = [*there, *(Worker(number) for number in sorted(state.hired))][event.workers :]
+    leaving = [worker.number for worker in surplus]
+    reason = f"{event.workers} workers were asked for instead of {state.target}"
+    outputs: list[Output] = [record(state, now, "scaled", reason, target=event.workers, leaving=leaving)]
+    hired = {number: at for number, at in state.hired.items() if number not in leaving}
+    troubles = replace(state.troubles, failed_hires=0)
+    state = replace(state, target=event.workers, hired=hired, troubles=troubles)
+    outputs.append(say(reason, now))
+    for worker in surplus:
         state, more = release(state, worker, now)
         outputs += more
     state, more = hire(state, now)
-    return state, [*outputs, *more, _answer(state, True, _scaling(len(there), event.workers))]
+    outputs += [*more, _answer(state, True, _scaling(len(there), event.workers))]
+    if state.phase == "gathering" and state.reference:
+        state, more = start_when_complete(state, now)
+        outputs += more
+    return state, outputs
 
 
 def _scaling(there: int, target: int) -> str:
@@ -135,6 +146,17 @@ def _scaling(there: int, target: int) -> str:
     if target < there:
         return f"{there - target} {'worker leaves' if there - target == 1 else 'workers leave'} after the present step"
     return f"there are {target} workers already"
+
+
+def admitted(state: State, event: m.JoinRequested, now: float) -> Result:
+    """One more worker that nobody was asked to start: it gets the next number."""
+    number, target = state.next_worker, state.target + 1
+    reason = f"a worker was started by hand (pid {event.pid})"
+    state = replace(state, next_worker=number + 1, target=target, hired={**state.hired, number: now})
+    return state, [
+        record(state, now, "admitted", reason, workers=[number], target=target),
+        Reply(m.Admit(state.epoch, number)),
+    ]
 
 
 def _answer(state: State, ok: bool, text: str) -> Reply:

@@ -18,14 +18,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from distbelief.comm import messages as m
 from distbelief.coordinator import faults, joining
 from distbelief.coordinator.ending import Result, end, fail
-from distbelief.coordinator.paged import Paged
 from distbelief.coordinator.progress import Seen, absorb, workers_line
 from distbelief.coordinator.regroup import committed
+from distbelief.coordinator.replay import replay
 from distbelief.coordinator.vocabulary import (
     ENGINE,
     CoordinatorFailed,
@@ -66,8 +64,10 @@ __all__ = [
 
 
 def begin(config: RunConfig, epoch: int, now: float) -> State:
-    """A run that has nobody yet."""
-    return State(config=config, epoch=epoch, active_at=now, target=config.workers, next_worker=config.workers)
+    """A run that has nobody yet; the engine starts the first workers by itself."""
+    workers = config.workers
+    on_their_way = dict.fromkeys(range(workers), now)
+    return State(config, epoch, active_at=now, target=workers, next_worker=workers, hired=on_their_way)
 
 
 def resume(
@@ -76,48 +76,9 @@ def resume(
     """The run as its journal tells it (`seen`: the steps that its metrics file has). Whoever is alive says so soon."""
     state = begin(config, epoch, now)
     for entry in records:
-        state = _replay(state, entry, now)
+        state = replay(state, entry, now)
     pulse = state.pulse.restart(state.seats, now)
     return replace(state, pulse=pulse, looked_at=now, progress=replace(state.progress, reported=seen or Seen()))
-
-
-def _replay(state: State, entry: Mapping[str, Any], now: float) -> State:
-    match entry.get("kind"):
-        case "reference":
-            return replace(
-                state, reference=msgspec.convert({k: entry[k] for k in ("worker", "job", "canary")}, m.WorkerReady)
-            )
-        case "generation":
-            start = msgspec.convert({**entry, "epoch": state.epoch}, m.StartGeneration)
-            workers = {w.number: w for w in state.workers.values()}
-            for member in start.members:
-                known = workers.get(member.worker, Worker(member.worker))
-                workers[member.worker] = replace(known, host=member.host, pid=member.pid, ready=True)
-            return replace(
-                state,
-                phase="training",
-                generation=start.generation,
-                start=start,
-                workers=Paged(workers),
-                seats={member.worker: rank for rank, member in enumerate(start.members)},
-                next_worker=max(state.next_worker, 1 + max(member.worker for member in start.members)),
-                lost=(),
-                recoveries=state.recoveries + (entry["cause"] == "death"),
-                taken_over=start.generation - 1,
-            )
-        case "hired":
-            hired = dict.fromkeys(entry["workers"], now)
-            return replace(state, hired={**state.hired, **hired}, next_worker=1 + max(hired))
-        case "lost":
-            worker = state.workers.get(entry["worker"], Worker(entry["worker"]))
-            workers = {**state.workers, worker.number: replace(worker, exited=entry["status"])}
-            lost = (*state.lost, worker.number) if state.is_member(worker.number) else state.lost
-            return replace(state, workers=Paged(workers), lost=lost)
-        case "scaled" | "leaves":
-            return replace(state, target=entry["target"])
-        case "ended":
-            return replace(state, phase="ended", outcome=m.EndRun(state.epoch, entry["status"], entry["reason"]))
-    return state
 
 
 def step(state: State, event: Input, now: float) -> Result:
@@ -140,7 +101,8 @@ def _attached(state: State, event: m.EngineAttached, now: float) -> Result:
         if (known is None or known.exited is None) and state.phase != "ended":
             state, more = faults.exited(state, m.WorkerExited(worker, status), now)
             outputs += more
-    return state, outputs
+    state, more = faults.outstanding(state, now)
+    return state, outputs + more
 
 
 # --- workers train ---------------------------------------------------------------------------------------------------
@@ -152,6 +114,7 @@ def _heartbeat(state: State, event: m.Heartbeat, now: float) -> Result:
         answer = m.Introduce(state.epoch, state.progress.reported.complete)
         return state, [Reply(answer)] if worker is None or worker.exited is None else []
     if event.generation < state.generation or worker.leaving:
+        state = replace(state, pulse=state.pulse.alive(event.worker, now))
         return state, _told_again(state, worker, event.generation)
     if event.generation != state.generation or not state.is_member(event.worker):
         return state, []
@@ -238,9 +201,8 @@ def _over(state: State, event: m.EngineAttached, now: float) -> Result:
     return state, [Reply(state.outcome), Exit(status)]
 
 
-def _refused(state: State, event: m.ScaleRequested, now: float) -> Result:
-    text = "the run is not training yet" if state.phase == "gathering" else "the run is over"
-    return state, [Reply(m.Answer(state.epoch, False, text))]
+def _refused(state: State, event: m.ScaleRequested | m.JoinRequested, now: float) -> Result:
+    return state, [Reply(m.Answer(state.epoch, False, "the run is over"))]
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -257,7 +219,8 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.WorkerExited: faults.exited,
         m.LeaveRequested: faults.leave_requested,
         m.WorkerLeft: faults.left,
-        m.ScaleRequested: _refused,
+        m.JoinRequested: joining.admitted,
+        m.ScaleRequested: joining.scaled,
         m.StopRequested: _stopped,
         Ticked: faults.ticked,
         CoordinatorFailed: _broken,
@@ -274,6 +237,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.WorkerExited: faults.exited,
         m.LeaveRequested: faults.leave_requested,
         m.WorkerLeft: faults.left,
+        m.JoinRequested: joining.admitted,
         m.ScaleRequested: joining.scaled,
         m.StopRequested: _stopped,
         Ticked: faults.ticked,
@@ -291,6 +255,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.WorkerExited: _ignored,
         m.LeaveRequested: _ignored,
         m.WorkerLeft: _ignored,
+        m.JoinRequested: _refused,
         m.ScaleRequested: _refused,
         m.StopRequested: _ignored,
         Ticked: _ignored,

@@ -160,6 +160,8 @@ class Troubles:
     """Members that died."""
     broken_at: float | None = None
     """When a member said that a connection broke, and nobody is known to be dead."""
+    broken: str = ""
+    """What it said."""
     retries: int = 0
     """Generations that were started again for that reason."""
     killers: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)

@@ -13,7 +13,6 @@ import platform
 import secrets
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,8 +37,11 @@ from distbelief.comm.messages import (
     encode,
 )
 from distbelief.coordinator.journal import read as read_journal
+from distbelief.engines.guests import Guests
 from distbelief.engines.processes import CoordinatorProcess, LogPipe, Zygote
-from distbelief.errors import DistBeliefError, JobError, RunFailed, RunInterrupted
+from distbelief.engines.rundir import verdict
+from distbelief.engines.signals import Signals
+from distbelief.errors import RunFailed
 from distbelief.worker.spec import WorkerSpec
 
 REFRESH_S = 0.2
@@ -87,57 +89,17 @@ class Launch:
 
 def run(launch: Launch, observer: Observer) -> dict[str, Any]:
     """Run to the end. Returns the journal's last record; raises when the run did not complete."""
-    with _Signals() as signals, _Run(launch, observer, signals) as local:
+    with Signals() as signals, _Run(launch, observer, signals) as local:
         observer.started(launch.run_dir, launch.workers)
         local.start()
         local.loop()
-    return _verdict(launch.run_dir, signals)
-
-
-def make_run_dir(run_dir: Path) -> None:
-    """Make an empty run directory, or say why that cannot be."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        if any(run_dir.iterdir()):
-            raise DistBeliefError(f"the run directory '{run_dir}' is not empty", hint="give another --run-dir")
-        (run_dir / "logs").mkdir()
-    except OSError as error:
-        raise DistBeliefError(
-            f"cannot write to the run directory '{run_dir}': {error.strerror or error}",
-            hint="give a --run-dir on a disk that you can write to",
-        ) from error
-
-
-class _Signals:
-    """Ctrl-C and SIGTERM become a request to stop, once; a second one ends at once."""
-
-    def __init__(self) -> None:
-        self.received = 0
-        self.count = 0
-        self._old: dict[int, Any] = {}
-        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def __enter__(self) -> _Signals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._old[number] = signal.signal(number, self._handle)
-        return self
-
-    def _handle(self, number: int, frame: object) -> None:
-        self.received = self.received or number
-        self.count += 1
-        os.eventfd_write(self.wake_fd, 1)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-        os.close(self.wake_fd)
+    return verdict(launch.run_dir, signals)
 
 
 class _Run:
     """One run's processes, sockets and segments."""
 
-    def __init__(self, launch: Launch, observer: Observer, signals: _Signals) -> None:
+    def __init__(self, launch: Launch, observer: Observer, signals: Signals) -> None:
         self._launch = launch
         self._observer = observer
         self._signals = signals
@@ -181,6 +143,9 @@ class _Run:
         self._connect(self._address)
         self._watch(self._zygote.socket, self._zygote_ready)
         self._watch(self._signals.wake_fd, self._stop)
+        self._guests = Guests(launch.run_dir, self._secret)
+        self._stack.callback(self._guests.close)
+        self._watch(self._guests.listener, self._guest_arrives)
 
     def _start_coordinator(self) -> None:
         self._coordinator = CoordinatorProcess(self._order, self._log("coordinator"))
@@ -199,7 +164,7 @@ class _Run:
         self._attach()
 
     def _attach(self) -> None:
-        """Tell all there is to know. Repeated, so that what was lost, on the way or with a coordinator, is made good."""
+        """Tell all there is to know. Repeated, so that what was lost, on the way or with a coordinator, is mended."""
         self._next_attach = time.monotonic() + ATTACH_EVERY_S
         running = {self._workers[pid]: pid for pid in self._alive}
         self._send(EngineAttached(host_name(), running, self._exits))
@@ -212,9 +177,9 @@ class _Run:
         for worker in range(self._launch.workers):
             self._start_worker(worker)
 
-    def _start_worker(self, worker: int) -> None:
+    def _spec(self, worker: int) -> WorkerSpec:
         launch = self._launch
-        spec = WorkerSpec(
+        return WorkerSpec(
             worker=worker,
             host=host_name(),
             address=launch.dial(worker, self._address),
@@ -228,7 +193,25 @@ class _Run:
             sys_path=list(launch.sys_path),
             store=self._store,
         )
-        pid, connection = self._zygote.fork_worker(spec, self._log(f"worker {worker}"))
+
+    def _start_worker(self, worker: int) -> None:
+        pid, connection = self._zygote.fork_worker(self._spec(worker), self._log(f"worker {worker}"))
+        self._adopt(worker, pid, connection)
+
+    def _guest_arrives(self) -> None:
+        """A worker that somebody has started by hand, with a number that the coordinator gave it."""
+        guest = self._guests.accept(self._spec)
+        if guest is None:
+            return
+        self._adopt(guest.worker, guest.pid, guest.connection)
+
+        def left() -> None:
+            self._unwatch(guest.pidfd)
+            self._exited({"event": "exited", "pid": guest.pid, "status": self._guests.departed(guest)})
+
+        self._watch(guest.pidfd, left)
+
+    def _adopt(self, worker: int, pid: int, connection: socket.socket) -> None:
         self._workers[pid] = worker
         self._alive.add(pid)
         self._stack.callback(connection.close)
@@ -256,7 +239,7 @@ class _Run:
                 self._deadline = float("inf")
                 self._finish(GRACE_S / 2)
                 for pid in self._alive:
-                    self._zygote.kill(pid)
+                    self._end_by_force(pid)
 
     # --- what happens ------------------------------------------------------------------------------------------------
 
@@ -281,7 +264,11 @@ class _Run:
     def _kill(self, command: KillWorker) -> None:
         if self._obeyed(command.epoch):
             for pid in [pid for pid in self._alive if self._workers[pid] == command.worker]:
-                self._zygote.kill(pid)
+                self._end_by_force(pid)
+
+    def _end_by_force(self, pid: int) -> None:
+        if not self._guests.kill(pid):
+            self._zygote.kill(pid)
 
     def _obeyed(self, epoch: int) -> bool:
         """No command of an older coordinator is carried out."""
@@ -327,7 +314,7 @@ class _Run:
             event, _ = receive_message(self._zygote.socket)
         except EOFError:
             self._unwatch(self._zygote.socket)
-            self._alive.clear()  # workers die with the zygote
+            self._alive.clear()  # workers die with the zygote; guests are told of the end
             self._send(StopRequested("the process that starts workers has died"))
             self._finish(0.5)
             return
@@ -377,34 +364,6 @@ class _Run:
         """Every process we started is gone when this returns, also after an exception."""
         self._stack.close()
         self._observer.refresh()
-
-
-def _verdict(run_dir: Path, signals: _Signals) -> dict[str, Any]:
-    record = next((r for r in reversed(read_journal(run_dir / "journal.jsonl")) if r.get("kind") == "ended"), None)
-    if signals.received and (record is None or record["status"] == "stopped"):
-        name = signal.Signals(signals.received).name
-        error = RunInterrupted(f"stopped by {name}; nothing is left running", hint=f"the run directory is {run_dir}")
-        error.exit_code = 128 + signals.received
-        raise error
-    if record is None:
-        raise RunFailed("the coordinator ended without a word", hint=f"see {run_dir}/logs/coordinator.log")
-    if record["status"] == "completed":
-        return record
-    raise _explain(record.get("failure", {}), record.get("reason", "the run failed"), run_dir)
-
-
-def _explain(failure: dict[str, Any], reason: str, run_dir: Path) -> DistBeliefError:
-    """The failure as the user reads it: which worker, where, and when, unless that says nothing."""
-    message = failure.get("message", reason)
-    hint = failure.get("hint", "").replace("logs/", f"{run_dir}/logs/")
-    details = failure.get("traceback", "")
-    if failure.get("kind") == "job" and failure["step"] < 0:  # while loading: the same on every worker
-        return JobError(message, hint=hint, details=details)
-    if failure.get("kind") in ("job", "user", "data", "internal", "memory") and failure["worker"] >= 0:
-        message = f"worker {failure['worker']} on {failure['host']}: {message}"
-        if failure["step"] >= 0:
-            message += f" (step {failure['step']}, shard {failure['shard']})"
-    return RunFailed(message, hint=hint, details=details)
 
 
 def host_name() -> str:

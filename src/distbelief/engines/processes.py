@@ -26,7 +26,7 @@ _LAST_READS = 64  # of 64 KiB each: what a pipe can hold, and some more
 
 LogLine = Callable[[str, str], None]
 
-_WORKER_ENVIRONMENT = {
+WORKER_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy's own pool would be a thread in the zygote before it forks
     "GLOO_SOCKET_IFNAME": "lo",  # members on this machine meet on loopback, not on whatever the host's name resolves to
 }
@@ -138,7 +138,7 @@ class Zygote:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "distbelief.engines.zygote", str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
-            env={"PYTHONHASHSEED": "0", **os.environ, **_WORKER_ENVIRONMENT},  # a set is iterated over in one order
+            env={"PYTHONHASHSEED": "0", **os.environ, **WORKER_ENVIRONMENT},  # a set is iterated over in one order
             stdin=subprocess.DEVNULL,
             stdout=log.write_fd,
             stderr=log.write_fd,

@@ -48,10 +48,12 @@ class Place:
     """What it keeps for itself from one generation to the next."""
 
 
-def run_worker(spec: WorkerSpec, keeper_socket: socket.socket) -> int:
+def run_worker(spec: WorkerSpec, keeper_socket: socket.socket, by_hand: bool = False) -> int:
     """The life of a worker. Returns its exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to everybody; the engine decides
-    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))  # nothing depends on it yet
+    if not by_hand:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to everybody; the engine decides
+    for number in (signal.SIGTERM, *([signal.SIGINT] if by_hand else [])):
+        signal.signal(number, lambda number, frame: os._exit(0))  # nothing depends on it yet
     torch.set_num_threads(spec.threads)
     keeper = KeeperClient(keeper_socket)
     loaded: Loaded | None = None
@@ -61,7 +63,8 @@ def run_worker(spec: WorkerSpec, keeper_socket: socket.socket) -> int:
     except BaseException as error:
         failure = describe_failure(spec, error, -1, -1)
     with ControlLink(spec.address, bytes.fromhex(spec.secret), spec.worker) as link:
-        signal.signal(signal.SIGTERM, lambda number, frame: link.send(LeaveRequested(spec.worker)))
+        for number in (signal.SIGTERM, *([signal.SIGINT] if by_hand else [])):
+            signal.signal(number, lambda number, frame: link.send(LeaveRequested(spec.worker)))
         link.send(WorkerJoined(spec.worker, spec.host, os.getpid()))
         if loaded is not None:
             link.send(WorkerReady(spec.worker, loaded.facts(), loaded.canary))

@@ -24,6 +24,15 @@ class FailsOnOneWorker(nn.Module):
         return self.layer(x)
 
 
+class KillsItsWorker(FailsOnOneWorker):
+    """As a crash in native code would: whoever computes the last shard dies."""
+
+    def forward(self, x):
+        if self.training and bool((x[:, 0] == 31.0).any()) and len(x) == 8:
+            os.kill(os.getpid(), 11)
+        return self.layer(x)
+
+
 class TooLarge(nn.Module):
     def __init__(self):
         super().__init__()
@@ -66,6 +75,7 @@ def job(fault: str, batch: int = 16) -> Job:
     changes = {
         "none": {},
         "model": {"model": FailsOnOneWorker, "global_batch": 32},
+        "deadly": {"model": KillsItsWorker, "global_batch": 32, "validation": (x[:4], y[:4])},
         "nan": {"loss": lambda output, target: F.cross_entropy(output, target) * float("nan")},
         "empty": {"data": (x[:0], y[:0])},
         "few": {"data": (x[:3], y[:3])},

@@ -62,19 +62,20 @@ def optimizer(parameters):
     return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 3e-3}], lr=1e-2)
 
 
-job = Job(
-    model=Net,
-    loss=weighted,
-    optimizer=optimizer,
-    data=Augmented(),
-    collate=None,
-    global_batch=25,
-    shards=7,
-    epochs=3,
-    seed=5,
-    schedule=lambda step: min(1.0, (step + 1) / 4),
-    clip_norm=0.5,
-    validation=Augmented(),
-    metrics={"accuracy": accuracy},
-    evaluate_every=6,
-)
+def job(epochs: int = 3) -> Job:
+    return Job(
+        model=Net,
+        loss=weighted,
+        optimizer=optimizer,
+        data=Augmented(),
+        collate=None,
+        global_batch=25,
+        shards=7,
+        epochs=epochs,
+        seed=5,
+        schedule=lambda step: min(1.0, (step + 1) / 4),
+        clip_norm=0.5,
+        validation=Augmented(),
+        metrics={"accuracy": accuracy},
+        evaluate_every=6,
+    )

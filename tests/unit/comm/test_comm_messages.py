@@ -14,7 +14,8 @@ from distbelief.comm import messages as m
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a noisy machine is no failure
 
 EVENTS: list[m.Event] = [
-    m.EngineAttached("here", 4),
+    m.EngineAttached("here"),
+    m.EngineAttached("here", {0: 4711, 3: 4712}, {1: -9, 2: 0}),
     m.WorkerJoined(0, "here", 12345),
     m.WorkerReady(
         1,
@@ -35,12 +36,28 @@ EVENTS: list[m.Event] = [
     m.WorkerFinished(0, 3, 100, "sha", 0.125, {"accuracy": 1.0}, 1e6),
     m.WorkerFailed(1, "here", "user", "ValueError: bad", "look", "Traceback …", 7, 3),
     m.WorkerExited(1, -9),
+    m.StepTakenOver(0, 3, 7, 2),
+    m.StepTakenOver(0, 3, 7, 2, [m.BrokenShard(1, 7, 3)]),
+    m.CollectiveFailed(1, 3, "connection reset"),
+    m.LeaveRequested(2),
+    m.WorkerLeft(2, 3),
+    m.JoinRequested(4711),
+    m.ScaleRequested(4),
     m.StopRequested("Ctrl-C"),
 ]
 COMMANDS: list[m.Command] = [
     m.StartGeneration(1, 2, [m.Member(0, "here", (0, 4)), m.Member(3, "there", (4, 8))], "shm"),
     m.StartGeneration(1, 2, [], "gloo"),
+    m.StartGeneration(
+        1, 2, [m.Member(0, "here", (0, 8), 4711)], "shm", [m.PastGeneration(1, [m.Member(1, "here", (0, 8))])], 17
+    ),
     m.Refuse(1, "another thread count"),
+    m.Retire(1, 2),
+    m.Introduce(2, 17),
+    m.StartWorker(1, 4),
+    m.KillWorker(1, 2, "it is frozen"),
+    m.Admit(1, 5),
+    m.Answer(1, True, "2 more workers are being started"),
     m.EndRun(1, "completed"),
     m.EndRun(2, "failed", "worker 1: ValueError"),
 ]

@@ -11,7 +11,7 @@ def beat(worker: int = 0, step: int = 0, timing: Timing | None = None, **lists: 
 
 
 def report(step: int, fingerprint: str = "aa") -> StepReport:
-    return StepReport(step=step, loss=0.5, samples=8, fingerprint=fingerprint, at=99.0)
+    return StepReport(step=step, loss=0.5, samples=8, fingerprint=fingerprint, at=99.0, generation=3)
 
 
 def kinds(lines: list[dict]) -> list[str]:
@@ -20,7 +20,8 @@ def kinds(lines: list[dict]) -> list[str]:
 
 def test_each_step_is_reported_once() -> None:
     progress, lines = absorb(Progress(), MEMBERS, beat(reports=[report(0), report(1)]), 10.0)
-    assert lines[0] == {"kind": "step", "step": 0, "loss": 0.5, "samples": 8, "fingerprint": "aa", "at": 99.0}
+    line = {"step": 0, "loss": 0.5, "samples": 8, "fingerprint": "aa", "generation": 3, "at": 99.0}
+    assert lines[0] == {"kind": "step", **line}
     assert kinds(lines) == ["step", "step"]
     progress, lines = absorb(progress, MEMBERS, beat(reports=[report(1), report(2)]), 10.1)
     assert [line["step"] for line in lines] == [2]
@@ -33,6 +34,13 @@ def test_the_same_step_with_another_fingerprint_is_told() -> None:
     assert "step 3" in lines[0]["text"]
     assert "aa" in lines[0]["text"]
     assert "bb" in lines[0]["text"]
+
+
+def test_complete_is_the_first_step_that_nobody_has_reported() -> None:
+    progress = Progress()
+    for steps, complete in [([1], 0), ([0], 2), ([4, 3], 2), ([2], 5)]:
+        progress, _ = absorb(progress, MEMBERS, beat(reports=[report(step) for step in steps]), 10.0)
+        assert progress.reported.complete == complete
 
 
 def test_each_evaluation_is_reported_once() -> None:

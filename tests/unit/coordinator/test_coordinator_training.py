@@ -22,17 +22,25 @@ def test_heartbeats_become_lines_and_no_records() -> None:
     assert [line["kind"] for line in lines(outputs)] == ["notice"]
 
 
-def test_heartbeats_of_another_epoch_or_generation_or_a_spare_are_ignored() -> None:
+@pytest.mark.parametrize(
+    ("beat", "answer"),
+    [
+        ({"epoch": 6}, m.Introduce(epoch=7, reported=0)),
+        ({"worker": 99}, m.Introduce(epoch=7, reported=0)),
+        ({"generation": 0}, m.StartGeneration),
+        ({"worker": 4, "generation": 0}, m.StartGeneration),
+        ({"worker": 4}, None),
+        ({"generation": 2}, None),
+    ],
+)
+def test_nothing_is_counted_of_who_is_no_member_of_this_generation(beat: dict, answer: object) -> None:
+    """Whoever does not know what it should is told again: the message may have been lost."""
     run = Run(workers=5).started(0, 1, 2, 3, 4)
-    for beat in (
-        heartbeat(epoch=6, reports=[report(0)]),
-        heartbeat(epoch=8, reports=[report(0)]),
-        heartbeat(generation=0, reports=[report(0)]),
-        heartbeat(generation=2, reports=[report(0)]),
-        heartbeat(worker=4, reports=[report(0)]),
-        heartbeat(worker=99, reports=[report(0)]),
-    ):
-        assert run.feed(beat) == []
+    outputs = run.feed(heartbeat(**{**beat, "reports": [report(0)]}))
+    assert lines(outputs) == []
+    expected = run.state.start if answer is m.StartGeneration else answer
+    assert outputs == ([s.Reply(expected)] if expected else [])
+    assert run.state.progress.reported.complete == 0
 
 
 def test_replicas_that_differ_at_the_end_fail_the_run() -> None:
@@ -70,13 +78,13 @@ def test_the_run_is_complete_when_all_members_have_finished() -> None:
     assert [worker for worker, _ in sends(outputs)] == [0, 1, 2, 3, 4, s.ENGINE]
 
 
-def test_a_newcomer_while_training_is_a_spare() -> None:
-    run = Run().started(0, 1)
-    run.join(2)
-    outputs = run.ready(2)
-    assert sends(outputs) == [(2, run.state.start)]
-    assert "worker 2" in lines(outputs, "notice")[0]["text"]
-    assert run.state.phase == "training"
+def test_a_newcomer_without_a_shard_to_compute_is_a_spare() -> None:
+    run = Run(workers=4).started(0, 1, 2, 3)
+    run.join(4)
+    outputs = run.ready(4)
+    assert sends(outputs) == [(4, run.state.start)]
+    assert "worker 4" in lines(outputs, "notice")[0]["text"]
+    assert run.state.generation == 1
 
 
 def test_a_newcomer_that_does_not_fit_is_refused_and_the_run_goes_on() -> None:
@@ -109,9 +117,14 @@ def test_whoever_comes_after_the_end_is_told() -> None:
     run.join(0)
     run.feed(m.StopRequested(reason="Ctrl-C"))
     outcome = m.EndRun(epoch=7, status="stopped", reason="Ctrl-C")
-    assert run.join(1) == [s.Send(1, outcome)]
-    assert run.feed(m.EngineAttached(host="here", workers=2)) == [s.Send(s.ENGINE, outcome)]
+    assert run.join(1) == [s.Reply(outcome)]
+    assert run.feed(heartbeat(generation=0)) == [s.Reply(outcome)]
     assert run.ready(0) == []
+    for request in (m.ScaleRequested(workers=3), m.JoinRequested(pid=1)):
+        assert run.feed(request) == [s.Reply(m.Answer(epoch=7, ok=False, text="the run is over"))]
+    restarted = run.restarted()
+    attached = restarted.feed(m.EngineAttached(host="here"))
+    assert attached == [s.Reply(m.EndRun(epoch=8, status="stopped", reason="Ctrl-C")), s.Exit("stopped")]
 
 
 def test_a_coordinator_that_cannot_write_fails_the_run_even_at_its_end() -> None:
@@ -132,5 +145,6 @@ def test_step_never_changes_the_state_it_was_given() -> None:
 
 def test_every_event_has_a_place_in_the_table() -> None:
     events = {*get_args(m.Event), s.Ticked, s.CoordinatorFailed}
-    assert events - s.TRANSITIONS["gathering"].keys() == {m.WorkerFinished}
+    only_members = {m.WorkerFinished, m.StepTakenOver, m.CollectiveFailed}
+    assert events - s.TRANSITIONS["gathering"].keys() == only_members
     assert events == s.TRANSITIONS["training"].keys() == s.TRANSITIONS["ended"].keys()

@@ -24,7 +24,7 @@ from distbelief.data.order import positions_to_samples
 from distbelief.data.sources import as_source
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule, shard_seed, split
-from distbelief.strategies import compute, replica, tileoptimizer
+from distbelief.strategies import compute, takeover, tileoptimizer
 from distbelief.strategies.base import Seat
 from distbelief.strategies.prepared import PreparedAllReduce
 from distbelief.worker.feed import Feed
@@ -209,7 +209,7 @@ def _tree(node: Range, sums: list[Any]) -> Any:
 
 
 def _left_to_right() -> None:
-    replica.program = lambda shards, occupied, sources: functools.reduce(  # type: ignore[assignment]
+    takeover.program = lambda shards, occupied, sources: functools.reduce(  # type: ignore[assignment]
         lambda total, number: (total, number), range(len(sources))
     )
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from distbelief.shards import Program, Range, split
 from distbelief.strategies.partials import Partials, partial_sums, slots_needed
-from distbelief.strategies.replica import plan_work
+from distbelief.strategies.takeover import plan_step
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a noisy machine is no failure
 
@@ -95,11 +95,12 @@ def test_the_slots_suffice_in_every_step_and_are_few(case: tuple[int, int, list[
 @given(cases())
 def test_all_members_together_give_the_bracketing_of_the_full_tree(case: tuple[int, int, list[Range]]) -> None:
     shards, occupied, ranges = case
-    plans = [plan_work(shards, occupied, ranges, rank) for rank in range(len(ranges))]
+    plans = [plan_step(shards, occupied, ranges, rank) for rank in range(len(ranges))]
     slots = [execute(plan.partials) for plan in plans]
     for plan in plans:
         assert (plan.sources, plan.order) == (plans[0].sources, plans[0].order)
-        assert plan.idle == any(not p.partials.work for p in plans)
+        assert plan.recomputed == 0
+    assert [plan.mine for plan in plans] == [[mine] for mine in ranges]
     sums = [slots[source.rank][source.slot] for source in plans[0].sources]
 
     def bracketing(order: Program) -> Bracketing:

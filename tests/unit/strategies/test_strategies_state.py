@@ -16,6 +16,8 @@ from distbelief.strategies.layout import Layout, lay_out, trainable
 from distbelief.strategies.state import ReplicaState
 from distbelief.strategies.tileoptimizer import Recipe, TileMemory, TileOptimizer
 
+INTEGER_BYTES = 24
+
 
 class Setting:
     """A model with several tiles of parameters and one of buffers, and its state in shared memory."""
@@ -33,8 +35,8 @@ class Setting:
     def join(self) -> ReplicaState:
         """The state as a member of another generation sees it: other mappings of the same memory."""
         self.generation += 1
-        geometry = Geometry(self.layout.tiles, self.layout.size_bytes, [1], 1, 6)
-        return ReplicaState(self.layout, self.recipe, exchange(self.keeper, self.generation, geometry))
+        geometry = Geometry(self.layout.tiles, self.layout.size_bytes, [1], 1, 6, INTEGER_BYTES)
+        return ReplicaState(self.layout, self.recipe, exchange(self.keeper, self.generation, geometry), INTEGER_BYTES)
 
     def fill(self, state: ReplicaState) -> None:
         for values, optimizer in zip(state.values, state.optimizer, strict=True):

@@ -1,0 +1,222 @@
+"""Carries a schedule of faults out on a run of this process, from a thread beside the engine's loop.
+
+It learns the step and the members from the run directory, as any onlooker does, and acts with signals, requests for a
+number of workers, and a relay that can be cut. Whom a sentence strikes: the worker it names or, when that one is gone,
+the living one in its place; else a random one. A fault that may end a worker waits until somebody would be left to go
+on.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distbelief.chaos import timeline
+from distbelief.chaos.follow import RunFollower, Seen
+from distbelief.chaos.relay import Relay
+from distbelief.chaos.schedule import Fault
+from distbelief.chaos.verdict import ENDS_A_WORKER, Note, Record
+from distbelief.chaos.victims import Throttle, Victim, catch
+from distbelief.errors import DistBeliefError
+
+POLL_S = 0.01
+ASK_AGAIN_S = 0.1
+ASKING_S = 30.0  # the coordinator may be away when a request comes due: it is killed by other sentences
+
+
+@dataclass
+class _Lasting:
+    """A fault that is going on: what ends it, and when (monotonic clock)."""
+
+    ends_at: float
+    worker: int
+    undo: Callable[[], object]
+    hurts: bool
+
+
+class Injector:
+    """Use as a context manager around the run. Afterwards `notes` says what was done, `missed` what was not.
+
+    `ask` asks the coordinator for a number of workers; it returns why that was refused, or "".
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        faults: Sequence[Fault],
+        *,
+        workers: int,
+        seed: int,
+        relay: Relay | None,
+        ask: Callable[[int], str],
+        say: Callable[[str], None],
+    ) -> None:
+        self.notes: list[Note] = []
+        self._follower = RunFollower(run_dir)
+        self._pending = timeline.begin(faults)
+        self._waiting: list[Fault] = []
+        self._workers = workers
+        self._wanted = workers
+        self._dice = random.Random(seed)
+        self._relay = relay
+        self._ask = ask
+        self._say = say
+        self._victims: dict[int, Victim | None] = {}
+        self._gone: set[int] = set()  # killed or sent away: it may take a moment until it has ended
+        self._coordinator_killed = 0
+        self._lasting: list[_Lasting] = []
+        self._asking: list[threading.Thread] = []
+        self._failure: BaseException | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="faults", daemon=True)
+
+    def __enter__(self) -> Injector:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._over.set()
+        self._thread.join()
+        for thread in self._asking:
+            thread.join()
+        if self._failure is not None and error is None:
+            raise self._failure
+
+    @property
+    def missed(self) -> list[str]:
+        """The sentences that were not carried out, with the reason."""
+        late = [f"{fault} (the run ended before)" for fault in timeline.never_due(self._pending)]
+        return late + [f"{fault} (nobody would have been left to go on)" for fault in self._waiting]
+
+    @property
+    def journal(self) -> list[Record]:
+        """The journal as it was seen to grow."""
+        self._follower.poll()
+        return self._follower.records
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._over.wait(POLL_S) and not self._follower.seen.ended:
+                self._look()
+        except BaseException as error:  # told by the thread that started us
+            self._failure = error
+        finally:
+            for one in self._lasting:
+                one.undo()
+            for victim in self._victims.values():
+                if victim is not None:
+                    victim.close()
+
+    def _look(self) -> None:
+        seen = self._follower.poll()
+        if seen.started_at is None or seen.ended:
+            return
+        for worker, pid in seen.members.items():
+            if worker not in self._victims:
+                self._victims[worker] = catch(pid)
+        if self._relay is not None and (coordinator := self._follower.coordinator()):
+            self._relay.moved(str(coordinator["address"]))
+        for one in [one for one in self._lasting if time.monotonic() >= one.ends_at]:
+            self._lasting.remove(one)
+            one.undo()
+        self._pending, found = timeline.due(self._pending, seen.step, time.time() - seen.started_at)
+        self._waiting = [fault for fault in self._waiting + found if not self._carry_out(fault, seen)]
+
+    def _carry_out(self, fault: Fault, seen: Seen) -> bool:
+        """False: it cannot be done now; it is tried again at the next look."""
+        match fault.kind:
+            case "kill coordinator":
+                return self._kill_coordinator(fault)
+            case "join" | "scale":
+                self._wanted = fault.count if fault.kind == "scale" else self._wanted + 1
+                self._note(fault, f"asked for {self._wanted} workers")
+                self._asking.append(threading.Thread(target=self._request, args=(self._wanted,), daemon=True))
+                self._asking[-1].start()
+                return True
+        worker = self._choose(fault, seen)
+        victim = None if worker is None else self._victims[worker]
+        if worker is None or victim is None:
+            return False
+        self._note(fault, f"worker {worker}, process {victim.pid}", worker)
+        self._strike(fault, worker, victim)
+        return True
+
+    def _strike(self, fault: Fault, worker: int, victim: Victim) -> None:
+        match fault.kind:
+            case "kill worker":
+                self._gone.add(worker)
+                victim.kill()
+            case "leave worker":
+                self._gone.add(worker)
+                self._wanted = max(1, self._wanted - 1)
+                victim.ask_to_leave()
+            case "freeze worker":
+                victim.hold()
+                self._lasts(fault, worker, victim.let_go)
+            case "slow worker":
+                self._lasts(fault, worker, Throttle(victim, fault.factor).end)
+            case "cut worker":
+                relay = self._relay
+                assert relay is not None
+                relay.cut(worker)
+                self._lasts(fault, worker, lambda: relay.mend(worker))
+
+    def _lasts(self, fault: Fault, worker: int, undo: Callable[[], object]) -> None:
+        ends_at = float("inf") if fault.for_s is None else time.monotonic() + fault.for_s
+        self._lasting.append(_Lasting(ends_at, worker, undo, fault.kind in ENDS_A_WORKER))
+
+    def _choose(self, fault: Fault, seen: Seen) -> int | None:
+        living = [w for w in sorted(seen.members) if w not in self._gone and self._lives(w)]
+        hurt = {one.worker for one in self._lasting if one.hurts}
+        if fault.kind in (*ENDS_A_WORKER, "leave worker") and self._workers > 1:
+            allowed = [w for w in living if any(other != w and other not in hurt for other in living)]
+        else:
+            allowed = living
+        if fault.worker in living or not allowed:
+            return fault.worker if fault.worker in allowed else None
+        if fault.worker is not None:
+            return allowed[fault.worker % len(allowed)]
+        return self._dice.choice([w for w in allowed if w not in hurt] or allowed)
+
+    def _lives(self, worker: int) -> bool:
+        victim = self._victims.get(worker)
+        return victim is not None and victim.alive
+
+    def _kill_coordinator(self, fault: Fault) -> bool:
+        found = self._follower.coordinator()
+        # The old one's number stays in the file until the next one is up; for a moment it is still seen to live.
+        if found is None or int(found["pid"]) == self._coordinator_killed:
+            return False
+        victim = catch(int(found["pid"]))
+        if victim is None:
+            return False
+        self._coordinator_killed = victim.pid
+        self._note(fault, f"process {victim.pid}")
+        victim.kill()
+        victim.close()
+        return True
+
+    def _note(self, fault: Fault, whom: str, worker: int | None = None) -> None:
+        self._say(f"fault: {fault} ({whom})")
+        # The clock last: what is measured begins with the blow itself.
+        self.notes.append(Note(fault.kind, str(fault), time.time(), worker))
+
+    def _request(self, workers: int) -> None:
+        deadline = time.monotonic() + ASKING_S
+        while not self._over.is_set() and not self._follower.seen.ended:
+            try:
+                refusal = self._ask(workers)
+                if refusal:
+                    self._say(f"fault: the request for {workers} workers was refused: {refusal}")
+                return
+            except DistBeliefError as error:
+                if time.monotonic() >= deadline:
+                    self._say(f"fault: the request for {workers} workers was not answered: {error.message}")
+                    return
+            self._over.wait(ASK_AGAIN_S)

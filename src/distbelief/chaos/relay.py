@@ -1,0 +1,185 @@
+"""A loopback line between each worker and the coordinator that can be cut: bytes stop flowing, nothing is closed.
+
+That is what a broken network looks like from both ends. One thread moves the bytes of all lines; it does not know what
+they mean. The coordinator may come back at another address: `moved` tells where new connections go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+CHUNK_BYTES = 1 << 16
+
+
+@dataclass(eq=False)
+class _End:
+    """One socket of a connection; `waiting` is what its other end sent and it could not take yet."""
+
+    line: _Line
+    sock: socket.socket
+    other: _End | None = None
+    waiting: bytes = b""
+
+
+@dataclass(eq=False)
+class _Line:
+    """All of one worker's connections."""
+
+    worker: int
+    listener: socket.socket
+    ends: list[_End] = field(default_factory=list)
+    cut: bool = False
+
+
+class Relay:
+    """Use as a context manager; `dial` is the hook that the engine asks for each worker's address."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # the engine and the injector call in; the thread holds it while it moves bytes
+        self._lines: dict[int, _Line] = {}
+        self._upstream = ""
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake, selectors.EVENT_READ, None)
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
+
+    def __enter__(self) -> Relay:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over = True
+        self._interrupt()
+        self._thread.join()
+        for line in self._lines.values():
+            line.listener.close()
+            for end in line.ends:
+                end.sock.close()
+        self._selector.close()
+        os.close(self._wake)
+
+    def dial(self, worker: int, address: str) -> str:
+        """The address that a worker shall connect to instead of the coordinator's own."""
+        with self._lock:
+            self._upstream = address
+            if worker not in self._lines:
+                listener = socket.create_server(("127.0.0.1", 0))
+                listener.setblocking(False)
+                self._lines[worker] = _Line(worker, listener)
+                self._update(self._lines[worker])
+            host, port = self._lines[worker].listener.getsockname()
+        self._interrupt()
+        return f"tcp://{host}:{port}"
+
+    def moved(self, address: str) -> None:
+        with self._lock:
+            self._upstream = address
+
+    def cut(self, worker: int) -> bool:
+        """Let nothing through any more, in either direction. False: that worker has no line here."""
+        return self._set(worker, True)
+
+    def mend(self, worker: int) -> bool:
+        return self._set(worker, False)
+
+    def _set(self, worker: int, cut: bool) -> bool:
+        with self._lock:
+            line = self._lines.get(worker)
+            if line is None:
+                return False
+            line.cut = cut
+            self._update(line)
+        self._interrupt()
+        return True
+
+    def _interrupt(self) -> None:
+        """The thread waits on a set of sockets that has just changed."""
+        os.eventfd_write(self._wake, 1)
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._over:
+            ready = self._selector.select()
+            with self._lock:
+                for key, events in ready:
+                    self._serve(key.data, events)
+
+    def _serve(self, item: Any, events: int) -> None:
+        if item is None:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+        elif isinstance(item, _Line):
+            if not item.cut:
+                self._accept(item)
+        elif item in item.line.ends and not item.line.cut:  # else it was closed or cut since it was found ready
+            try:
+                self._flow(item, events)
+            except OSError:
+                self._close(item)
+
+    def _accept(self, line: _Line) -> None:
+        try:
+            near, _ = line.listener.accept()
+        except OSError:  # the worker has given up already
+            return
+        parts = urlsplit(self._upstream)
+        try:
+            far = socket.create_connection((parts.hostname, parts.port), timeout=1.0)
+        except OSError:  # nobody there: the worker sees its connection close, as without us, and tries again
+            near.close()
+            return
+        pair = [_End(line, near), _End(line, far)]
+        for end, other in (pair, reversed(pair)):
+            end.other = other
+            end.sock.setblocking(False)
+            end.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        line.ends += pair
+        self._update(line)
+
+    def _flow(self, end: _End, events: int) -> None:
+        assert end.other is not None
+        if events & selectors.EVENT_WRITE and end.waiting:
+            end.waiting = end.waiting[end.sock.send(end.waiting) :]
+        if events & selectors.EVENT_READ and not end.other.waiting:
+            data = end.sock.recv(CHUNK_BYTES)
+            if not data:
+                self._close(end)
+                return
+            end.other.waiting = data
+            with contextlib.suppress(BlockingIOError):
+                end.other.waiting = data[end.other.sock.send(data) :]
+        self._update(end.line)
+
+    def _close(self, end: _End) -> None:
+        for one in (end, end.other):
+            assert one is not None
+            self._watch(one.sock, 0, one)
+            one.sock.close()
+            end.line.ends.remove(one)
+
+    def _update(self, line: _Line) -> None:
+        """Wait for what can go on: nothing on a cut line; no more input for an end that cannot take what it has."""
+        self._watch(line.listener, 0 if line.cut else selectors.EVENT_READ, line)
+        for end in line.ends:
+            assert end.other is not None
+            wanted = selectors.EVENT_WRITE if end.waiting else 0
+            wanted |= 0 if end.other.waiting else selectors.EVENT_READ
+            self._watch(end.sock, 0 if line.cut else wanted, end)
+
+    def _watch(self, sock: socket.socket, events: int, item: object) -> None:
+        watched = sock in self._selector.get_map()
+        if events and watched:
+            self._selector.modify(sock, events, item)
+        elif events:
+            self._selector.register(sock, events, item)
+        elif watched:
+            self._selector.unregister(sock)

@@ -1,0 +1,117 @@
+"""Runs a job twice, without faults and under them, and gathers what both runs leave. It judges nothing itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from distbelief.api import Result, run_file
+from distbelief.chaos.inject import Injector
+from distbelief.chaos.relay import Relay
+from distbelief.chaos.schedule import Fault
+from distbelief.chaos.verdict import Evidence, Note, Record
+from distbelief.comm.messages import ScaleRequested
+from distbelief.coordinator import client, journal
+from distbelief.errors import DistBeliefError, RunInterrupted
+from distbelief.observe.plain import PlainView
+from distbelief.observe.records import Tail
+
+ASK_S = 1.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What both runs have in common."""
+
+    job: Path
+    settings: Mapping[str, str]
+    workers: int
+    strategy: str
+    run_dir: Path
+    """The runs are kept in folders below it."""
+
+
+@dataclass(frozen=True)
+class Struck:
+    """A run under faults: what it left, what was done to it, and the sentences that came to nothing."""
+
+    evidence: Evidence
+    notes: tuple[Note, ...]
+    missed: tuple[str, ...]
+
+
+def run_twin(plan: Plan, stream: TextIO) -> Evidence:
+    """The job without faults."""
+    result = _run(plan, plan.run_dir / "twin", stream, None)
+    return _evidence(result, journal.read(Path(result.run_dir) / "journal.jsonl"))
+
+
+def run_under_faults(plan: Plan, name: str, faults: Sequence[Fault], seed: int, stream: TextIO) -> Struck:
+    """The job in the folder `name`, with the faults carried out while it runs."""
+    run_dir = plan.run_dir / name
+    with contextlib.ExitStack() as stack:
+        # Only where a line is to be cut: nobody's messages take a detour without need.
+        cuts = any(fault.kind == "cut worker" for fault in faults)
+        relay = stack.enter_context(Relay()) if cuts else None
+        injector = Injector(
+            run_dir,
+            faults,
+            workers=plan.workers,
+            seed=seed,
+            relay=relay,
+            ask=lambda workers: _ask(run_dir, workers),
+            say=_sayer(stream),
+        )
+        try:
+            with injector:
+                result = _run(plan, run_dir, stream, relay)
+        except RunInterrupted:
+            raise
+        except DistBeliefError as error:
+            raise _under_faults(error, injector.notes) from error
+    return Struck(_evidence(result, injector.journal), tuple(injector.notes), tuple(injector.missed))
+
+
+def _run(plan: Plan, run_dir: Path, stream: TextIO, relay: Relay | None) -> Result:
+    options = {} if relay is None else {"dial": relay.dial}
+    with contextlib.closing(PlainView(stream)) as view:
+        return run_file(
+            plan.job,
+            dict(plan.settings),
+            workers=plan.workers,
+            strategy=plan.strategy,
+            run_dir=run_dir,
+            shares=(),
+            view=view,
+            **options,
+        )
+
+
+def _ask(run_dir: Path, workers: int) -> str:
+    # Not long: it may have been sent to a coordinator that is gone, and is then sent again to the next one.
+    answer = client.ask(run_dir, ScaleRequested(workers=workers), timeout_s=ASK_S)
+    return "" if answer.ok else answer.text
+
+
+def _evidence(result: Result, records: Sequence[Record]) -> Evidence:
+    metrics = Tail(Path(result.run_dir) / "metrics.jsonl").read()
+    return Evidence(result.run_dir, result.steps, result.weights_sha256, tuple(metrics), tuple(records))
+
+
+def _under_faults(error: DistBeliefError, notes: Sequence[Note]) -> DistBeliefError:
+    """The same failure, with what was done to the run: that is what a report of it must hold."""
+    done = [f"{note.text}{'' if note.worker is None else f' → worker {note.worker}'}" for note in notes]
+    error.message = f"the run under faults did not complete: {error.message}"
+    error.details = "\n".join(["faults carried out before:", *(done or ["none"]), "", error.details]).rstrip()
+    return error
+
+
+def _sayer(stream: TextIO) -> Callable[[str], None]:
+    def say(line: str) -> None:
+        stream.write(line + "\n")  # one write: the view prints from another thread
+        stream.flush()
+
+    return say

@@ -1,0 +1,193 @@
+"""What a run under faults shows when it is laid beside its fault-free twin. Pure: records in, verdict out.
+
+Times are the wall clock of one machine, in the fault notes, the journal and the metrics alike.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Record = dict[str, Any]
+
+ENDS_A_WORKER = ("kill worker", "freeze worker", "cut worker")
+"""After these a worker may be given up: it is fenced, or counted among the lost."""
+PLANNED = {"leave worker": ("leave",), "join": ("join",), "scale": ("join", "leave")}
+"""The causes of the generation that answers a request."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """A fault as it was carried out."""
+
+    kind: str
+    text: str
+    at: float
+    worker: int | None = None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a run that completed has left."""
+
+    run_dir: str
+    steps: int
+    weights_sha256: str
+    metrics: Sequence[Record] = ()
+    journal: Sequence[Record] = ()
+
+
+@dataclass(frozen=True)
+class FaultOutcome:
+    kind: str
+    text: str
+    at_step: int
+    """Steps committed when it struck."""
+    noticed_ms: float | None
+    """None: nothing had to be noticed, or nobody needed to act."""
+    next_commit_ms: float | None
+    shards_recomputed: int | None
+    """None: no generation was needed to answer it."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    weights_equal: bool
+    steps_lost: int
+    exactly_once: bool
+    goodput: float | None
+    """Samples per second of the committed steps, over those of the twin; None for runs of a single step."""
+    exact: bool = True
+    """Whether the strategy promises the same weights."""
+    faults: tuple[FaultOutcome, ...] = field(default_factory=tuple)
+
+    @property
+    def sound(self) -> bool:
+        return self.steps_lost == 0 and self.exactly_once and (self.weights_equal or not self.exact)
+
+
+def judge(twin: Evidence, faulty: Evidence, notes: Sequence[Note], *, exact: bool = True) -> Verdict:
+    expected, found = _steps(twin), _steps(faulty)
+    # Fingerprints are compared where the strategy promises the same bits; a twin that lacks a step proves nothing.
+    fingerprints = {int(r["step"]): r.get("fingerprint") for r in expected} if exact else {}
+    times = Counter(int(record["step"]) for record in found)
+    strange = {
+        int(r["step"]) for r in found if fingerprints.get(int(r["step"]), r.get("fingerprint")) != r.get("fingerprint")
+    }
+    lost = {step for step in range(twin.steps) if times[step] != 1} | strange
+    once = set(times) == set(range(twin.steps)) and all(count == 1 for count in times.values())
+    speeds = _samples_per_s(expected), _samples_per_s(found)
+    return Verdict(
+        weights_equal=bool(faulty.weights_sha256) and faulty.weights_sha256 == twin.weights_sha256,
+        steps_lost=len(lost),
+        exactly_once=once and _samples(found) == _samples(expected),
+        goodput=speeds[1] / speeds[0] if speeds[0] and speeds[1] else None,
+        exact=exact,
+        faults=tuple(_outcome(note, notes, faulty) for note in notes),
+    )
+
+
+def together(verdicts: Sequence[Verdict]) -> Verdict:
+    """Several runs against one twin as one verdict: each promise holds if it held every time."""
+    goodputs = [verdict.goodput for verdict in verdicts if verdict.goodput is not None]
+    return Verdict(
+        weights_equal=all(verdict.weights_equal for verdict in verdicts),
+        steps_lost=sum(verdict.steps_lost for verdict in verdicts),
+        exactly_once=all(verdict.exactly_once for verdict in verdicts),
+        goodput=statistics.median(goodputs) if goodputs else None,
+        exact=all(verdict.exact for verdict in verdicts),
+        faults=tuple(fault for verdict in verdicts for fault in verdict.faults),
+    )
+
+
+def _outcome(note: Note, notes: Sequence[Note], run: Evidence) -> FaultOutcome:
+    answers = _answers(note, notes, run.journal)
+    answer = next((r for r in answers if r["kind"] == "generation"), None)
+    steps = _steps(run)
+    following = [r for r in steps if float(r["at"]) >= note.at]
+    if answer is not None and note.kind not in ("join", "scale"):
+        # A newcomer is asked for long before it is there, and nobody waits for it; the others are waited for. A step
+        # that was on its way when the blow fell may be found, and reported, by the generation that came after it.
+        following = [
+            r for r in following if int(r["generation"]) >= int(answer["generation"]) and r["at"] >= answer["at"]
+        ]
+    commits_at = min((float(r["at"]) for r in following), default=None)
+    return FaultOutcome(
+        kind=note.kind,
+        text=note.text,
+        at_step=sum(float(r["at"]) < note.at for r in steps),
+        noticed_ms=_ms(note.at, float(answers[0]["at"]) if answers else None),
+        next_commit_ms=_ms(note.at, commits_at),
+        shards_recomputed=None if answer is None else _recomputed(run.metrics, int(answer["generation"])),
+    )
+
+
+def _answers(note: Note, notes: Sequence[Note], journal: Sequence[Record]) -> list[Record]:
+    """The records that answer a fault, in order. A later fault of the same worker has its own answers."""
+    until = min(
+        (n.at for n in notes if n.at > note.at and n.worker is not None and n.worker == note.worker), default=math.inf
+    )
+    after = [r for r in journal if note.at <= float(r.get("at", -math.inf))]
+    if note.kind == "kill coordinator":
+        before = max((int(r.get("epoch", 0)) for r in journal if float(r.get("at", math.inf)) < note.at), default=0)
+        return [r for r in after if int(r.get("epoch", 0)) > before][:1]
+    if note.kind in PLANNED:
+        return [r for r in after if _heard(r, note)][:1] + [r for r in after if _granted(r, note)][:1]
+    if note.kind not in ENDS_A_WORKER:
+        return []
+    given_up = [r for r in after if _gives_up(r, note.worker)]
+    # A death may be written down after the next fault of the same worker, but a fault that was never answered must not
+    # be given the answer to that one.
+    return given_up if note.kind == "kill worker" else [r for r in given_up if float(r["at"]) < until]
+
+
+def _heard(record: Record, note: Note) -> bool:
+    """The coordinator has written the request down."""
+    if note.kind == "leave worker":
+        return record.get("kind") == "leaves" and record.get("worker") == note.worker
+    return record.get("kind") == "scaled"
+
+
+def _granted(record: Record, note: Note) -> bool:
+    return record.get("kind") == "generation" and record.get("cause") in PLANNED[note.kind]
+
+
+def _gives_up(record: Record, worker: int | None) -> bool:
+    match record.get("kind"):
+        case "generation":
+            return worker in record.get("lost", ())
+        case "fenced" | "lost":
+            return worker == record.get("worker")
+    return False
+
+
+def _recomputed(metrics: Sequence[Record], generation: int) -> int:
+    """A generation without a recovery line took over no unfinished step."""
+    found = (r for r in metrics if r.get("kind") == "recovery" and int(r["generation"]) == generation)
+    return sum(int(r["recomputed"]) for r in found)
+
+
+def _steps(run: Evidence) -> list[Record]:
+    return [record for record in run.metrics if record.get("kind") == "step"]
+
+
+def _samples(steps: Sequence[Record]) -> int:
+    return sum(int(record["samples"]) for record in steps)
+
+
+def _samples_per_s(steps: Sequence[Record]) -> float | None:
+    """From the first commit to the last, each step counted once: what was done again is time, not work."""
+    once = {int(record["step"]): record for record in steps}
+    times = [float(record["at"]) for record in steps]
+    if len(once) < 2 or not max(times) > min(times):
+        return None
+    first = min(once)
+    return sum(int(r["samples"]) for step, r in once.items() if step != first) / (max(times) - min(times))
+
+
+def _ms(since: float, until: float | None) -> float | None:
+    return None if until is None else round((until - since) * 1000, 3)

@@ -1,0 +1,140 @@
+"""`distbelief chaos JOB`: run a job under faults and beside its fault-free twin, and say whether it made a difference.
+
+Users run it on their own job before they trust it. The checks here start no process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_text
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+from distbelief.chaos.randomly import random_schedule
+from distbelief.chaos.schedule import Fault, check, parse
+from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
+from distbelief.cli.train import check_job_file, parse_settings
+
+if TYPE_CHECKING:
+    from distbelief.chaos.trial import Plan, Struck
+    from distbelief.chaos.verdict import Evidence, Verdict
+
+
+def chaos(
+    ctx: typer.Context,
+    job: Annotated[Path, typer.Argument(help="The job file: Python that defines `job`.", show_default=False)],
+    faults: Annotated[
+        str,
+        typer.Option(metavar="SENTENCES", help='As in "kill worker every 3s, join at step 80".', show_default=False),
+    ] = "",
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes to begin with.")] = 4,
+    random: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Instead of --faults: N random schedules, one after another.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="What random choices follow from.")] = 0,
+    strategy: Annotated[str, typer.Option(help="How to learn it.")] = "allreduce",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Set a hyper-parameter of the job. May be repeated."),
+    ] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where both runs are kept. Default: runs/chaos-NAME-ID.", show_default=False),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the verdict as one JSON object on stdout.")] = False,
+) -> None:
+    """Train a job under faults and beside its fault-free twin, and compare the two."""
+    ctx.meta[MACHINE_OUTPUT] = json
+    check_job_file(job)
+    values = parse_settings(settings or [])
+    schedule = wanted_faults(faults, random, workers)
+
+    from distbelief.chaos.report import as_json, print_table  # after the checks, which need none of it
+    from distbelief.chaos.trial import Plan, run_twin
+    from distbelief.chaos.verdict import together
+    from distbelief.strategies import parse as parse_strategy
+
+    exact = parse_strategy(strategy).exact
+    plan = Plan(job, values, workers, strategy, run_dir or _new_run_dir(job))
+    stream = sys.stderr if json else sys.stdout
+    # With --json, stdout holds the object alone, whatever else prints in this process.
+    with contextlib.redirect_stdout(stream):
+        _say(stream, "the fault-free twin:")
+        twin = run_twin(plan, stream)
+        tried = list(_trials(plan, twin, schedule, random, seed, exact, stream))
+        verdict = together([verdict for _, _, verdict in tried])
+        missed = [fault for _, struck, _ in tried for fault in struck.missed]
+        print_table(verdict, missed, stream)
+    if json:
+        runs = {"twin": twin.run_dir, "faults": [struck.evidence.run_dir for _, struck, _ in tried]}
+        schedules = [_schedule(text, struck, verdict) for text, struck, verdict in tried]
+        whole = {**as_json(verdict), "not_carried_out": missed, "runs": runs, "schedules": schedules}
+        typer.echo(json_text.dumps(whole, allow_nan=False))
+    if not verdict.sound:
+        raise typer.Exit(1)
+
+
+def wanted_faults(text: str, random: int, workers: int) -> tuple[Fault, ...]:
+    """The faults of `--faults`, checked; none when random schedules are wanted, which need the number of steps."""
+    if bool(text) == bool(random):
+        raise UsageError(
+            "give either --faults or --random" if text else "no faults were given",
+            hint='as in --faults "kill worker every 3s, freeze worker 2 at step 40 for 5s", or --random 5',
+        )
+    if random:
+        return ()
+    found = parse(text)
+    check(found, workers)
+    return found
+
+
+def _trials(
+    plan: Plan, twin: Evidence, schedule: tuple[Fault, ...], random: int, seed: int, exact: bool, stream: TextIO
+) -> Iterator[tuple[str, Struck, Verdict]]:
+    """Each schedule with its run and verdict; a bad verdict is the last."""
+    from distbelief.chaos.report import totals
+    from distbelief.chaos.schedule import write
+    from distbelief.chaos.trial import run_under_faults
+    from distbelief.chaos.verdict import judge
+
+    for number in range(random or 1):
+        if random:
+            text = random_schedule(seed + number, plan.workers, twin.steps)
+            name = f"faults-{number + 1}"
+            _say(stream, f"schedule {number + 1} of {random} (--random 1 --seed {seed + number}): {text}")
+        else:
+            text, name = write(schedule), "faults"
+            _say(stream, f"under faults: {text}")
+        struck = run_under_faults(plan, name, parse(text), seed + number, stream)
+        verdict = judge(twin, struck.evidence, struck.notes, exact=exact)
+        if random:
+            _say(stream, "; ".join(f"{label} {value}" for label, value in totals(verdict)))
+        yield text, struck, verdict
+        if not verdict.sound:
+            return
+
+
+def _schedule(text: str, struck: Struck, verdict: Verdict) -> dict[str, Any]:
+    return {
+        "schedule": text,
+        "run_dir": struck.evidence.run_dir,
+        "weights_equal": verdict.weights_equal,
+        "steps_lost": verdict.steps_lost,
+        "exactly_once": verdict.exactly_once,
+        "goodput": None if verdict.goodput is None else round(verdict.goodput, 4),
+        "carried_out": [{"fault": note.text, "worker": note.worker, "at": note.at} for note in struck.notes],
+    }
+
+
+def _new_run_dir(job: Path) -> Path:
+    return Path("runs") / f"chaos-{job.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def _say(stream: TextIO, line: str) -> None:
+    print(line, file=stream, flush=True)

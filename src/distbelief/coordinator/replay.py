@@ -1,0 +1,87 @@
+"""A run as its journal tells it: every decision taken in again, in order. Pure.
+
+Only what was decided is there. What is missing after the last record (a command that nobody heard, a decision that
+followed from the last one) is made good by the rules for living runs, as soon as engines and workers are heard of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from distbelief.comm import messages as m
+from distbelief.coordinator.ending import with_worker
+from distbelief.coordinator.vocabulary import State, Worker
+
+Entry = Mapping[str, Any]
+
+
+def replay(state: State, entry: Entry, now: float) -> State:
+    """The state after one more record. Kinds that change nothing are passed over, also those of later versions."""
+    match entry.get("kind"):
+        case "reference":
+            facts = {name: entry[name] for name in ("worker", "job", "canary")}
+            return replace(state, reference=msgspec.convert(facts, m.WorkerReady))
+        case "generation":
+            return _generation(state, entry)
+        case "hired" | "admitted":
+            state = replace(state, hired={**state.hired, **dict.fromkeys(entry["workers"], now)})
+            return replace(_numbered(state, entry["workers"]), target=entry.get("target", state.target))
+        case "spare":
+            return _arrived(state, [entry["worker"]])
+        case "refused":
+            state = _with(_arrived(state, [entry["worker"]]), entry["worker"], refused=True)
+            return replace(state, target=entry.get("target", state.target))
+        case "lost":
+            worker = entry["worker"]
+            lost = (*state.lost, worker) if state.is_member(worker) else state.lost
+            return replace(_with(_arrived(state, [worker]), worker, exited=entry["status"]), lost=lost)
+        case "leaves" | "scaled":
+            leaving = [entry["worker"]] if "worker" in entry else entry.get("leaving", [])
+            state = _arrived(state, leaving)
+            for worker in leaving:
+                state = _with(state, worker, leaving=True)
+            return replace(state, target=entry["target"])
+        case "ended":
+            return replace(state, phase="ended", outcome=m.EndRun(state.epoch, entry["status"], entry["reason"]))
+    return state
+
+
+def _generation(state: State, entry: Entry) -> State:
+    start = msgspec.convert({**entry, "epoch": state.epoch}, m.StartGeneration)
+    seats = {member.worker: rank for rank, member in enumerate(start.members)}
+    spares = entry.get("spares", [])
+    for worker in state.seats.keys() - seats.keys() - set(spares):
+        state = _with(state, worker, left=True)  # nobody is left out who still does something
+    state = _arrived(state, [*seats, *spares])
+    for member in start.members:
+        state = _with(state, member.worker, host=member.host, pid=member.pid, ready=True)
+    return replace(
+        state,
+        phase="training",
+        generation=start.generation,
+        start=start,
+        seats=seats,
+        lost=(),
+        recoveries=state.recoveries + (entry["cause"] == "death"),
+        taken_over=start.generation - 1,
+    )
+
+
+def _arrived(state: State, workers: Iterable[int]) -> State:
+    """They are known, so they are not on their way any more."""
+    workers = list(workers)
+    for worker in workers:
+        state = _with(state, worker)
+    return replace(_numbered(state, workers), hired={w: at for w, at in state.hired.items() if w not in workers})
+
+
+def _numbered(state: State, workers: Iterable[int]) -> State:
+    return replace(state, next_worker=max(state.next_worker, *(worker + 1 for worker in workers), 0))
+
+
+def _with(state: State, worker: int, **facts: Any) -> State:
+    return with_worker(state, replace(state.workers.get(worker, Worker(worker)), **facts))

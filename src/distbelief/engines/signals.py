@@ -1,0 +1,34 @@
+"""Ctrl-C and SIGTERM as something that a poll loop can wait for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+
+class Signals:
+    """Ctrl-C and SIGTERM become a request to stop, once; a second one ends at once."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.count = 0
+        self._old: dict[int, Any] = {}
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._old[number] = signal.signal(number, self._handle)
+        return self
+
+    def _handle(self, number: int, frame: object) -> None:
+        self.received = self.received or number
+        self.count += 1
+        os.eventfd_write(self.wake_fd, 1)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        os.close(self.wake_fd)

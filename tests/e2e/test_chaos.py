@@ -1,0 +1,207 @@
+"""`distbelief chaos` on real runs: every kind of fault, and each leaves the weights as they are without it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import JOBS, REPOSITORY, Outcome
+
+Cli = Callable[..., Outcome]
+
+NAP_S = 0.01
+STEPS = 120  # of about 20 ms: long enough for a replacement to come in, short enough for a test
+
+
+def small(steps: int = STEPS, nap_s: float = NAP_S) -> list[object]:
+    return [JOBS / "small.py", "--set", f"steps={steps}", "--set", f"nap_s={nap_s}"]
+
+
+def expect_sound(outcome: Outcome, kinds: list[str]) -> dict[str, Any]:
+    """The promises held, and these faults were carried out."""
+    shown = outcome.json
+    context = f"{json.dumps(shown, indent=1)}\n{outcome.stderr}"
+    assert shown["weights_equal"], context
+    assert shown["steps_lost"] == 0, context
+    assert shown["exactly_once"], context
+    assert shown["goodput"] > 0, context
+    assert sorted(fault["kind"] for fault in shown["faults"]) == sorted(kinds), context
+    assert shown["not_carried_out"] == [], context
+    for fault in shown["faults"]:
+        assert set(fault) == {"kind", "at_step", "noticed_ms", "next_commit_ms", "shards_recomputed"}
+        for value in (fault["noticed_ms"], fault["next_commit_ms"], fault["shards_recomputed"]):
+            assert value is None or value >= 0, context
+    return shown
+
+
+def chaos(distbelief: Cli, job: list[object], faults: str, kinds: list[str], *more: object) -> dict[str, Any]:
+    return expect_sound(distbelief("chaos", *job, "--faults", faults, "--workers", 3, "--json", *more), kinds)
+
+
+def test_a_killed_worker(distbelief: Cli) -> None:
+    shown = chaos(distbelief, small(), "kill worker 1 at step 20", ["kill worker"])
+    (fault,) = shown["faults"]
+    assert fault["at_step"] >= 20
+    assert fault["noticed_ms"] is not None
+    assert fault["next_commit_ms"] is not None
+    assert fault["shards_recomputed"] is not None
+
+
+def test_workers_killed_again_and_again(distbelief: Cli) -> None:
+    shown = expect_sound_of_any_number(
+        distbelief("chaos", *small(200), "--faults", "kill worker every 50 steps", "--workers", 3, "--json")
+    )
+    assert 1 <= len(shown["faults"]) <= 4
+
+
+def expect_sound_of_any_number(outcome: Outcome) -> dict[str, Any]:
+    """As expect_sound, for a schedule that repeats: how often depends on how fast the machine is."""
+    shown = outcome.json
+    return expect_sound(outcome, [fault["kind"] for fault in shown["faults"]])
+
+
+def test_a_frozen_worker_is_fenced(distbelief: Cli) -> None:
+    shown = chaos(distbelief, small(), "freeze worker 2 at step 20", ["freeze worker"])
+    (fault,) = shown["faults"]
+    assert fault["noticed_ms"] is not None  # nobody can go on without its shards
+    assert fault["next_commit_ms"] >= fault["noticed_ms"]
+
+
+def test_a_short_freeze_is_waited_for_or_fenced(distbelief: Cli) -> None:
+    chaos(distbelief, small(), "freeze worker 2 at step 20 for 200ms", ["freeze worker"])
+
+
+def test_a_slow_worker(distbelief: Cli) -> None:
+    shown = chaos(distbelief, small(), "slow worker 1 by 3x at step 10 for 1s", ["slow worker"])
+    assert shown["faults"][0]["noticed_ms"] is None
+
+
+def test_a_killed_coordinator(distbelief: Cli, tmp_path: Path) -> None:
+    shown = chaos(distbelief, small(200), "kill coordinator at step 20", ["kill coordinator"])
+    (fault,) = shown["faults"]
+    assert fault["noticed_ms"] is not None
+    assert fault["shards_recomputed"] is None
+    assert all(record["lost"] == [] for record in generations(tmp_path, shown))  # no worker went with it
+
+
+def test_a_worker_that_joins(distbelief: Cli, tmp_path: Path) -> None:
+    # Slow steps: a newcomer has to load the job before the run is over.
+    shown = chaos(distbelief, small(150, 0.03), "join at step 5", ["join"])
+    assert max(len(record["members"]) for record in generations(tmp_path, shown)) == 4
+
+
+def test_a_worker_that_leaves(distbelief: Cli, tmp_path: Path) -> None:
+    shown = chaos(distbelief, small(), "leave worker 2 at step 20", ["leave worker"])
+    assert shown["faults"][0]["noticed_ms"] is not None
+    last = generations(tmp_path, shown)[-1]
+    assert 2 not in [member["worker"] for member in last["members"]]
+    assert last["lost"] == []
+
+
+def test_scaling_down_and_up(distbelief: Cli, tmp_path: Path) -> None:
+    shown = chaos(
+        distbelief, small(200, 0.03), "scale to 2 at step 5, scale to 4 at step 40", ["scale", "scale"], "--seed", 1
+    )
+    counts = [len(record["members"]) for record in generations(tmp_path, shown)]
+    assert counts[0] == 3
+    assert 2 in counts
+    assert counts[-1] == 4
+
+
+@pytest.mark.parametrize("length", [" for 300ms", ""])
+def test_a_worker_whose_line_is_cut(distbelief: Cli, length: str) -> None:
+    chaos(distbelief, small(), f"cut worker 0 at step 20{length}", ["cut worker"])
+
+
+def test_every_kind_in_one_run_of_digits(distbelief: Cli, tmp_path: Path) -> None:
+    faults = (
+        "slow worker 1 by 3x at step 5 for 2s, kill worker at step 20, freeze worker 2 at step 40 for 1s, "
+        "kill coordinator at step 60, join at step 80, cut worker 0 at step 90 for 500ms, leave worker 1 at step 120, "
+        "scale to 3 at step 140"
+    )
+    kinds = [
+        "slow worker",
+        "kill worker",
+        "freeze worker",
+        "kill coordinator",
+        "join",
+        "cut worker",
+        "leave worker",
+        "scale",
+    ]
+    job = [REPOSITORY / "examples" / "digits.py", "--set", "epochs=12"]
+    shown = chaos(distbelief, job, faults, kinds, "--run-dir", "both")
+    assert shown["runs"] == {"twin": "both/twin", "faults": ["both/faults"]}
+    for name in ("twin", "faults"):
+        assert (tmp_path / "both" / name / "weights.safetensors").exists()
+    twin, faulty = ((tmp_path / "both" / name / "weights.safetensors").read_bytes() for name in ("twin", "faults"))
+    assert twin == faulty
+
+
+def test_random_schedules(distbelief: Cli) -> None:
+    outcome = distbelief("chaos", *small(), "--random", 2, "--seed", 7, "--workers", 3, "--json")
+    shown = outcome.json
+    assert len(shown["schedules"]) == 2
+    assert all(one["weights_equal"] and one["steps_lost"] == 0 for one in shown["schedules"])
+    assert len(shown["runs"]["faults"]) == 2
+
+
+def test_the_table_for_people_and_a_fault_that_comes_to_nothing(distbelief: Cli) -> None:
+    outcome = distbelief("chaos", *small(40), "--faults", "kill worker 0 at step 5, join at step 9000", "--workers", 2)
+    assert outcome.status == 0, outcome.stderr
+    lines = outcome.stdout.splitlines()
+    assert any(line.startswith("fault: kill worker 0 at step 5 (worker 0, process ") for line in lines)
+    assert "steps lost: 0" in lines
+    assert "not carried out: join at step 9000 (the run ended before)" in lines
+    assert lines[-1].startswith("After 1 fault the run came to the weights of its twin")
+
+
+def test_an_inexact_strategy_is_not_held_to_equal_weights(distbelief: Cli) -> None:
+    outcome = distbelief(
+        "chaos", *small(), "--faults", "kill worker 1 at step 20", "--workers", 3, "--strategy", "allreduce:inexact"
+    )
+    assert outcome.status == 0, outcome.stderr
+    assert "steps lost: 0" in outcome.stdout
+
+
+def test_a_run_that_fails_under_faults_says_what_was_done_to_it(distbelief: Cli, tmp_path: Path) -> None:
+    job = tmp_path / "fragile.py"
+    marker = tmp_path / "twin-is-done"
+    # It fails in the second run only, so that the twin is whole.
+    job.write_text(
+        (JOBS / "small.py").read_text()
+        + f"""
+import pathlib
+whole = job
+def job(steps: int = 60):
+    inner = whole(steps=steps, nap_s=0.01)
+    marker = pathlib.Path({str(marker)!r})
+    before = marker.exists()
+    calls = 0
+    base = inner.loss
+    def loss(output, target):
+        nonlocal calls
+        calls += 1
+        marker.touch()
+        if before and calls > 30:
+            raise RuntimeError("I am fragile")
+        return base(output, target)
+    import dataclasses
+    return dataclasses.replace(inner, loss=loss)
+"""
+    )
+    outcome = distbelief("chaos", job, "--faults", "slow worker 0 by 2x", "--workers", 1)
+    assert outcome.status == 1
+    assert "the run under faults did not complete" in outcome.stderr
+    assert "slow worker 0 by 2x" in outcome.stderr
+    assert "I am fragile" in outcome.stderr
+
+
+def generations(folder: Path, shown: dict[str, Any]) -> list[dict[str, Any]]:
+    """The generations of the run under faults, from its journal."""
+    (run_dir,) = shown["runs"]["faults"]
+    lines = (folder / run_dir / "journal.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == "generation"]

@@ -1,0 +1,256 @@
+"""Kill, freeze, add and take away, at any moment: the run goes on, to the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import JOBS, REPOSITORY, Outcome, Run
+
+Start = Callable[..., Run]
+Cli = Callable[..., Outcome]
+Wait = Callable[[Callable[[], object]], None]
+
+
+class Watched:
+    """A run and its files."""
+
+    def __init__(self, start: Start, tmp_path: Path, wait_until: Wait, *arguments: object) -> None:
+        self.folder = tmp_path / "run"
+        self.run = start("train", *arguments, "--run-dir", "run", "--json")
+        self._wait_until = wait_until
+
+    def journal(self, kind: str) -> list[dict[str, Any]]:
+        return [entry for entry in self._lines("journal.jsonl") if entry["kind"] == kind]
+
+    def metrics(self, kind: str) -> list[dict[str, Any]]:
+        return [entry for entry in self._lines("metrics.jsonl") if entry["kind"] == kind]
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        path = self.folder / name
+        whole = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in whole if line]
+
+    def step(self) -> int:
+        return len(self.metrics("step"))
+
+    def after(self, steps: int) -> None:
+        self._wait_until(lambda: self.step() >= steps)
+
+    def members(self) -> dict[int, int]:
+        """Worker -> process, of the newest generation."""
+        found = self.journal("generation")
+        return {member["worker"]: member["pid"] for member in found[-1]["members"]} if found else {}
+
+    def has_members(self, count: int) -> None:
+        self._wait_until(lambda: len(self.members()) == count)
+
+    def signal(self, worker: int, number: signal.Signals) -> None:
+        pid = self.members()[worker]
+        assert any("distbelief" in part for part in psutil.Process(pid).cmdline())
+        os.kill(pid, number)
+
+    def coordinator(self) -> int:
+        return int(json.loads((self.folder / "coordinator.json").read_text())["pid"])
+
+    def result(self) -> dict[str, Any]:
+        outcome = self.run.wait().json
+        steps = [entry["step"] for entry in self.metrics("step")]
+        assert sorted(steps) == list(range(outcome["steps"]))  # every step was committed and reported exactly once
+        assert not [n for n in self.metrics("notice") if "different results" in n["text"]]
+        return outcome
+
+
+@pytest.fixture
+def watched(start: Start, tmp_path: Path, wait_until: Wait) -> Callable[..., Watched]:
+    return lambda *arguments: Watched(start, tmp_path, wait_until, *arguments)
+
+
+SMALL = [JOBS / "small.py", "--set", "nap_s=0.01"]
+EVERYTHING = [JOBS / "everything.py", "--set", "epochs=12"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """The weights of a run to which nothing happens, on one worker."""
+    known: dict[str, str] = {}
+
+    def weights(*arguments: object) -> str:
+        key = repr(arguments)
+        if key not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            known[key] = Run(folder, "train", *arguments, "--workers", 1, "--json").wait().json["weights_sha256"]
+        return known[key]
+
+    return weights
+
+
+@pytest.mark.parametrize("transport", ["allreduce:shm", "allreduce:gloo"])
+def test_the_same_weights_when_workers_are_killed(
+    watched: Callable[..., Watched], undisturbed: Callable[..., str], transport: str
+) -> None:
+    """With everything in the job that makes exactness hard, also killed in evaluations and while readers read."""
+    run = watched(*EVERYTHING, "--workers", 3, "--strategy", transport)
+    for steps in (5, 12, 20):
+        run.after(steps)
+        run.signal(random.Random(steps).choice(sorted(run.members())), signal.SIGKILL)
+        run.has_members(3) if steps == 12 else run.after(steps + 2)
+    result = run.result()
+    assert result["weights_sha256"] == undisturbed(*EVERYTHING)
+    assert result["recoveries"] >= 2
+
+
+def test_all_workers_killed_at_once(watched: Callable[..., Watched], undisturbed: Callable[..., str]) -> None:
+    run = watched(*SMALL, "--set", "steps=60", "--workers", 3)
+    run.after(20)
+    for worker in run.members():
+        run.signal(worker, signal.SIGKILL)
+    result = run.result()
+    assert result["weights_sha256"] == undisturbed(*SMALL, "--set", "steps=60")
+    assert [n for n in run.metrics("notice") if n["text"].startswith("paused")]
+
+
+def test_the_only_worker_killed(watched: Callable[..., Watched], undisturbed: Callable[..., str]) -> None:
+    run = watched(*SMALL, "--set", "steps=60", "--workers", 1)
+    run.after(20)
+    run.signal(0, signal.SIGKILL)
+    assert run.result()["weights_sha256"] == undisturbed(*SMALL, "--set", "steps=60")
+
+
+def test_a_frozen_worker_is_killed_and_replaced(
+    watched: Callable[..., Watched], undisturbed: Callable[..., str]
+) -> None:
+    run = watched(*SMALL, "--set", "steps=80", "--workers", 3)
+    run.after(30)
+    run.signal(1, signal.SIGSTOP)
+    result = run.result()
+    assert result["weights_sha256"] == undisturbed(*SMALL, "--set", "steps=80")
+    assert [entry["worker"] for entry in run.journal("fenced")] == [1]
+
+
+def test_the_coordinator_killed_again_and_again(
+    watched: Callable[..., Watched], undisturbed: Callable[..., str]
+) -> None:
+    run = watched(*SMALL, "--set", "steps=240", "--workers", 3)
+    for steps in (20, 60, 100, 140):
+        run.after(steps)
+        os.kill(run.coordinator(), signal.SIGKILL)
+    result = run.result()
+    assert result["weights_sha256"] == undisturbed(*SMALL, "--set", "steps=240")
+    assert len(run.journal("epoch")) == 5
+    assert len(run.journal("generation")) == 1  # no worker was started again, and none had to stop
+    assert result["recoveries"] == 0
+
+
+def test_a_worker_killed_while_the_coordinator_is_away(
+    watched: Callable[..., Watched], undisturbed: Callable[..., str]
+) -> None:
+    run = watched(*SMALL, "--set", "steps=120", "--workers", 3)
+    run.after(30)
+    os.kill(run.coordinator(), signal.SIGKILL)
+    run.signal(2, signal.SIGKILL)
+    assert run.result()["weights_sha256"] == undisturbed(*SMALL, "--set", "steps=120")
+
+
+def test_growing_and_shrinking_in_one_run(
+    watched: Callable[..., Watched], undisturbed: Callable[..., str], start: Start, tmp_path: Path
+) -> None:
+    run = watched(*SMALL, "--set", "steps=400", "--workers", 1)
+    run.after(10)
+    for wanted in (4, 2, 3):
+        answer = start("scale", "run", wanted, "--json").wait().json
+        assert answer["workers"] == wanted
+        run.has_members(wanted)
+        run.after(run.step() + 5)
+    result = run.result()
+    assert result["weights_sha256"] == undisturbed(*SMALL, "--set", "steps=400")
+    assert (result["workers"], result["recoveries"]) == (3, 0)
+    too_late = start("scale", "run", 2).wait()
+    assert (too_late.status, "is not running" in too_late.stderr) == (1, True)
+
+
+def test_a_worker_joins_by_hand_and_leaves(
+    watched: Callable[..., Watched], undisturbed: Callable[..., str], start: Start
+) -> None:
+    run = watched(*SMALL, "--set", "steps=500", "--workers", 2)
+    run.after(10)
+    guest = start("worker", "--join", "run")
+    run.has_members(3)
+    run.after(run.step() + 10)
+    guest.signal(signal.SIGTERM)
+    assert guest.wait().status == 0
+    run.has_members(2)
+    result = run.result()
+    assert result["weights_sha256"] == undisturbed(*SMALL, "--set", "steps=500")
+    assert result["recoveries"] == 0
+
+
+def test_a_worker_that_joined_by_hand_is_killed(watched: Callable[..., Watched], start: Start) -> None:
+    run = watched(*SMALL, "--set", "steps=300", "--workers", 2)
+    run.after(10)
+    guest = start("worker", "--join", "run")
+    run.has_members(3)
+    guest.signal(signal.SIGKILL)
+    assert guest.wait().status == -signal.SIGKILL
+    assert run.result()["recoveries"] == 1
+
+
+def test_a_worker_leaves_on_sigterm(watched: Callable[..., Watched], undisturbed: Callable[..., str]) -> None:
+    run = watched(*SMALL, "--set", "steps=150", "--workers", 3)
+    run.after(20)
+    run.signal(0, signal.SIGTERM)
+    run.has_members(2)
+    result = run.result()
+    assert result["weights_sha256"] == undisturbed(*SMALL, "--set", "steps=150")
+    assert (result["workers"], result["recoveries"]) == (2, 0)
+
+
+def test_too_few_workers_pause_the_run_visibly(
+    watched: Callable[..., Watched], undisturbed: Callable[..., str]
+) -> None:
+    run = watched(*SMALL, "--set", "steps=80", "--workers", 2, "--min-workers", 2)
+    run.after(20)
+    run.signal(1, signal.SIGKILL)
+    result = run.result()
+    assert result["weights_sha256"] == undisturbed(*SMALL, "--set", "steps=80")
+    assert [n["text"] for n in run.metrics("notice") if "1 of at least 2 workers is there" in n["text"]]
+
+
+def test_a_shard_that_kills_whoever_computes_it_ends_the_run(distbelief: Cli) -> None:
+    outcome = distbelief("train", JOBS / "broken.py", "--set", "fault=deadly", "--workers", 3, "--run-dir", "run")
+    assert outcome.status == 1
+    assert "shard 3 of step 0 has killed 2 workers" in outcome.stderr
+
+
+def test_a_stranger_at_the_door(watched: Callable[..., Watched]) -> None:
+    """Somebody who can reach the sockets, but does not know the secret."""
+    import socket
+
+    import zmq
+
+    run = watched(*SMALL, "--set", "steps=60", "--workers", 2)
+    run.after(5)
+    address = json.loads((run.folder / "coordinator.json").read_text())["address"]
+    assert (run.folder / "coordinator.json").stat().st_mode & 0o077 == 0
+    with zmq.Context() as context, context.socket(zmq.DEALER) as door:
+        door.setsockopt(zmq.LINGER, 0)
+        door.connect(address)
+        for frames in ([b"garbage"], [b"x" * 32, b"garbage"], [b"", b"", b""]):
+            door.send_multipart(frames)
+        assert not door.poll(200)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        os.chdir(run.folder)
+        try:
+            door.connect("join.sock")
+        finally:
+            os.chdir(REPOSITORY)
+        door.send(json.dumps({"worker": 7, "secret": "00" * 32}).encode())
+        assert door.recv(100) == b""
+    assert run.result()["recoveries"] == 0
