@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distbelief.comm.exchange import ROW, Geometry, Source, StepPlan
+from distbelief.comm.exchange import ROW, Geometry, Gift, Source, StepPlan
 from distbelief.comm.keeper import SegmentKeeper
 from distbelief.comm.segment import KeeperClient
 from distbelief.comm.shared import SharedExchange
@@ -135,7 +135,8 @@ class _Member:
         self._step += 1
         for tile in self._tiles:
             exchange.publish(tile.index)
-        exchange.share((self.rank, self.rank + 1), np.zeros((1, ROW)), np.zeros(1, np.uint8))
+        mine = (self.rank, self.rank + 1)
+        exchange.share(Gift(np.zeros((MEMBERS, ROW)), [mine], [(mine, 0)], np.zeros(1, bool), b""))
         for mine in exchange.tiles:
             reduced = exchange.reduced(mine)
             if whole:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distbelief.comm.exchange import ROW, Exchange, Geometry, Source, StepPlan, Tile
+from distbelief.comm.exchange import Exchange, Geometry, Gift, Source, StepPlan, Tile
 from distbelief.comm.segment import KeeperClient
 from distbelief.comm.shared import SharedExchange
 from distbelief.comm.torchgroup import Rendezvous, TorchExchange
@@ -57,7 +57,7 @@ def geometry(seat: Seat) -> Geometry:
         tiles.append(Tile(len(tiles), dtype, offset_bytes, numel))
         offset_bytes = -(-(offset_bytes + tiles[-1].size_bytes) // 256) * 256
     slots = [max(1, len(cover(seat.shards, mine))) for mine in seat.ranges]
-    return Geometry(tiles, offset_bytes, slots, seat.shards, PARAMETERS)
+    return Geometry(tiles, offset_bytes, slots, seat.shards, PARAMETERS, len(integers(0, 0)))
 
 
 def join(keeper: KeeperClient, seat: Seat, abort: Abort | None = None) -> Exchange:
@@ -113,12 +113,22 @@ def row(step: int, shard: int) -> list[float]:
     return [step + shard / 7, strange[(step + shard) % 4], float(2**53 - shard), -1.0]
 
 
-def check_rows(exchange: Exchange, seat: Seat, step: int) -> None:
-    mine = np.array([row(step, shard) for shard in range(*seat.mine)]).reshape(-1, ROW)
+def integers(step: int, rank: int) -> bytes:
+    return mix(step, rank).to_bytes(8, "little")
+
+
+def check_share(exchange: Exchange, seat: Seat, step: int, occupied: int) -> None:
+    """Rows that are not mine, and what a member without a partial sum says of integers, must not be heard of."""
+    everything = np.array([row(step, shard) for shard in range(seat.shards)])
+    mine = np.full_like(everything, 123.0)
+    mine[slice(*seat.mine)] = everything[slice(*seat.mine)]
     untouched = np.array([[(mix(step, r, p) % 3) > 0 for p in range(PARAMETERS)] for r in range(seat.size)])
-    rows, nobody = exchange.share(seat.mine, mine, untouched[seat.rank].astype(np.uint8))
-    assert rows.tobytes() == np.array([row(step, shard) for shard in range(seat.shards)]).tobytes()
-    assert nobody.tolist() == untouched.all(axis=0).tolist()
+    nodes = [(node, slot) for slot, node in enumerate(cover(seat.shards, seat.mine)) if node[0] < occupied]
+    shared = exchange.share(Gift(mine, [seat.mine], nodes, untouched[seat.rank], integers(step, seat.rank)))
+    assert shared.rows.tobytes() == everything.tobytes()
+    assert shared.untouched.tolist() == untouched.all(axis=0).tolist()
+    first = next(r for r, (low, high) in enumerate(seat.ranges) if low < high)
+    assert shared.integers == integers(step, first), "those of the giver of the first partial sum"
 
 
 def snapshot(exchange: Exchange, seat: Seat) -> list[bytes]:
@@ -134,7 +144,7 @@ def reduce_steps(keeper: KeeperClient, seat: Seat) -> dict[int, str]:
         exchange.begin(plan(seat, step, occupied))
         write_partials(exchange, seat, step, occupied)
         before = snapshot(exchange, seat)
-        check_rows(exchange, seat, step)
+        check_share(exchange, seat, step, occupied)
         for index in exchange.tiles:
             tile = geometry(seat).tiles[index]
             found = exchange.reduced(index)
@@ -191,7 +201,7 @@ def wait_in_vain(keeper: KeeperClient, seat: Seat, phase: str) -> str:
     write_partials(exchange, seat, 0, seat.shards)
     before = snapshot(exchange, seat)
     phases: dict[str, Callable[[], Any]] = {
-        "share": lambda: check_rows(exchange, seat, 0),
+        "share": lambda: check_share(exchange, seat, 0, seat.shards),
         "share_squares": lambda: exchange.share_squares(dict.fromkeys(exchange.tiles, 1.0)),
         "settle": lambda: (exchange.applied(), exchange.settle()),
         "gather": lambda: exchange.gather(b"x" * 1000),
@@ -217,7 +227,7 @@ def lose_a_peer(keeper: KeeperClient, seat: Seat) -> str:
     if seat.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        check_rows(exchange, seat, 0)
+        check_share(exchange, seat, 0, seat.shards)
     except Aborted as error:
         return str(error)
     return "nobody was missed"

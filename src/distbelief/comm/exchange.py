@@ -7,15 +7,18 @@ Two implementations pass one contract suite: shared memory (one host) and torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from distbelief.comm.segment import Segment
 from distbelief.shards import Program, Range
+
+if TYPE_CHECKING:
+    from distbelief.comm.backups import Backups
 
 ROW = 4  # float64 numbers that travel per shard and step
 
@@ -123,6 +126,9 @@ class Exchange(Protocol):
     shares_state: bool
     """Whether the members keep one copy of the parameters between them."""
 
+    backups: Backups | None
+    """Where members can compute late shards for each other; None where they cannot."""
+
     @property
     def waiting(self) -> bool:
         """Whether this member waits for others at this moment."""
@@ -147,8 +153,11 @@ class Exchange(Protocol):
     def publish(self, tile: int) -> None:
         """My slots hold their final values of this tile. Reduction of it may start."""
 
-    def share(self, gift: Gift) -> Shared:
-        """Tell what I have done, and hear it of all. After it, every member's partial sums are there."""
+    def share(self, gift: Gift, meanwhile: Callable[[], bool] = lambda: False) -> Shared:
+        """Tell what I have done, and hear it of all. After it, every member's partial sums are there.
+
+        `meanwhile` is called while others are still at work, for as long as it finds something to do (True).
+        """
 
     def reduced(self, tile: int) -> torch.Tensor:
         """The sum of the step's partial sums for one of `tiles`, in private memory; the partial sums stay intact."""

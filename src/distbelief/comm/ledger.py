@@ -18,7 +18,7 @@ from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.words import Abort, Words, row_bytes
 from distbelief.shards import Range
 
-BEGUN, WORKING, ARRIVED, MEASURED, SETTLED, MAIL, TILES = range(7)  # a member's words; one more per tile follows
+BEGUN, UNITS, WORKING, ARRIVED, MEASURED, SETTLED, MAIL, TILES = range(8)  # a member's words; one more per tile follows
 MAILBOX_BYTES = 1 << 18
 
 
@@ -46,7 +46,8 @@ class Ledger:
         control = keeper.segment(f"{past.name}/control", -1 if exists else size_bytes)
         self.words = Words(control.buffer, 0, self.members, words, rank, abort or Abort())
         maps = [np.ndarray(shape, dtype, buffer=control.buffer, offset=at) for dtype, shape, at in arrays]
-        self.rows, self.untouched, self.squares, self.nodes, self.integers, self.mailboxes = maps
+        self.rows, self.untouched, self.squares, self.nodes, self.integers, self.mailboxes = maps[:6]
+        self.claims, self.backups, self.backup_rows, self.backup_touched = maps[6:]
         self._slots: dict[tuple[int, int], Segment] = {}
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
 
@@ -88,6 +89,10 @@ def _places(geometry: Geometry, at: int) -> tuple[list[tuple[np.dtype[Any], tupl
         (np.int32, (members, 1 + geometry.shards, 3)),
         (np.uint8, (members, geometry.integer_bytes)),
         ([("length", np.int64), ("more", np.int64), ("data", np.uint8, MAILBOX_BYTES)], (members,)),
+        (np.int64, (geometry.shards,)),
+        (np.int64, (members, geometry.shards)),
+        (np.float64, (geometry.shards, ROW)),
+        (np.uint8, (geometry.shards, geometry.marks)),
     ]
     places = []
     for kind, shape in fields:

@@ -8,11 +8,12 @@ soon as all members have published it, also in the middle of this member's own b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+from distbelief.comm.backups import Backups
 from distbelief.comm.exchange import Broken, Geometry, Gift, Held, Shared, Source, StepPlan, depth, tree_add
 from distbelief.comm.ledger import (
     ARRIVED,
@@ -22,6 +23,7 @@ from distbelief.comm.ledger import (
     MEASURED,
     SETTLED,
     TILES,
+    UNITS,
     WORKING,
     Ledger,
     Past,
@@ -52,6 +54,7 @@ class SharedExchange:
         self._geometry = geometry
         self._ledger = Ledger(keeper, Past(name, geometry), rank, abort)
         self._words = self._ledger.words
+        self.backups: Backups | None = Backups(self._ledger, rank)
         self._past = {back: ledger for back, before in enumerate(past, 1) if (ledger := _left_by(keeper, before))}
         self._past_names = [before.name for before in past]
         self._out = {i: torch.empty(geometry.tiles[i].numel, dtype=geometry.tiles[i].dtype) for i in self.tiles}
@@ -100,6 +103,7 @@ class SharedExchange:
     def begin(self, plan: StepPlan) -> None:
         self._plan = plan
         self._stamp = plan.step + 1
+        self._words.set(UNITS, 0)
         self._words.set(BEGUN, self._stamp)
         self._ready.clear()
         self._reduced.clear()
@@ -133,7 +137,7 @@ class SharedExchange:
             scratch.append(torch.empty(self._largest, dtype=dtype))
         return scratch
 
-    def share(self, gift: Gift) -> Shared:
+    def share(self, gift: Gift, meanwhile: Callable[[], bool] = lambda: False) -> Shared:
         ledger = self._ledger
         for first, end in gift.mine:
             ledger.rows[first:end] = gift.rows[first:end]
@@ -141,7 +145,10 @@ class SharedExchange:
         ledger.write_nodes(self.rank, gift.nodes)
         if gift.integers:
             ledger.integers[self.rank] = np.frombuffer(gift.integers, np.uint8)
-        self._words.barrier(ARRIVED, self._stamp)
+        self._words.announce(ARRIVED, self._stamp)
+        while not self._words.reached(ARRIVED, self._stamp) and meanwhile():
+            pass
+        self._words.await_all(ARRIVED, self._stamp)
         rows, untouched = ledger.rows, np.asarray(ledger.untouched.all(axis=0))
         if any(source.back for source in self._plan.sources):
             rows, untouched = self._with_the_past(untouched)

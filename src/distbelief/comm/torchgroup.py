@@ -15,7 +15,7 @@ import datetime
 import os
 import socket
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from distbelief.comm.backups import Backups
 from distbelief.comm.exchange import Broken, Geometry, Gift, Held, Shared, StepPlan, depth, tree_add
 from distbelief.comm.segment import Segment
 from distbelief.comm.words import Abort, Aborted
@@ -46,6 +47,7 @@ class TorchExchange:
 
     shares_state = False
     waiting = False
+    backups: Backups | None = None
 
     def __init__(
         self,
@@ -158,7 +160,7 @@ class TorchExchange:
                     view = self._views[source.slot][tile]
                     self._sends.append(dist.isend(view, owner, tag=self._tag(number, tile)))
 
-    def share(self, gift: Gift) -> Shared:
+    def share(self, gift: Gift, meanwhile: Callable[[], bool] = lambda: False) -> Shared:
         everything = np.zeros_like(gift.rows)
         for first, end in gift.mine:
             everything[first:end] = gift.rows[first:end]

@@ -106,6 +106,10 @@ class Words:
                 return
             _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(self._address + bell * 4), _FUTEX_WAIT, heard, _NAP, None, 0)
 
+    def reached(self, word: int, value: int) -> bool:
+        """Whether every member has announced that value."""
+        return all(self._cells[member * self._row + 1 + word] >= value for member in range(self._members))
+
     def barrier(self, word: int, value: int) -> None:
         """Announce `value` in that word and wait until every member has announced it (values only grow)."""
         self.announce(word, value)

@@ -197,7 +197,7 @@ def _gathering_too_long(state: State, now: float) -> Result:
     if now - state.active_at <= state.config.gather_timeout_s:
         return state, []
     loading = [worker.name for worker in state.workers.values() if not worker.ready and worker.exited is None]
-    absent = [number for number in range(state.next_worker) if number not in state.workers]
+    absent = sorted(state.hired)
     message = explain.not_ready(now - state.active_at, state.target, loading, absent)
     hint = "look in the logs folder of the run for what they are doing"
     return fail_without_culprit(state, "timeout", message, hint, now)

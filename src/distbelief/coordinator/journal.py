@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -103,7 +104,8 @@ class Journal:
         self.close()
 
     def _epoch_entry(self) -> Entry:
-        return {"kind": "epoch", "epoch": self.epoch, "pid": os.getpid(), "reason": "a coordinator has taken over"}
+        reason = "a coordinator has taken over"
+        return {"kind": "epoch", "epoch": self.epoch, "at": time.time(), "pid": os.getpid(), "reason": reason}
 
 
 def read(path: Path) -> list[Entry]:

@@ -108,7 +108,7 @@ def reported_steps(path: Path) -> Seen:
     found: list[tuple[int, str]] = []
     with path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-        for line in file.read().split(b"\n"):
+        for line in file.read(_TAIL_BYTES).split(b"\n"):
             try:
                 entry = msgspec.json.decode(line)
             except msgspec.DecodeError:  # the first line read may be half a line, and so may the last one written

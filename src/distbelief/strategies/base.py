@@ -36,6 +36,8 @@ class Applied:
     loss: float
     samples: int
     fingerprint: str
+    generation: int
+    """In which it was applied."""
     at: float
     """Wall clock."""
 
@@ -70,6 +72,7 @@ class Seat:
     """Every rank's shards."""
     steps: int
     """How many steps the run has: what lies beyond is not looked at."""
+    generation: int = 0
 
 
 class Replica(Protocol):

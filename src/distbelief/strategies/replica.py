@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import math
-import struct
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from distbelief.comm.backups import Backup
 from distbelief.comm.exchange import ROW, Exchange, Gift, StepPlan
 from distbelief.data.seeding import seed_everything
 from distbelief.errors import JobError
 from distbelief.shards import Range, Schedule, mix, shard_seed
+from distbelief.strategies.agreement import agree_on_state
 from distbelief.strategies.base import Applied, Fetch, NonFiniteLoss, Seat, StepResult, Takeover
 from distbelief.strategies.compute import ShardComputer
-from distbelief.strategies.partials import ShardWork
+from distbelief.strategies.helping import Helper
+from distbelief.strategies.partials import ShardWork, slots_needed
 from distbelief.strategies.state import ReplicaState
 from distbelief.strategies.takeover import StepWork, plan_step, plan_takeover
 from distbelief.strategies.tileoptimizer import Recipe, TileMemory, TileOptimizer
 
 _LOSS, _WEIGHT, _INTEGERS, _COUNTS = range(ROW)
-_POSITION = struct.Struct("?q")  # whether a replica has been initialised, and the steps applied to it
 
 
 class DataParallelReplica:
@@ -45,10 +47,7 @@ class DataParallelReplica:
         self._exact = exact
         self._state = ReplicaState(computer.layout, recipe, exchange, len(computer.integer_bytes()))
         self._writes_for_all = exchange.rank == 0 or not exchange.shares_state
-        if exchange.shares_state:
-            self._start_together()
-        else:
-            self._start_apart()
+        agree_on_state(self._state, exchange, computer)
         computer.bind_parameters(self._state.segment, self._state.values_at)
         computer.commit_integers(self._state.integers(self._state.steps_applied))
         self._takeover = self._plan_takeover(self._state.steps_applied)
@@ -67,37 +66,12 @@ class DataParallelReplica:
         self._rows = np.zeros((schedule.shards, ROW))
         self._touched = np.zeros(len(computer.layout.entries), np.uint8)
         self.comm_s = 0.0
-
-    def _start_together(self) -> None:
-        """One state for all. The first generation writes it; a later one finds it, and repairs it if it is torn."""
-        self.exchange.gather(b"")  # everybody has left the generation before: nobody writes any more
-        if self._writes_for_all and self._state.initialised:
-            self._state.repair()
-        elif self._writes_for_all:
-            self._write_initial_state()
-        self.exchange.gather(b"")  # nobody reads before the writer is done
-
-    def _start_apart(self) -> None:
-        """A state for each. The furthest one is the truth; those behind it, and newcomers, copy it from its owner."""
-        mine = _POSITION.pack(self._state.initialised, self._state.steps_applied)
-        positions = [_POSITION.unpack(theirs) for theirs in self.exchange.gather(mine)]
-        if not any(initialised for initialised, _ in positions):
-            self._write_initial_state()
-            return
-        truth = max(applied for initialised, applied in positions if initialised)
-        source = positions.index((True, truth))
-        behind = [rank for rank, position in enumerate(positions) if position != (True, truth)]
-        if self.exchange.rank in behind:
-            self._state.mark_initialised(False)
-        first, rest = self._state.blocks()
-        if behind:
-            self.exchange.transfer(rest, source, behind)
-            self.exchange.transfer(first, source, behind)  # with the stamps, last: half a copy is no state
-
-    def _write_initial_state(self) -> None:
-        self._computer.write_values(self._state.segment, self._state.values_at)
-        self._state.write_integers(0, self._computer.integer_bytes())
-        self._state.mark_initialised()
+        self._helper = None
+        if exchange.backups and exact:
+            self._helper = Helper(
+                exchange.backups, slots_needed(schedule.shards, seat.ranges[seat.rank]), self._back_up
+            )
+        self._began_at = self._unit_s = 0.0
 
     def steps_applied(self) -> int:
         return self._state.steps_applied
@@ -145,8 +119,18 @@ class DataParallelReplica:
         self.exchange.begin(StepPlan(step, work.sources, work.order))
         self._rows.fill(0)
         self._touched.fill(0)
-        for unit in work.partials.work:
-            self._compute_unit(step, unit, last=unit is work.partials.work[-1])
+        self._began_at = time.perf_counter()
+        units = work.partials.work
+        for number, unit in enumerate(units):
+            backup = None
+            if self._helper and self.exchange.backups:
+                self.exchange.backups.starting(number + 1)
+                backup = self.exchange.backups.find(unit.shard, step + 1) if number else None
+            if backup:
+                self._take(unit, backup, last=number + 1 == len(units))
+            else:
+                self._compute_unit(step, unit, last=number + 1 == len(units))
+        self._unit_s = (time.perf_counter() - self._began_at) / max(len(units), 1)
         if not work.partials.work:
             for tile in self._computer.layout.tiles:
                 self.exchange.publish(tile.index)
@@ -156,6 +140,17 @@ class DataParallelReplica:
         ahead, self._ahead = self._ahead, (-1, None)
         self.exchange.working(first)
         batch, samples = ahead[1] if ahead[0] == step else self._fetch(step, first, end)
+        tile_ready = self._when_ready(unit, last)
+        result = self._computer.run(
+            batch, samples, shard_seed(self._job.seed, step, first), self.exchange.slot(unit.slot), self._committed,
+            tile_ready,
+        )  # fmt: skip
+        self.exchange.working(-1)
+        self._rows[first] = (result.loss_sum, result.weight, result.integers, samples)
+        self._touched |= result.touched
+
+    def _when_ready(self, unit: ShardWork, last: bool) -> Callable[[int], None]:
+        """What happens to a tile of this shard when it is there: it is added to its neighbours, and published."""
         views = self._tile_views
 
         def tile_ready(tile: int) -> None:
@@ -164,13 +159,32 @@ class DataParallelReplica:
             if last:
                 self.exchange.publish(tile)
 
-        result = self._computer.run(
-            batch, samples, shard_seed(self._job.seed, step, first), self.exchange.slot(unit.slot), self._committed,
-            tile_ready,
-        )  # fmt: skip
-        self.exchange.working(-1)
-        self._rows[first] = (result.loss_sum, result.weight, result.integers, samples)
-        self._touched |= result.touched
+        return tile_ready
+
+    def _take(self, unit: ShardWork, backup: Backup, last: bool) -> None:
+        """Somebody else has computed this shard of mine: as if I had."""
+        tile_ready = self._when_ready(unit, last)
+        for tile, (mine, theirs) in enumerate(zip(self._tile_views(unit.slot), backup.tiles, strict=True)):
+            mine.copy_(theirs)
+            tile_ready(tile)
+        self._rows[unit.shard] = backup.row
+        self._touched |= backup.touched
+
+    def _back_up(self, step: int, shard: int, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        batch, samples = self._fetch(step, shard, shard + 1)
+        seed = shard_seed(self._job.seed, step, shard)
+        result = self._computer.run(batch, samples, seed, self.exchange.slot(slot), self._committed, lambda tile: None)
+        return np.array((result.loss_sum, result.weight, result.integers, samples)), result.touched
+
+    def _meanwhile(self, step: int) -> bool:
+        if self._helper is None or (self._takeover and self._takeover[0] == step):
+            return False
+        elapsed_s = time.perf_counter() - self._began_at
+        return self._helper.help(step, partial(self._shards_of_rank, step), elapsed_s, self._unit_s)
+
+    def _shards_of_rank(self, step: int, rank: int) -> range:
+        first, end = self._seat.ranges[rank]
+        return range(first, min(end, self._schedule.occupied(step)))
 
     def _tile_views(self, slot: int) -> list[torch.Tensor]:
         if slot not in self._slot_tiles:
@@ -180,19 +194,26 @@ class DataParallelReplica:
         return self._slot_tiles[slot]
 
     def commit(self, step: int) -> StepResult:
+        helped_s = self._helper.seconds if self._helper else 0.0
+        if self._helper:
+            self._helper.begin()
         started = time.perf_counter()
         work = self._work_of(step)
         integers = self._computer.integer_bytes()
         nodes = list(work.partials.results.items())
-        shared = self.exchange.share(Gift(self._rows, work.mine, nodes, self._touched == 0, integers))
+        gift = Gift(self._rows, work.mine, nodes, self._touched == 0, integers)
+        shared = self.exchange.share(gift, partial(self._meanwhile, step))
         self.comm_s += time.perf_counter() - started
+        if self._helper:
+            self.comm_s -= self._helper.seconds - helped_s  # helping is computing
         result, untouched = self._judge(step, shared.rows), shared.untouched
         weight = math.fsum(shared.rows[:, _WEIGHT])
         if weight == 0:  # nothing to learn from: as if no parameter had a gradient; buffers have seen the samples
             untouched = untouched.copy()
             untouched[: len(self._computer.parameters)] = True
         if self._writes_for_all:
-            self._state.remember(Applied(step, result.loss, result.samples, result.fingerprint, time.time()))
+            generation, at = self._seat.generation, time.time()
+            self._state.remember(Applied(step, result.loss, result.samples, result.fingerprint, generation, at))
             self._state.write_integers(step + 1, shared.integers)
         units = int(np.count_nonzero(shared.rows[:, _COUNTS]))
         self._update(step, 1.0 / weight if weight else 0.0, units, untouched)
@@ -201,7 +222,8 @@ class DataParallelReplica:
         started = time.perf_counter()
         self.exchange.settle()
         self.comm_s += time.perf_counter() - started
-        self._computer.commit_integers(None if integers == shared.integers else shared.integers)
+        helped = self._helper is not None and self._helper.seconds > helped_s  # then the buffers are another shard's
+        self._computer.commit_integers(shared.integers if helped or integers != shared.integers else None)
         return result
 
     def _look_ahead(self, step: int) -> None:

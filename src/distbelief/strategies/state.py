@@ -28,7 +28,14 @@ _REMEMBERED = 1024  # steps: many more than are committed between two heartbeats
 _NOTE_BYTES = 1 << 16
 _NOTE_HEAD = struct.Struct("qq")  # steps applied when it was written, and its length
 _STEP = np.dtype(
-    [("step", np.int64), ("loss", np.float64), ("samples", np.int64), ("fingerprint", "S16"), ("at", np.float64)]
+    [
+        ("step", np.int64),
+        ("loss", np.float64),
+        ("samples", np.int64),
+        ("fingerprint", "S16"),
+        ("generation", np.int64),
+        ("at", np.float64),
+    ]
 )
 
 
@@ -122,7 +129,7 @@ class ReplicaState:
         place = self._history[applied.step % _REMEMBERED]
         place["step"] = -1
         place["loss"], place["samples"], place["at"] = applied.loss, applied.samples, applied.at
-        place["fingerprint"] = applied.fingerprint
+        place["fingerprint"], place["generation"] = applied.fingerprint, applied.generation
         place["step"] = applied.step
 
     def remembered(self, first: int) -> list[Applied]:
@@ -132,9 +139,15 @@ class ReplicaState:
         for step in range(max(first, applied - _REMEMBERED, 0), applied):
             place = self._history[step % _REMEMBERED]
             if int(place["step"]) == step:
-                fingerprint = place["fingerprint"].decode()
                 found.append(
-                    Applied(step, float(place["loss"]), int(place["samples"]), fingerprint, float(place["at"]))
+                    Applied(
+                        step,
+                        float(place["loss"]),
+                        int(place["samples"]),
+                        place["fingerprint"].decode(),
+                        int(place["generation"]),
+                        float(place["at"]),
+                    )
                 )
         return found
 

@@ -110,7 +110,8 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
     exchange = _exchange(place, loaded, action, abort)
     link.progress.waiting = lambda: exchange.waiting
     try:
-        replica = loaded.prepared.build(Seat(action.rank, action.ranges, loaded.steps), exchange, loaded.watch.fetch)
+        seat = Seat(action.rank, action.ranges, loaded.steps, action.generation)
+        replica = loaded.prepared.build(seat, exchange, loaded.watch.fetch)
         link.progress.step = replica.steps_applied()
         if action.rank == 0:
             write_job_json(spec, loaded, len(action.members))

@@ -135,7 +135,7 @@ def _evaluate(evaluator: Evaluator, replica: Replica, progress: Progress, applie
 def _recall(replica: Replica, progress: Progress, task: Assignment, reported: int) -> None:
     """Report again what may have been lost: with earlier members, or with a coordinator."""
     for one in replica.remembered(reported):
-        report = StepReport(one.step, one.loss, one.samples, one.fingerprint, one.at, task.generation)
+        report = StepReport(one.step, one.loss, one.samples, one.fingerprint, one.at, one.generation)
         progress.reports.append(report)
     evaluated, metrics = _last_evaluation(replica)
     if metrics:

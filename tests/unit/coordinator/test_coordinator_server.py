@@ -17,7 +17,8 @@ import pytest
 import zmq
 
 from distbelief.comm import messages as m
-from distbelief.coordinator import journal
+from distbelief.coordinator import client, journal
+from distbelief.errors import DistBeliefError
 
 SECRET = bytes(range(m.SECRET_BYTES))
 WAIT_MS = 60_000  # only reached when something is broken
@@ -98,10 +99,10 @@ def told(socket: zmq.Socket) -> m.Command:
 
 def engine_and_workers(process: Process) -> tuple[zmq.Socket, list[zmq.Socket]]:
     engine = process.dealer()
-    tell(engine, m.EngineAttached(host="here", workers=2))
-    # Nothing answers an engine, so let it say something that is remarked upon: then it has been heard.
+    tell(engine, m.EngineAttached(host="here"))
+    # Nothing answers an engine, so let it say something that is answered: then it has been heard.
     tell(engine, m.WorkerReady(worker=88, job=JOB, canary=CANARY))
-    process.until_it_says("worker 88 is ready but never joined")
+    assert isinstance(told(engine), m.Introduce)
     workers = [process.dealer(), process.dealer()]
     for number, socket in enumerate(workers):
         tell(socket, m.WorkerJoined(worker=number, host="here", pid=1000 + number))
@@ -133,11 +134,12 @@ def test_a_whole_run(tmp_path: Path, disturbed: bool) -> None:
             stranger.send(b"one frame")
             stranger.send_multipart([SECRET, m.encode(m.StopRequested("three")), b"frames"])
             # A real event, but out of place, is said at once: by then all that came before it has been dropped.
-            tell(stranger, m.WorkerReady(worker=77, job=JOB, canary=CANARY))
-            process.until_it_says("worker 77 is ready but never joined")
+            tell(stranger, m.WorkerFinished(worker=77, generation=1, step=2))
+            process.until_it_says("WorkerFinished makes no sense while gathering")
         engine, workers = engine_and_workers(process)
         starts = [told(socket) for socket in workers]
-        expected = m.StartGeneration(1, 1, [m.Member(0, "here", (0, 2)), m.Member(1, "here", (2, 4))], "shm")
+        members = [m.Member(0, "here", (0, 2), 1000), m.Member(1, "here", (2, 4), 1001)]
+        expected = m.StartGeneration(1, 1, members, "shm")
         assert starts == [expected, expected]
         assert process.records()[-1]["kind"] == "generation", "recorded before anybody was told"
         for step in (1, 2):
@@ -186,16 +188,19 @@ def test_a_failure_reaches_everybody(tmp_path: Path) -> None:
         assert process.records()[-1]["failure"]["traceback"] == "line 1\nline 2"
 
 
-def test_a_killed_worker_is_named_by_the_clock(tmp_path: Path) -> None:
+def test_a_killed_worker_is_replaced_and_the_others_go_on(tmp_path: Path) -> None:
     with coordinator(tmp_path) as process:
         engine, workers = engine_and_workers(process)
-        for socket in workers:
-            told(socket)
+        first = [told(socket) for socket in workers][0]
+        assert isinstance(first, m.StartGeneration)
         tell(engine, m.WorkerExited(worker=1, status=-9))
-        end = told(workers[0])
-        assert isinstance(end, m.EndRun)
-        assert "worker 1 (host here, pid 1001) was killed by SIGKILL" in end.reason
-        assert process.wait() == 0
+        start = told(workers[0])
+        assert isinstance(start, m.StartGeneration)
+        assert (start.generation, [member.worker for member in start.members]) == (2, [0])
+        assert start.past == [m.PastGeneration(1, first.members)]
+        assert told(engine) == m.StartWorker(epoch=1, worker=2)
+        assert [record["kind"] for record in process.records()][-3:] == ["lost", "generation", "hired"]
+        assert "worker 1 (host here, pid 1001) was killed by SIGKILL" in process.records()[-2]["reason"]
 
 
 def test_sigterm_stops_and_sigint_does_not(tmp_path: Path) -> None:
@@ -261,6 +266,64 @@ def test_a_second_coordinator_of_the_same_run_is_refused(tmp_path: Path) -> None
         assert first.wait() == 0
     with coordinator(tmp_path) as third:
         assert third.answer["epoch"] == 2
+
+
+def test_a_killed_coordinator_is_replaced_at_the_same_address_and_knows_the_run(tmp_path: Path) -> None:
+    with coordinator(tmp_path) as first:
+        engine, workers = engine_and_workers(first)
+        start = [told(socket) for socket in workers][0]
+        tell(workers[0], beat(0, start, 1))
+        tell(engine, m.WorkerExited(worker=1, status=-9))
+        assert isinstance(told(workers[0]), m.StartGeneration)  # recorded by then, and the step's line is in the file
+        first.process.kill()
+        first.process.wait()
+        with coordinator(tmp_path, order={"listen": first.answer["address"]}) as second:
+            assert second.answer == {"address": first.answer["address"], "epoch": 2}
+            # The old connections find the new coordinator; what was lost in between is told again and again.
+            tell(workers[0], m.Heartbeat(0, 1, 2, 1, m.Timing()))
+            while not isinstance(answer := told(workers[0]), m.Introduce):
+                pass
+            assert answer == m.Introduce(epoch=2, reported=1)
+            tell(workers[0], m.WorkerJoined(worker=0, host="here", pid=1000))
+            tell(workers[0], m.WorkerReady(worker=0, job=JOB, canary=CANARY))
+            tell(workers[0], m.Heartbeat(0, 2, 1, 1, m.Timing()))
+            again = told(workers[0])
+            assert isinstance(again, m.StartGeneration)
+            assert (again.epoch, again.generation, [one.worker for one in again.members]) == (2, 2, [0])
+            reports = [m.StepReport(step, 0.5, 8, f"f{step + 1}", 1.0, 2) for step in (0, 1)]
+            tell(workers[0], m.Heartbeat(0, 2, 2, 2, m.Timing(), reports))
+            tell(workers[0], finish(0, generation=2))
+            assert second.wait() == 0
+            assert [line["step"] for line in second.metrics() if line["kind"] == "step"] == [0, 1]
+            assert [r["generation"] for r in second.records() if r["kind"] == "generation"] == [1, 2]
+            assert [r["epoch"] for r in second.records() if r["kind"] == "epoch"] == [1, 2]
+
+
+def test_whoever_may_read_the_run_directory_can_ask_for_another_number_of_workers(tmp_path: Path) -> None:
+    with pytest.raises(DistBeliefError, match="is no run directory"):
+        client.ask(tmp_path, m.ScaleRequested(workers=3))
+    with coordinator(tmp_path) as process:
+        engine, workers = engine_and_workers(process)
+        for socket in workers:
+            told(socket)
+        told_of = tmp_path / "coordinator.json"
+        assert told_of.stat().st_mode & 0o777 == 0o600
+        assert json.loads(told_of.read_text()) == {
+            "address": process.answer["address"],
+            "secret": SECRET.hex(),
+            "pid": process.process.pid,
+            "epoch": 1,
+        }
+        answer = client.ask(tmp_path, m.ScaleRequested(workers=3), timeout_s=60)
+        assert answer == m.Answer(epoch=1, ok=True, text="1 more worker is being started")
+        assert told(engine) == m.StartWorker(epoch=1, worker=2)
+        assert not client.ask(tmp_path, m.ScaleRequested(workers=0), timeout_s=60).ok
+        assert client.ask_for_seat(tmp_path, os.getpid(), timeout_s=60) == 3
+        process.process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+        assert not told_of.exists()
+        with pytest.raises(DistBeliefError, match="is not running"):
+            client.ask(tmp_path, m.ScaleRequested(workers=3))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,53 @@
+"""What the members of a new generation do before their first step: agree on the state that they go on from."""
+
+from __future__ import annotations
+
+import struct
+
+from distbelief.comm.exchange import Exchange
+from distbelief.strategies.compute import ShardComputer
+from distbelief.strategies.state import ReplicaState
+
+_POSITION = struct.Struct("?q")  # whether a replica has been initialised, and the steps applied to it
+
+
+def agree_on_state(state: ReplicaState, exchange: Exchange, computer: ShardComputer) -> None:
+    """After it, every member has the truth: all steps that any of them, or a dead one, had wholly applied."""
+    if exchange.shares_state:
+        _agree_on_one(state, exchange, computer)
+    else:
+        _agree_on_many(state, exchange, computer)
+
+
+def _agree_on_one(state: ReplicaState, exchange: Exchange, computer: ShardComputer) -> None:
+    """One state for all. The first generation writes it; a later one finds it, and repairs it if it is torn."""
+    exchange.gather(b"")  # everybody has left the generation before: nobody writes any more
+    if exchange.rank == 0 and state.initialised:
+        state.repair()
+    elif exchange.rank == 0:
+        _write_initial(state, computer)
+    exchange.gather(b"")  # nobody reads before the writer is done
+
+
+def _agree_on_many(state: ReplicaState, exchange: Exchange, computer: ShardComputer) -> None:
+    """A state for each. The furthest one is the truth; those behind it, and newcomers, copy it from its owner."""
+    mine = _POSITION.pack(state.initialised, state.steps_applied)
+    positions = [_POSITION.unpack(theirs) for theirs in exchange.gather(mine)]
+    if not any(initialised for initialised, _ in positions):
+        _write_initial(state, computer)
+        return
+    truth = max(applied for initialised, applied in positions if initialised)
+    source = positions.index((True, truth))
+    behind = [rank for rank, position in enumerate(positions) if position != (True, truth)]
+    if exchange.rank in behind:
+        state.mark_initialised(False)
+    if behind:
+        first, rest = state.blocks()
+        exchange.transfer(rest, source, behind)
+        exchange.transfer(first, source, behind)  # with the stamps, last: half a copy is no state
+
+
+def _write_initial(state: ReplicaState, computer: ShardComputer) -> None:
+    computer.write_values(state.segment, state.values_at)
+    state.write_integers(0, computer.integer_bytes())
+    state.mark_initialised()

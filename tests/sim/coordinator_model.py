@@ -1,0 +1,175 @@
+"""A virtual coordinator process: the real decisions and the real journal format, performed one output at a time.
+
+It can die between any two outputs, also in the middle of writing a record, and comes back with the next epoch. What
+coordinator/server.py keeps in memory is lost with it: addresses, and metrics lines that were not flushed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from distbelief.comm import messages as m
+from distbelief.coordinator import journal
+from distbelief.coordinator import state as s
+from distbelief.coordinator.progress import REMEMBERED, Seen
+
+from sim.clock import Clock
+from sim.invariants import Invariants
+
+TICK_S = 0.1
+FLUSH_TICKS = 2
+
+
+class World(Protocol):
+    clock: Clock
+    rng: random.Random
+    invariants: Invariants
+
+    def to_worker(self, worker: int, command: m.Command) -> None: ...
+    def to_engine(self, command: m.Command) -> None: ...
+    def to_client(self, command: m.Command) -> None: ...
+    def coordinator_died(self) -> None: ...
+    def run_ended(self, status: str) -> None: ...
+
+
+class VirtualCoordinator:
+    def __init__(self, world: World, config: s.RunConfig) -> None:
+        self._world = world
+        self._config = config
+        self.disk = b""
+        self.metrics: list[dict[str, Any]] = []
+        """Lines that are in the file."""
+        self.alive = False
+        self.frozen = False
+        self.incarnations = 0
+        self.dropped = 0
+        self.state: s.State
+        self.dies_at: Callable[[list[s.Output]], int | None] = lambda outputs: None
+        """Before which of these outputs to die, if at all."""
+        self._lines: list[dict[str, Any]] = []
+        self._addresses: set[int] = set()
+        self._engine = False
+        self._backlog: list[tuple[s.Input, int]] = []
+
+    def start(self) -> None:
+        entries, end = journal._replay(self.disk, Path("journal.jsonl"))
+        epoch = 1 + max((int(entry.get("epoch", 0)) for entry in entries), default=0)
+        self.disk = self.disk[:end] + journal._encode({"kind": "epoch", "epoch": epoch, "reason": "took over"})
+        steps = [(line["step"], line["fingerprint"]) for line in self.metrics if line["kind"] == "step"][-REMEMBERED:]
+        seen = Seen(dict(steps), min(step for step, _ in steps)) if steps else Seen()
+        self.state = s.resume(self._config, epoch, self._world.clock.now, entries, seen)
+        self.alive, self.frozen = True, False
+        self.incarnations += 1
+        self._lines, self._addresses, self._engine, self._backlog = [], set(), False, []
+        self._world.clock.note("coordinator of epoch {} starts: generation {}", epoch, self.state.generation)
+        self._ticks(self.incarnations, 0)
+
+    def _ticks(self, incarnation: int, count: int) -> None:
+        if not self.alive or incarnation != self.incarnations:
+            return
+        if not self.frozen:
+            self.handle(s.Ticked())
+            if count % FLUSH_TICKS == 0:
+                self._flush()
+        self._world.clock.after(TICK_S, self._ticks, incarnation, count + 1)
+
+    def hear(self, event: m.Event, sender: int) -> None:
+        """`sender`: a worker; -1: the engine; -2: a client. False: nobody is there to hear it."""
+        if self.frozen:
+            self._backlog.append((event, sender))
+        else:
+            self.handle(event, sender)
+
+    def wake(self) -> None:
+        self.frozen = False
+        backlog, self._backlog = self._backlog, []
+        for event, sender in backlog:
+            if self.alive:
+                self.handle(event, sender)
+
+    def handle(self, event: s.Input, sender: int = -3) -> None:
+        try:
+            self.state, outputs = s.step(self.state, event, self._world.clock.now)
+        except s.ProtocolError:
+            self.dropped += 1
+            return
+        if isinstance(event, m.EngineAttached):
+            self._engine = True
+        elif sender >= 0:
+            self._addresses.add(sender)
+        if outputs:
+            self._perform(outputs, sender)
+
+    def _perform(self, outputs: list[s.Output], sender: int) -> None:
+        world = self._world
+        death = self.dies_at(outputs)
+        for number, output in enumerate(outputs):
+            if number == death:
+                self.die(torn=output)
+                return
+            match output:
+                case s.Record(entry):
+                    self._flush()
+                    self.disk += journal._encode(entry)
+                    world.clock.note("journal: {} ({})", entry["kind"], entry["reason"])
+                case s.Report(line):
+                    self._lines.append(line)
+                case s.Send(worker, command):
+                    self._send(worker, command)
+                case s.Reply(command):
+                    self._reply(sender, command)
+                case s.Exit(status):
+                    self._flush()
+                    world.run_ended(status)
+                    return
+
+    def _send(self, worker: int, command: m.Command) -> None:
+        if isinstance(command, m.StartGeneration):
+            self._world.invariants.told(command)
+        if worker == s.ENGINE:
+            if self._engine:
+                self._world.to_engine(command)
+        elif worker in self._addresses:
+            self._world.to_worker(worker, command)
+
+    def _reply(self, sender: int, command: m.Command) -> None:
+        if isinstance(command, m.StartGeneration):
+            self._world.invariants.told(command)
+        if sender >= 0:
+            self._world.to_worker(sender, command)
+        elif sender == -1:
+            self._world.to_engine(command)
+        else:
+            self._world.to_client(command)
+
+    def _flush(self) -> None:
+        self.metrics += [line for line in self._lines if line["kind"] in ("step", "recovery", "notice")]
+        self._lines = []
+
+    def die(self, torn: s.Output | None = None) -> None:
+        """SIGKILL. What is being written at that moment reaches the disk whole, in part, or not at all."""
+        if not self.alive:
+            return
+        self.alive = False
+        if isinstance(torn, s.Record):
+            self._flush()
+            data = journal._encode(torn.entry)
+            self.disk += data[: self._world.rng.choice([0, len(data) // 2, len(data) - 1, len(data)])]
+        self._world.clock.note("coordinator of epoch {} dies", self.state.epoch)
+        self._world.coordinator_died()
+
+    def ended(self) -> str:
+        """The status with which the run has ended, as the journal says; "" while it has not."""
+        entries, _ = journal._replay(self.disk, Path("journal.jsonl"))
+        return next((str(entry["status"]) for entry in entries if entry["kind"] == "ended"), "")
+
+    def failure(self) -> dict[str, Any]:
+        entries, _ = journal._replay(self.disk, Path("journal.jsonl"))
+        found = next((entry for entry in entries if entry["kind"] == "ended"), {})
+        failure: dict[str, Any] = msgspec.to_builtins(found.get("failure", {"message": found.get("reason", "")}))
+        return failure

@@ -1,0 +1,133 @@
+"""What must never happen, whatever fails. The virtual cluster reports what it does; a broken promise raises Broken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from distbelief.comm import messages as m
+from distbelief.worker.control import Action, TrainGeneration, WorkerState
+
+from sim.reference import Reference
+
+
+class Broken(Exception):
+    """A promise was broken."""
+
+
+class Invariants:
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+        self.met = 0
+        """The newest generation whose members have all met: from then on nobody of an older one may write."""
+        self.applied = 0
+        """Steps that are wholly applied to the shared state."""
+        self.applications: dict[int, int] = {}
+        """Step -> in which generation it was applied first."""
+        self._reached: dict[int, int] = {}
+        self._generations: dict[int, m.StartGeneration] = {}
+        self._trained: dict[int, int] = {}
+        self._visits: dict[int, int] = {}
+        self._overtime: dict[int, int] = {}
+
+    # --- the control plane -------------------------------------------------------------------------------------------
+
+    def told(self, start: m.StartGeneration) -> None:
+        """A number is used for one generation only, also by a coordinator that has forgotten the first."""
+        known = self._generations.setdefault(start.generation, start)
+        if known is not start and (known.members, known.past) != (start.members, start.past):
+            raise Broken(
+                f"generation {start.generation} was announced twice with different members: "
+                f"{[one.worker for one in known.members]} in epoch {known.epoch}, "
+                f"then {[one.worker for one in start.members]} in epoch {start.epoch}"
+            )
+
+    def generation(self, number: int) -> m.StartGeneration:
+        return self._generations[number]
+
+    def obeyed(self, before: WorkerState, event: Any, after: WorkerState, actions: Sequence[Action]) -> None:
+        epoch = getattr(event, "epoch", before.epoch)
+        if epoch < before.epoch and (actions or after != before):
+            raise Broken(f"worker {before.worker} of epoch {before.epoch} obeyed {event}")
+        if after.epoch < before.epoch or after.generation < before.generation:
+            raise Broken(f"worker {before.worker} went back from {before} to {after}")
+        for action in actions:
+            if isinstance(action, TrainGeneration):
+                last = self._trained.get(before.worker, 0)
+                if action.generation <= last:
+                    raise Broken(f"worker {before.worker} trains generation {action.generation} after {last}")
+                self._trained[before.worker] = action.generation
+
+    # --- the data plane ----------------------------------------------------------------------------------------------
+
+    def all_met(self, generation: int) -> None:
+        if generation < self.met:
+            raise Broken(f"generation {generation} began after generation {self.met} had begun")
+        self.met = generation
+
+    def writes(self, worker: int, generation: int, what: str, step: int) -> None:
+        """A member writes where others read."""
+        if generation < self.met:
+            raise Broken(
+                f"worker {worker} of generation {generation} {what} (step {step}) "
+                f"although generation {self.met} has begun"
+            )
+
+    def begins(self, worker: int, generation: int, known: int, step: int) -> None:
+        """A member begins a step: it may finish one of a generation that is over, but not go on and on."""
+        if known > generation:
+            self._overtime[worker] = self._overtime.get(worker, 0) + 1
+            if self._overtime[worker] > 1:
+                raise Broken(
+                    f"worker {worker} begins step {step} in generation {generation} long after it has heard of {known}"
+                )
+        else:
+            self._overtime[worker] = 0
+
+    def summed(self, step: int, generation: int, total: int, fingerprint: str, counted: Sequence[int]) -> None:
+        """The members of a generation have added up a step."""
+        expected = list(range(self._reference.occupied[step]))
+        if sorted(counted) != expected:
+            wrong = sorted(set(expected) ^ set(counted)) or sorted({v for v in counted if list(counted).count(v) > 1})
+            raise Broken(f"step {step} in generation {generation}: shards {wrong} are not counted exactly once")
+        if (total, fingerprint) != (self._reference.totals[step], self._reference.fingerprints[step]):
+            raise Broken(f"step {step} has another fingerprint in generation {generation} than it must have")
+        self._visits[step] = self._reference.samples(step)
+
+    def wrote_tile(self, step: int, generation: int, tile: int, value: int) -> None:
+        if value != self._reference.states[step + 1][tile]:
+            raise Broken(f"tile {tile} has other bits after step {step} in generation {generation} than it must have")
+
+    def stands_at(self, applied: int, generation: int) -> None:
+        """So many steps are wholly applied to the shared state."""
+        if applied < self.applied:
+            raise Broken(f"step {self.applied - 1} was wholly applied and is undone in generation {generation}")
+        for step in range(self.applied, applied):
+            self.applications.setdefault(step, generation)
+        self.applied = applied
+
+    def replica_at(self, worker: int, applied: int, generation: int) -> None:
+        """So many steps are applied to a worker's own replica."""
+        reached = self._reached.get(worker, 0)
+        if applied < reached:
+            raise Broken(
+                f"worker {worker}, alive and reachable, had applied {reached} steps and has {applied} of them "
+                f"in generation {generation}"
+            )
+        self._reached[worker] = applied
+        for step in range(reached, applied):
+            self.applications.setdefault(step, generation)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def completed(self, generation: int, knows: dict[int, int]) -> None:
+        """`knows`: live worker -> the newest generation it has heard of."""
+        steps = len(self._reference.totals)
+        missing = [step for step in range(steps) if step not in self.applications]
+        if missing:
+            raise Broken(f"the run is over, but the steps {missing} were never applied")
+        if sum(self._visits.values()) != self._reference.all_samples:
+            raise Broken(f"{sum(self._visits.values())} samples were visited instead of {self._reference.all_samples}")
+        behind = sorted(worker for worker, known in knows.items() if known != generation)
+        if behind:
+            raise Broken(f"the run ended in generation {generation}, of which the workers {behind} know nothing")

@@ -1,0 +1,270 @@
+"""A training whose members die at chosen points of a step, and whose survivors go on in the next generation, taking the
+unfinished step over. Runs in processes of the stage, with the job of replica_member.py.
+
+Everybody knows the whole script: who dies in which generation, at which point of which step, and who comes. A member
+dies by its own SIGKILL at that very point; the others notice it by its process number on a board in shared memory,
+confirm that it is gone, and only then abort. So nothing here depends on time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distbelief.checkpoint.weights import weights_sha256
+from distbelief.comm.exchange import Exchange
+from distbelief.comm.ledger import ARRIVED, Past
+from distbelief.comm.segment import KeeperClient, Segment
+from distbelief.comm.shared import SharedExchange
+from distbelief.comm.torchgroup import Rendezvous, TorchExchange
+from distbelief.comm.words import Abort, Aborted
+from distbelief.data.sources import as_source
+from distbelief.shards import Range, Schedule
+from distbelief.strategies.base import Seat
+from distbelief.strategies.prepared import PreparedAllReduce
+from distbelief.strategies.replica import DataParallelReplica
+from distbelief.worker.feed import Feed
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from replica_member import GLOBAL_BATCH, SAMPLES, STEPS, make_job
+
+POINTS = [
+    "before its shards",
+    "in a shard",
+    "after some tiles",
+    "before it arrives",
+    "after it arrived",
+    "when all have arrived",
+    "with a tile torn",
+    "with some tiles applied",
+    "with all tiles applied",
+    "after it applied",
+    "after the step",
+]
+
+
+@dataclass(frozen=True)
+class Death:
+    """Ends the generation of its place in the script."""
+
+    worker: int
+    step: int
+    point: str
+
+
+@dataclass(frozen=True)
+class Script:
+    shards: int
+    first: tuple[int, ...]
+    """The members of the first generation."""
+    deaths: tuple[Death, ...]
+    joins: dict[int, int] = field(default_factory=dict)
+    """Worker -> the generation that it is in for the first time."""
+    port: int = 0
+    """Of a store: then members meet in torch groups."""
+    name: str = ""
+
+    def members(self, generation: int) -> list[int]:
+        gone = {death.worker for death in self.deaths[: generation - 1]}
+        there = [*self.first, *(worker for worker, first in sorted(self.joins.items()) if first <= generation)]
+        return [worker for worker in there if worker not in gone]
+
+    def ranges(self, generation: int) -> list[Range]:
+        size = len(self.members(generation))
+        return [(r * self.shards // size, (r + 1) * self.shards // size) for r in range(size)]
+
+    @property
+    def generations(self) -> int:
+        return len(self.deaths) + 1
+
+    @property
+    def workers(self) -> list[int]:
+        return [*self.first, *self.joins]
+
+
+@dataclass(frozen=True)
+class Survived:
+    sha256: str
+    losses: list[float]
+    """Of every step, as it is kept with the state, whoever applied it."""
+    fingerprints: list[str]
+    takeovers: dict[int, tuple[int, int]]
+    """Generation -> (step, shards that were computed again)."""
+    broken: dict[int, list[tuple[int, int, int]]]
+    """Generation -> (worker, step, shard) of those that died while computing."""
+    note: tuple[int, bytes]
+
+
+class Board:
+    """Who has died, for everybody to see."""
+
+    def __init__(self, keeper: KeeperClient) -> None:
+        self._segment: Segment = keeper.segment("board", 4096)
+        self._pids = self._segment.tensor(torch.int64, 0, 16)
+
+    def die(self, generation: int) -> None:
+        self._pids[generation] = os.getpid()
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    def confirmed(self, generation: int) -> bool:
+        pid = int(self._pids[generation])
+        if not pid:
+            return False
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        except OSError:
+            return True
+
+    def watch(self, generation: int, abort: Abort) -> None:
+        """Abort when whoever is to die in this generation certainly has."""
+
+        def look() -> None:
+            while not self.confirmed(generation):
+                time.sleep(0.001)
+            abort.set(f"somebody died in generation {generation}")
+
+        threading.Thread(target=look, daemon=True).start()
+
+
+def train(keeper: KeeperClient, worker: int, script: Script) -> Survived:
+    board = Board(keeper)
+    job = make_job(script.shards)
+    schedule = Schedule(SAMPLES, GLOBAL_BATCH, script.shards)
+    feed = Feed(as_source(job.data), schedule, job, shuffle=True)
+    prepared = PreparedAllReduce(job, schedule, torch.device("cpu"), exact=True)
+    own: dict[str, Segment] = {}
+    takeovers: dict[int, tuple[int, int]] = {}
+    broken: dict[int, list[tuple[int, int, int]]] = {}
+    first = script.joins.get(worker, 1)
+    while first > 1 and not board.confirmed(first - 1):
+        time.sleep(0.001)
+    for generation in range(first, script.generations + 1):
+        abort = Abort()
+        if generation < script.generations:
+            board.watch(generation, abort)
+        ranges = script.ranges(generation)
+        rank = script.members(generation).index(worker)
+        feed.expect([(v, v + 1) for v in range(*ranges[rank])], until=STEPS)
+        group: Exchange | None = None
+        try:
+            group = _meet(keeper, prepared, script, generation, rank, abort, own)
+            member = prepared.build(Seat(rank, ranges, STEPS), group, feed.fetch)
+            assert isinstance(member, DataParallelReplica)
+            if found := member.taken_over():
+                takeovers[generation] = (found.step, found.recomputed)
+            broken[generation] = [
+                (script.members(generation - one.back)[one.rank], one.step, one.shard) for one in group.broken()
+            ]
+            doom = script.deaths[generation - 1] if generation < script.generations else None
+            if doom and doom.worker == worker:
+                _arm(member, group, doom, lambda generation=generation: board.die(generation))
+            for step in range(member.steps_applied(), STEPS):
+                member.compute(step)
+                member.commit(step)
+                if rank == 0 and step == 2:
+                    member.keep_note(b"after three")
+            group.gather(b"")
+            if generation < script.generations:
+                raise AssertionError(f"nobody died in generation {generation}")
+        except Aborted:
+            continue
+        finally:
+            if group:
+                group.close()
+        member.synchronise()
+        kept = member.remembered(0)
+        assert [one.step for one in kept] == list(range(STEPS))
+        assert all(one.at > 0 for one in kept)
+        fingerprints = [one.fingerprint for one in kept]
+        losses = [one.loss for one in kept]
+        return Survived(weights_sha256(member.model), losses, fingerprints, takeovers, broken, member.note())
+    raise AssertionError("there was no last generation")
+
+
+def _meet(
+    keeper: KeeperClient, prepared: PreparedAllReduce, script: Script, generation: int, rank: int, abort: Abort,
+    own: dict[str, Segment],
+) -> Exchange:  # fmt: skip
+    geometry = prepared.geometry(script.ranges(generation))
+    name = f"{script.name}generation {generation}"
+    if script.port:
+        return TorchExchange(Rendezvous("127.0.0.1", script.port, name, timeout_s=60), rank, geometry, abort, own)
+    past = [Past(f"generation {g}", prepared.geometry(script.ranges(g))) for g in range(generation - 1, 0, -1)]
+    return SharedExchange(keeper, name, rank, geometry, abort, past[:4])
+
+
+def _arm(member: DataParallelReplica, group: Exchange, doom: Death, die: Callable[[], None]) -> None:
+    """Put the death where it belongs. Where the point does not come (no shard or tile to work on), it is at the latest
+    when the next step begins."""
+
+    def at(owner: Any, name: str, *, before: bool, when: Callable[..., bool] = lambda *_: True) -> None:
+        original = getattr(owner, name)
+        calls = 0
+
+        def wrapped(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal calls
+            due = current == doom.step and when(calls, *arguments)
+            calls += current == doom.step
+            if before and due:
+                die()
+            result = original(*arguments, **keywords)
+            if due:
+                die()
+            return result
+
+        setattr(owner, name, wrapped)
+
+    current = -1
+    compute = member.compute
+
+    def counted(step: int) -> None:
+        nonlocal current
+        current = step
+        if step > doom.step:
+            die()
+        compute(step)
+
+    member.compute = counted  # type: ignore[method-assign]
+    state = member._state
+    whole_open = state.open
+
+    def torn(tile: int, step: int) -> None:
+        whole_open(tile, step)
+        if step == doom.step:
+            state.values[tile][: state.values[tile].numel() // 2 + 1] = float("nan")
+            die()
+
+    match doom.point:
+        case "before its shards":
+            at(group, "begin", before=False)
+        case "in a shard":
+            at(member._computer, "run", before=True, when=lambda calls, *_: calls == 1)
+        case "after some tiles":
+            at(group, "publish", before=False, when=lambda calls, *_: calls == 1)
+        case "before it arrives":
+            at(group, "share", before=True)
+        case "after it arrived" if isinstance(group, SharedExchange):
+            at(group._words, "announce", before=False, when=lambda _, word, *__: word == ARRIVED)
+        case "after it arrived" | "when all have arrived":
+            at(member, "_judge", before=True)
+        case "with a tile torn":
+            state.open = torn  # type: ignore[method-assign]
+        case "with some tiles applied":
+            at(state, "close", before=False)
+        case "with all tiles applied":
+            at(group, "applied", before=True)
+        case "after it applied":
+            at(group, "applied", before=False)
+        case "after the step":
+            pass
