@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distbelief.comm import torchgroup
 from distbelief.comm.exchange import Exchange, Geometry, Gift, Source, StepPlan, Tile
 from distbelief.comm.segment import KeeperClient
 from distbelief.comm.shared import SharedExchange
@@ -48,7 +50,10 @@ class Seat:
 
     @property
     def mine(self) -> Range:
-        return self.ranges[self.rank]
+        return self.mine_of(self.rank)
+
+    def mine_of(self, rank: int) -> Range:
+        return self.ranges[rank]
 
 
 def geometry(seat: Seat) -> Geometry:
@@ -219,6 +224,68 @@ def wait_in_vain(keeper: KeeperClient, seat: Seat, phase: str) -> str:
             assert snapshot(exchange, seat) == before
             return str(error)
     return "nobody was missed"
+
+
+def wait_for_the_living(keeper: KeeperClient, seat: Seat, phase: str) -> str:
+    """The last member lives and does nothing; the first waits for it in `phase`, and another thread aborts that."""
+    over = keeper.segment("over", 64).tensor(torch.int64, 0, 1)
+    idle = seat.rank == seat.size - 1
+    abort = Abort()
+    if idle and phase == "meet":
+        _until(lambda: bool(over[0]))
+        return "idle"
+    if not idle:
+        patience_s = 0.5 if phase == "meet" else 60.0
+        threading.Thread(target=_abort_a_waiting_member, args=(abort, patience_s), daemon=True).start()
+    try:
+        exchange = join(keeper, seat, abort)
+        _waiting.append(exchange)
+        if idle:
+            _until(lambda: bool(over[0]))
+            return "idle"
+        block = torch.zeros(1 << 20, dtype=torch.uint8)
+        phases: dict[str, Callable[[], Any]] = {
+            "share": lambda: check_share(exchange, seat, 0, seat.shards),
+            "reduced": lambda: exchange.reduced(0),
+            "gather": lambda: exchange.gather(b"x"),
+            "receive": lambda: exchange.transfer(block, seat.size - 1, [seat.rank]),
+        }
+        exchange.begin(plan(seat, 0, seat.shards))
+        write_partials(exchange, seat, 0, seat.shards)
+        phases[phase]()
+    except Aborted:
+        over[0] = 1
+        return abort.reason
+    return "nobody was missed"
+
+
+_waiting: list[Exchange] = []
+
+
+def _abort_a_waiting_member(abort: Abort, patience_s: float) -> None:
+    """A little after it began to wait, so that it really does."""
+    _until(lambda: bool(_waiting) and _waiting[0].waiting, patience_s)
+    time.sleep(0.05)
+    abort.set("member 1 does not come")
+
+
+def _until(so: Callable[[], bool], patience_s: float = 60.0) -> None:
+    end = time.monotonic() + patience_s
+    while not so() and time.monotonic() < end:
+        time.sleep(0.002)
+
+
+def hand_over(keeper: KeeperClient, seat: Seat) -> str:
+    """The state of rank 1 goes to all others but the last, which has it already."""
+    torchgroup._CHUNK_BYTES = 1000  # many pieces, the last one smaller
+    exchange = join(keeper, seat)
+    truth = torch.randint(0, 256, (25_001,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    block = truth.clone() if seat.rank in (1, seat.size - 1) else torch.zeros_like(truth)
+    exchange.transfer(block, 1, [rank for rank in range(seat.size - 1) if rank != 1])
+    exchange.transfer(block[:10], 1, [])
+    exchange.gather(b"")
+    exchange.close()
+    return "the same" if torch.equal(block, truth) else "not the same"
 
 
 def lose_a_peer(keeper: KeeperClient, seat: Seat) -> str:

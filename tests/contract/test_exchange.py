@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from exchange_member import SIZES, Seat
 from forked_stage import Stage
+from takeover_member import POINTS
 from torch.distributed import TCPStore
 
 MEMBER = str(Path(__file__).with_name("exchange_member.py"))
+TAKEOVER = str(Path(__file__).with_name("takeover_member.py"))
 KINDS = ["shared", "torch"]
 MEMBERS = [1, 2, 3, 5]
 
@@ -93,6 +95,37 @@ def test_an_abort_ends_the_wait_for_a_member_that_never_arrives(stage: Stage, po
 def test_an_abort_that_came_first_ends_the_first_wait(stage: Stage, port: int, kind: str) -> None:
     members = seats(kind, port, 2, 8)
     assert stage.play(MEMBER, "come_too_late", members) == ["the run ends"] * 2
+
+
+@pytest.mark.parametrize("phase", ["meet", "share", "reduced", "gather", "receive"])
+def test_an_abort_from_another_thread_ends_a_torch_groups_wait_for_a_peer_that_lives(
+    stage: Stage, port: int, phase: str
+) -> None:
+    """gloo itself would wait for minutes; the peer gives no sign, neither data nor the end of the connection."""
+    members = [{**member, "phase": phase} for member in seats("torch", port, 2, 8)]
+    assert stage.play(MEMBER, "wait_for_the_living", members) == ["member 1 does not come", "idle"]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_newcomer_is_given_the_state(stage: Stage, port: int, size: int) -> None:
+    assert stage.play(MEMBER, "hand_over", seats("torch", port, size, 8)) == ["the same"] * size
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("by_signal", [False, True])
+@pytest.mark.parametrize("point", POINTS)
+def test_the_next_generation_finishes_a_step_with_what_was_published(
+    stage: Stage, point: str, by_signal: bool, size: int
+) -> None:
+    members = [{**member, "point": point, "by_signal": by_signal} for member in seats("shared", 0, size, 8)]
+    *survivors, dead = stage.outcomes(TAKEOVER, "finish", members)
+    assert not [one.error for one in survivors if one.error]
+    assert dead.status == (-signal.SIGKILL if by_signal else 7)
+    assert len({str(one.value) for one in survivors}) == 1, "all see the same"
+    held, recomputed = survivors[0].value
+    arrived = size if point == "arrived" else size - 1
+    assert {one.source.rank for one in held} == set(range(arrived)), "the dead one's partial sums too, if it had told"
+    assert recomputed == (size - arrived) * 8 // size
 
 
 def test_a_peer_that_dies_aborts_a_torch_group(stage: Stage, port: int) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,10 @@ def processes_of(mark: str) -> list[psutil.Process]:
 class Run:
     """One `distbelief` command, started and waited for."""
 
-    def __init__(self, folder: Path, *arguments: object) -> None:
+    def __init__(self, folder: Path, *arguments: object, prefix: Sequence[str] = ()) -> None:
         self.mark = uuid.uuid4().hex
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "distbelief.cli.main", *map(str, arguments)],
+            [*prefix, sys.executable, "-m", "distbelief.cli.main", *map(str, arguments)],
             cwd=folder,
             env={**os.environ, MARK: self.mark},
             stdout=subprocess.PIPE,
@@ -86,8 +86,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     shared_memory = set(os.listdir("/dev/shm"))
     runs: list[Run] = []
 
-    def begin(*arguments: object) -> Run:
-        runs.append(Run(tmp_path, *arguments))
+    def begin(*arguments: object, prefix: Sequence[str] = ()) -> Run:
+        runs.append(Run(tmp_path, *arguments, prefix=prefix))
         return runs[-1]
 
     yield begin

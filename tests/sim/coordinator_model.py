@@ -47,6 +47,7 @@ class VirtualCoordinator:
         self.alive = False
         self.frozen = False
         self.incarnations = 0
+        self.started_at = 0.0
         self.dropped = 0
         self.state: s.State
         self.dies_at: Callable[[list[s.Output]], int | None] = lambda outputs: None
@@ -64,6 +65,7 @@ class VirtualCoordinator:
         seen = Seen(dict(steps), min(step for step, _ in steps)) if steps else Seen()
         self.state = s.resume(self._config, epoch, self._world.clock.now, entries, seen)
         self.alive, self.frozen = True, False
+        self.started_at = self._world.clock.now
         self.incarnations += 1
         self._lines, self._addresses, self._engine, self._backlog = [], set(), False, []
         self._world.clock.note("coordinator of epoch {} starts: generation {}", epoch, self.state.generation)
@@ -125,6 +127,7 @@ class VirtualCoordinator:
                     self._reply(sender, command)
                 case s.Exit(status):
                     self._flush()
+                    self.alive = False
                     world.run_ended(status)
                     return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,9 +47,9 @@ class Fault:
     """How many workers are hit, or how many there should be more (or fewer)."""
 
 
-def schedule(rng: random.Random, span_s: float, members: int) -> list[Fault]:
-    """A few faults within the span, in the order of their times. Some come in bursts."""
-    kinds = list(WEIGHTS)
+def schedule(rng: random.Random, span_s: float, members: int, only: Sequence[Kind] = ()) -> list[Fault]:
+    """A few faults within the span, in the order of their times; of all kinds, or `only` these. Some come in bursts."""
+    kinds = list(only or WEIGHTS)
     faults: list[Fault] = []
     at_s = 0.0
     for _ in range(rng.randint(1, 9)):
@@ -62,6 +63,8 @@ def schedule(rng: random.Random, span_s: float, members: int) -> list[Fault]:
         if kind == "freeze" and rng.random() < 0.3:
             duration_s = float("inf")
         faults.append(Fault(at_s, kind, duration_s, amount))
+        if kind == "kill" and rng.random() < 0.3:  # the next generation is hit before it has found its feet
+            faults.append(Fault(at_s, "kill at the next change", duration_s, 1))
     return sorted(faults, key=lambda fault: fault.at_s)
 
 

@@ -28,7 +28,7 @@ class Invariants:
         self._generations: dict[int, m.StartGeneration] = {}
         self._trained: dict[int, int] = {}
         self._visits: dict[int, int] = {}
-        self._overtime: dict[int, int] = {}
+        self._overtime: dict[int, tuple[int, int]] = {}
 
     # --- the control plane -------------------------------------------------------------------------------------------
 
@@ -65,6 +65,11 @@ class Invariants:
             raise Broken(f"generation {generation} began after generation {self.met} had begun")
         self.met = generation
 
+    def goes_on(self, generation: int, what: str) -> None:
+        """All members of a generation have come to this point together."""
+        if generation < self.met:
+            raise Broken(f"generation {generation} goes on ({what}) although generation {self.met} has begun")
+
     def writes(self, worker: int, generation: int, what: str, step: int) -> None:
         """A member writes where others read."""
         if generation < self.met:
@@ -75,14 +80,13 @@ class Invariants:
 
     def begins(self, worker: int, generation: int, known: int, step: int) -> None:
         """A member begins a step: it may finish one of a generation that is over, but not go on and on."""
-        if known > generation:
-            self._overtime[worker] = self._overtime.get(worker, 0) + 1
-            if self._overtime[worker] > 1:
-                raise Broken(
-                    f"worker {worker} begins step {step} in generation {generation} long after it has heard of {known}"
-                )
-        else:
-            self._overtime[worker] = 0
+        last, count = self._overtime.get(worker, (0, 0))
+        count = (count + 1 if last == generation else 1) if known > generation else 0
+        self._overtime[worker] = generation, count
+        if count > 1:
+            raise Broken(
+                f"worker {worker} begins step {step} in generation {generation} long after it has heard of {known}"
+            )
 
     def summed(self, step: int, generation: int, total: int, fingerprint: str, counted: Sequence[int]) -> None:
         """The members of a generation have added up a step."""

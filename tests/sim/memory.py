@@ -66,7 +66,9 @@ class Ledger:
         self._plans: dict[int, Plan] = {}
 
     def announce(self, rank: int, key: Key) -> bool:
-        """Whether everybody has announced it now."""
+        """Whether everybody has announced it now. Over connections that are broken nobody is told anything."""
+        if self.broken:
+            return False
         there = self.announced.setdefault(key, set())
         there.add(rank)
         return len(there) == self.size

@@ -6,10 +6,12 @@ import argparse
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 from sim.cluster import Outcome, run
+from sim.scale import table
 
 
 def main() -> int:
@@ -18,7 +20,11 @@ def main() -> int:
     parser.add_argument("--members", type=int, default=None, help="workers at the start; left out: a few, by the seed")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first broken promise")
+    parser.add_argument("--scale", action="store_true", help="measure the coordinator's time per event instead")
     arguments = parser.parse_args()
+    if arguments.scale:
+        table()
+        return 0
     started = time.perf_counter()
     outcomes = simulate(parse_seeds(arguments.seeds), arguments.members, arguments.jobs)
     done, broken = 0, 0
@@ -39,7 +45,7 @@ def main() -> int:
     return 1 if broken else 0
 
 
-def simulate(seeds: list[int], members: int | None, jobs: int):
+def simulate(seeds: list[int], members: int | None, jobs: int) -> Iterator[Outcome]:
     if jobs == 1:
         yield from map(partial(run, members=members), seeds)
         return

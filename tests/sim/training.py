@@ -20,6 +20,8 @@ from sim.memory import TORN, Key, Ledger, Past, Plan, SharedMemory, add_up, take
 from sim.reference import add, gradient, row
 
 Work = Iterator["float | Wait"]
+LOOK = -1.0
+"""Takes no time: look whether the work was aborted."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +96,16 @@ class Generation:
         me.busy_s, me.computed = 0.0, 0
 
     def writes(self, what: str, step: int) -> None:
-        self.around.invariants.writes(self.me.number, self.action.generation, what, step)
+        """Where a state is shared, nobody of an older generation may; a replica of one's own harms nobody."""
+        if self.action.transport == "shm":
+            self.around.invariants.writes(self.me.number, self.action.generation, what, step)
 
     def announce(self, word: str, value: int) -> Wait:
         key = word, value
         if self.ledger.announce(self.rank, key):
             if key == ("meet", 1):
                 self.around.invariants.all_met(self.action.generation)
+            self.around.invariants.goes_on(self.action.generation, word)
             self.around.released(self.ledger, key)
         return Wait(self.ledger, key)
 
@@ -121,6 +126,7 @@ class Generation:
 
     def compute(self, step: int, plan: Plan) -> Work:
         ledger, rank = self.ledger, self.rank
+        yield LOOK  # who is alone never waits for anybody, and would notice no abort anywhere else
         self.writes("begins a step", step)
         self.around.invariants.begins(self.me.number, self.action.generation, self.me.heard_of(), step)
         ledger.begun[rank] = step + 1
@@ -262,8 +268,6 @@ def apart(part: Generation) -> Work:
     else:
         truth, source = max(truths)
         behind = [rank for rank, position in ledger.letters.items() if position != (True, truth)]
-        if part.rank in behind:
-            own.initialised = False
         if behind and part.rank in (-source, *behind):
             giver = part.rank == -source
             yield around.pace.copy_s

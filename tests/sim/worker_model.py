@@ -18,7 +18,7 @@ from distbelief.worker.control import Action, GenerationFinished, WorkerState
 
 from sim.clock import Clock
 from sim.memory import Key, Ledger
-from sim.training import OwnState, Surroundings, Wait, Work, train
+from sim.training import LOOK, OwnState, Surroundings, Wait, Work, train
 
 GRACE_S = 2.0
 NOTICE_S = 0.01
@@ -45,10 +45,11 @@ class World(Protocol):
 
 
 class VirtualWorker:
-    def __init__(self, world: World, number: int, pid: int, load_s: float) -> None:
+    def __init__(self, world: World, number: int, host: str, load_s: float) -> None:
         self.world = world
         self.number = number
-        self.pid = pid
+        self.host = host
+        self.pid = 1000 + number
         self.control = WorkerState(number)
         self.alive = True
         self.frozen = False
@@ -81,7 +82,7 @@ class VirtualWorker:
     def _life(self, load_s: float) -> Work:
         yield load_s
         self.ready = True
-        self.say(m.WorkerJoined(self.number, "host", self.pid))
+        self.say(m.WorkerJoined(self.number, self.host, self.pid))
         self.say(m.WorkerReady(self.number, *self.world.facts))
         self.world.clock.after(self.world.beat_s * self.world.around.rng.random(), self._beats)
         while True:
@@ -133,6 +134,9 @@ class VirtualWorker:
                     continue
                 self.blocked = asked
                 self.world.waiters.setdefault((asked.ledger.generation, asked.key), []).append(self)
+            elif asked == LOOK:
+                error = Aborted(self._abort_of_work.reason) if self._abort_of_work.reason else None
+                continue
             elif asked != float("inf"):
                 clock.after(asked * self.slowness, self._turn_comes, self._turn, None)
             return
@@ -176,7 +180,8 @@ class VirtualWorker:
         reports, self.reports[:] = list(self.reports), []
         timing = m.Timing(0.0, self.busy_s, 0.0, self.computed)
         state = self.control
-        beat = m.Heartbeat(self.number, state.epoch, state.generation, self.step, timing, reports, [], self.waiting)
+        facts = self.number, state.epoch, state.generation, self.step, timing, reports
+        beat = m.Heartbeat(*facts, waiting=self.waiting, finished=state.phase == "finished")
         self.world.to_coordinator(self.number, beat)
 
     def _beats(self) -> None:
@@ -207,9 +212,10 @@ class VirtualWorker:
                     if self.blocked is not None and self._abort_of_work is self.abort:
                         self.interrupted(reason)
                 case control.TellAgain(reported):
+                    self.recall(reported)
+                    self.beat()
                     for told in list(self.story.values()):
                         self.world.to_coordinator(self.number, told)
-                    self.recall(reported)
                 case control.TrainGeneration():
                     self.abort = Abort()
                     self.actions.append((action, self.abort))

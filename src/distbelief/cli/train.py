@@ -46,6 +46,10 @@ def train(
     min_workers: Annotated[
         int, typer.Option(min=1, metavar="N", help="With fewer workers alive, wait for more instead of going on.")
     ] = 1,
+    listen: Annotated[
+        str,
+        typer.Option(metavar="ADDRESS", help="An address of this machine at which workers of others can join."),
+    ] = "127.0.0.1",
     balance: Annotated[bool, typer.Option(help="Move shards to faster workers. The result does not change.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines even on a terminal.")] = False,
@@ -75,6 +79,7 @@ def train(
             device=device,
             min_workers=min_workers,
             balance=balance,
+            listen=f"tcp://[{listen}]:*" if ":" in listen else f"tcp://{listen}:*",
         )
     if json:
         print_json(result)

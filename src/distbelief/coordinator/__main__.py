@@ -82,10 +82,10 @@ def _run(order: Order, engine: EngineLink) -> int:
         contextlib.closing(edge.MetricsFile(run_dir / "metrics.jsonl")) as metrics,
         zmq.Context() as context,
     ):
-        socket, address = edge.bind(context, order.listen)
+        socket, address = edge.bind(context, bytes.fromhex(order.secret), order.listen)
         with socket:
-            seen = edge.reported_steps(metrics.path)
-            state = resume(order.config, journal.epoch, time.time(), journal.replayed, seen)
+            known = edge.reported(metrics.path)
+            state = resume(order.config, journal.epoch, time.time(), journal.replayed, *known)
             with client.advertised(run_dir, address, order.secret, journal.epoch):
                 _answer({"address": address, "epoch": journal.epoch})
                 return edge.serve(edge.Server(socket, journal, metrics, bytes.fromhex(order.secret), state), engine)

@@ -12,6 +12,7 @@ import msgspec
 import zmq
 
 from distbelief.comm.messages import Admit, Answer, Command, Event, JoinRequested, decode_command, encode
+from distbelief.comm.network import dial
 from distbelief.errors import DistBeliefError
 
 _FILE = "coordinator.json"
@@ -54,7 +55,7 @@ def _answer_to(run_dir: Path, event: Event, timeout_s: float) -> Command | None:
     address, secret = whereabouts(run_dir)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(address)
+        dial(socket, address, bytes.fromhex(secret))
         socket.send_multipart([bytes.fromhex(secret), encode(event)])
         if not socket.poll(int(timeout_s * 1000)):
             raise DistBeliefError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from distbelief.comm import messages as m
@@ -44,6 +45,8 @@ def exited(state: State, event: m.WorkerExited, now: float) -> Result:
     if worker.exited is not None:
         return state, []
     known = event.worker in state.workers
+    if math.isinf(state.hired.get(event.worker, 0.0)):  # somebody's own worker, and it thought better of it
+        state = replace(state, target=max(state.target - 1, state.config.min_workers))
     state = with_worker(state, replace(worker, exited=event.status))
     state = replace(state, hired={w: at for w, at in state.hired.items() if w != event.worker})
     if worker.finished is not None or worker.refused or worker.left:
@@ -94,7 +97,7 @@ def _lost(state: State, worker: Worker, now: float) -> Result:
         outputs.append(say(f"{ended} before the run had started; another one is started", now))
     else:
         state = replace(state, lost=(*state.lost, worker.number))
-        state, more = regroup(state, "death", f"{ended}; the others go on", now)
+        state, more = regroup(state, "death", ended, now)
         outputs += more
     state, more = hire(state, now)
     return state, outputs + more
@@ -217,11 +220,37 @@ def _fence(state: State, suspects: list[detector.Suspect], now: float) -> Result
     outputs: list[Output] = []
     for one in suspects:
         worker = replace(state.workers[one.worker], fenced=True)
+        if _is_out_of_reach(state, worker):
+            state, more = _estrange(state, worker, one.reason, now)
+            outputs += more
+            continue
         state = with_worker(state, worker)
         outputs.append(record(state, now, "fenced", one.reason, worker=one.worker))
         outputs.append(Send(ENGINE, m.KillWorker(state.epoch, one.worker, one.reason)))
         outputs.append(say(f"{one.reason}; it is killed and replaced", now))
     return state, outputs
+
+
+def _is_out_of_reach(state: State, worker: Worker) -> bool:
+    """Whether nobody can kill it. In shared memory somebody must; and a coordinator that has just come up does not know
+    its engines yet."""
+    apart = state.start is not None and state.start.transport != "shm"
+    return apart and bool(state.engines) and worker.host not in state.engines
+
+
+def _estrange(state: State, worker: Worker, reason: str, now: float) -> Result:
+    """Nobody can kill it where it is. It has a replica of its own, so it can do no harm: the others go on without it,
+    and when it is heard of again it finds that it is of an old generation, and joins anew."""
+    state = with_worker(state, replace(worker, fenced=False, estranged=True))
+    outputs: list[Output] = [record(state, now, "estranged", reason, worker=worker.number)]
+    state, more = regroup(state, "cut", f"{worker.name} does not answer", now)
+    return state, outputs + more
+
+
+def returned(state: State, worker: Worker, now: float) -> Result:
+    """A worker that was out of reach is heard of again."""
+    state = with_worker(state, replace(worker, estranged=False, finished=None))
+    return regroup(state, "join", f"{worker.name} is back", now)
 
 
 def _look(state: State, now: float) -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import msgspec
@@ -104,7 +105,7 @@ def attached(state: State, event: m.EngineAttached, now: float) -> Result:
         if known is not None and known.fenced:
             outputs.append(Send(ENGINE, m.KillWorker(state.epoch, worker, "it is frozen")))
     active_at = now if state.phase == "gathering" and not state.workers else state.active_at
-    return replace(state, hired=hired, active_at=active_at), outputs
+    return replace(state, hired=hired, active_at=active_at, engines=state.engines | {event.host}), outputs
 
 
 # --- from outside ----------------------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ def attached(state: State, event: m.EngineAttached, now: float) -> Result:
 def scaled(state: State, event: m.ScaleRequested, now: float) -> Result:
     """Somebody wants another number of workers."""
     if not 1 <= event.workers <= 100_000:
-        return state, [_answer(state, False, f"a run has 1 or more workers, not {event.workers}")]
+        return state, [_answer(state, False, f"a run has 1 to 100,000 workers, not {event.workers:,}")]
     if event.workers < state.config.min_workers:
         text = f"the run was started with --min-workers {state.config.min_workers}; {event.workers} are fewer"
         return state, [_answer(state, False, text)]
@@ -152,7 +153,7 @@ def admitted(state: State, event: m.JoinRequested, now: float) -> Result:
     """One more worker that nobody was asked to start: it gets the next number."""
     number, target = state.next_worker, state.target + 1
     reason = f"a worker was started by hand (pid {event.pid})"
-    state = replace(state, next_worker=number + 1, target=target, hired={**state.hired, number: now})
+    state = replace(state, next_worker=number + 1, target=target, hired={**state.hired, number: math.inf})
     return state, [
         record(state, now, "admitted", reason, workers=[number], target=target),
         Reply(m.Admit(state.epoch, number)),

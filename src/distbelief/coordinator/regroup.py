@@ -84,7 +84,7 @@ def _start(
         lost=(),
         paused=False,
         finished=0,
-        recoveries=state.recoveries + (cause == "death"),
+        recoveries=state.recoveries + bool(state.lost),
         pulse=state.pulse.restart(numbers, now),
         speeds=state.speeds.restart(numbers),
         look=balance.Look(),
@@ -94,7 +94,7 @@ def _start(
     outputs: list[Output] = [record(state, now, "generation", reason, **facts)]
     outputs += [Send(worker.number, start) for worker in candidates]
     if cause != "start":
-        outputs.append(say(reason, now))
+        outputs.append(say(f"{reason}; the others go on" if cause in ("death", "leave", "cut") else reason, now))
     if plan.spares:
         outputs.append(say(explain.spares(len(candidates), shards, plan.spares), now))
     return state, outputs

@@ -6,6 +6,7 @@ followed from the last one) is made good by the rules for living runs, as soon a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,8 +28,9 @@ def replay(state: State, entry: Entry, now: float) -> State:
             return replace(state, reference=msgspec.convert(facts, m.WorkerReady))
         case "generation":
             return _generation(state, entry)
-        case "hired" | "admitted":
-            state = replace(state, hired={**state.hired, **dict.fromkeys(entry["workers"], now)})
+        case "hired" | "admitted" as kind:
+            asked_at = now if kind == "hired" else math.inf  # no engine starts those that come by hand
+            state = replace(state, hired={**state.hired, **dict.fromkeys(entry["workers"], asked_at)})
             return replace(_numbered(state, entry["workers"]), target=entry.get("target", state.target))
         case "spare":
             return _arrived(state, [entry["worker"]])
@@ -39,6 +41,8 @@ def replay(state: State, entry: Entry, now: float) -> State:
             worker = entry["worker"]
             lost = (*state.lost, worker) if state.is_member(worker) else state.lost
             return replace(_with(_arrived(state, [worker]), worker, exited=entry["status"]), lost=lost)
+        case "estranged":
+            return _with(state, entry["worker"], estranged=True)
         case "leaves" | "scaled":
             leaving = [entry["worker"]] if "worker" in entry else entry.get("leaving", [])
             state = _arrived(state, leaving)
@@ -55,10 +59,11 @@ def _generation(state: State, entry: Entry) -> State:
     seats = {member.worker: rank for rank, member in enumerate(start.members)}
     spares = entry.get("spares", [])
     for worker in state.seats.keys() - seats.keys() - set(spares):
-        state = _with(state, worker, left=True)  # nobody is left out who still does something
+        if not state.workers[worker].gone:
+            state = _with(state, worker, left=True)  # nobody is left out who still does something
     state = _arrived(state, [*seats, *spares])
     for member in start.members:
-        state = _with(state, member.worker, host=member.host, pid=member.pid, ready=True)
+        state = _with(state, member.worker, host=member.host, pid=member.pid, ready=True, estranged=False)
     return replace(
         state,
         phase="training",
@@ -66,7 +71,7 @@ def _generation(state: State, entry: Entry) -> State:
         start=start,
         seats=seats,
         lost=(),
-        recoveries=state.recoveries + (entry["cause"] == "death"),
+        recoveries=state.recoveries + bool(entry["lost"]),
         taken_over=start.generation - 1,
     )
 

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 import msgspec
 import zmq
 
 from distbelief.comm import messages as m
+from distbelief.comm.network import protect
 from distbelief.coordinator import state as s
 from distbelief.coordinator.journal import Journal
 from distbelief.coordinator.progress import REMEMBERED, Seen
@@ -45,18 +45,14 @@ _FROM_WORKERS = (
     m.WorkerFinished,
     m.WorkerFailed,
 )
-_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
-def bind(context: zmq.Context[zmq.Socket[bytes]], listen: str = DEFAULT_LISTEN) -> tuple[zmq.Socket[bytes], str]:
+def bind(
+    context: zmq.Context[zmq.Socket[bytes]], secret: bytes, listen: str = DEFAULT_LISTEN
+) -> tuple[zmq.Socket[bytes], str]:
     """The socket that members connect to, and its address with the port filled in."""
-    parts = urlsplit(listen)
-    if parts.scheme == "tcp" and not parts.netloc.startswith(tuple(f"{host}:" for host in _LOOPBACK)):
-        # The secret and the commands travel in the clear.
-        raise DistBeliefError(
-            f"the coordinator listens on loopback only, not on {listen}", hint=f"use {DEFAULT_LISTEN}"
-        )
     socket = context.socket(zmq.ROUTER)
+    protect(socket, listen, secret)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     if "[" in listen:
@@ -103,9 +99,10 @@ class MetricsFile:
         os.close(self._fd)
 
 
-def reported_steps(path: Path) -> Seen:
-    """The last steps and what was reported of them, from the metrics file of the coordinator before us."""
-    found: list[tuple[int, str]] = []
+def reported(path: Path) -> tuple[Seen, Seen]:
+    """The last steps and evaluations, and what was said of them, from the metrics file of the coordinator before us."""
+    steps: list[tuple[int, str]] = []
+    evaluations: list[tuple[int, str]] = []
     with path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         for line in file.read(_TAIL_BYTES).split(b"\n"):
@@ -114,11 +111,15 @@ def reported_steps(path: Path) -> Seen:
             except msgspec.DecodeError:  # the first line read may be half a line, and so may the last one written
                 continue
             if isinstance(entry, dict) and entry.get("kind") == "step":
-                found.append((int(entry["step"]), str(entry["fingerprint"])))
-    if not found:
-        return Seen()
+                steps.append((int(entry["step"]), str(entry["fingerprint"])))
+            elif isinstance(entry, dict) and entry.get("kind") == "evaluation":
+                evaluations.append((int(entry["step"]), ""))
+    return _seen(steps), _seen(evaluations)
+
+
+def _seen(found: list[tuple[int, str]]) -> Seen:
     found = found[-REMEMBERED:]
-    return Seen(dict(found), min(step for step, _ in found))
+    return Seen(dict(found), min(step for step, _ in found)) if found else Seen()
 
 
 class Wakeup(Protocol):

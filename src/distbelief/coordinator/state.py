@@ -71,14 +71,21 @@ def begin(config: RunConfig, epoch: int, now: float) -> State:
 
 
 def resume(
-    config: RunConfig, epoch: int, now: float, records: Iterable[Mapping[str, Any]], seen: Seen | None = None
+    config: RunConfig,
+    epoch: int,
+    now: float,
+    records: Iterable[Mapping[str, Any]],
+    steps: Seen | None = None,
+    evaluations: Seen | None = None,
 ) -> State:
-    """The run as its journal tells it (`seen`: the steps that its metrics file has). Whoever is alive says so soon."""
+    """The run as its journal tells it, and what its metrics file has of steps and evaluations. Whoever is alive says so
+    soon."""
     state = begin(config, epoch, now)
     for entry in records:
         state = replay(state, entry, now)
     pulse = state.pulse.restart(state.seats, now)
-    return replace(state, pulse=pulse, looked_at=now, progress=replace(state.progress, reported=seen or Seen()))
+    progress = replace(state.progress, reported=steps or Seen(), evaluated=evaluations or Seen())
+    return replace(state, pulse=pulse, looked_at=now, progress=progress)
 
 
 def step(state: State, event: Input, now: float) -> Result:
@@ -113,6 +120,8 @@ def _heartbeat(state: State, event: m.Heartbeat, now: float) -> Result:
     if worker is None or not worker.ready or event.epoch < state.epoch:
         answer = m.Introduce(state.epoch, state.progress.reported.complete)
         return state, [Reply(answer)] if worker is None or worker.exited is None else []
+    if worker.estranged:
+        return faults.returned(state, worker, now)
     if event.generation < state.generation or worker.leaving:
         state = replace(state, pulse=state.pulse.alive(event.worker, now))
         return state, _told_again(state, worker, event.generation)

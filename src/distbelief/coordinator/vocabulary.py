@@ -134,6 +134,8 @@ class Worker:
     """It has let go of the generation: nothing of it is computing or writing in there."""
     fenced: bool = False
     """It was frozen and is being killed."""
+    estranged: bool = False
+    """It is on a host without an engine and does not answer: the others go on, and it may come back."""
     finished: m.WorkerFinished | None = None
     exited: int | None = None
 
@@ -144,7 +146,7 @@ class Worker:
     @property
     def gone(self) -> bool:
         """It certainly does nothing in the present generation any more."""
-        return self.exited is not None or self.left
+        return self.exited is not None or self.left or self.estranged
 
     @property
     def counts(self) -> bool:
@@ -192,6 +194,8 @@ class State:
     """Member -> its rank."""
     lost: tuple[int, ...] = ()
     """Members of this generation that have died."""
+    engines: frozenset[str] = frozenset()
+    """Hosts on which an engine can kill a worker and tell of its end."""
     hired: Mapping[int, float] = field(default_factory=dict)
     """Workers that an engine was asked to start and that have not joined yet -> when it was last asked."""
     paused: bool = False

@@ -2,37 +2,91 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
+import select
 import socket
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from distbelief.comm.memfd import receive_message, send_message
+from distbelief.comm.network import is_loopback
 from distbelief.coordinator.client import ask_for_seat, whereabouts
-from distbelief.engines.guests import SOCKET, short_path
+from distbelief.engines.guests import SOCKET, TEMPLATE, short_path
 from distbelief.engines.processes import WORKER_ENVIRONMENT
 from distbelief.errors import DistBeliefError
 from distbelief.worker.spec import WorkerSpec
 
+_LAST_WORDS_S = 3.0  # an engine that ends in order closes this too; the end of the run is then on its way to us
 
-def join_run(run_dir: Path) -> int:
+
+def join_run(run_dir: Path, host: str = "") -> int:
     """Be a worker of that run until it ends or lets us go. Returns the exit status."""
-    _, secret = whereabouts(run_dir)
-    worker = ask_for_seat(run_dir, os.getpid())
+    address, secret = whereabouts(run_dir)
+    template = _template(run_dir)
+    here = host or platform.node() or "localhost"
+    number = ask_for_seat(run_dir, os.getpid())
+    os.environ.update(WORKER_ENVIRONMENT)
+    print(f"worker {number}: joining {run_dir}; Ctrl-C lets it leave", flush=True)
+    if here == template.host:
+        with _engine(run_dir) as engine:
+            spec = _introduce(engine, run_dir, number, secret)
+            threading.Thread(target=_end_with, args=[engine.dup()], daemon=True).start()
+            return _work(spec, engine)
+    if is_loopback(address):
+        raise DistBeliefError(
+            f"the run's coordinator listens on {address}, which cannot be reached from the host {here}",
+            hint="start the run with --listen and an address of its machine",
+        )
+    return _work(msgspec.structs.replace(template, worker=number, host=here, address=address), None)
+
+
+def _end_with(engine: socket.socket) -> None:
+    """Its own workers die with the engine by the kernel's hand; one that was started by hand must see to it itself."""
+    poller = select.poll()
+    poller.register(engine, select.POLLHUP | select.POLLRDHUP)
+    poller.poll()
+    time.sleep(_LAST_WORDS_S)
+    print("the engine of the run is gone: this worker ends", flush=True)
+    os._exit(1)
+
+
+def _work(spec: WorkerSpec, engine: socket.socket | None) -> int:
+    from distbelief.worker.process import run_worker  # imports torch: after we know that we are wanted
+
+    return run_worker(spec, engine, by_hand=True)
+
+
+def _template(run_dir: Path) -> WorkerSpec:
+    try:
+        return msgspec.json.decode((run_dir / TEMPLATE).read_bytes(), type=WorkerSpec)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise DistBeliefError(
+            f"the run in {run_dir} cannot be joined now: {error}", hint="has it begun? is the run directory yours?"
+        ) from error
+
+
+@contextlib.contextmanager
+def _engine(run_dir: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as engine:
         try:
             with short_path(run_dir) as folder:
                 engine.connect(f"{folder}/{SOCKET}")
-            send_message(engine, {"worker": worker, "secret": secret})
-            spec = msgspec.convert(receive_message(engine)[0]["spec"], WorkerSpec)
-        except (OSError, EOFError) as error:
-            raise DistBeliefError(
-                f"the engine of {run_dir} does not let us in: {error}", hint="is the run on this machine, and yours?"
-            ) from error
-        print(f"worker {spec.worker}: joining {run_dir}; Ctrl-C lets it leave", flush=True)
-        os.environ.update(WORKER_ENVIRONMENT)
+        except OSError as error:
+            raise DistBeliefError(f"the engine of {run_dir} is not there: {error.strerror}") from error
+        yield engine
 
-        from distbelief.worker.process import run_worker  # imports torch: after we know that we are wanted
 
-        return run_worker(spec, engine, by_hand=True)
+def _introduce(engine: socket.socket, run_dir: Path, number: int, secret: str) -> WorkerSpec:
+    try:
+        send_message(engine, {"worker": number, "secret": secret})
+        return msgspec.convert(receive_message(engine)[0]["spec"], WorkerSpec)
+    except (OSError, EOFError) as error:
+        raise DistBeliefError(
+            f"the engine of {run_dir} does not let us in: {error}", hint="is the run yours?"
+        ) from error

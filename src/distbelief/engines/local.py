@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import zmq
 
 from distbelief.comm import words
@@ -36,8 +37,9 @@ from distbelief.comm.messages import (
     decode_command,
     encode,
 )
+from distbelief.comm.network import dial, host_of, is_loopback
 from distbelief.coordinator.journal import read as read_journal
-from distbelief.engines.guests import Guests
+from distbelief.engines.guests import TEMPLATE, Guests
 from distbelief.engines.processes import CoordinatorProcess, LogPipe, Zygote
 from distbelief.engines.rundir import verdict
 from distbelief.engines.signals import Signals
@@ -83,6 +85,8 @@ class Launch:
     """Workers with another number of threads than the run's. In exact mode the canary refuses them."""
     min_workers: int = 1
     balance: bool = True
+    listen: str = "tcp://127.0.0.1:*"
+    """Where the coordinator listens. Beyond loopback, workers of other hosts can join."""
     dial: Callable[[int, str], str] = lambda worker, address: address
     """The address at which a worker reaches the coordinator: chaos puts itself in between."""
 
@@ -138,6 +142,7 @@ class _Run:
             "balance": launch.balance,
         }
         self._order = {"run_dir": str(launch.run_dir), "secret": self._secret.hex(), "config": config}
+        self._order["listen"] = launch.listen
         self._start_coordinator()
         self._address = self._order["listen"] = self._coordinator.address()  # a later one listens there too
         self._connect(self._address)
@@ -153,13 +158,14 @@ class _Run:
 
     def _transport(self) -> str:
         wanted = self._launch.transport
-        return "gloo" if wanted == "auto" and not words.supported else wanted
+        alone = words.supported and is_loopback(self._launch.listen)  # others may come where they can reach us
+        return "gloo" if wanted == "auto" and not alone else wanted
 
     def _connect(self, address: str) -> None:
         context = self._stack.enter_context(zmq.Context())
         self._socket = self._stack.enter_context(context.socket(zmq.DEALER))
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(address)
+        dial(self._socket, address, self._secret)
         self._watch(self._socket, self._commands)
         self._attach()
 
@@ -173,9 +179,19 @@ class _Run:
         self._zygote.wait_ready()
         self._watch(self._zygote.socket, self._zygote_event)
         if self._transport() == "gloo":
-            self._store = ("127.0.0.1", self._zygote.fork_store(self._log("store")))
+            host = host_of(self._address)
+            self._store = (host, self._zygote.fork_store(host, self._log("store")))
+        self._write_template()
         for worker in range(self._launch.workers):
             self._start_worker(worker)
+
+    def _write_template(self) -> None:
+        """What a worker on another host needs to know, for whoever may read the run directory's private files."""
+        path = self._launch.run_dir / TEMPLATE
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(fd, "wb") as file:
+            file.write(msgspec.json.encode(self._spec(-1)))
+        self._stack.callback(path.unlink, missing_ok=True)
 
     def _spec(self, worker: int) -> WorkerSpec:
         launch = self._launch

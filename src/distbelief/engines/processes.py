@@ -28,7 +28,6 @@ LogLine = Callable[[str, str], None]
 
 WORKER_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy's own pool would be a thread in the zygote before it forks
-    "GLOO_SOCKET_IFNAME": "lo",  # members on this machine meet on loopback, not on whatever the host's name resolves to
 }
 
 
@@ -157,9 +156,9 @@ class Zygote:
         """Fork a worker. Returns its process number and our end of its socket to the segment keeper."""
         return self._fork({"do": "worker", "id": spec.worker, "spec": msgspec.to_builtins(spec)}, log)
 
-    def fork_store(self, log: LogPipe) -> int:
-        """Fork the rendezvous store of torch groups. Returns its port."""
-        _, sock = self._fork({"do": "store", "id": -1}, log)
+    def fork_store(self, host: str, log: LogPipe) -> int:
+        """Fork the rendezvous store of torch groups, listening at that address. Returns its port."""
+        _, sock = self._fork({"do": "store", "id": -1, "host": host}, log)
         with sock:
             return int(receive_message(sock)[0]["port"])
 

@@ -90,7 +90,7 @@ def _become(engine: socket.socket, parent: int, request: dict[str, Any], fds: li
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         sock = socket.socket(fileno=connection)
         if request["do"] == "store":
-            _serve_store(sock)
+            _serve_store(sock, request["host"])
         status = run_worker(msgspec.convert(request["spec"], WorkerSpec), sock)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
@@ -102,11 +102,14 @@ def _become(engine: socket.socket, parent: int, request: dict[str, Any], fds: li
         os._exit(status)
 
 
-def _serve_store(sock: socket.socket) -> NoReturn:
+def _serve_store(sock: socket.socket, host: str) -> NoReturn:
     """Be the rendezvous store of torch groups, so that no worker's death takes it away."""
     from torch._C._distributed_c10d import TCPStore
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = listener.getsockname()[1]
+    # By itself it would listen on every interface of the machine, to anybody.
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     send_message(sock, {"port": store.port})
     while True:
         signal.pause()

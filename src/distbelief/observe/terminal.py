@@ -83,7 +83,9 @@ def render(progress: Progress, elapsed_s: float, run_dir: Path, workers: int, ro
 
 
 def _title(progress: Progress, run_dir: Path, workers: int) -> Text:
-    facts = " · ".join(part for part in (progress.strategy, text.count(workers, "worker"), str(run_dir)) if part)
+    there = text.count(len(progress.workers) or workers, "worker")  # they come and go
+    generation = f"generation {progress.generation}" if (progress.generation or 0) > 1 else ""
+    facts = " · ".join(part for part in (progress.strategy, there, generation, str(run_dir)) if part)
     title = Text(no_wrap=True, overflow="ellipsis")
     return title.append(progress.name, "bold").append(f"{'  ' if progress.name else ''}{facts}", "dim")
 

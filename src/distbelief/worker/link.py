@@ -16,6 +16,7 @@ from queue import SimpleQueue
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from distbelief.comm.messages import (
     Command,
@@ -27,6 +28,7 @@ from distbelief.comm.messages import (
     decode_command,
     encode,
 )
+from distbelief.comm.network import dial
 from distbelief.comm.words import Abort
 from distbelief.worker import control
 from distbelief.worker.control import (
@@ -40,6 +42,7 @@ from distbelief.worker.control import (
 )
 
 HEARTBEAT_S = 0.2
+LEASE_S = 300.0  # without a coordinator for so long, it will not come back: minutes, so that a restart is never noticed
 GRACE_S = 2.0  # how long the training thread may take to leave before the process ends anyway
 
 
@@ -111,11 +114,17 @@ class ControlLink:
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 2000)
-        socket.connect(self._address)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)  # a machine that is gone closes no connection
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, 2_000)  # the kernel would wait for minutes, also after the cable is mended
+        contact = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        dial(socket, self._address, self._secret)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
+        poller.register(contact, zmq.POLLIN)
         next_beat = time.monotonic()
+        alone_since: float | None = next_beat
         try:
             while self._carry_out(socket):
                 wait_s = max(0.0, next_beat - time.monotonic())
@@ -124,10 +133,18 @@ class ControlLink:
                     self._receive(socket)
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
+                if contact in ready:
+                    connected = recv_monitor_message(contact)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                    alone_since = None if connected else time.monotonic()
+                if alone_since is not None and time.monotonic() - alone_since > LEASE_S:
+                    print(f"no coordinator for {LEASE_S:.0f} s: this worker gives up", flush=True)
+                    os._exit(1)
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + HEARTBEAT_S
                     self._beat(socket)
         finally:
+            socket.disable_monitor()
+            contact.close()
             socket.close()
             context.term()
 

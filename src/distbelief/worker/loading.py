@@ -60,11 +60,13 @@ class Loaded:
         )
 
 
-def load(spec: WorkerSpec, keeper: KeeperClient) -> Loaded:
+def load(spec: WorkerSpec, keeper: KeeperClient | None) -> Loaded:
     sys.path[:] = [*spec.sys_path, *(p for p in sys.path if p not in spec.sys_path)]
     seed_everything(0)  # a job file that makes random data makes the same data on every worker
     if spec.job_file:
         job = load_job(Path(spec.job_file), dict(spec.settings))
+    elif keeper is None:
+        raise JobError("the run's job came from a Python program and is only on its own machine", hint="use a job file")
     else:
         segment = keeper.segment("job")
         job = pickle.loads(segment.view(0, segment.size_bytes))  # from the engine of this run, over its own socket

@@ -23,6 +23,7 @@ from distbelief.comm.messages import (
     WorkerLeft,
     WorkerReady,
 )
+from distbelief.comm.network import interface_to
 from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.shared import SharedExchange
 from distbelief.comm.torchgroup import Rendezvous, TorchExchange
@@ -43,19 +44,22 @@ class Place:
 
     spec: WorkerSpec
     link: ControlLink
-    keeper: KeeperClient
+    keeper: KeeperClient | None
+    """None on another host than the engine's."""
     own_memory: dict[str, Segment] = field(default_factory=dict)
     """What it keeps for itself from one generation to the next."""
 
 
-def run_worker(spec: WorkerSpec, keeper_socket: socket.socket, by_hand: bool = False) -> int:
+def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: bool = False) -> int:
     """The life of a worker. Returns its exit status."""
     if not by_hand:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to everybody; the engine decides
     for number in (signal.SIGTERM, *([signal.SIGINT] if by_hand else [])):
         signal.signal(number, lambda number, frame: os._exit(0))  # nothing depends on it yet
     torch.set_num_threads(spec.threads)
-    keeper = KeeperClient(keeper_socket)
+    # Members meet where the coordinator is reached, not on whatever the host's name resolves to.
+    os.environ["GLOO_SOCKET_IFNAME"] = interface_to(spec.address)
+    keeper = KeeperClient(keeper_socket) if keeper_socket else None
     loaded: Loaded | None = None
     failure: WorkerFailed | None = None
     try:
@@ -140,7 +144,7 @@ def _report_takeover(link: ControlLink, replica: Replica, action: TrainGeneratio
 def _exchange(place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort) -> Exchange:
     geometry = loaded.prepared.geometry(action.ranges)
     name = _group_name(action.generation)
-    if action.transport == "shm":
+    if action.transport == "shm" and place.keeper is not None:
         past = [
             Past(_group_name(one.generation), loaded.prepared.geometry([member.shards for member in one.members]))
             for one in action.past

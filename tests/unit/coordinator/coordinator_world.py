@@ -71,7 +71,7 @@ class World:
     def _restart(self) -> None:
         self._crash_after = None
         self._inbox.clear()
-        steps = {step: "aa" for step in range(self.committed)}
+        steps = dict.fromkeys(range(self.committed), "aa")
         epoch = self.coordinator.epoch + 1
         self.coordinator = s.resume(self.config, epoch, self.now, self.journal, Seen(steps))
 
@@ -123,7 +123,9 @@ class World:
         if start is None:
             return False
         members = [self.actors.get(member.worker) for member in start.members]
-        return all(one and one.state.generation == start.generation and one.state.phase == "training" for one in members)
+        return all(
+            one and one.state.generation == start.generation and one.state.phase == "training" for one in members
+        )
 
     # --- carrying out ------------------------------------------------------------------------------------------------
 
@@ -148,6 +150,8 @@ class World:
             case m.StartWorker(worker=worker) if to == s.ENGINE:
                 if worker not in self.actors and worker not in self.exited:
                     self._start(worker)
+            case m.Admit(worker=worker):
+                self._start(worker)
             case m.KillWorker(worker=worker) if to == s.ENGINE:
                 if worker in self.actors:
                     self._inbox.append((s.ENGINE, self.kill(worker)))

@@ -1,4 +1,4 @@
-"""Workers that fail, or end before the run has started, by plain calls. Deaths while training: test_coordinator_deaths."""
+"""Workers that fail, or end before the run has started, by plain calls."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ def test_newcomers_that_come_to_nothing_are_started_again_but_not_for_ever() -> 
         assert "which was no member, was killed by SIGKILL" in texts(outputs)
     outputs = run.kill(1 + MOST_FAILED_HIRES)
     assert hired(outputs) == []
-    assert f"after {MOST_FAILED_HIRES} such failures no more are started (distbelief scale tries again)" in texts(outputs)
+    assert f"after {MOST_FAILED_HIRES} such failures no more are started (distbelief scale tries again)" in texts(
+        outputs
+    )
     assert run.state.phase == "training"
     again = run.feed(m.ScaleRequested(workers=2))
     assert hired(again) == [2 + MOST_FAILED_HIRES]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -10,114 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
+from coordinator_process import SECRET, WAIT_MS, beat, coordinator, engine_and_workers, finish, tell, told
 
 from distbelief.comm import messages as m
-from distbelief.coordinator import client, journal
-from distbelief.errors import DistBeliefError
-
-SECRET = bytes(range(m.SECRET_BYTES))
-WAIT_MS = 60_000  # only reached when something is broken
-JOB = m.JobFacts(name="digits", shards=4, steps=2, global_batch=8, samples=80, parameters=5, strategy="allreduce")
-CANARY = m.Canary(fingerprint="c3d4", facts={"threads": "1"})
-
-
-class Process:
-    """A coordinator, and the means to talk to it."""
-
-    def __init__(self, run_dir: Path, context: zmq.Context, config: dict, order: dict) -> None:
-        self.run_dir = run_dir
-        self.context = context
-        self.sockets: list[zmq.Socket] = []
-        self.errors = run_dir / "coordinator.log"
-        with self.errors.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "distbelief.coordinator"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-            )
-        line = {"run_dir": str(run_dir), "secret": SECRET.hex(), "listen": "tcp://127.0.0.1:*", "config": config}
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({**line, **order}).encode() + b"\n")
-        self.process.stdin.flush()
-        self.answer = json.loads(self.process.stdout.readline())
-
-    def dealer(self) -> zmq.Socket:
-        socket = self.context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVTIMEO, WAIT_MS)
-        socket.connect(self.answer["address"])
-        self.sockets.append(socket)
-        return socket
-
-    def wait(self) -> int:
-        return self.process.wait(timeout=60)
-
-    def until_it_says(self, text: str) -> None:
-        give_up = time.monotonic() + WAIT_MS / 1000
-        while text not in self.errors.read_text():
-            assert time.monotonic() < give_up, f"never said: {text}"
-            time.sleep(0.01)
-
-    def records(self) -> list[dict]:
-        return journal.read(self.run_dir / "journal.jsonl")
-
-    def metrics(self) -> list[dict]:
-        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-@contextlib.contextmanager
-def coordinator(run_dir: Path, order: dict | None = None, **config: object) -> Iterator[Process]:
-    with zmq.Context() as context:
-        process = Process(run_dir, context, {"workers": 2, **config}, order or {})
-        try:
-            yield process
-        finally:
-            for socket in process.sockets:
-                socket.close(linger=0)
-            process.process.kill()
-            process.process.wait()
-            for pipe in (process.process.stdin, process.process.stdout):
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()  # type: ignore[union-attr]
-
-
-def tell(socket: zmq.Socket, event: m.Event, secret: bytes = SECRET) -> None:
-    socket.send_multipart([secret, m.encode(event)])
-
-
-def told(socket: zmq.Socket) -> m.Command:
-    (data,) = socket.recv_multipart()
-    return m.decode_command(data)
-
-
-def engine_and_workers(process: Process) -> tuple[zmq.Socket, list[zmq.Socket]]:
-    engine = process.dealer()
-    tell(engine, m.EngineAttached(host="here"))
-    # Nothing answers an engine, so let it say something that is answered: then it has been heard.
-    tell(engine, m.WorkerReady(worker=88, job=JOB, canary=CANARY))
-    assert isinstance(told(engine), m.Introduce)
-    workers = [process.dealer(), process.dealer()]
-    for number, socket in enumerate(workers):
-        tell(socket, m.WorkerJoined(worker=number, host="here", pid=1000 + number))
-        tell(socket, m.WorkerReady(worker=number, job=JOB, canary=CANARY))
-    return engine, workers
-
-
-def beat(worker: int, start: m.Command, step: int) -> m.Heartbeat:
-    assert isinstance(start, m.StartGeneration)
-    reports = [] if worker else [m.StepReport(step - 1, 0.5, 8, f"f{step}", 1.0)]
-    return m.Heartbeat(worker, start.epoch, start.generation, step, m.Timing(0.1, 0.2, 0.3, 2 * step), reports)
-
-
-def finish(worker: int, generation: int = 1) -> m.WorkerFinished:
-    return m.WorkerFinished(worker, generation, 2, "" if worker else "abcd", 0.25, {"accuracy": 1.0}, 100.0)
 
 
 @pytest.mark.parametrize("disturbed", [False, True])
@@ -188,21 +86,6 @@ def test_a_failure_reaches_everybody(tmp_path: Path) -> None:
         assert process.records()[-1]["failure"]["traceback"] == "line 1\nline 2"
 
 
-def test_a_killed_worker_is_replaced_and_the_others_go_on(tmp_path: Path) -> None:
-    with coordinator(tmp_path) as process:
-        engine, workers = engine_and_workers(process)
-        first = [told(socket) for socket in workers][0]
-        assert isinstance(first, m.StartGeneration)
-        tell(engine, m.WorkerExited(worker=1, status=-9))
-        start = told(workers[0])
-        assert isinstance(start, m.StartGeneration)
-        assert (start.generation, [member.worker for member in start.members]) == (2, [0])
-        assert start.past == [m.PastGeneration(1, first.members)]
-        assert told(engine) == m.StartWorker(epoch=1, worker=2)
-        assert [record["kind"] for record in process.records()][-3:] == ["lost", "generation", "hired"]
-        assert "worker 1 (host here, pid 1001) was killed by SIGKILL" in process.records()[-2]["reason"]
-
-
 def test_sigterm_stops_and_sigint_does_not(tmp_path: Path) -> None:
     with coordinator(tmp_path) as process:
         engine, workers = engine_and_workers(process)
@@ -268,71 +151,12 @@ def test_a_second_coordinator_of_the_same_run_is_refused(tmp_path: Path) -> None
         assert third.answer["epoch"] == 2
 
 
-def test_a_killed_coordinator_is_replaced_at_the_same_address_and_knows_the_run(tmp_path: Path) -> None:
-    with coordinator(tmp_path) as first:
-        engine, workers = engine_and_workers(first)
-        start = [told(socket) for socket in workers][0]
-        tell(workers[0], beat(0, start, 1))
-        tell(engine, m.WorkerExited(worker=1, status=-9))
-        assert isinstance(told(workers[0]), m.StartGeneration)  # recorded by then, and the step's line is in the file
-        first.process.kill()
-        first.process.wait()
-        with coordinator(tmp_path, order={"listen": first.answer["address"]}) as second:
-            assert second.answer == {"address": first.answer["address"], "epoch": 2}
-            # The old connections find the new coordinator; what was lost in between is told again and again.
-            tell(workers[0], m.Heartbeat(0, 1, 2, 1, m.Timing()))
-            while not isinstance(answer := told(workers[0]), m.Introduce):
-                pass
-            assert answer == m.Introduce(epoch=2, reported=1)
-            tell(workers[0], m.WorkerJoined(worker=0, host="here", pid=1000))
-            tell(workers[0], m.WorkerReady(worker=0, job=JOB, canary=CANARY))
-            tell(workers[0], m.Heartbeat(0, 2, 1, 1, m.Timing()))
-            again = told(workers[0])
-            assert isinstance(again, m.StartGeneration)
-            assert (again.epoch, again.generation, [one.worker for one in again.members]) == (2, 2, [0])
-            reports = [m.StepReport(step, 0.5, 8, f"f{step + 1}", 1.0, 2) for step in (0, 1)]
-            tell(workers[0], m.Heartbeat(0, 2, 2, 2, m.Timing(), reports))
-            tell(workers[0], finish(0, generation=2))
-            assert second.wait() == 0
-            assert [line["step"] for line in second.metrics() if line["kind"] == "step"] == [0, 1]
-            assert [r["generation"] for r in second.records() if r["kind"] == "generation"] == [1, 2]
-            assert [r["epoch"] for r in second.records() if r["kind"] == "epoch"] == [1, 2]
-
-
-def test_whoever_may_read_the_run_directory_can_ask_for_another_number_of_workers(tmp_path: Path) -> None:
-    with pytest.raises(DistBeliefError, match="is no run directory"):
-        client.ask(tmp_path, m.ScaleRequested(workers=3))
-    with coordinator(tmp_path) as process:
-        engine, workers = engine_and_workers(process)
-        for socket in workers:
-            told(socket)
-        told_of = tmp_path / "coordinator.json"
-        assert told_of.stat().st_mode & 0o777 == 0o600
-        assert json.loads(told_of.read_text()) == {
-            "address": process.answer["address"],
-            "secret": SECRET.hex(),
-            "pid": process.process.pid,
-            "epoch": 1,
-        }
-        answer = client.ask(tmp_path, m.ScaleRequested(workers=3), timeout_s=60)
-        assert answer == m.Answer(epoch=1, ok=True, text="1 more worker is being started")
-        assert told(engine) == m.StartWorker(epoch=1, worker=2)
-        assert not client.ask(tmp_path, m.ScaleRequested(workers=0), timeout_s=60).ok
-        assert client.ask_for_seat(tmp_path, os.getpid(), timeout_s=60) == 3
-        process.process.send_signal(signal.SIGTERM)
-        assert process.wait() == 0
-        assert not told_of.exists()
-        with pytest.raises(DistBeliefError, match="is not running"):
-            client.ask(tmp_path, m.ScaleRequested(workers=3))
-
-
 @pytest.mark.parametrize(
     ("order", "words"),
     [
         ({"config": {"workers": 0}}, "workers must be at least 1"),
         ({"config": {"wrokers": 1}}, "unknown field"),
         ({"secret": "00"}, "secret"),
-        ({"listen": "tcp://0.0.0.0:*"}, "loopback only"),
         ({"listen": "tcp://127.0.0.1:nonsense"}, "cannot listen"),
         ({"run_dir": "/nowhere/at/all"}, "cannot write the journal"),
     ],

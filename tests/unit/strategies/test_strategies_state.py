@@ -1,4 +1,5 @@
-"""The undo log: a tile that was torn in the middle of its update has its old bytes back, exactly, and nothing else."""
+"""The undo log: a tile that was torn in the middle of its update has its old bytes back, exactly, and nothing else; and
+what is kept with the values: integers, what the last steps gave, a note."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from torch import nn, optim
 
 from distbelief.comm.exchange import Geometry
 from distbelief.comm.segment import KeeperClient
+from distbelief.strategies.base import Applied
 from distbelief.strategies.layout import Layout, lay_out, trainable
 from distbelief.strategies.state import ReplicaState
 from distbelief.strategies.tileoptimizer import Recipe, TileMemory, TileOptimizer
@@ -169,3 +171,117 @@ def test_an_update_that_is_torn_and_run_again_gives_the_bits_of_an_undisturbed_o
             return everything(state)
 
     assert train(disturb=True) == train(disturb=False)
+
+
+# --- what goes with the values ---------------------------------------------------------------------------------------
+
+
+def apply(state: ReplicaState, step: int, tiles: range = range(4)) -> None:
+    for tile in tiles:
+        state.open(tile, step)
+        state.close(tile, step)
+
+
+def gave(step: int) -> Applied:
+    return Applied(
+        step, loss=step / 8, samples=64 + step, fingerprint=f"{step:016x}", at=1e9 + step, generation=1 + step
+    )
+
+
+def test_the_integers_of_before_a_step_are_there_until_it_is_applied_whole(setting: Setting) -> None:
+    state, other = setting.join(), setting.join()
+    state.write_integers(0, bytes([0]) * INTEGER_BYTES)
+    for step in range(4):
+        before, after = bytes([step]) * INTEGER_BYTES, bytes([step + 1]) * INTEGER_BYTES
+        state.write_integers(step + 1, after)
+        apply(state, step, range(2))
+        assert other.integers(other.steps_applied) == before
+        assert other.repair() == [0, 1]
+        assert other.integers(other.steps_applied) == before, "undone, with all that goes with it"
+        state.write_integers(step + 1, after)
+        apply(state, step)
+        assert other.integers(other.steps_applied) == after
+
+
+def test_a_model_without_integers_has_none(setting: Setting) -> None:
+    geometry = Geometry(setting.layout.tiles, setting.layout.size_bytes, [1], 1, 6)
+    state = ReplicaState(setting.layout, setting.recipe, exchange(setting.keeper, 99, geometry), 0)
+    state.write_integers(1, b"")
+    assert state.integers(1) == b""
+
+
+def test_what_applied_steps_gave_is_kept_and_what_an_undone_one_gave_is_not_told(setting: Setting) -> None:
+    state, other = setting.join(), setting.join()
+    assert other.remembered(0) == []
+    for step in range(3):
+        state.remember(gave(step))
+        assert other.remembered(0) == [gave(s) for s in range(step)], "not before it is applied"
+        apply(state, step)
+        assert other.remembered(0) == [gave(s) for s in range(step + 1)]
+    assert other.remembered(2) == [gave(2)]
+    assert other.remembered(3) == []
+    state.remember(Applied(3, 0.5, 1, "f" * 16, 7, 2e9))  # and then whoever applied it died
+    other.repair()
+    assert other.remembered(0) == [gave(0), gave(1), gave(2)]
+    other.remember(gave(3))
+    apply(other, 3)
+    assert state.remembered(3) == [gave(3)]
+
+
+def test_only_the_last_steps_are_kept(setting: Setting) -> None:
+    state = setting.join()
+    steps = 1024 + 100
+    for step in range(steps):
+        state.remember(gave(step))
+        apply(state, step)
+    assert state.remembered(0) == [gave(step) for step in range(steps - 1024, steps)]
+    assert state.remembered(steps - 2) == [gave(steps - 2), gave(steps - 1)]
+
+
+def test_a_note_says_to_which_state_it_belongs(setting: Setting) -> None:
+    state, other = setting.join(), setting.join()
+    assert other.note() == (0, b"")
+    state.write_note(5, b"accuracy")
+    assert other.note() == (5, b"accuracy")
+    state.write_note(6, b"")
+    assert other.note() == (6, b"")
+    state.write_note(7, b"a" * 1000)
+    state.write_note(8, b"b" * (1 << 17))
+    assert other.note() == (7, b"a" * 1000), "what does not fit is not kept"
+
+
+def test_the_blocks_are_all_that_another_replica_needs(setting: Setting) -> None:
+    state = setting.join()
+    setting.fill(state)
+    state.write_integers(0, b"x" * INTEGER_BYTES)
+    state.write_note(0, b"note")
+    state.mark_initialised()
+    for step in range(3):
+        state.remember(gave(step))
+        state.write_integers(step + 1, bytes([step]) * INTEGER_BYTES)
+        apply(state, step)
+    with kept() as keeper:
+        other = Setting(keeper).join()
+        assert not other.initialised
+        for theirs, mine in zip(other.blocks(), state.blocks(), strict=True):
+            theirs.copy_(mine)
+        assert other.initialised
+        assert other.steps_applied == 3
+        assert everything(other) == everything(state)
+        assert other.remembered(0) == state.remembered(0)
+        assert other.note() == state.note()
+        assert [other.integers(n) for n in (2, 3)] == [state.integers(n) for n in (2, 3)]
+
+
+def test_the_block_with_the_stamps_alone_says_whether_it_is_a_state(setting: Setting) -> None:
+    """A newcomer that dies, or whose peer dies, before it has the first block, has no state."""
+    state = setting.join()
+    state.mark_initialised()
+    apply(state, 0)
+    first, rest = state.blocks()
+    assert first.numel() == 4096
+    assert rest.data_ptr() == first.data_ptr() + 4096
+    with kept() as keeper:
+        other = Setting(keeper).join()
+        other.blocks()[1].copy_(rest)
+        assert (other.initialised, other.steps_applied) == (False, 0)

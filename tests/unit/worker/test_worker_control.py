@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from distbelief.comm.messages import Command, EndRun, Member, Refuse, StartGeneration
+from distbelief.comm.messages import (
+    Admit,
+    Answer,
+    Command,
+    EndRun,
+    Introduce,
+    KillWorker,
+    Member,
+    PastGeneration,
+    Refuse,
+    Retire,
+    StartGeneration,
+    StartWorker,
+)
 from distbelief.worker.control import (
     AbortStep,
     Action,
     GenerationFinished,
     Leave,
     Phase,
+    StandDown,
+    TellAgain,
     TrainGeneration,
     WorkerState,
     step,
@@ -75,7 +90,9 @@ def test_no_generation_is_started_twice_or_after_a_newer_one(generation: int) ->
     assert (state.phase, state.generation, state.epoch) == ("training", 2, 2)
 
 
-@pytest.mark.parametrize("event", [start(7, epoch=2), EndRun(2, "failed"), Refuse(2, "no")])
+@pytest.mark.parametrize(
+    "event", [start(7, epoch=2), EndRun(2, "failed"), Refuse(2, "no"), Retire(2, 1), Retire(2, 9), Introduce(2, 4)]
+)
 def test_a_lower_epoch_is_not_obeyed(event: Command) -> None:
     before, _ = after(start(1, epoch=3))
     assert step(before, event) == (before, [])
@@ -128,3 +145,72 @@ def test_a_finished_worker_trains_again_in_a_new_generation_without_an_abort() -
     state, actions = after(start(1), GenerationFinished(1), start(2))
     assert [type(action) for action in actions] == [TrainGeneration]
     assert state.phase == "training"
+
+
+# --- what is left of an earlier generation ---------------------------------------------------------------------------
+
+
+def test_a_member_is_told_whose_step_it_may_have_to_take_over_and_what_is_known() -> None:
+    past = [PastGeneration(1, MEMBERS)]
+    _, actions = after(start(1), StartGeneration(1, 2, MEMBERS[1:], "shm", past, reported=17))
+    assert actions[-1] == TrainGeneration(1, 2, 0, tuple(MEMBERS[1:]), "shm", tuple(past), 17)
+
+
+# --- leaving ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_member_that_is_to_leave_aborts_lets_go_and_waits() -> None:
+    state, actions = after(start(1), Retire(1, 1))
+    assert [type(action) for action in actions] == [AbortStep, StandDown]
+    assert actions[-1] == StandDown(1)
+    assert state == WorkerState(1, "waiting", epoch=1, generation=1)
+    assert step(state, start(1, epoch=2))[1] == [], "it does not come back into what it has let go of"
+
+
+def test_told_again_to_leave_it_says_again_that_it_has_let_go() -> None:
+    before, _ = after(start(1), Retire(1, 1))
+    state, actions = step(before, Retire(2, 1))
+    assert actions == [StandDown(1)]
+    assert state.epoch == 2
+
+
+def test_a_generation_that_it_never_heard_of_is_let_go_of_too() -> None:
+    state, actions = after(start(1), Retire(1, 4))
+    assert actions[-1] == StandDown(4)
+    assert state.generation == 4
+    assert step(state, start(3))[1] == []
+
+
+def test_an_old_request_to_leave_does_not_disturb_a_newer_generation() -> None:
+    before, _ = after(start(1), start(2))
+    assert step(before, Retire(1, 1)) == (before, [])
+
+
+def test_a_finished_member_leaves_without_an_abort() -> None:
+    _, actions = after(start(1), GenerationFinished(1), Retire(1, 1))
+    assert actions == [StandDown(1)]
+
+
+def test_who_has_handed_over_is_let_go() -> None:
+    state, actions = after(start(1), Retire(1, 1), EndRun(1, "left", "it has handed its work over"))
+    assert actions == [Leave("left", "it has handed its work over")]
+    assert state.phase == "ended"
+
+
+# --- another coordinator ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("events", [[], [start(1)], [start(1), GenerationFinished(1)], [start(1), Retire(1, 1)]])
+def test_a_coordinator_that_does_not_know_it_is_told_again_and_nothing_else_changes(events: list[Command]) -> None:
+    before, _ = after(*events)
+    state, actions = step(before, Introduce(5, reported=12))
+    assert actions == [TellAgain(12)]
+    assert (state.phase, state.generation) == (before.phase, before.generation)
+    assert state.epoch == 5
+    assert step(state, EndRun(4, "failed")) == (state, []), "from now on only the new one is obeyed"
+
+
+@pytest.mark.parametrize("event", [StartWorker(1, 1), KillWorker(1, 1, "frozen"), Admit(1, 3), Answer(1, True, "yes")])
+def test_what_is_meant_for_others_is_not_obeyed(event: Command) -> None:
+    before, _ = after(start(1))
+    assert step(before, event) == (before, [])

@@ -1,0 +1,176 @@
+"""A step that one generation begins and the next one finishes, at the level of exchanges: bytes, no model. Runs in
+processes of the stage; the checks are here, because only a member sees its exchange.
+
+The last member of the first generation ends at a chosen point, by os._exit or SIGKILL. The others see its process
+number on a board, wait until the process is gone, abort, and meet again without it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from distbelief.comm.exchange import Gift, Held, Source, StepPlan
+from distbelief.comm.ledger import ARRIVED, Past
+from distbelief.comm.segment import KeeperClient
+from distbelief.comm.shared import SharedExchange
+from distbelief.comm.words import Abort, Aborted
+from distbelief.shards import cover, mix
+from distbelief.strategies.takeover import plan_takeover
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from exchange_member import (
+    PARAMETERS,
+    Seat,
+    geometry,
+    integers,
+    plain_sum,
+    plan,
+    row,
+    same_bits,
+    shard_values,
+    write_partials,
+)
+
+POINTS = ["before the step", "begun", "computing", "some tiles", "all tiles", "arrived"]
+STEP = 5
+
+
+def untouched(who: int) -> np.ndarray:
+    return np.array([(mix(STEP, who, entry) % 3) > 0 for entry in range(PARAMETERS)])
+
+
+def gift(seat: Seat, mine: list[tuple[int, int]], nodes: list, who: int) -> Gift:
+    rows = np.full((seat.shards, 4), 123.0)
+    for first, end in mine:
+        rows[first:end] = [row(STEP, shard) for shard in range(first, end)]
+    return Gift(rows, mine, nodes, untouched(who), integers(STEP, who))
+
+
+def die_at(keeper: KeeperClient, exchange: SharedExchange, seat: Seat, point: str, by_signal: bool) -> None:
+    """The first part of the step, up to the point; then nothing more."""
+    board = keeper.segment("board", 64).tensor(torch.int64, 0, 1)
+
+    def die() -> None:
+        board[0] = os.getpid()
+        if by_signal:
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+        os._exit(7)
+
+    if point == "before the step":
+        die()
+    exchange.begin(plan(seat, STEP, seat.shards))
+    if point == "begun":
+        die()
+    exchange.working(seat.mine[0])
+    if point == "computing":
+        exchange.slot(0).tensor(torch.uint8, 0, 100).fill_(77)
+        die()
+    exchange.working(-1)
+    if point == "some tiles":
+        publish = exchange.publish
+        exchange.publish = lambda tile: (publish(tile), die())  # type: ignore[method-assign, return-value, assignment]
+    write_partials(exchange, seat, STEP, seat.shards)
+    if point == "all tiles":
+        die()
+    announce = exchange._words.announce
+
+    def last(word: int, value: int) -> None:
+        announce(word, value)
+        if word == ARRIVED:
+            die()
+
+    exchange._words.announce = last  # type: ignore[method-assign]
+    nodes = [(node, slot) for slot, node in enumerate(cover(seat.shards, seat.mine))]
+    exchange.share(gift(seat, [seat.mine], nodes, seat.rank))
+
+
+def wait_for_the_end_of(keeper: KeeperClient, abort: Abort) -> None:
+    board = keeper.segment("board", 64).tensor(torch.int64, 0, 1)
+
+    def gone() -> bool:
+        try:
+            return Path(f"/proc/{int(board[0])}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        except OSError:
+            return True
+
+    def look() -> None:
+        while not int(board[0]) or not gone():
+            time.sleep(0.001)
+        abort.set("the last member is gone")
+
+    threading.Thread(target=look, daemon=True).start()
+
+
+def finish(keeper: KeeperClient, seat: Seat, point: str, by_signal: bool = False) -> tuple[list[Held] | None, int]:
+    """What was held for the second generation, and how many shards it computed again."""
+    abort = Abort()
+    first = SharedExchange(keeper, "first", seat.rank, geometry(seat), abort)
+    first.gather(b"")
+    if seat.rank == seat.size - 1:
+        die_at(keeper, first, seat, point, by_signal)
+    wait_for_the_end_of(keeper, abort)
+    try:
+        first.begin(plan(seat, STEP, seat.shards))
+        write_partials(first, seat, STEP, seat.shards)
+        nodes = [(node, slot) for slot, node in enumerate(cover(seat.shards, seat.mine))]
+        first.share(gift(seat, [seat.mine], nodes, seat.rank))
+        first.applied()
+        first.settle()
+        raise AssertionError("somebody was to be missed")
+    except Aborted:
+        pass
+    again = replace(seat, size=seat.size - 1)
+    second = SharedExchange(keeper, "second", again.rank, geometry(again), Abort(), [Past("first", geometry(seat))])
+    second.gather(b"")
+    held = second.held(STEP)
+    assert second.held(STEP - 1) is None
+    assert second.held(STEP + 1) is None
+    dead = seat.size - 1
+    found = [(one.back, one.rank, one.step, one.shard) for one in second.broken()]
+    assert found == ([(1, dead, STEP, seat.mine_of(dead)[0])] if point == "computing" else [])
+    recomputed = _finish(second, seat, again, held or [])
+    assert second.held(STEP) is None, "after the step nobody can need the past"
+    second.gather(b"")
+    third = SharedExchange(keeper, "third", again.rank, geometry(again), Abort(), [Past("first", geometry(seat))])
+    assert third.held(STEP) is None, "and its memory was given back"
+    third.gather(b"")
+    return held, recomputed
+
+
+def _finish(second: SharedExchange, seat: Seat, again: Seat, held: list[Held]) -> int:
+    work = plan_takeover(again.shards, again.shards, held, again.size, again.rank)
+    second.begin(StepPlan(STEP, work.sources, work.order))
+    tiles = geometry(again).tiles
+    for tile in tiles:
+        for unit in work.partials.work:
+            at = second.slot(unit.slot).tensor(tile.dtype, tile.offset_bytes, tile.numel)
+            at.copy_(shard_values(STEP, unit.shard, tile))
+            for into, other in unit.additions:
+                parts = [second.slot(n).tensor(tile.dtype, tile.offset_bytes, tile.numel) for n in (into, other)]
+                parts[0].add_(parts[1])
+        second.publish(tile.index)
+    newcomer = 100 + again.rank  # another name, so that what it tells differs from what it told before
+    shared = second.share(gift(again, list(work.mine), list(work.partials.results.items()), newcomer))
+    assert shared.rows.tobytes() == np.array([row(STEP, shard) for shard in range(again.shards)]).tobytes()
+    givers = {one.source.rank for one in held} | {100 + rank for rank in range(again.size)}
+    assert shared.untouched.tolist() == np.array([untouched(who) for who in givers]).all(axis=0).tolist()
+    source = work.sources[0]
+    assert shared.integers == integers(STEP, source.rank if source.back else 100 + source.rank)
+    for index in second.tiles:
+        assert same_bits(second.reduced(index), plain_sum(STEP, (0, again.shards), again.shards, tiles[index]))
+    assert isinstance(held, list)
+    assert all(isinstance(one.source, Source) for one in held)
+    second.applied()
+    second.settle()
+    return work.recomputed

@@ -1,0 +1,180 @@
+"""Members on several hosts, each a network namespace of its own: slow links, lost packets, cut cables."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import JOBS, Run
+
+Start = Callable[..., Run]
+Wait = Callable[[Callable[[], object]], None]
+
+
+class Lab:
+    """Hosts on one switch. Host k has the address 10.77.0.k; its cable ends in the switch's port k."""
+
+    def __init__(self, hosts: int) -> None:
+        self._name = f"db{uuid.uuid4().hex[:6]}"
+        self._spaces: list[str] = []
+        self._add("sw")
+        self.switch("ip", "link", "add", "bridge", "type", "bridge")
+        self.switch("ip", "link", "set", "bridge", "up")
+        for host in range(1, hosts + 1):
+            space = self._add(f"h{host}")
+            port = f"port{host}"
+            _run("ip", "link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", port, "netns", self._sw)
+            self.switch("ip", "link", "set", port, "master", "bridge")
+            self.switch("ip", "link", "set", port, "up")
+            for command in (
+                ["ip", "link", "set", "lo", "up"],
+                ["ip", "address", "add", f"10.77.0.{host}/24", "dev", "eth0"],
+                ["ip", "link", "set", "eth0", "up"],
+            ):
+                _run(*self.inside(host), *command)
+
+    def _add(self, name: str) -> str:
+        space = f"{self._name}{name}"
+        _run("ip", "netns", "add", space)
+        self._spaces.append(space)
+        return space
+
+    @property
+    def _sw(self) -> str:
+        return f"{self._name}sw"
+
+    def inside(self, host: int) -> list[str]:
+        return ["ip", "netns", "exec", f"{self._name}h{host}"]
+
+    def switch(self, *command: str) -> None:
+        _run("ip", "netns", "exec", self._sw, *command)
+
+    def cut(self, host: int) -> None:
+        self.switch("ip", "link", "set", f"port{host}", "down")
+
+    def mend(self, host: int) -> None:
+        self.switch("ip", "link", "set", f"port{host}", "up")
+
+    def impair(self, host: int, *how: str) -> None:
+        try:
+            self.switch("tc", "qdisc", "add", "dev", f"port{host}", "root", "netem", *how)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this kernel has no netem: {error.stderr.decode().strip()}")
+
+    def close(self) -> None:
+        for space in reversed(self._spaces):
+            subprocess.run(["ip", "netns", "delete", space], check=False, capture_output=True)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    if not shutil.which("ip") or not shutil.which("tc"):
+        pytest.skip("iproute2 is not installed: no network namespaces")
+    probe = f"db{uuid.uuid4().hex[:8]}"
+    tried = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"network namespaces are not permitted here: {tried.stderr.strip()}")
+    subprocess.run(["ip", "netns", "delete", probe], check=False)
+    made = None
+    try:
+        made = Lab(3)
+        yield made
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"cannot make a network here: {error.stderr!r}")
+    finally:
+        if made:
+            made.close()
+
+
+class Cluster:
+    """A run whose engine, coordinator and first worker are on host 1, and one worker each on hosts 2 and 3."""
+
+    def __init__(self, start: Start, lab: Lab, folder: Path, wait_until: Wait, steps: int) -> None:
+        self._folder = folder / "run"
+        self._wait_until = wait_until
+        arguments = [JOBS / "small.py", "--set", f"steps={steps}", "--set", "nap_s=0.02", "--workers", 1]
+        self.run = start(
+            "train", *arguments, "--listen", "10.77.0.1", "--run-dir", "run", "--json", prefix=lab.inside(1)
+        )
+        wait_until(lambda: (self._folder / "worker.json").exists())
+        self.guests = [
+            start("worker", "--join", "run", "--host", f"host{host}", prefix=lab.inside(host)) for host in (2, 3)
+        ]
+        self.has_hosts(3)
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        path = self._folder / "journal.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [entry for line in lines if (entry := json.loads(line))["kind"] == kind]
+
+    def steps(self) -> int:
+        path = self._folder / "metrics.jsonl"
+        return path.read_text().count('"kind":"step"') if path.exists() else 0
+
+    def progresses(self, steps: int = 5) -> None:
+        before = self.steps()
+        self._wait_until(lambda: self.steps() >= before + steps)
+
+    def hosts(self) -> Sequence[str]:
+        found = self.records("generation")
+        return [member["host"] for member in found[-1]["members"]] if found else []
+
+    def has_hosts(self, count: int) -> None:
+        self._wait_until(lambda: len(set(self.hosts())) == count)
+
+    def weights(self) -> str:
+        result = self.run.wait().json
+        for guest in self.guests:
+            outcome = guest.wait()
+            assert outcome.status == 0, outcome.stderr
+        assert isinstance(result["weights_sha256"], str)
+        return result["weights_sha256"]
+
+
+def alone(start: Start, steps: int) -> str:
+    weights = start("train", JOBS / "small.py", "--set", f"steps={steps}", "--workers", 1, "--json").wait().json
+    return str(weights["weights_sha256"])
+
+
+def test_slow_and_lossy_links(start: Start, lab: Lab, tmp_path: Path, wait_until: Wait) -> None:
+    lab.impair(2, "delay", "5ms", "2ms", "loss", "1%")
+    lab.impair(3, "rate", "20mbit")
+    cluster = Cluster(start, lab, tmp_path, wait_until, steps=120)
+    assert cluster.weights() == alone(start, 120)
+    assert cluster.records("estranged") == []
+
+
+def test_a_cut_cable_and_its_mending(start: Start, lab: Lab, tmp_path: Path, wait_until: Wait) -> None:
+    """The others go on without the host that is cut off; when it is back, it finds itself left behind, and rejoins."""
+    cluster = Cluster(start, lab, tmp_path, wait_until, steps=900)
+    cluster.progresses(20)
+    lab.cut(3)
+    wait_until(lambda: cluster.records("estranged"))
+    cluster.progresses()
+    assert "host3" not in cluster.hosts()
+    lab.mend(3)
+    cluster.has_hosts(3)
+    cluster.progresses()
+    assert cluster.weights() == alone(start, 900)
+
+
+def test_a_host_that_dies(start: Start, lab: Lab, tmp_path: Path, wait_until: Wait) -> None:
+    """No engine there tells of it, and no connection is reset: the machine is simply gone."""
+    cluster = Cluster(start, lab, tmp_path, wait_until, steps=400)
+    cluster.progresses(20)
+    lab.cut(2)
+    gone = cluster.guests.pop(0)
+    gone.kill()
+    gone.wait()
+    cluster.progresses(20)
+    assert cluster.weights() == alone(start, 400)

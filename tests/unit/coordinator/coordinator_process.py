@@ -1,0 +1,115 @@
+"""A real coordinator process, and sockets that play its engine and workers. For the tests next to this file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import zmq
+
+from distbelief.comm import messages as m
+from distbelief.coordinator import journal
+
+SECRET = bytes(range(m.SECRET_BYTES))
+WAIT_MS = 60_000  # only reached when something is broken
+JOB = m.JobFacts(name="digits", shards=4, steps=2, global_batch=8, samples=80, parameters=5, strategy="allreduce")
+CANARY = m.Canary(fingerprint="c3d4", facts={"threads": "1"})
+
+
+class Process:
+    """A coordinator, and the means to talk to it."""
+
+    def __init__(self, run_dir: Path, context: zmq.Context, config: dict, order: dict) -> None:
+        self.run_dir = run_dir
+        self.context = context
+        self.sockets: list[zmq.Socket] = []
+        self.errors = run_dir / "coordinator.log"
+        with self.errors.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "distbelief.coordinator"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
+        line = {"run_dir": str(run_dir), "secret": SECRET.hex(), "listen": "tcp://127.0.0.1:*", "config": config}
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({**line, **order}).encode() + b"\n")
+        self.process.stdin.flush()
+        self.answer = json.loads(self.process.stdout.readline())
+
+    def dealer(self) -> zmq.Socket:
+        socket = self.context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+        socket.connect(self.answer["address"])
+        self.sockets.append(socket)
+        return socket
+
+    def wait(self) -> int:
+        return self.process.wait(timeout=60)
+
+    def until_it_says(self, text: str) -> None:
+        give_up = time.monotonic() + WAIT_MS / 1000
+        while text not in self.errors.read_text():
+            assert time.monotonic() < give_up, f"never said: {text}"
+            time.sleep(0.01)
+
+    def records(self) -> list[dict]:
+        return journal.read(self.run_dir / "journal.jsonl")
+
+    def metrics(self) -> list[dict]:
+        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@contextlib.contextmanager
+def coordinator(run_dir: Path, order: dict | None = None, **config: object) -> Iterator[Process]:
+    with zmq.Context() as context:
+        process = Process(run_dir, context, {"workers": 2, **config}, order or {})
+        try:
+            yield process
+        finally:
+            for socket in process.sockets:
+                socket.close(linger=0)
+            process.process.kill()
+            process.process.wait()
+            for pipe in (process.process.stdin, process.process.stdout):
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()  # type: ignore[union-attr]
+
+
+def tell(socket: zmq.Socket, event: m.Event, secret: bytes = SECRET) -> None:
+    socket.send_multipart([secret, m.encode(event)])
+
+
+def told(socket: zmq.Socket) -> m.Command:
+    (data,) = socket.recv_multipart()
+    return m.decode_command(data)
+
+
+def engine_and_workers(process: Process) -> tuple[zmq.Socket, list[zmq.Socket]]:
+    engine = process.dealer()
+    tell(engine, m.EngineAttached(host="here"))
+    # Nothing answers an engine, so let it say something that is answered: then it has been heard.
+    tell(engine, m.WorkerReady(worker=88, job=JOB, canary=CANARY))
+    assert isinstance(told(engine), m.Introduce)
+    workers = [process.dealer(), process.dealer()]
+    for number, socket in enumerate(workers):
+        tell(socket, m.WorkerJoined(worker=number, host="here", pid=1000 + number))
+        tell(socket, m.WorkerReady(worker=number, job=JOB, canary=CANARY))
+    return engine, workers
+
+
+def beat(worker: int, start: m.Command, step: int) -> m.Heartbeat:
+    assert isinstance(start, m.StartGeneration)
+    reports = [] if worker else [m.StepReport(step - 1, 0.5, 8, f"f{step}", 1.0)]
+    return m.Heartbeat(worker, start.epoch, start.generation, step, m.Timing(0.1, 0.2, 0.3, 2 * step), reports)
+
+
+def finish(worker: int, generation: int = 1) -> m.WorkerFinished:
+    return m.WorkerFinished(worker, generation, 2, "" if worker else "abcd", 0.25, {"accuracy": 1.0}, 100.0)
