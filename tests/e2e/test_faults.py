@@ -223,6 +223,18 @@ def test_too_few_workers_pause_the_run_visibly(
     assert [n["text"] for n in run.metrics("notice") if "1 of at least 2 workers is there" in n["text"]]
 
 
+def test_late_shards_are_computed_by_those_who_wait(
+    watched: Callable[..., Watched], undisturbed: Callable[..., str], tmp_path: Path
+) -> None:
+    """Balancing is off, and one worker is slow: the others compute some of its shards for it, to the same bits."""
+    job = [JOBS / "uneven.py", "--set", "steps=20"]
+    run = watched(*job, "--workers", 2, "--no-balance")
+    result = run.result()
+    assert result["weights_sha256"] == undisturbed(*job)
+    slow, fast = sorted(entry["shards"] for entry in run.metrics("workers")[-1]["workers"])
+    assert slow < 20 * 4 < fast  # each has four shards in a step
+
+
 def test_a_shard_that_kills_whoever_computes_it_ends_the_run(distbelief: Cli) -> None:
     outcome = distbelief("train", JOBS / "broken.py", "--set", "fault=deadly", "--workers", 3, "--run-dir", "run")
     assert outcome.status == 1

@@ -17,7 +17,6 @@ from distbelief.comm import messages as m
 from distbelief.coordinator import journal
 from distbelief.coordinator import state as s
 from distbelief.coordinator.progress import REMEMBERED, Seen
-
 from sim.clock import Clock
 from sim.invariants import Invariants
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from distbelief.comm import messages as m
 from distbelief.worker.control import Action, TrainGeneration, WorkerState
-
 from sim.reference import Reference
 
 

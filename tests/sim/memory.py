@@ -13,7 +13,6 @@ from distbelief.comm.exchange import Held, Source
 from distbelief.shards import Program, Range, program
 from distbelief.strategies.partials import Partials, partial_sums
 from distbelief.strategies.takeover import StepWork, _runs, _together, plan_step, plan_takeover
-
 from sim.invariants import Broken, Invariants
 from sim.reference import Reference, add, fingerprint_of, updated
 

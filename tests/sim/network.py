@@ -38,6 +38,7 @@ class Network:
         self.cut_until: dict[int, float] = {}
         """Worker -> when its line is whole again."""
         self.lost = 0
+        self.was_harsh = weather.harsh
         self._clock = clock
         self._rng = rng
         self._last: dict[tuple[int, bool], float] = {}

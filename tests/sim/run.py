@@ -40,7 +40,8 @@ def main() -> int:
             if not arguments.keep_going:
                 break
     took_s = time.perf_counter() - started
-    print(f"{done} seeds, {broken} with a broken promise; {events} events in {virtual_s:.0f} virtual seconds; {took_s:.1f} s")
+    print(f"{done} seeds, {broken} with a broken promise, in {took_s:.1f} s")
+    print(f"{events} events in {virtual_s:.0f} virtual seconds")
     print("faults: " + ", ".join(f"{count} × {kind}" for kind, count in kinds.most_common()))
     return 1 if broken else 0
 

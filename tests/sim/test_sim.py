@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from distbelief.coordinator import detector, faults, regroup
 from distbelief.coordinator import state as s
 from distbelief.coordinator.ending import Result, with_worker
 from distbelief.worker import control
-
 from sim import memory
 from sim.cluster import run
 from sim.faults import Kind

@@ -14,7 +14,6 @@ from typing import Protocol
 
 from distbelief.comm import messages as m
 from distbelief.worker.control import TrainGeneration
-
 from sim.invariants import Invariants
 from sim.memory import TORN, Key, Ledger, Past, Plan, SharedMemory, add_up, takeover
 from sim.reference import add, gradient, row
@@ -121,7 +120,9 @@ class Generation:
         taken = self.ledger.taken
         if step not in taken:
             held = self.past.held(step)
-            taken[step] = None if held is None else takeover(self.ledger, self.around.memory.reference.occupied[step], held)
+            taken[step] = (
+                None if held is None else takeover(self.ledger, self.around.memory.reference.occupied[step], held)
+            )
         return taken[step]
 
     def compute(self, step: int, plan: Plan) -> Work:
@@ -200,8 +201,6 @@ def train(around: Surroundings, me: Member, action: TrainGeneration) -> Work:
 def together(part: Generation) -> Work:
     around, memory, me = part.around, part.around.memory, part.me
     yield around.pace.join_s * around.rng.random()
-    found = {back: memory.ledgers.get(one.generation) for back, one in enumerate(part.action.past, 1)}
-    part.past = Past({back: ledger for back, ledger in found.items() if ledger})
     yield part.announce("meet", 1)
     if part.leads:
         part.writes("repairs the state", memory.steps_applied)
@@ -209,6 +208,9 @@ def together(part: Generation) -> Work:
         part.writes("repairs the state", memory.steps_applied)
         memory.repair(part.action.generation) if memory.initialised else memory.initialise()
     yield part.announce("meet", 2)
+    # Not before: until all have met, some may still be making, or writing in, the ledger of an earlier generation.
+    found = {back: memory.ledgers.get(one.generation) for back, one in enumerate(part.action.past, 1)}
+    part.past = Past({back: ledger for back, ledger in found.items() if ledger})
     me.step = applied = memory.steps_applied
     steps = memory.reference.steps
     plan = part.plan_takeover(applied) if applied < steps else None

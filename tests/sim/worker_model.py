@@ -15,7 +15,6 @@ from distbelief.comm import messages as m
 from distbelief.comm.words import Aborted
 from distbelief.worker import control
 from distbelief.worker.control import Action, GenerationFinished, WorkerState
-
 from sim.clock import Clock
 from sim.memory import Key, Ledger
 from sim.training import LOOK, OwnState, Surroundings, Wait, Work, train

@@ -15,6 +15,8 @@ import datetime
 import os
 import socket
 import stat
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from distbelief.comm.segment import Segment
 from distbelief.comm.words import Abort, Aborted
 
 _CHUNK_BYTES = 64 << 20
+_MISSED_S = 5.0  # a wait whose sockets are closed ends within milliseconds, if it ends
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class TorchExchange:
         self._collected = False
         self._plan = StepPlan(-1, [], 0)
         timeout = datetime.timedelta(seconds=meeting.timeout_s)
+        self._waits = 0
         self._before = _open_sockets()
         self._sockets: set[tuple[int, int]] | None = None
         abort.wake = self._hang_up
@@ -91,16 +95,26 @@ class TorchExchange:
 
     def _hang_up(self) -> None:
         """From the control thread: end whatever the training thread waits for."""
+        threading.Thread(target=self._insist, args=[self._waits], daemon=True).start()
         present = _open_sockets()
         for descriptor, _ in present - self._before if self._sockets is None else present & self._sockets:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # gloo dies with its listener
                     connection.shutdown(socket.SHUT_RDWR)
 
+    def _insist(self, wait: int) -> None:
+        """gloo sometimes sleeps on although its sockets are closed. Then only the end of this process helps: the
+        coordinator takes it for a death, and others have the state."""
+        time.sleep(_MISSED_S)
+        if self.waiting and self._waits == wait:
+            print("gloo has missed that the group is over: this worker ends, to be replaced", flush=True)
+            os._exit(1)
+
     @contextmanager
     def _network(self) -> Iterator[None]:
         """A broken connection is a member's loss, not a fault of the user's code: the coordinator says what follows."""
         self._abort.check()
+        self._waits += 1
         self.waiting = True
         try:
             yield

@@ -35,6 +35,7 @@ class Journal:
         """The records that were there before this opening, oldest first."""
         self.epoch = 1 + max((int(entry.get("epoch", 0)) for entry in replayed), default=0)
         """The number of this incarnation of the coordinator."""
+        self._opened_at = time.time()
         self._lock_fd = lock_fd
         self._fd = fd
 
@@ -105,7 +106,7 @@ class Journal:
 
     def _epoch_entry(self) -> Entry:
         reason = "a coordinator has taken over"
-        return {"kind": "epoch", "epoch": self.epoch, "at": time.time(), "pid": os.getpid(), "reason": reason}
+        return {"kind": "epoch", "epoch": self.epoch, "at": self._opened_at, "pid": os.getpid(), "reason": reason}
 
 
 def read(path: Path) -> list[Entry]:

@@ -173,7 +173,12 @@ class DataParallelReplica:
     def _back_up(self, step: int, shard: int, slot: int) -> tuple[np.ndarray, np.ndarray]:
         batch, samples = self._fetch(step, shard, shard + 1)
         seed = shard_seed(self._job.seed, step, shard)
-        result = self._computer.run(batch, samples, seed, self.exchange.slot(slot), self._committed, lambda tile: None)
+        self.exchange.working(shard)
+        try:
+            into = self.exchange.slot(slot)
+            result = self._computer.run(batch, samples, seed, into, self._committed, lambda tile: None)
+        finally:
+            self.exchange.working(-1)
         return np.array((result.loss_sum, result.weight, result.integers, samples)), result.touched
 
     def _meanwhile(self, step: int) -> bool:

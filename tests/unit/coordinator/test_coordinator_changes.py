@@ -92,8 +92,11 @@ def test_a_silent_member_is_left_alone_while_steps_are_committed() -> None:
 
 def test_where_nobody_can_kill_it_the_others_go_on_and_it_joins_again_when_it_is_heard_of() -> None:
     """It has a replica of its own there, so a late write of it harms nobody."""
-    run = Run(workers=3, transport="gloo").started(0, 1, 2)
-    training_for_a_while(run, 0, 1, 2, engine=False)
+    run = Run(workers=3)
+    run.join(0, 2)
+    run.join(1, host="there")
+    run.ready(0, 1, 2)
+    training_for_a_while(run, 0, 1, 2)  # the engine is here, not there
     outputs = freeze(run, 1, 0, 2)
     (entry,) = records(outputs, "estranged")
     assert entry["worker"] == 1
@@ -254,9 +257,9 @@ def test_workers_on_their_way_are_not_needed_any_more_when_fewer_are_wanted() ->
 @pytest.mark.parametrize(
     ("config", "workers", "words"),
     [
-        ({}, 0, "1 or more workers, not 0"),
-        ({}, -3, "1 or more workers, not -3"),
-        ({}, 1_000_000, "1 or more workers"),
+        ({}, 0, "1 to 100,000 workers, not 0"),
+        ({}, -3, "1 to 100,000 workers, not -3"),
+        ({}, 1_000_000, "1 to 100,000 workers"),
         ({"min_workers": 2}, 1, "--min-workers 2"),
     ],
 )
