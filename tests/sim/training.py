@@ -127,7 +127,8 @@ class Generation:
 
     def compute(self, step: int, plan: Plan) -> Work:
         ledger, rank = self.ledger, self.rank
-        yield LOOK  # who is alone never waits for anybody, and would notice no abort anywhere else
+        if ledger.size == 1:
+            yield LOOK  # who is alone never waits for anybody, and would notice no abort anywhere else
         self.writes("begins a step", step)
         self.around.invariants.begins(self.me.number, self.action.generation, self.me.heard_of(), step)
         ledger.begun[rank] = step + 1

@@ -116,9 +116,7 @@ class ControlLink:
         socket.setsockopt(zmq.LINGER, 2000)
         socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)  # a machine that is gone closes no connection
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)
-        socket.setsockopt(
-            zmq.CONNECT_TIMEOUT, 2_000
-        )  # the kernel would wait for minutes
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, 2_000)  # the kernel would wait for minutes
         contact = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         dial(socket, self._address, self._secret)
         poller = zmq.Poller()
