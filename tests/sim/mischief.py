@@ -127,7 +127,8 @@ class Mischief:
         coordinator = self._cluster.coordinator
 
         def dies_at(outputs: list[s.Output]) -> int | None:
-            if not any(isinstance(output, s.Record) for output in outputs):
+            kinds = [output.entry["kind"] for output in outputs if isinstance(output, s.Record)]
+            if not kinds:
                 return None
             coordinator.dies_at = lambda outputs: None
             return self._rng.randrange(len(outputs))

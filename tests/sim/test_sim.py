@@ -29,13 +29,11 @@ def broken(seeds: range, members: int | None = None) -> list[str]:
     return [report(outcome, members) for outcome in outcomes if outcome.broken]
 
 
-def first_broken(expected: str, only: Sequence[Kind] = ()) -> str:
-    """The first seed that breaks a promise must break the expected one."""
+def noticed(promise: str, only: Sequence[Kind] = ()) -> None:
+    """Some seed says that this promise is broken. (A planted bug may break others before.)"""
     for seed in range(1, MOST_SEEDS + 1):
-        outcome = run(seed, only=only)
-        if outcome.broken:
-            assert expected in outcome.broken, report(outcome, None)
-            return outcome.broken
+        if promise in run(seed, only=only).broken:
+            return
     raise AssertionError(f"{MOST_SEEDS} seeds did not show the planted bug")
 
 
@@ -71,7 +69,7 @@ def test_going_on_without_a_frozen_member_is_noticed(monkeypatch: pytest.MonkeyP
         return faults._lost(with_worker(state, worker), worker, now)
 
     monkeypatch.setattr(faults, "_fence", skip_fencing)
-    first_broken("although generation", only=["freeze"])
+    noticed("although generation", only=["freeze"])
 
 
 def test_commands_before_their_record_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,13 +81,13 @@ def test_commands_before_their_record_are_noticed(monkeypatch: pytest.MonkeyPatc
         return state, sorted(outputs, key=lambda output: isinstance(output, s.Record))
 
     monkeypatch.setattr(s, "step", acknowledge_first)
-    first_broken("was announced twice")
+    noticed("was announced twice")
 
 
 def test_half_published_partial_sums_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A takeover that trusts whoever has begun, instead of whoever has arrived."""
     monkeypatch.setattr(memory, "trusted", lambda ledger, rank, stamp: ledger.begun[rank] == stamp)
-    first_broken("step")
+    noticed("step")
 
 
 def test_obeying_a_lower_epoch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +97,7 @@ def test_obeying_a_lower_epoch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
         return real(replace(state, epoch=min(state.epoch, getattr(event, "epoch", state.epoch))), event)
 
     monkeypatch.setattr(control, "step", obedient)
-    first_broken("epoch")
+    noticed("epoch")
 
 
 def test_not_waiting_for_a_member_that_leaves_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +114,7 @@ def test_not_waiting_for_a_member_that_leaves_is_noticed(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(faults, "release", hasty)
     monkeypatch.setattr("distbelief.coordinator.joining.release", hasty)
-    first_broken("although generation", only=["scale", "leave"])
+    noticed("although generation", only=["scale", "leave"])
 
 
 # --- around it -------------------------------------------------------------------------------------------------------

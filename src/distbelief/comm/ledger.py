@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from distbelief.comm.exchange import ROW, Geometry
+from distbelief.comm.liveness import LIFE_BYTES, Life
 from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.words import Abort, Words, row_bytes
 from distbelief.shards import Range
@@ -42,9 +43,11 @@ class Ledger:
         self._keeper = keeper
         self._name = past.name
         words = TILES + len(geometry.tiles)
-        arrays, size_bytes = _places(geometry, row_bytes(words) * self.members)
+        lives_at = row_bytes(words) * self.members
+        arrays, size_bytes = _places(geometry, lives_at + LIFE_BYTES * self.members)
         control = keeper.segment(f"{past.name}/control", -1 if exists else size_bytes)
         self.words = Words(control.buffer, 0, self.members, words, rank, abort or Abort())
+        self.lives = [Life(control.buffer, lives_at + LIFE_BYTES * member) for member in range(self.members)]
         maps = [np.ndarray(shape, dtype, buffer=control.buffer, offset=at) for dtype, shape, at in arrays]
         self.rows, self.untouched, self.squares, self.nodes, self.integers, self.mailboxes = maps[:6]
         self.claims, self.backups, self.backup_rows, self.backup_touched = maps[6:]

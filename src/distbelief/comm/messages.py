@@ -12,6 +12,8 @@ from msgspec import Struct
 from distbelief.shards import Range
 
 SECRET_BYTES = 32
+STATUS_UNKNOWN = -1000
+"""In place of an exit status: it is dead, and of what will be known later."""
 EXIT_REPORTED = 3
 """A worker ends with this status when it has said why in a WorkerFailed, which may still be on its way."""
 
@@ -180,6 +182,14 @@ class StepTakenOver(Struct, frozen=True, tag=True):
     """What dead members were computing when they died, as far as it can be seen."""
 
 
+class PeerDied(Struct, frozen=True, tag=True):
+    """A member saw the training thread of another die, in shared memory. Its process may still be coming to its end."""
+
+    worker: int
+    generation: int
+    dead: int
+
+
 class CollectiveFailed(Struct, frozen=True, tag=True):
     """A connection between members broke under this one. It waits for what the coordinator says."""
 
@@ -226,6 +236,7 @@ Event = (
     | WorkerFailed
     | WorkerExited
     | StepTakenOver
+    | PeerDied
     | CollectiveFailed
     | LeaveRequested
     | WorkerLeft

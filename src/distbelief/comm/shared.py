@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -54,6 +55,8 @@ class SharedExchange:
         self._geometry = geometry
         self._ledger = Ledger(keeper, Past(name, geometry), rank, abort)
         self._words = self._ledger.words
+        self._life = self._ledger.lives[rank]
+        self._life.begin()
         self.backups: Backups | None = Backups(self._ledger, rank)
         self._past = {back: ledger for back, before in enumerate(past, 1) if (ledger := _left_by(keeper, before))}
         self._past_names = [before.name for before in past]
@@ -212,8 +215,15 @@ class SharedExchange:
     def transfer(self, block: torch.Tensor, source: int, receivers: Sequence[int]) -> None:
         """One copy of the state serves all members."""
 
+    def neighbour(self, timeout_s: float) -> tuple[int, Literal["alive", "ended", "dead"]]:
+        """Wait for news of the next member, at most so long: its rank, and how it is. From any thread, after all have
+        met for the first time."""
+        rank = (self.rank + 1) % self.size
+        return rank, self._ledger.lives[rank].watch(timeout_s)
+
     def close(self) -> None:
-        """Nothing to hand back: the mapping ends with the process or with the last view of it."""
+        """The mapping ends with the process or with the last view of it."""
+        self._life.end()
 
 
 def _left_by(keeper: KeeperClient, past: Past) -> Ledger | None:

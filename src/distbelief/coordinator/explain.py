@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 
-from distbelief.comm.messages import Canary, JobFacts
+from distbelief.comm.messages import STATUS_UNKNOWN, Canary, JobFacts
 
 # Fact -> (what the newcomer does, what the run does, what to do about it). Facts without an entry get a plain sentence.
 _FACTS: dict[str, tuple[str, str, str]] = {
@@ -93,6 +93,8 @@ def ending(status: int) -> str:
     >>> ending(-9), ending(3)
     ('was killed by SIGKILL (out of memory?)', 'exited with status 3')
     """
+    if status == STATUS_UNKNOWN:
+        return "has died"
     if status >= 0:
         return f"exited with status {status}"
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from distbelief.comm import messages as m
@@ -42,11 +41,14 @@ def failed(state: State, event: m.WorkerFailed, now: float) -> Result:
 
 def exited(state: State, event: m.WorkerExited, now: float) -> Result:
     worker = state.workers.get(event.worker, Worker(event.worker))
+    if worker.exited == m.STATUS_UNKNOWN:
+        state = with_worker(state, replace(worker, exited=event.status))
+        return state, [say(f"{worker.name} {explain.ending(event.status)}", now)]
     if worker.exited is not None:
         return state, []
     known = event.worker in state.workers
-    if math.isinf(state.hired.get(event.worker, 0.0)):  # somebody's own worker, and it thought better of it
-        state = replace(state, target=max(state.target - 1, state.config.min_workers))
+    if event.worker in state.guests:  # somebody's own worker, and it thought better of it
+        return replace(state, guests=state.guests - {event.worker}), []
     state = with_worker(state, replace(worker, exited=event.status))
     state = replace(state, hired={w: at for w, at in state.hired.items() if w != event.worker})
     if worker.finished is not None or worker.refused or worker.left:
@@ -65,6 +67,17 @@ def exited(state: State, event: m.WorkerExited, now: float) -> Result:
         return _lost(state, state.workers[event.worker], now)
     grace_s = REPORTED_GRACE_S if event.status == m.EXIT_REPORTED else EXIT_GRACE_S
     return replace(state, pending={**state.pending, event.worker: now + grace_s}), []
+
+
+def peer_died(state: State, event: m.PeerDied, now: float) -> Result:
+    """A member saw it before the engine could. Whatever of the process is left does not touch the shared memory."""
+    worker = state.workers.get(event.dead)
+    if event.generation != state.generation or not state.is_member(event.dead) or worker is None or worker.gone:
+        return state, []
+    if worker.finished is not None or worker.leaving:
+        return state, []  # its process ends soon, one way or the other, and the engine tells how
+    worker = replace(worker, exited=m.STATUS_UNKNOWN)
+    return _lost(with_worker(state, worker), worker, now)
 
 
 def _after_failed_hire(state: State, text: str, now: float, outputs: list[Output]) -> Result:

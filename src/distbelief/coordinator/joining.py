@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import msgspec
@@ -29,7 +28,12 @@ def joined(state: State, event: m.WorkerJoined, now: float) -> Result:
         raise ProtocolError(f"{newcomer.name} takes the number of a worker that is gone; give it another one")
     hired = {worker: at for worker, at in state.hired.items() if worker != event.worker}
     state = replace(state, next_worker=max(state.next_worker, event.worker + 1))
-    return replace(with_worker(state, newcomer), active_at=now, hired=hired), []
+    state = replace(with_worker(state, newcomer), active_at=now, hired=hired)
+    if event.worker not in state.guests:
+        return state, []
+    state = replace(state, guests=state.guests - {event.worker}, target=state.target + 1)
+    reason = f"{newcomer.name} was started by hand, and is counted on from now on"
+    return state, [record(state, now, "guest", reason, worker=event.worker, target=state.target)]
 
 
 def ready(state: State, event: m.WorkerReady, now: float) -> Result:
@@ -151,11 +155,11 @@ def _scaling(there: int, target: int) -> str:
 
 def admitted(state: State, event: m.JoinRequested, now: float) -> Result:
     """One more worker that nobody was asked to start: it gets the next number."""
-    number, target = state.next_worker, state.target + 1
+    number = state.next_worker
     reason = f"a worker was started by hand (pid {event.pid})"
-    state = replace(state, next_worker=number + 1, target=target, hired={**state.hired, number: math.inf})
+    state = replace(state, next_worker=number + 1, guests=state.guests | {number})
     return state, [
-        record(state, now, "admitted", reason, workers=[number], target=target),
+        record(state, now, "admitted", reason, worker=number),
         Reply(m.Admit(state.epoch, number)),
     ]
 

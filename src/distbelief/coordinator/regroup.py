@@ -7,7 +7,6 @@ writes where a newer generation works.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -42,8 +41,7 @@ def regroup(state: State, cause: str, reason: str, now: float, ranges: Sequence[
 def start_when_complete(state: State, now: float) -> Result:
     """The first generation begins when every worker that was asked for is ready."""
     ready = [worker for worker in state.workers.values() if worker.ready and worker.counts]
-    uninvited = sum(1 for asked_at in state.hired.values() if math.isinf(asked_at))  # they come by hand, or not at all
-    if len(ready) < state.target - uninvited or state.pending:  # a pending exit decides first
+    if len(ready) < state.target or state.pending:  # a pending exit decides first
         return state, []
     hosts = len({worker.host for worker in ready})
     reason = f"all {len(ready)} workers are ready, on {hosts} host{'s' if hosts > 1 else ''}"

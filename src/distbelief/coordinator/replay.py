@@ -6,7 +6,6 @@ followed from the last one) is made good by the rules for living runs, as soon a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,10 +27,14 @@ def replay(state: State, entry: Entry, now: float) -> State:
             return replace(state, reference=msgspec.convert(facts, m.WorkerReady))
         case "generation":
             return _generation(state, entry)
-        case "hired" | "admitted" as kind:
-            asked_at = now if kind == "hired" else math.inf  # no engine starts those that come by hand
-            state = replace(state, hired={**state.hired, **dict.fromkeys(entry["workers"], asked_at)})
-            return replace(_numbered(state, entry["workers"]), target=entry.get("target", state.target))
+        case "hired":
+            state = replace(state, hired={**state.hired, **dict.fromkeys(entry["workers"], now)})
+            return _numbered(state, entry["workers"])
+        case "admitted":
+            return _numbered(replace(state, guests=state.guests | {entry["worker"]}), [entry["worker"]])
+        case "guest":
+            state = replace(state, guests=state.guests - {entry["worker"]}, target=entry["target"])
+            return _arrived(state, [entry["worker"]])
         case "spare":
             return _arrived(state, [entry["worker"]])
         case "refused":

@@ -39,6 +39,7 @@ _FROM_WORKERS = (
     m.WorkerReady,
     m.Heartbeat,
     m.StepTakenOver,
+    m.PeerDied,
     m.CollectiveFailed,
     m.LeaveRequested,
     m.WorkerLeft,

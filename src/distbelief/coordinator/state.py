@@ -240,6 +240,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.WorkerReady: joining.ready,
         m.Heartbeat: _heartbeat,
         m.StepTakenOver: faults.taken_over,
+        m.PeerDied: faults.peer_died,
         m.CollectiveFailed: faults.collective_failed,
         m.WorkerFinished: _finished,
         m.WorkerFailed: faults.failed,
@@ -258,6 +259,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.WorkerReady: _ignored,
         m.Heartbeat: _too_late,
         m.StepTakenOver: _ignored,
+        m.PeerDied: _ignored,
         m.CollectiveFailed: _ignored,
         m.WorkerFinished: _ignored,
         m.WorkerFailed: _ignored,  # the first failure is the cause; the rest follow from it

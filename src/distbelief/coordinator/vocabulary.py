@@ -198,6 +198,8 @@ class State:
     """Hosts on which an engine can kill a worker and tell of its end."""
     hired: Mapping[int, float] = field(default_factory=dict)
     """Workers that an engine was asked to start and that have not joined yet -> when it was last asked."""
+    guests: frozenset[int] = frozenset()
+    """Numbers that were given to workers started by hand. They may come, or not: nobody counts on them before."""
     paused: bool = False
     """There are too few workers to go on."""
     finished: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from distbelief.comm.messages import (
     BrokenShard,
     CollectiveFailed,
     LeaveRequested,
+    PeerDied,
     StepTakenOver,
     WorkerFailed,
     WorkerJoined,
@@ -117,6 +119,8 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
         seat = Seat(action.rank, action.ranges, loaded.steps, action.generation)
         replica = loaded.prepared.build(seat, exchange, loaded.watch.fetch)
         link.progress.step = replica.steps_applied()
+        if isinstance(exchange, SharedExchange) and spec.threads == 1 and exchange.size > 1:
+            threading.Thread(target=_watch_neighbour, args=[exchange, link, action], daemon=True).start()
         if action.rank == 0:
             write_job_json(spec, loaded, len(action.members))
             _report_takeover(link, replica, action)
@@ -126,6 +130,18 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
         link.finished(action.generation)
     finally:
         exchange.close()
+
+
+def _watch_neighbour(exchange: SharedExchange, link: ControlLink, action: TrainGeneration) -> None:
+    """A thread: tell the coordinator when the next member's training thread dies. (With several threads per worker,
+    another one of them might write on for a moment; then only the end of the whole process will do.)"""
+    while True:
+        rank, news = exchange.neighbour(timeout_s=1.0)
+        if news == "dead":
+            me, dead = action.members[action.rank].worker, action.members[rank].worker
+            link.send(PeerDied(me, action.generation, dead))
+        if news != "alive":
+            return
 
 
 def _report_takeover(link: ControlLink, replica: Replica, action: TrainGeneration) -> None:

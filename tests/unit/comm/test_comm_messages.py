@@ -39,6 +39,7 @@ EVENTS: list[m.Event] = [
     m.StepTakenOver(0, 3, 7, 2),
     m.StepTakenOver(0, 3, 7, 2, [m.BrokenShard(1, 7, 3)]),
     m.CollectiveFailed(1, 3, "connection reset"),
+    m.PeerDied(worker=1, generation=3, dead=2),
     m.LeaveRequested(2),
     m.WorkerLeft(2, 3),
     m.JoinRequested(4711),

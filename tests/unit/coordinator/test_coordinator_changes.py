@@ -294,8 +294,10 @@ def test_a_worker_started_by_hand_gets_a_number_and_a_seat() -> None:
     run = Run(workers=2).started(0, 1)
     outputs = run.feed(m.JoinRequested(pid=4711))
     assert replies(outputs) == [m.Admit(epoch=7, worker=2)]
-    assert records(outputs, "admitted")[0]["target"] == 3
+    assert records(outputs, "admitted")[0]["worker"] == 2
+    assert run.state.target == 2  # it may never come
     assert starts(run.arrive(2)).keys() == {0, 1, 2}
+    assert records(run.outputs, "guest")[0]["target"] == run.state.target == 3
     assert hired(run.outputs) == []
 
 

@@ -299,3 +299,24 @@ def test_a_whole_life_of_deaths_loses_and_repeats_no_step_line() -> None:
     assert [line["step"] for line in lines(run.outputs, "step")] == [0, 1, 2, 3]
     assert not lines(run.outputs, "notice") or "different" not in texts(run.outputs)
     assert sends(run.feed(s.Ticked(), now=1.1)) == []
+
+
+def test_a_death_that_a_peer_sees_first_is_answered_at_once_and_explained_later() -> None:
+    run = Run(workers=3).started(0, 1, 2)
+    outputs = run.feed(m.PeerDied(worker=0, generation=1, dead=1))
+    assert starts(outputs).keys() == {0, 2}
+    assert records(outputs, "generation")[0]["lost"] == [1]
+    assert run.feed(m.PeerDied(worker=2, generation=1, dead=1)) == []
+    explained = run.feed(m.WorkerExited(worker=1, status=-11))
+    assert "SIGSEGV" in lines(explained, "notice")[0]["text"]
+    assert not starts(explained)
+    assert run.feed(m.WorkerExited(worker=1, status=-11)) == []
+
+
+def test_the_end_of_one_that_has_finished_or_leaves_is_no_death() -> None:
+    run = Run(workers=2).started(0, 1)
+    run.feed(finished(1))
+    assert run.feed(m.PeerDied(worker=0, generation=1, dead=1)) == []
+    leaving = Run(workers=2).started(0, 1)
+    leaving.feed(m.LeaveRequested(worker=1))
+    assert leaving.feed(m.PeerDied(worker=0, generation=1, dead=1)) == []
