@@ -2,7 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup setup-dev demo test lint bench clean
+SEEDS ?= 1-1000
+
+.PHONY: setup setup-dev demo test lint sim bench clean
 
 setup: .venv/.core
 setup-dev: .venv/.dev
@@ -30,6 +32,9 @@ lint: setup-dev
 test: lint
 	$(BIN)/python -m pytest --doctest-modules src
 	$(BIN)/python -m pytest
+
+sim: setup-dev
+	PYTHONPATH=tests $(BIN)/python -m sim.run --seeds $(SEEDS) --jobs 2 $(if $(MEMBERS),--members $(MEMBERS)) --keep-going
 
 bench: setup-dev
 	$(BIN)/python bench/dataparallel.py --json bench/results/dataparallel.json

@@ -50,7 +50,9 @@ class Watched:
         return {member["worker"]: member["pid"] for member in found[-1]["members"]} if found else {}
 
     def has_members(self, count: int) -> None:
+        """That many, and they have committed a step together."""
         self._wait_until(lambda: len(self.members()) == count)
+        self._wait_until(lambda: self.metrics("step")[-1]["generation"] == self.journal("generation")[-1]["generation"])
 
     def signal(self, worker: int, number: signal.Signals) -> None:
         pid = self.members()[worker]

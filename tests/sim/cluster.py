@@ -175,8 +175,20 @@ class Cluster:
             self.early_deaths += 1
         if status:
             self.mischief.worker_died(worker)
+            self._neighbour_sees(worker)
         if worker.host == HOST:
             self.clock.after(0.01 * self.rng.random(), self._tell_exit, worker.number, status)
+
+    def _neighbour_sees(self, dead: VirtualWorker) -> None:
+        """In shared memory a member notices the death of the next one, often before the engine does."""
+        members = self.invariants.members_that_met()
+        ranks = [rank for rank, one in enumerate(members) if one.worker == dead.number]
+        if self.setting.transport != "shm" or not ranks or len(members) < 2 or self.rng.random() < 0.3:
+            return
+        witness = self.workers[members[ranks[0] - 1].worker]
+        if witness.alive and not witness.frozen:
+            event = m.PeerDied(witness.number, self.invariants.met, dead.number)
+            self.clock.after(0.005 * self.rng.random(), witness.say, event)
 
     def _tell_exit(self, number: int, status: int) -> None:
         self.exits[number] = status

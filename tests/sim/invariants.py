@@ -48,6 +48,9 @@ class Invariants:
     def generation(self, number: int) -> m.StartGeneration:
         return self._generations[number]
 
+    def members_that_met(self) -> Sequence[m.Member]:
+        return self._generations[self.met].members if self.met else ()
+
     def obeyed(self, before: WorkerState, event: Any, after: WorkerState, actions: Sequence[Action]) -> None:
         epoch = getattr(event, "epoch", before.epoch)
         if epoch < before.epoch and (actions or after != before):

@@ -13,6 +13,7 @@ from distbelief.comm.exchange import Held, Source
 from distbelief.shards import Program, Range, program
 from distbelief.strategies.partials import Partials, partial_sums
 from distbelief.strategies.takeover import StepWork, _runs, _together, plan_step, plan_takeover
+from distbelief.worker.control import TrainGeneration
 from sim.invariants import Broken, Invariants
 from sim.reference import Reference, add, fingerprint_of, updated
 
@@ -101,9 +102,10 @@ class SharedMemory:
         self._undo = [TORN] * tiles
         self._invariants = invariants
 
-    def ledger(self, generation: int, ranges: Sequence[Range]) -> Ledger:
+    def ledger(self, action: TrainGeneration) -> Ledger:
+        generation = action.generation
         if generation not in self.ledgers:
-            self.ledgers[generation] = Ledger(generation, ranges, self.reference.schedule.shards)
+            self.ledgers[generation] = Ledger(generation, action.ranges, self.reference.schedule.shards)
         return self.ledgers[generation]
 
     @property

@@ -89,7 +89,7 @@ class Generation:
         self.action = action
         self.rank = action.rank
         self.leads = action.rank == 0
-        self.ledger = around.memory.ledger(action.generation, action.ranges)
+        self.ledger = around.memory.ledger(action)
         self.past = Past()
         self.plan: tuple[int, Plan] | None = None
         me.busy_s, me.computed = 0.0, 0

@@ -99,7 +99,7 @@ class VirtualWorker:
                     self._abort_of_work = abort
                     self.waiting = False
                     if action.transport != "shm":
-                        self.group = self.world.around.memory.ledger(action.generation, action.ranges)
+                        self.group = self.world.around.memory.ledger(action)
                     try:
                         yield from train(self.world.around, self, action)
                         self.decide(GenerationFinished(action.generation))

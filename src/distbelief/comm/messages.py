@@ -133,6 +133,8 @@ class Heartbeat(Struct, frozen=True, tag=True):
     evaluations: list[Evaluation] = []
     waiting: bool = False
     """It has done its part and waits for others."""
+    finished: bool = False
+    """It has said that it has finished this generation."""
 
 
 class WorkerFinished(Struct, frozen=True, tag=True):

@@ -53,13 +53,14 @@ class SharedExchange:
         self.tiles: Sequence[int] = [tile.index for tile in geometry.tiles if tile.index % self.size == rank]
         self._keeper = keeper
         self._geometry = geometry
+        self._abort = abort
         self._ledger = Ledger(keeper, Past(name, geometry), rank, abort)
         self._words = self._ledger.words
         self._life = self._ledger.lives[rank]
         self._life.begin()
         self.backups: Backups | None = Backups(self._ledger, rank)
-        self._past = {back: ledger for back, before in enumerate(past, 1) if (ledger := _left_by(keeper, before))}
-        self._past_names = [before.name for before in past]
+        self._before = list(past)
+        self._found: dict[int, Ledger] | None = None
         self._out = {i: torch.empty(geometry.tiles[i].numel, dtype=geometry.tiles[i].dtype) for i in self.tiles}
         self._scratch: dict[torch.dtype, list[torch.Tensor]] = {}
         self._ready: deque[int] = deque()
@@ -78,6 +79,15 @@ class SharedExchange:
 
     def state(self, size_bytes: int) -> Segment:
         return self._keeper.lasting("state", size_bytes)
+
+    @property
+    def _past(self) -> dict[int, Ledger]:
+        """What earlier generations have left. Not to be looked for before all members have met: until then one of them
+        may still be making, or writing, the ledger of an earlier generation, and they would not all see the same."""
+        if self._found is None:
+            found = ((back, _left_by(self._keeper, one)) for back, one in enumerate(self._before, 1))
+            self._found = {back: ledger for back, ledger in found if ledger}
+        return self._found
 
     def held(self, step: int) -> list[Held] | None:
         begun = [
@@ -104,6 +114,8 @@ class SharedExchange:
         ]
 
     def begin(self, plan: StepPlan) -> None:
+        if self.size == 1:
+            self._abort.check()  # who is alone never waits for anybody, and would notice it nowhere else
         self._plan = plan
         self._stamp = plan.step + 1
         self._words.set(UNITS, 0)
@@ -185,11 +197,11 @@ class SharedExchange:
 
     def settle(self) -> None:
         self._words.await_all(SETTLED, self._stamp)
-        if self._past_names:  # nobody can need what they left any more: the step after it has been committed
+        if self._before:  # nobody can need what they left any more: the step after it has been committed
             if self.rank == 0:
-                for name in self._past_names:
-                    self._keeper.drop(f"{name}/")
-            self._past_names, self._past = [], {}
+                for one in self._before:
+                    self._keeper.drop(f"{one.name}/")
+            self._before, self._found = [], {}
 
     def gather(self, payload: bytes) -> list[bytes]:
         received = [bytearray() for _ in range(self.size)]

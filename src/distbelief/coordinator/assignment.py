@@ -33,7 +33,10 @@ def equal(shards: int, members: int) -> list[Range]:
     >>> equal(8, 3)
     [(0, 3), (3, 6), (6, 8)]
     """
-    return proportional(shards, [1.0] * members)
+    if not 1 <= members <= shards:
+        raise ValueError(f"{members} members cannot each have one of {shards} shards")
+    size, more = divmod(shards, members)  # as `proportional` would, without a fraction for each of many members
+    return _ranges([size + (rank < more) for rank in range(members)])
 
 
 def _sizes(shards: int, shares: Sequence[Fraction]) -> list[int]:

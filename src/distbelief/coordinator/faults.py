@@ -7,7 +7,7 @@ from dataclasses import replace
 from distbelief.comm import messages as m
 from distbelief.coordinator import balance, detector, explain
 from distbelief.coordinator.ending import Result, fail, fail_without_culprit, record, say, with_worker
-from distbelief.coordinator.regroup import MOST_FAILED_HIRES, hire, regroup, release
+from distbelief.coordinator.regroup import MOST_FAILED_HIRES, hire, regroup, release, start_when_complete
 from distbelief.coordinator.vocabulary import (
     ENGINE,
     EXIT_GRACE_S,
@@ -59,10 +59,12 @@ def exited(state: State, event: m.WorkerExited, now: float) -> Result:
         return regroup(state, "leave", f"{worker.name} has left", now)
     if state.phase == "training" and not state.is_member(event.worker):
         text = f"{worker.name}, which was no member, {explain.ending(event.status)}"
+        # The engine tells of it again; the next coordinator must not count it once more.
+        written = record(state, now, "exited", text, worker=event.worker, status=event.status)
         if known and worker.ready:
             state, outputs = hire(state, now)
-            return state, [say(text, now), *outputs]
-        return _after_failed_hire(state, text, now, [])
+            return state, [written, say(text, now), *outputs]
+        return _after_failed_hire(state, text, now, [written])
     if event.status < 0:  # a signal: there is no report of a cause to wait for
         return _lost(state, state.workers[event.worker], now)
     grace_s = REPORTED_GRACE_S if event.status == m.EXIT_REPORTED else EXIT_GRACE_S
@@ -108,6 +110,9 @@ def _lost(state: State, worker: Worker, now: float) -> Result:
     outputs: list[Output] = [record(state, now, "lost", ended, worker=worker.number, status=worker.exited)]
     if state.phase == "gathering":
         outputs.append(say(f"{ended} before the run had started; another one is started", now))
+        if state.reference:  # the others may have been ready all the time that the cause of this exit was waited for
+            state, more = start_when_complete(state, now)
+            outputs += more
     else:
         state = replace(state, lost=(*state.lost, worker.number))
         state, more = regroup(state, "death", ended, now)

@@ -26,7 +26,9 @@ def joined(state: State, event: m.WorkerJoined, now: float) -> Result:
         raise ProtocolError(f"{newcomer.name} says it is worker {event.worker}, which is {known.name} and alive")
     elif known is not None:
         raise ProtocolError(f"{newcomer.name} takes the number of a worker that is gone; give it another one")
-    hired = {worker: at for worker, at in state.hired.items() if worker != event.worker}
+    hired = state.hired
+    if event.worker in hired:  # not so when it says it again
+        hired = {worker: at for worker, at in hired.items() if worker != event.worker}
     state = replace(state, next_worker=max(state.next_worker, event.worker + 1))
     state = replace(with_worker(state, newcomer), active_at=now, hired=hired)
     if event.worker not in state.guests:
@@ -38,7 +40,7 @@ def joined(state: State, event: m.WorkerJoined, now: float) -> Result:
 
 def ready(state: State, event: m.WorkerReady, now: float) -> Result:
     worker = state.workers.get(event.worker)
-    if worker is None:
+    if worker is None or (not worker.pid and worker.exited is None):  # it is known from the journal only
         return state, [Reply(m.Introduce(state.epoch, state.progress.reported.complete))]
     if worker.ready or worker.refused or worker.exited is not None:
         return state, []

@@ -40,6 +40,8 @@ def regroup(state: State, cause: str, reason: str, now: float, ranges: Sequence[
 
 def start_when_complete(state: State, now: float) -> Result:
     """The first generation begins when every worker that was asked for is ready."""
+    if len(state.workers) < state.target:
+        return state, []  # without a look at each of them, every time that one more is ready
     ready = [worker for worker in state.workers.values() if worker.ready and worker.counts]
     if len(ready) < state.target or state.pending:  # a pending exit decides first
         return state, []

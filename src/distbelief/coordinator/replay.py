@@ -40,7 +40,7 @@ def replay(state: State, entry: Entry, now: float) -> State:
         case "refused":
             state = _with(_arrived(state, [entry["worker"]]), entry["worker"], refused=True)
             return replace(state, target=entry.get("target", state.target))
-        case "lost":
+        case "lost" | "exited":
             worker = entry["worker"]
             lost = (*state.lost, worker) if state.is_member(worker) else state.lost
             return replace(_with(_arrived(state, [worker]), worker, exited=entry["status"]), lost=lost)

@@ -146,6 +146,8 @@ class Server:
     """Worker -> the ZeroMQ identity its last message came from."""
     engines: dict[str, bytes] = field(default_factory=dict)
     """Host -> the identity of the engine there."""
+    encoded: tuple[m.Command | None, bytes] = (None, b"")
+    """The last command and its bytes: one and the same goes to many members."""
     dropped: int = 0
     """Messages without the run's secret, or that are no event."""
     broken: bool = False
@@ -258,8 +260,10 @@ def _send(server: Server, worker: int, command: m.Command) -> None:
 
 
 def _post(server: Server, identity: bytes, command: m.Command) -> None:
+    if server.encoded[0] is not command:
+        server.encoded = (command, m.encode(command))
     try:
-        server.socket.send_multipart([identity, m.encode(command)], flags=zmq.DONTWAIT)
+        server.socket.send_multipart([identity, server.encoded[1]], flags=zmq.DONTWAIT)
     except zmq.ZMQError as error:
         # A peer that is gone, or does not read, must not hold up the others.
         _say(f"could not send {type(command).__name__}: {error}")

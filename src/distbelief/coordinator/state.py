@@ -118,15 +118,12 @@ def _attached(state: State, event: m.EngineAttached, now: float) -> Result:
 def _heartbeat(state: State, event: m.Heartbeat, now: float) -> Result:
     worker = state.workers.get(event.worker)
     if worker is None or not worker.ready or event.epoch < state.epoch:
-        answer = m.Introduce(state.epoch, state.progress.reported.complete)
-        return state, [Reply(answer)] if worker is None or worker.exited is None else []
+        return state, [_introduce(state)] if worker is None or worker.exited is None else []
     if worker.estranged:
         return faults.returned(state, worker, now)
-    if event.generation < state.generation or worker.leaving:
+    if event.generation != state.generation or not state.is_member(event.worker):
         state = replace(state, pulse=state.pulse.alive(event.worker, now))
         return state, _told_again(state, worker, event.generation)
-    if event.generation != state.generation or not state.is_member(event.worker):
-        return state, []
     before = state.progress.reported
     progress, lines = absorb(state.progress, state.members, event, now)
     pulse = state.pulse.heard(event.worker, event.step, event.waiting, now)
@@ -134,7 +131,17 @@ def _heartbeat(state: State, event: m.Heartbeat, now: float) -> Result:
         pulse = pulse.committed([report.at for report in event.reports], now)
         state = committed(state)
     speeds = state.speeds.observe(event.worker, event.timing, now)
-    return replace(state, progress=progress, pulse=pulse, speeds=speeds), [Report(line) for line in lines]
+    state = replace(state, progress=progress, pulse=pulse, speeds=speeds)
+    outputs: list[Output] = [Report(line) for line in lines]
+    if worker.leaving:
+        outputs += _told_again(state, worker, event.generation)
+    elif event.finished and worker.finished is None:  # that it has finished was not heard
+        outputs.append(_introduce(state))
+    return state, outputs
+
+
+def _introduce(state: State) -> Reply:
+    return Reply(m.Introduce(state.epoch, state.progress.reported.complete))
 
 
 def _told_again(state: State, worker: Worker, generation: int) -> list[Output]:

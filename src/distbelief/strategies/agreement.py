@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import struct
 
+import torch
+
 from distbelief.comm.exchange import Exchange
 from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.state import ReplicaState
@@ -39,12 +41,18 @@ def _agree_on_many(state: ReplicaState, exchange: Exchange, computer: ShardCompu
     truth = max(applied for initialised, applied in positions if initialised)
     source = positions.index((True, truth))
     behind = [rank for rank, position in enumerate(positions) if position != (True, truth)]
-    if exchange.rank in behind:
-        state.mark_initialised(False)
-    if behind:
-        first, rest = state.blocks()
-        exchange.transfer(rest, source, behind)
-        exchange.transfer(first, source, behind)  # with the stamps, last: half a copy is no state
+    if not behind:
+        return
+    first, rest = state.blocks()
+    # Somebody who is merely behind keeps what it has until all of the other is there: the giver may die meanwhile, and
+    # then this is the furthest state of all.
+    aside = exchange.rank in behind and state.initialised
+    into_first, into_rest = (torch.empty_like(first), torch.empty_like(rest)) if aside else (first, rest)
+    exchange.transfer(into_rest, source, behind)
+    exchange.transfer(into_first, source, behind)  # with the stamps, last: half a copy is no state
+    if aside:
+        rest.copy_(into_rest)
+        first.copy_(into_first)
 
 
 def _write_initial(state: ReplicaState, computer: ShardComputer) -> None:

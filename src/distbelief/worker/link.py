@@ -178,6 +178,7 @@ class ControlLink:
             reports,
             evaluations,
             progress.waiting(),
+            self._state.phase == "finished",
         )
         socket.send_multipart([self._secret, encode(beat)])
 
@@ -191,7 +192,10 @@ class ControlLink:
                 command = decode_command(frames[-1])
             except msgspec.MsgspecError:
                 continue  # not a message of ours
-            for event in self._decide(command):
+            said = self._decide(command)
+            if said:
+                self._beat(socket)  # what it has to tell of steps, before the news that it has finished
+            for event in said:
                 socket.send_multipart([self._secret, encode(event)])
 
     def _decide(self, event: Command | GenerationFinished) -> list[Event]:

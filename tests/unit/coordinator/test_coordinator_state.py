@@ -50,7 +50,7 @@ def test_every_record_has_a_reason_an_epoch_and_a_time() -> None:
     run.feed(m.LeaveRequested(worker=2), m.ScaleRequested(workers=5), m.JoinRequested(pid=9), failure(0))
     kinds = [entry["kind"] for entry in records(run.outputs)]
     assert kinds[:4] == ["reference", "generation", "spare", "refused"]
-    assert {*kinds[4:]} == {"lost", "generation", "hired", "leaves", "scaled", "admitted", "ended"}
+    assert {*kinds[4:]} == {"lost", "exited", "generation", "hired", "leaves", "scaled", "admitted", "ended"}
     assert kinds[-1] == "ended"
     assert all(entry["reason"] and entry["epoch"] == 7 and "at" in entry for entry in records(run.outputs))
     msgspec.json.encode(records(run.outputs))
