@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from conftest import JOBS, REPOSITORY, Outcome
 
 Cli = Callable[..., Outcome]
@@ -50,70 +49,11 @@ def test_a_killed_worker(distbelief: Cli) -> None:
     assert fault["shards_recomputed"] is not None
 
 
-def test_workers_killed_again_and_again(distbelief: Cli) -> None:
-    shown = expect_sound_of_any_number(
-        distbelief("chaos", *small(200), "--faults", "kill worker every 50 steps", "--workers", 3, "--json")
-    )
-    assert 1 <= len(shown["faults"]) <= 4
-
-
-def expect_sound_of_any_number(outcome: Outcome) -> dict[str, Any]:
-    """As expect_sound, for a schedule that repeats: how often depends on how fast the machine is."""
-    shown = outcome.json
-    return expect_sound(outcome, [fault["kind"] for fault in shown["faults"]])
-
-
 def test_a_frozen_worker_is_fenced(distbelief: Cli) -> None:
     shown = chaos(distbelief, small(), "freeze worker 2 at step 20", ["freeze worker"])
     (fault,) = shown["faults"]
     assert fault["noticed_ms"] is not None  # nobody can go on without its shards
     assert fault["next_commit_ms"] >= fault["noticed_ms"]
-
-
-def test_a_short_freeze_is_waited_for_or_fenced(distbelief: Cli) -> None:
-    chaos(distbelief, small(), "freeze worker 2 at step 20 for 200ms", ["freeze worker"])
-
-
-def test_a_slow_worker(distbelief: Cli) -> None:
-    shown = chaos(distbelief, small(), "slow worker 1 by 3x at step 10 for 1s", ["slow worker"])
-    assert shown["faults"][0]["noticed_ms"] is None
-
-
-def test_a_killed_coordinator(distbelief: Cli, tmp_path: Path) -> None:
-    shown = chaos(distbelief, small(200), "kill coordinator at step 20", ["kill coordinator"])
-    (fault,) = shown["faults"]
-    assert fault["noticed_ms"] is not None
-    assert fault["shards_recomputed"] is None
-    assert all(record["lost"] == [] for record in generations(tmp_path, shown))  # no worker went with it
-
-
-def test_a_worker_that_joins(distbelief: Cli, tmp_path: Path) -> None:
-    # Slow steps: a newcomer has to load the job before the run is over.
-    shown = chaos(distbelief, small(150, 0.03), "join at step 5", ["join"])
-    assert max(len(record["members"]) for record in generations(tmp_path, shown)) == 4
-
-
-def test_a_worker_that_leaves(distbelief: Cli, tmp_path: Path) -> None:
-    shown = chaos(distbelief, small(), "leave worker 2 at step 20", ["leave worker"])
-    assert shown["faults"][0]["noticed_ms"] is not None
-    last = generations(tmp_path, shown)[-1]
-    assert 2 not in [member["worker"] for member in last["members"]]
-    assert last["lost"] == []
-
-
-def test_scaling_down_and_up(distbelief: Cli, tmp_path: Path) -> None:
-    shown = chaos(
-        distbelief, small(200, 0.03), "scale to 2 at step 5, scale to 4 at step 40", ["scale", "scale"], "--seed", 1
-    )
-    counts = [len(record["members"]) for record in generations(tmp_path, shown)]
-    assert counts[0] == 3
-    assert 2 in counts
-    assert counts[-1] == 4
-
-
-@pytest.mark.parametrize("length", [" for 300ms", ""])
-def test_a_worker_whose_line_is_cut(distbelief: Cli, length: str) -> None:
-    chaos(distbelief, small(), f"cut worker 0 at step 20{length}", ["cut worker"])
 
 
 def test_every_kind_in_one_run_of_digits(distbelief: Cli, tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ class SegmentKeeper:
     def answer(self, sock: socket.socket) -> None:
         """Answer one request. Raises EOFError when the worker has gone."""
         request, _ = receive_message(sock)
-        if "drop" in request:
-            self.drop(str(request["drop"]))
+        if "drop_before" in request:
+            self.drop_before(str(request["drop_before"]))
             return
         try:
             fd, size_bytes = self._find(str(request["name"]), int(request["size_bytes"]))
@@ -53,10 +53,16 @@ class SegmentKeeper:
             )
         return fd, existing
 
-    def drop(self, prefix: str) -> None:
-        """Forget the segments of an old generation; members that still map them keep them until they let go."""
-        for name in [name for name in self._segments if name.startswith(prefix)]:
-            os.close(self._segments.pop(name)[0])
+    def drop_before(self, group: str) -> None:
+        """Forget the segments "GROUP NUMBER/…" of lower numbers: those of old generations. Members that still map them
+        keep them until they let go."""
+        kind, _, number = group.rpartition(" ")
+        for name in list(self._segments):
+            its_kind, _, its_number = name.partition("/")[0].rpartition(" ")
+            if its_kind == kind and its_number.isdigit() and number.isdigit() and int(its_number) < int(number):
+                os.close(self._segments.pop(name)[0])
 
     def close(self) -> None:
-        self.drop("")
+        for fd, _ in self._segments.values():
+            os.close(fd)
+        self._segments.clear()

@@ -68,6 +68,6 @@ class KeeperClient:
             self._lasting[name] = self.segment(name, size_bytes)
         return self._lasting[name]
 
-    def drop(self, prefix: str) -> None:
-        """Let the keeper forget the segments whose names begin so. Nobody may ask for them again."""
-        send_message(self._sock, {"drop": prefix})
+    def drop_before(self, group: str) -> None:
+        """Let the keeper forget what groups of lower numbers have made: nobody may ask for it again."""
+        send_message(self._sock, {"drop_before": group})

@@ -52,6 +52,7 @@ class SharedExchange:
         self.size = len(geometry.slots)
         self.tiles: Sequence[int] = [tile.index for tile in geometry.tiles if tile.index % self.size == rank]
         self._keeper = keeper
+        self._name = name
         self._geometry = geometry
         self._abort = abort
         self._ledger = Ledger(keeper, Past(name, geometry), rank, abort)
@@ -114,8 +115,7 @@ class SharedExchange:
         ]
 
     def begin(self, plan: StepPlan) -> None:
-        if self.size == 1:
-            self._abort.check()  # who is alone never waits for anybody, and would notice it nowhere else
+        self._abort.check()  # who is alone, or always the last, never waits, and would notice it nowhere else
         self._plan = plan
         self._stamp = plan.step + 1
         self._words.set(UNITS, 0)
@@ -162,7 +162,7 @@ class SharedExchange:
             ledger.integers[self.rank] = np.frombuffer(gift.integers, np.uint8)
         self._words.announce(ARRIVED, self._stamp)
         while not self._words.reached(ARRIVED, self._stamp) and meanwhile():
-            pass
+            self._abort.check()
         self._words.await_all(ARRIVED, self._stamp)
         rows, untouched = ledger.rows, np.asarray(ledger.untouched.all(axis=0))
         if any(source.back for source in self._plan.sources):
@@ -199,8 +199,7 @@ class SharedExchange:
         self._words.await_all(SETTLED, self._stamp)
         if self._before:  # nobody can need what they left any more: the step after it has been committed
             if self.rank == 0:
-                for one in self._before:
-                    self._keeper.drop(f"{one.name}/")
+                self._keeper.drop_before(self._name)
             self._before, self._found = [], {}
 
     def gather(self, payload: bytes) -> list[bytes]:

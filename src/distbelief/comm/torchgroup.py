@@ -113,8 +113,8 @@ class TorchExchange:
     @contextmanager
     def _network(self) -> Iterator[None]:
         """A broken connection is a member's loss, not a fault of the user's code: the coordinator says what follows."""
-        self._abort.check()
         self._waits += 1
+        self._abort.check()
         self.waiting = True
         try:
             yield

@@ -48,6 +48,7 @@ def exited(state: State, event: m.WorkerExited, now: float) -> Result:
         return state, []
     known = event.worker in state.workers
     if event.worker in state.guests:  # somebody's own worker, and it thought better of it
+        state = with_worker(state, replace(worker, exited=event.status))  # the engine will tell of it again
         return replace(state, guests=state.guests - {event.worker}), []
     state = with_worker(state, replace(worker, exited=event.status))
     state = replace(state, hired={w: at for w, at in state.hired.items() if w != event.worker})
@@ -89,7 +90,11 @@ def _after_failed_hire(state: State, text: str, now: float, outputs: list[Output
     if failed_hires >= MOST_FAILED_HIRES:
         text += f"; after {failed_hires} such failures no more are started (distbelief scale tries again)"
     state, more = hire(state, now)
-    return state, [*outputs, say(text, now), *more]
+    outputs = [*outputs, say(text, now), *more]
+    if state.paused and state.phase == "training":  # nobody may be left to wait for
+        state, more = regroup(state, "death", text, now)
+        outputs += more
+    return state, outputs
 
 
 def _lost(state: State, worker: Worker, now: float) -> Result:

@@ -111,6 +111,11 @@ def _ranges(state: State, shards: int, candidates: list[Worker]) -> Sequence[Ran
 
 
 def _pause(state: State, there: int, reason: str, now: float) -> Result:
+    if state.troubles.failed_hires >= MOST_FAILED_HIRES and not state.hired:
+        message = (
+            f"{reason}; {there} of at least {state.config.min_workers} workers are left, and new ones fail to start"
+        )
+        return fail_without_culprit(state, "exit", message, "see the logs of the last workers in the logs folder", now)
     if state.paused:
         return state, []
     text = (

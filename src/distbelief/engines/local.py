@@ -310,9 +310,9 @@ class _Run:
                 f"the coordinator died {self._short_lives} times within seconds",
                 hint=f"see {self._launch.run_dir}/logs/coordinator.log",
             )
+        self._coordinator.close()
         self._start_coordinator()
-        self._coordinator.address()
-        self._attach()
+        self._attach()  # it waits in the socket until there is somebody to read it
 
     def _finish(self, grace_s: float = GRACE_S) -> None:
         self._ended = True
@@ -349,6 +349,7 @@ class _Run:
             self._keeper.answer(connection)
         except (EOFError, ConnectionError):
             self._unwatch(connection)
+            connection.close()
 
     def _send(self, event: Event) -> None:
         self._socket.send_multipart([self._secret, encode(event)])
@@ -362,6 +363,7 @@ class _Run:
         def pump() -> None:
             if not log.pump():
                 self._unwatch(log.read_fd)
+                log.close()
 
         self._watch(log.read_fd, pump)
         return log

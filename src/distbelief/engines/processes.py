@@ -68,6 +68,8 @@ class LogPipe:
         return False
 
     def close(self) -> None:
+        if self._file.closed:
+            return
         for _ in range(_LAST_READS):
             if not self.pump():
                 break

@@ -47,11 +47,13 @@ def _agree_on_many(state: ReplicaState, exchange: Exchange, computer: ShardCompu
     # Somebody who is merely behind keeps what it has until all of the other is there: the giver may die meanwhile, and
     # then this is the furthest state of all.
     aside = exchange.rank in behind and state.initialised
-    into_first, into_rest = (torch.empty_like(first), torch.empty_like(rest)) if aside else (first, rest)
+    into_rest = torch.empty_like(rest) if aside else rest
+    into_first = torch.empty_like(first) if exchange.rank in behind else first
     exchange.transfer(into_rest, source, behind)
     exchange.transfer(into_first, source, behind)  # with the stamps, last: half a copy is no state
     if aside:
         rest.copy_(into_rest)
+    if exchange.rank in behind:
         first.copy_(into_first)
 
 

@@ -70,6 +70,7 @@ class ShardComputer:
 
     def bind_parameters(self, values: Segment, offset_bytes: int) -> None:
         """Let the model's parameters live at their places in `values`. The contents there count, not the model's."""
+        self._views.clear()  # a new generation has new slots; the old ones' memory goes with their last view
         for index, parameter in zip(self.layout.entries_of("parameter"), self.parameters, strict=True):
             entry = self.layout.entries[index]
             at = values.tensor(entry.dtype, offset_bytes + entry.offset_bytes, entry.numel)

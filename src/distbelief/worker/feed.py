@@ -68,7 +68,8 @@ class Feed:
         if self._readers is None:
             return self._source.fetch(self.samples(step, first, end)[1]), high - low
         self._ask(step, first, end)
-        for later in range(step, min(step + 1 + AHEAD, self._until)):
+        ahead = range(step, min(step + 1 + AHEAD, self._until)) if (first, end) in self._units else ()
+        for later in ahead:  # not for a shard that is computed for somebody else: mine of this step have been taken
             for unit in self._units:
                 if later > step or unit[0] > first:  # those before it in this step have been taken
                     self._ask(later, *unit)

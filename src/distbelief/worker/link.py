@@ -5,6 +5,7 @@ The training thread never touches the socket: it leaves events in a queue and ta
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -135,7 +136,8 @@ class ControlLink:
                     os.eventfd_read(self._wake)
                 if contact in ready:
                     connected = recv_monitor_message(contact)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-                    alone_since = None if connected else time.monotonic()
+                    # It is also told of every attempt that fails: what counts is since when there is nobody.
+                    alone_since = None if connected else alone_since or time.monotonic()
                 if alone_since is not None and time.monotonic() - alone_since > LEASE_S:
                     print(f"no coordinator for {LEASE_S:.0f} s: this worker gives up", flush=True)
                     os._exit(1)
@@ -162,7 +164,7 @@ class ControlLink:
                 self._beat(socket)  # what it left before this event goes first
                 self._story.pop(type(item), None)  # in the order in which they were last said
                 self._story[type(item)] = item
-                socket.send_multipart([self._secret, encode(item)])
+                _send(socket, [self._secret, encode(item)])
         return True
 
     def _beat(self, socket: zmq.Socket[bytes]) -> None:
@@ -180,7 +182,7 @@ class ControlLink:
             progress.waiting(),
             self._state.phase == "finished",
         )
-        socket.send_multipart([self._secret, encode(beat)])
+        _send(socket, [self._secret, encode(beat)])
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         while True:
@@ -196,7 +198,7 @@ class ControlLink:
             if said:
                 self._beat(socket)  # what it has to tell of steps, before the news that it has finished
             for event in said:
-                socket.send_multipart([self._secret, encode(event)])
+                _send(socket, [self._secret, encode(event)])
 
     def _decide(self, event: Command | GenerationFinished) -> list[Event]:
         """Carry out what follows from it. Returns what is to be said."""
@@ -217,6 +219,12 @@ class ControlLink:
             if isinstance(action, Leave):
                 threading.Thread(target=_insist, daemon=True).start()
         return said
+
+
+def _send(socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
+    """What does not fit into the queue any more is dropped: nobody has listened for minutes, and whoever comes asks."""
+    with contextlib.suppress(zmq.Again):
+        socket.send_multipart(frames, zmq.NOBLOCK)
 
 
 def _insist() -> None:

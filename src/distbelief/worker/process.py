@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -93,6 +94,7 @@ def _obey(place: Place, loaded: Loaded) -> int:
     worker, link = place.spec.worker, place.link
     while True:
         action, abort = link.actions.get()
+        gc.collect()  # a generation's memory hangs in cycles, and is large
         match action:
             case Leave():
                 return 0
@@ -130,6 +132,8 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
         link.finished(action.generation)
     finally:
         exchange.close()
+        link.progress.waiting = lambda: False
+        link.progress.recall = lambda reported: None
 
 
 def _watch_neighbour(exchange: SharedExchange, link: ControlLink, action: TrainGeneration) -> None:

@@ -117,7 +117,7 @@ def test_dropped_segments_stay_with_those_who_map_them(keeper: SegmentKeeper) ->
         state = client.segment("state", 64)
         old.tensor(torch.uint8, 0, 64).fill_(1)
         state.tensor(torch.uint8, 0, 64).fill_(2)
-        keeper.drop("generation 1/")
+        keeper.drop_before("generation 2")
         assert bytes(old.view(0, 64)) == b"\1" * 64
         assert not any(client.segment("generation 1/slot", 64).view(0, 64))  # a new one under the old name
         assert bytes(client.segment("state", 64).view(0, 64)) == b"\2" * 64
