@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -310,3 +310,15 @@ def come_too_late(keeper: KeeperClient, seat: Seat) -> str:
     except Aborted as error:
         return str(error)
     return "it joined"
+
+
+def meet_at_the_second_attempt(keeper: KeeperClient, seat: Seat) -> int:
+    """The first member waits for others who never come, and is called away; then all meet in the next group."""
+    if seat.rank == 0:
+        abort = Abort()
+        threading.Timer(0.3, abort.set, ["the members change"]).start()
+        try:
+            join(keeper, replace(seat, name=f"before {seat.name}"), abort)
+        except Aborted:
+            pass
+    return len(join(keeper, seat).gather(b""))

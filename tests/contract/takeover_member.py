@@ -115,7 +115,7 @@ def wait_for_the_end_of(keeper: KeeperClient, abort: Abort) -> None:
 def finish(keeper: KeeperClient, seat: Seat, point: str, by_signal: bool = False) -> tuple[list[Held] | None, int]:
     """What was held for the second generation, and how many shards it computed again."""
     abort = Abort()
-    first = SharedExchange(keeper, "first", seat.rank, geometry(seat), abort)
+    first = SharedExchange(keeper, "generation 1", seat.rank, geometry(seat), abort)
     first.gather(b"")
     if seat.rank == seat.size - 1:
         die_at(keeper, first, seat, point, by_signal)
@@ -131,7 +131,9 @@ def finish(keeper: KeeperClient, seat: Seat, point: str, by_signal: bool = False
     except Aborted:
         pass
     again = replace(seat, size=seat.size - 1)
-    second = SharedExchange(keeper, "second", again.rank, geometry(again), Abort(), [Past("first", geometry(seat))])
+    second = SharedExchange(
+        keeper, "generation 2", again.rank, geometry(again), Abort(), [Past("generation 1", geometry(seat))]
+    )
     second.gather(b"")
     held = second.held(STEP)
     assert second.held(STEP - 1) is None
@@ -142,7 +144,9 @@ def finish(keeper: KeeperClient, seat: Seat, point: str, by_signal: bool = False
     recomputed = _finish(second, seat, again, held or [])
     assert second.held(STEP) is None, "after the step nobody can need the past"
     second.gather(b"")
-    third = SharedExchange(keeper, "third", again.rank, geometry(again), Abort(), [Past("first", geometry(seat))])
+    third = SharedExchange(
+        keeper, "generation 3", again.rank, geometry(again), Abort(), [Past("generation 1", geometry(seat))]
+    )
     assert third.held(STEP) is None, "and its memory was given back"
     third.gather(b"")
     return held, recomputed

@@ -106,6 +106,10 @@ def test_an_abort_from_another_thread_ends_a_torch_groups_wait_for_a_peer_that_l
     assert stage.play(MEMBER, "wait_for_the_living", members) == ["member 1 does not come", "idle"]
 
 
+def test_a_member_that_was_called_away_from_one_meeting_is_met_at_the_next(stage: Stage, port: int) -> None:
+    assert stage.play(MEMBER, "meet_at_the_second_attempt", seats("torch", port, 2, 8)) == [2, 2]
+
+
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_newcomer_is_given_the_state(stage: Stage, port: int, size: int) -> None:
     assert stage.play(MEMBER, "hand_over", seats("torch", port, size, 8)) == ["the same"] * size

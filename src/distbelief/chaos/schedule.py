@@ -37,8 +37,8 @@ class When:
 
     def __str__(self) -> str:
         if self.unit == "s":
-            return f"{'every' if self.every else 'at'} {self.amount:g}s"
-        return f"every {self.amount:g} steps" if self.every else f"at step {self.amount:g}"
+            return f"{'every' if self.every else 'at'} {_number(self.amount)}s"
+        return f"every {_number(self.amount)} steps" if self.every else f"at step {_number(self.amount)}"
 
 
 START = When()
@@ -61,9 +61,9 @@ class Fault:
     def __str__(self) -> str:
         what = f"scale to {self.count}" if self.kind == "scale" else self.kind
         words = [what, "" if self.worker is None else str(self.worker)]
-        words += [f"by {self.factor:g}x"] if self.kind == "slow worker" else []
+        words += [f"by {_number(self.factor)}x"] if self.kind == "slow worker" else []
         words += [str(self.when)] if self.when != START else []
-        words += [] if self.for_s is None else [f"for {self.for_s:g}s"]
+        words += [] if self.for_s is None else [f"for {_number(self.for_s)}s"]
         return " ".join(word for word in words if word)
 
 
@@ -216,3 +216,11 @@ class _Sentence:
 
 def _shown(word: str) -> str:
     return f"'{word}'" if word else "the end of the sentence"
+
+
+def _number(value: float) -> str:
+    """
+    >>> _number(1e6), _number(2.5)
+    ('1000000', '2.5')
+    """
+    return str(int(value)) if value == int(value) else str(value)

@@ -17,6 +17,8 @@ LIFE_BYTES = 64  # a pthread_mutex_t has 40 on x86-64
 _ROBUST, _SHARED = 1, 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_held: set[Life] = set()
+"""glibc links the mutexes that a thread holds into a list: their memory must be there for as long as they are held."""
 
 
 class _Timespec(ctypes.Structure):
@@ -28,7 +30,6 @@ class Life:
 
     def __init__(self, memory: mmap.mmap, offset_bytes: int) -> None:
         self._cell = (ctypes.c_char * LIFE_BYTES).from_buffer(memory, offset_bytes)
-        self._held = False
 
     def begin(self) -> None:
         """The calling thread is alive from now on. Nobody may watch before this has returned."""
@@ -38,12 +39,12 @@ class Life:
         _check(_libc.pthread_mutexattr_setrobust(attributes, _ROBUST))
         _check(_libc.pthread_mutex_init(self._cell, attributes))
         _check(_libc.pthread_mutex_lock(self._cell))
-        self._held = True
+        _held.add(self)
 
     def end(self) -> None:
         """It goes on to other things, and is not dead. From the thread that began."""
-        if self._held:
-            self._held = False
+        if self in _held:
+            _held.discard(self)
             _check(_libc.pthread_mutex_unlock(self._cell))
 
     def watch(self, timeout_s: float) -> Literal["alive", "ended", "dead"]:
@@ -53,10 +54,9 @@ class Life:
         status = _libc.pthread_mutex_timedlock(self._cell, ctypes.byref(deadline))
         if status == errno.ETIMEDOUT:
             return "alive"
-        if status == 0:
-            _libc.pthread_mutex_unlock(self._cell)
-            return "ended"
-        return "dead"  # EOWNERDEAD
+        if status in (0, errno.EOWNERDEAD):
+            _libc.pthread_mutex_unlock(self._cell)  # others who watch it are told that it cannot be recovered
+        return "ended" if status == 0 else "dead"
 
 
 def _check(status: int) -> None:

@@ -84,6 +84,9 @@ class TorchExchange:
         abort.wake = self._hang_up
         with self._network():
             store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
+            # torch numbers groups by this, and counts those too that an abort ended before the members had met: then
+            # each member would wait under another name.
+            dist.distributed_c10d._world.group_count = 0
             dist.init_process_group(
                 "gloo",
                 store=PrefixStore(meeting.name, store),
@@ -97,8 +100,10 @@ class TorchExchange:
         """From the control thread: end whatever the training thread waits for."""
         threading.Thread(target=self._insist, args=[self._waits], daemon=True).start()
         present = _open_sockets()
-        for descriptor, _ in present - self._before if self._sockets is None else present & self._sockets:
+        for descriptor, identity in present - self._before if self._sockets is None else present & self._sockets:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                if os.fstat(connection.fileno()).st_ino != identity:
+                    continue  # closed meanwhile, and the number is that of a socket of the next group
                 if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # gloo dies with its listener
                     connection.shutdown(socket.SHUT_RDWR)
 

@@ -71,7 +71,7 @@ def test_a_death_at_any_point_of_a_step_changes_no_bit(stage: Stage, point: str,
         assert takeover[0] == 3
     if ARRIVED_BY <= POINTS.index(point) < APPLIED_BY:
         assert takeover == (3, 0), "what the dead one has published is used"
-    elif takeover is not None:
+    elif takeover is not None and takeover[0] == 3:  # of step 4 the survivors may have computed nothing yet
         first, end = script.ranges(1)[victim]
         assert takeover[1] <= end - first, "the survivors' own shards are not computed again"
 
