@@ -7,6 +7,7 @@ itself, what the sum must be.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
@@ -317,8 +318,6 @@ def meet_at_the_second_attempt(keeper: KeeperClient, seat: Seat) -> int:
     if seat.rank == 0:
         abort = Abort()
         threading.Timer(0.3, abort.set, ["the members change"]).start()
-        try:
+        with contextlib.suppress(Aborted):
             join(keeper, replace(seat, name=f"before {seat.name}"), abort)
-        except Aborted:
-            pass
     return len(join(keeper, seat).gather(b""))

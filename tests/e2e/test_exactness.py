@@ -47,7 +47,9 @@ def arguments(request: pytest.FixtureRequest) -> list[object]:
 
 
 @pytest.mark.parametrize("arguments", ["digits", "fashion", "gpt", "everything"], indirect=True)
-def test_same_weights_on_any_number_of_workers(distbelief: Cli, arguments: list[object]) -> None:
+def test_same_weights_on_any_number_of_workers(
+    distbelief: Cli, arguments: list[object], request: pytest.FixtureRequest
+) -> None:
     hashes = {}
     for workers in (1, 2, 3, 4, 5):
         result = distbelief("train", *arguments, "--workers", workers, "--json").json
@@ -55,7 +57,8 @@ def test_same_weights_on_any_number_of_workers(distbelief: Cli, arguments: list[
         metrics = result["metrics"]
         assert hashes.setdefault("metrics", metrics) == metrics
     del hashes["metrics"]
-    for workers in (1, 2, 3, 4, 5):
+    difficult = "everything" in request.node.name
+    for workers in (1, 2, 3, 4, 5) if difficult else (2, 5):
         result = distbelief("train", *arguments, "--workers", workers, "--strategy", "allreduce:gloo", "--json").json
         hashes[f"{workers} workers over gloo"] = result["weights_sha256"]
     result = distbelief("train", *arguments, "--shares", "5,1,2", "--json").json

@@ -24,6 +24,8 @@ class Watched:
 
     def __init__(self, start: Start, tmp_path: Path, wait_until: Wait, *arguments: object) -> None:
         self.folder = tmp_path / "run"
+        self._brake = tmp_path / "brake"
+        self._brake.touch()
         self.run = start("train", *arguments, "--run-dir", "run", "--json")
         self._wait_until = wait_until
 
@@ -63,6 +65,7 @@ class Watched:
         return int(json.loads((self.folder / "coordinator.json").read_text())["pid"])
 
     def result(self) -> dict[str, Any]:
+        self._brake.unlink()
         outcome = self.run.wait().json
         steps = [entry["step"] for entry in self.metrics("step")]
         assert sorted(steps) == list(range(outcome["steps"]))  # every step was committed and reported exactly once
@@ -75,7 +78,7 @@ def watched(start: Start, tmp_path: Path, wait_until: Wait) -> Callable[..., Wat
     return lambda *arguments: Watched(start, tmp_path, wait_until, *arguments)
 
 
-SMALL = [JOBS / "small.py", "--set", "nap_s=0.01"]
+SMALL = [JOBS / "small.py", "--set", "brake_s=0.02", "--set", "steps=800"]
 EVERYTHING = [JOBS / "everything.py", "--set", "epochs=12"]
 
 
@@ -110,42 +113,42 @@ def test_the_same_weights_when_workers_are_killed(
 
 
 def test_all_workers_killed_at_once(watched: Callable[..., Watched], undisturbed: Callable[..., str]) -> None:
-    run = watched(*SMALL, "--set", "steps=60", "--workers", 3)
+    run = watched(*SMALL, "--workers", 3)
     run.after(20)
     for worker in run.members():
         run.signal(worker, signal.SIGKILL)
     result = run.result()
-    assert result["weights_sha256"] == undisturbed(*SMALL, "--set", "steps=60")
+    assert result["weights_sha256"] == undisturbed(*SMALL)
     assert [n for n in run.metrics("notice") if n["text"].startswith("paused")]
 
 
 def test_the_only_worker_killed(watched: Callable[..., Watched], undisturbed: Callable[..., str]) -> None:
-    run = watched(*SMALL, "--set", "steps=60", "--workers", 1)
+    run = watched(*SMALL, "--workers", 1)
     run.after(20)
     run.signal(0, signal.SIGKILL)
-    assert run.result()["weights_sha256"] == undisturbed(*SMALL, "--set", "steps=60")
+    assert run.result()["weights_sha256"] == undisturbed(*SMALL)
 
 
 def test_a_frozen_worker_is_killed_and_replaced(
     watched: Callable[..., Watched], undisturbed: Callable[..., str]
 ) -> None:
-    run = watched(*SMALL, "--set", "steps=80", "--workers", 3)
+    run = watched(*SMALL, "--workers", 3)
     run.after(30)
     run.signal(1, signal.SIGSTOP)
     result = run.result()
-    assert result["weights_sha256"] == undisturbed(*SMALL, "--set", "steps=80")
+    assert result["weights_sha256"] == undisturbed(*SMALL)
     assert [entry["worker"] for entry in run.journal("fenced")] == [1]
 
 
 def test_the_coordinator_killed_again_and_again(
     watched: Callable[..., Watched], undisturbed: Callable[..., str]
 ) -> None:
-    run = watched(*SMALL, "--set", "steps=240", "--workers", 3)
-    for steps in (20, 60, 100, 140):
+    run = watched(*SMALL, "--workers", 3)
+    for steps in (10, 30, 50, 70):
         run.after(steps)
         os.kill(run.coordinator(), signal.SIGKILL)
     result = run.result()
-    assert result["weights_sha256"] == undisturbed(*SMALL, "--set", "steps=240")
+    assert result["weights_sha256"] == undisturbed(*SMALL)
     assert len(run.journal("epoch")) == 5
     assert len(run.journal("generation")) == 1  # no worker was started again, and none had to stop
     assert result["recoveries"] == 0
@@ -154,17 +157,17 @@ def test_the_coordinator_killed_again_and_again(
 def test_a_worker_killed_while_the_coordinator_is_away(
     watched: Callable[..., Watched], undisturbed: Callable[..., str]
 ) -> None:
-    run = watched(*SMALL, "--set", "steps=120", "--workers", 3)
+    run = watched(*SMALL, "--workers", 3)
     run.after(30)
     os.kill(run.coordinator(), signal.SIGKILL)
     run.signal(2, signal.SIGKILL)
-    assert run.result()["weights_sha256"] == undisturbed(*SMALL, "--set", "steps=120")
+    assert run.result()["weights_sha256"] == undisturbed(*SMALL)
 
 
 def test_growing_and_shrinking_in_one_run(
     watched: Callable[..., Watched], undisturbed: Callable[..., str], start: Start, tmp_path: Path
 ) -> None:
-    run = watched(*SMALL, "--set", "steps=400", "--workers", 1)
+    run = watched(*SMALL, "--workers", 1)
     run.after(10)
     for wanted in (4, 2, 3):
         answer = start("scale", "run", wanted, "--json").wait().json
@@ -172,7 +175,7 @@ def test_growing_and_shrinking_in_one_run(
         run.has_members(wanted)
         run.after(run.step() + 5)
     result = run.result()
-    assert result["weights_sha256"] == undisturbed(*SMALL, "--set", "steps=400")
+    assert result["weights_sha256"] == undisturbed(*SMALL)
     assert (result["workers"], result["recoveries"]) == (3, 0)
     too_late = start("scale", "run", 2).wait()
     assert (too_late.status, "is not running" in too_late.stderr) == (1, True)
@@ -181,7 +184,7 @@ def test_growing_and_shrinking_in_one_run(
 def test_a_worker_joins_by_hand_and_leaves(
     watched: Callable[..., Watched], undisturbed: Callable[..., str], start: Start
 ) -> None:
-    run = watched(*SMALL, "--set", "steps=500", "--workers", 2)
+    run = watched(*SMALL, "--workers", 2)
     run.after(10)
     guest = start("worker", "--join", "run")
     run.has_members(3)
@@ -190,12 +193,12 @@ def test_a_worker_joins_by_hand_and_leaves(
     assert guest.wait().status == 0
     run.has_members(2)
     result = run.result()
-    assert result["weights_sha256"] == undisturbed(*SMALL, "--set", "steps=500")
+    assert result["weights_sha256"] == undisturbed(*SMALL)
     assert result["recoveries"] == 0
 
 
 def test_a_worker_that_joined_by_hand_is_killed(watched: Callable[..., Watched], start: Start) -> None:
-    run = watched(*SMALL, "--set", "steps=300", "--workers", 2)
+    run = watched(*SMALL, "--workers", 2)
     run.after(10)
     guest = start("worker", "--join", "run")
     run.has_members(3)
@@ -205,23 +208,23 @@ def test_a_worker_that_joined_by_hand_is_killed(watched: Callable[..., Watched],
 
 
 def test_a_worker_leaves_on_sigterm(watched: Callable[..., Watched], undisturbed: Callable[..., str]) -> None:
-    run = watched(*SMALL, "--set", "steps=150", "--workers", 3)
+    run = watched(*SMALL, "--workers", 3)
     run.after(20)
     run.signal(0, signal.SIGTERM)
     run.has_members(2)
     result = run.result()
-    assert result["weights_sha256"] == undisturbed(*SMALL, "--set", "steps=150")
+    assert result["weights_sha256"] == undisturbed(*SMALL)
     assert (result["workers"], result["recoveries"]) == (2, 0)
 
 
 def test_too_few_workers_pause_the_run_visibly(
     watched: Callable[..., Watched], undisturbed: Callable[..., str]
 ) -> None:
-    run = watched(*SMALL, "--set", "steps=80", "--workers", 2, "--min-workers", 2)
+    run = watched(*SMALL, "--workers", 2, "--min-workers", 2)
     run.after(20)
     run.signal(1, signal.SIGKILL)
     result = run.result()
-    assert result["weights_sha256"] == undisturbed(*SMALL, "--set", "steps=80")
+    assert result["weights_sha256"] == undisturbed(*SMALL)
     assert [n["text"] for n in run.metrics("notice") if "1 of at least 2 workers is there" in n["text"]]
 
 
@@ -249,7 +252,7 @@ def test_a_stranger_at_the_door(watched: Callable[..., Watched]) -> None:
 
     import zmq
 
-    run = watched(*SMALL, "--set", "steps=60", "--workers", 2)
+    run = watched(*SMALL, "--workers", 2)
     run.after(5)
     address = json.loads((run.folder / "coordinator.json").read_text())["address"]
     assert (run.folder / "coordinator.json").stat().st_mode & 0o077 == 0

@@ -101,8 +101,10 @@ class Cluster:
 
     def __init__(self, start: Start, lab: Lab, folder: Path, wait_until: Wait, steps: int) -> None:
         self._folder = folder / "run"
+        self._brake = folder / "brake"
+        self._brake.touch()
         self._wait_until = wait_until
-        arguments = [JOBS / "small.py", "--set", f"steps={steps}", "--set", "nap_s=0.02", "--workers", 1]
+        arguments = [JOBS / "small.py", "--set", f"steps={steps}", "--set", "brake_s=0.02", "--workers", 1]
         self.run = start(
             "train", *arguments, "--listen", "10.77.0.1", "--run-dir", "run", "--json", prefix=lab.inside(1)
         )
@@ -133,6 +135,7 @@ class Cluster:
         self._wait_until(lambda: len(set(self.hosts())) == count)
 
     def weights(self) -> str:
+        self._brake.unlink()
         result = self.run.wait().json
         for guest in self.guests:
             outcome = guest.wait()

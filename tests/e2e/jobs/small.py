@@ -1,5 +1,6 @@
 """A job that is quick to run, with switches for tests."""
 
+import os
 import time
 
 import torch
@@ -13,9 +14,13 @@ X = torch.randn(96, 6)
 Y = (X.sum(1) > 0).long()
 
 
-def job(steps: int = 12, nap_s: float = 0.0, shards: int = 4, batch: int = 16, precision: str = "fp32") -> Job:
+def job(
+    steps: int = 12, nap_s: float = 0.0, brake_s: float = 0.0, shards: int = 4, batch: int = 16, precision: str = "fp32"
+) -> Job:
     def loss(output, target):
         time.sleep(nap_s)
+        if brake_s and os.path.exists("brake"):  # slow for as long as the test needs time, then quick
+            time.sleep(brake_s)
         return F.cross_entropy(output, target)
 
     return Job(

@@ -2,7 +2,7 @@
 
 from small import job as right_job
 
-from distbelief.strategies import replica
+from distbelief.strategies import takeover
 
 
 def left_to_right(shards, occupied, sources):
@@ -12,7 +12,8 @@ def left_to_right(shards, occupied, sources):
     return order
 
 
-replica.program = left_to_right
+assert callable(takeover.program)  # otherwise the fault would be planted where nobody goes
+takeover.program = left_to_right
 
 
 def job(steps: int = 12):
