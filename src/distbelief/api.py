@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distbelief.coordinator.detector import STUCK_S
 from distbelief.errors import DistBeliefError, JobError
 
 if TYPE_CHECKING:
@@ -55,12 +56,14 @@ def train(
     shares: Sequence[float] = (),
     min_workers: int = 1,
     balance: bool = True,
+    stuck_after_s: float = STUCK_S,
     quiet: bool = False,
 ) -> Result:
     """Train a job on this machine and return the result. No `if __name__ == "__main__"` is needed around it.
 
     A worker that dies is replaced and the run goes on; with fewer than `min_workers` it waits for them. `balance` moves
-    shards to faster workers; the result does not depend on it.
+    shards to faster workers; the result does not depend on it. A worker that lives but that all others have waited for
+    `stuck_after_s` is replaced; everything else is judged by the step times that are measured.
 
     >>> import torch, tempfile
     >>> from distbelief import Job, train
@@ -87,7 +90,7 @@ def train(
         raise JobError(f"train() takes a Job, not a {type(job).__name__}", hint=hint)
     launch = _launch(
         job.name or "job", strategy, workers, run_dir, shares,
-        threads=threads, device=device, min_workers=min_workers, balance=balance,
+        threads=threads, device=device, min_workers=min_workers, balance=balance, stuck_after_s=stuck_after_s,
     )  # fmt: skip
     try:
         pickled = cloudpickle.dumps(job)

@@ -164,6 +164,18 @@ def test_a_worker_killed_while_the_coordinator_is_away(
     assert run.result()["weights_sha256"] == undisturbed(*SMALL)
 
 
+def test_a_frozen_coordinator_is_replaced(watched: Callable[..., Watched], undisturbed: Callable[..., str]) -> None:
+    """Nobody needs it for the steps; but somebody must be there when a worker dies."""
+    run = watched(*SMALL, "--workers", 2)
+    run.after(5)
+    os.kill(run.coordinator(), signal.SIGSTOP)
+    run.signal(1, signal.SIGKILL)
+    result = run.result()
+    assert result["weights_sha256"] == undisturbed(*SMALL)
+    assert len(run.journal("epoch")) == 2
+    assert result["recoveries"] == 1
+
+
 def test_growing_and_shrinking_in_one_run(
     watched: Callable[..., Watched], undisturbed: Callable[..., str], start: Start, tmp_path: Path
 ) -> None:

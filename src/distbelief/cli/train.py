@@ -17,6 +17,7 @@ import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
 from distbelief.cli.summary import print_json, print_summary
+from distbelief.coordinator.detector import STUCK_S
 from distbelief.errors import JobError
 from distbelief.observe.view import open_view
 from distbelief.worker.jobfile import compile_job
@@ -51,6 +52,10 @@ def train(
         typer.Option(metavar="ADDRESS", help="An address of this machine at which workers of others can join."),
     ] = "127.0.0.1",
     balance: Annotated[bool, typer.Option(help="Move shards to faster workers. The result does not change.")] = True,
+    stuck_after: Annotated[
+        float,
+        typer.Option(min=1, metavar="SECONDS", help="Replace a worker that all others have waited for this long."),
+    ] = STUCK_S,
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines even on a terminal.")] = False,
 ) -> None:
@@ -79,6 +84,7 @@ def train(
             device=device,
             min_workers=min_workers,
             balance=balance,
+            stuck_after_s=stuck_after,
             listen=f"tcp://[{listen}]:*" if ":" in listen else f"tcp://{listen}:*",
         )
     if json:

@@ -42,7 +42,9 @@ def ready(state: State, event: m.WorkerReady, now: float) -> Result:
     worker = state.workers.get(event.worker)
     if worker is None or (not worker.pid and worker.exited is None):  # it is known from the journal only
         return state, [Reply(m.Introduce(state.epoch, state.progress.reported.complete))]
-    if worker.ready or worker.refused or worker.exited is not None:
+    if worker.refused and worker.exited is None:  # it was told, but has not heard
+        return state, [Reply(m.Refuse(state.epoch, "it does not fit into the run; the journal says why"))]
+    if worker.ready or worker.exited is not None:
         return state, []
     outputs: list[Output] = []
     if state.reference is None:
@@ -53,6 +55,7 @@ def ready(state: State, event: m.WorkerReady, now: float) -> Result:
     else:
         run = state.reference
         reason = explain.refusal(event.worker, event.job, event.canary, run.job, run.canary, state.config.exact)
+        reason = reason or _out_of_reach(state, worker)
         if reason:
             return _refuse(state, worker, reason, now)
     worker = replace(worker, ready=True)
@@ -62,6 +65,14 @@ def ready(state: State, event: m.WorkerReady, now: float) -> Result:
     else:
         state, more = _seat(state, worker, now) if state.phase == "training" else start_when_complete(state, now)
     return state, outputs + more
+
+
+def _out_of_reach(state: State, worker: Worker) -> str:
+    """Why a newcomer cannot take part although it computes the same."""
+    hosts = sorted({member.host for member in state.members} - {worker.host})
+    if state.config.transport != "shm" or not hosts:
+        return ""
+    return f"{worker.name} is on another host than the members ({', '.join(hosts)}), which share memory"
 
 
 def _refuse(state: State, worker: Worker, reason: str, now: float) -> Result:

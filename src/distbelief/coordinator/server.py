@@ -28,7 +28,8 @@ from distbelief.coordinator.progress import REMEMBERED, Seen
 from distbelief.errors import DistBeliefError
 
 DEFAULT_LISTEN = "tcp://127.0.0.1:*"
-MAX_MESSAGE_BYTES = 16 << 20
+MAX_MESSAGE_BYTES = 2 << 20
+WAITING_MESSAGES = 100  # of one sender; what is more waits at the sender, not in our memory
 TICK_S = 0.1
 FLUSH_S = 0.2
 LINGER_MS = 2000
@@ -56,6 +57,7 @@ def bind(
     protect(socket, listen, secret)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
     if "[" in listen:
         socket.setsockopt(zmq.IPV6, 1)
     try:
@@ -199,6 +201,7 @@ def handle(server: Server, event: s.Input, identity: bytes = b"") -> bool:
         return False
     if isinstance(event, m.EngineAttached):
         server.engines[event.host] = identity
+        _post(server, identity, m.Answer(server.state.epoch, True, "heard"))  # that we are not frozen
     elif isinstance(event, _FROM_WORKERS) and identity not in server.engines.values():
         server.addresses[event.worker] = identity
     return perform(server, outputs, identity)

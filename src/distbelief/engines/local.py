@@ -38,6 +38,7 @@ from distbelief.comm.messages import (
     encode,
 )
 from distbelief.comm.network import dial, host_of, is_loopback
+from distbelief.coordinator.detector import STUCK_S
 from distbelief.coordinator.journal import read as read_journal
 from distbelief.engines.guests import TEMPLATE, Guests
 from distbelief.engines.processes import CoordinatorProcess, LogPipe, Zygote
@@ -51,6 +52,7 @@ LOADING_S = 1800.0  # the longest silence while workers load their job; their ex
 HASTE_S = 0.3
 GRACE_S = 3.0  # how long processes may take to end by themselves
 ATTACH_EVERY_S = 1.0
+SILENT_S = 10.0  # a coordinator that does not answer for so long is ended, and another one takes over
 SHORT_LIFE_S = 2.0  # a coordinator that lives no longer has not been of use
 MOST_SHORT_LIVES = 5
 
@@ -85,6 +87,7 @@ class Launch:
     """Workers with another number of threads than the run's. In exact mode the canary refuses them."""
     min_workers: int = 1
     balance: bool = True
+    stuck_after_s: float = STUCK_S
     listen: str = "tcp://127.0.0.1:*"
     """Where the coordinator listens. Beyond loopback, workers of other hosts can join."""
     dial: Callable[[int, str], str] = lambda worker, address: address
@@ -116,6 +119,7 @@ class _Run:
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._store: tuple[str, int] | None = None
         self._epoch = 0
+        self._answered_at = time.monotonic()
         self._short_lives = 0
         self._ended = False
         self._deadline = float("inf")
@@ -140,6 +144,7 @@ class _Run:
             "gather_timeout_s": LOADING_S,
             "min_workers": launch.min_workers,
             "balance": launch.balance,
+            "stuck_s": launch.stuck_after_s,
         }
         self._order = {"run_dir": str(launch.run_dir), "secret": self._secret.hex(), "config": config}
         self._order["listen"] = launch.listen
@@ -249,6 +254,9 @@ class _Run:
                 self._observer.refresh()
             if now >= self._next_attach and not self._ended:
                 self._attach()
+            if now - self._answered_at > SILENT_S and not self._ended:
+                self._answered_at = now
+                self._coordinator.kill()
             if self._coordinator.ended() and not self._ended:
                 self._coordinator_ended()
             if now >= self._deadline:
@@ -261,6 +269,7 @@ class _Run:
 
     def _commands(self) -> None:
         while self._socket.poll(0):
+            self._answered_at = time.monotonic()
             command = decode_command(self._socket.recv_multipart()[-1])
             match command:
                 case EndRun():
@@ -312,6 +321,7 @@ class _Run:
             )
         self._coordinator.close()
         self._start_coordinator()
+        self._answered_at = time.monotonic()
         self._attach()  # it waits in the socket until there is somebody to read it
 
     def _finish(self, grace_s: float = GRACE_S) -> None:
@@ -352,7 +362,8 @@ class _Run:
             connection.close()
 
     def _send(self, event: Event) -> None:
-        self._socket.send_multipart([self._secret, encode(event)])
+        with contextlib.suppress(zmq.Again):  # nobody has read for long; all of it is said again and again
+            self._socket.send_multipart([self._secret, encode(event)], zmq.NOBLOCK)
 
     # --- plumbing ----------------------------------------------------------------------------------------------------
 

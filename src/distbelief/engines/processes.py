@@ -117,6 +117,9 @@ class CoordinatorProcess:
     def ended(self) -> bool:
         return self._process.poll() is not None
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def close(self, timeout_s: float = 3.0) -> None:
         """It ends by itself after the run, or when its stdin ends; if not in time, end it."""
         for stream in (self._process.stdin, self._process.stdout):

@@ -10,7 +10,7 @@ from distbelief.comm.exchange import Exchange
 from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.state import ReplicaState
 
-_POSITION = struct.Struct("?q")  # whether a replica has been initialised, and the steps applied to it
+_POSITION = struct.Struct("?q16s")  # whether a replica is initialised, its steps applied, the last one's print
 
 
 def agree_on_state(state: ReplicaState, exchange: Exchange, computer: ShardComputer) -> None:
@@ -33,14 +33,17 @@ def _agree_on_one(state: ReplicaState, exchange: Exchange, computer: ShardComput
 
 def _agree_on_many(state: ReplicaState, exchange: Exchange, computer: ShardComputer) -> None:
     """A state for each. The furthest one is the truth; those behind it, and newcomers, copy it from its owner."""
-    mine = _POSITION.pack(state.initialised, state.steps_applied)
+    applied = state.steps_applied
+    last = state.remembered(applied - 1)
+    mine = _POSITION.pack(state.initialised, applied, last[-1].fingerprint.encode() if last else b"")
     positions = [_POSITION.unpack(theirs) for theirs in exchange.gather(mine)]
-    if not any(initialised for initialised, _ in positions):
+    if not any(initialised for initialised, *_ in positions):
         _write_initial(state, computer)
         return
-    truth = max(applied for initialised, applied in positions if initialised)
-    source = positions.index((True, truth))
-    behind = [rank for rank, position in enumerate(positions) if position != (True, truth)]
+    # The first of them counts: where bits may differ (exact=False) a member that comes back may have taken the last
+    # step otherwise than those who went on without it.
+    source = max((rank for rank, there in enumerate(positions) if there[0]), key=lambda r: (positions[r][1], -r))
+    behind = [rank for rank, position in enumerate(positions) if position != positions[source]]
     if not behind:
         return
     first, rest = state.blocks()

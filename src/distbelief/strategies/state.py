@@ -162,9 +162,13 @@ class ReplicaState:
 
     def note(self) -> tuple[int, bytes]:
         """(steps applied when it was written, content); nothing has been kept when the content is empty."""
-        applied, length = _NOTE_HEAD.unpack_from(self.segment.buffer, self._note_at)
+        head = _NOTE_HEAD.unpack_from(self.segment.buffer, self._note_at)
+        applied, length = head
         at = self._note_at + _NOTE_HEAD.size
-        return applied, bytes(self.segment.buffer[at : at + length]) if applied >= 0 else b""
+        content = bytes(self.segment.buffer[at : at + length])
+        if applied < 0 or head != _NOTE_HEAD.unpack_from(self.segment.buffer, self._note_at):  # it is being written
+            return -1, b""
+        return applied, content
 
 
 def _pages(size_bytes: int) -> int:

@@ -96,7 +96,19 @@ def test_a_newcomer_that_does_not_fit_is_refused_and_the_run_goes_on() -> None:
     assert isinstance(command, m.Refuse)
     assert "computed other bits" in command.reason
     assert run.state.phase == "training"
+    ((command),) = [output.command for output in run.ready(2) if isinstance(output, s.Reply)]
+    assert isinstance(command, m.Refuse), "it has not heard it, so it is told again"
     assert run.feed(m.WorkerExited(worker=2, status=1)) == [], "it was told to go"
+
+
+def test_a_newcomer_on_another_host_cannot_share_memory() -> None:
+    run = Run(transport="shm").started(0, 1)
+    run.feed(m.WorkerJoined(worker=2, host="there", pid=7))
+    ((worker, command),) = sends(run.ready(2))
+    assert worker == 2
+    assert isinstance(command, m.Refuse)
+    assert "another host than the members (here)" in command.reason
+    assert run.state.phase == "training"
 
 
 @pytest.mark.parametrize("training", [False, True])

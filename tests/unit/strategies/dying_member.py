@@ -126,11 +126,11 @@ class Board:
         except OSError:
             return True
 
-    def watch(self, generation: int, abort: Abort) -> None:
-        """Abort when whoever is to die in this generation certainly has."""
+    def watch(self, generation: int, abort: Abort, stands: Callable[[], bool]) -> None:
+        """Abort when whoever is to die in this generation certainly has, and we wait for it."""
 
         def look() -> None:
-            while not self.confirmed(generation):
+            while not (self.confirmed(generation) and stands()):
                 time.sleep(0.001)
             abort.set(f"somebody died in generation {generation}")
 
@@ -151,14 +151,18 @@ def train(keeper: KeeperClient, worker: int, script: Script) -> Survived:
         time.sleep(0.001)
     for generation in range(first, script.generations + 1):
         abort = Abort()
-        if generation < script.generations:
-            board.watch(generation, abort)
         ranges = script.ranges(generation)
         rank = script.members(generation).index(worker)
         feed.expect([(v, v + 1) for v in range(*ranges[rank])], until=STEPS)
         group: Exchange | None = None
         try:
             group = _meet(keeper, prepared, script, generation, rank, abort, own)
+            begun = [-1]
+            if generation < script.generations:
+                last = script.deaths[generation - 1].step
+                board.watch(
+                    generation, abort, lambda group=group, begun=begun, last=last: begun[0] >= last and group.waiting
+                )
             member = prepared.build(Seat(rank, ranges, STEPS), group, feed.fetch)
             assert isinstance(member, DataParallelReplica)
             if found := member.taken_over():
@@ -170,6 +174,7 @@ def train(keeper: KeeperClient, worker: int, script: Script) -> Survived:
             if doom and doom.worker == worker:
                 _arm(member, group, doom, lambda generation=generation: board.die(generation))
             for step in range(member.steps_applied(), STEPS):
+                begun[0] = step
                 member.compute(step)
                 member.commit(step)
                 if step == 2:
