@@ -11,6 +11,7 @@ import contextlib
 import os
 import platform
 import secrets
+import select
 import signal
 import socket
 import time
@@ -243,7 +244,7 @@ class _Run:
         next_refresh = 0.0
         while not (self._ended and not self._alive):
             for item, _ in self._poller.poll(int(REFRESH_S * 1000)):
-                if item in self._handlers:
+                if item in self._handlers and (not isinstance(item, int) or _readable(item)):
                     self._handlers[item]()
             for event in self._zygote.early_exits:
                 self._exited(event)
@@ -393,6 +394,13 @@ class _Run:
         """Every process we started is gone when this returns, also after an exception."""
         self._stack.close()
         self._observer.refresh()
+
+
+def _readable(descriptor: int) -> bool:
+    """Still: another handler may have read what there was (an exit is read while a fork is awaited)."""
+    look = select.poll()
+    look.register(descriptor, select.POLLIN)
+    return bool(look.poll(0))
 
 
 def host_name() -> str:
