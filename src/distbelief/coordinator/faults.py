@@ -180,6 +180,9 @@ def leave_requested(state: State, event: m.LeaveRequested, now: float) -> Result
     outputs: list[Output] = [record(state, now, "leaves", text, worker=worker.number, target=target), say(text, now)]
     state, more = release(state, worker, now)
     outputs += more
+    if state.phase == "gathering" and state.reference:  # it may have been the last one that was waited for
+        state, more = start_when_complete(state, now)
+        outputs += more
     state, more = hire(state, now)
     return state, outputs + more
 

@@ -151,6 +151,14 @@ def test_what_is_said_to_who_leaves_is_said_again_if_it_was_lost() -> None:
     assert replies(run.feed(heartbeat(worker=1, generation=1))) == [LEFT]
 
 
+def test_the_run_starts_without_the_last_worker_that_was_waited_for_if_that_leaves() -> None:
+    run = Run(workers=3)
+    run.join(0, 1, 2)
+    run.ready(0, 1)
+    outputs = run.feed(m.LeaveRequested(worker=2))
+    assert [member.worker for member in starts(outputs)[0].members] == [0, 1]
+
+
 def test_a_worker_that_was_to_leave_and_dies_is_no_loss() -> None:
     run = Run(workers=3).started(0, 1, 2)
     run.feed(m.LeaveRequested(worker=1))
