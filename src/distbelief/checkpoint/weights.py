@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import safetensors.torch
 import torch
+
+from distbelief.checkpoint.drafts import write_whole
+from distbelief.errors import DistBeliefError
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -39,12 +42,32 @@ def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return flat.view(torch.uint8).numpy()
 
 
+def persistent_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What `load_state_dict` expects: without buffers that are not persistent."""
+    kept = model.state_dict().keys()
+    return {name: tensor for name, tensor in named_tensors(model).items() if name in kept}
+
+
 def save_weights(model: torch.nn.Module, path: Path) -> None:
     """Write what `load_state_dict` expects as a safetensors file: whole or not at all."""
-    kept = model.state_dict().keys()  # without buffers that are not persistent
-    copies = {name: t.cpu().contiguous().clone() for name, t in named_tensors(model).items() if name in kept}
-    draft = path.with_name(f".{path.name}.draft")
-    safetensors.torch.save_file(copies, draft)
-    with draft.open("rb") as file:
-        os.fsync(file.fileno())
-    draft.rename(path)
+    save_tensors(persistent_tensors(model), path)
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file, whole or not at all, and read it back before it counts."""
+    copies = {name: t.cpu().contiguous().clone() for name, t in tensors.items()}  # tied ones must not share memory
+
+    def write(draft: Path) -> None:
+        safetensors.torch.save_file(copies, draft, metadata={"format": "pt"})
+
+    def check(draft: Path) -> None:
+        found = safetensors.torch.load_file(draft)
+        if found.keys() != copies.keys() or not all(_same(found[name], copy) for name, copy in copies.items()):
+            raise DistBeliefError(f"what was written for {path} reads back otherwise", hint="look at the disk")
+
+    write_whole(path, write, check)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = one.dtype == other.dtype and one.shape == other.shape
+    return alike and np.array_equal(_bytes(one), _bytes(other))

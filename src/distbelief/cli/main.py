@@ -9,11 +9,14 @@ from typing import Annotated
 import typer
 
 from distbelief import __version__
+from distbelief.cli.average import average
 from distbelief.cli.chaos import chaos
+from distbelief.cli.export import export
 from distbelief.cli.failures import Commands
 from distbelief.cli.new import new
 from distbelief.cli.scale import scale
 from distbelief.cli.train import train
+from distbelief.cli.verify import verify
 from distbelief.cli.worker import worker
 
 app = typer.Typer(
@@ -27,6 +30,9 @@ app.command()(train)
 app.command()(scale)
 app.command()(worker)
 app.command()(chaos)
+app.command()(verify)
+app.command()(export)
+app.command()(average)
 app.command()(new)
 
 

@@ -93,6 +93,8 @@ class Launch:
     """Where the coordinator listens. Beyond loopback, workers of other hosts can join."""
     dial: Callable[[int, str], str] = lambda worker, address: address
     """The address at which a worker reaches the coordinator: chaos puts itself in between."""
+    most_steps: int = 0
+    """End the run after so many steps, if the job has more; 0: no limit."""
 
 
 def run(launch: Launch, observer: Observer) -> dict[str, Any]:
@@ -214,6 +216,7 @@ class _Run:
             settings=launch.settings,
             sys_path=list(launch.sys_path),
             store=self._store,
+            most_steps=launch.most_steps,
         )
 
     def _start_worker(self, worker: int) -> None:

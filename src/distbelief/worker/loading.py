@@ -81,6 +81,7 @@ def load(spec: WorkerSpec, keeper: KeeperClient | None) -> Loaded:
         )
     schedule = Schedule(len(source), job.global_batch, job.resolved_shards, job.drop_last)
     steps = job.steps or max(1, math.ceil((job.epochs or 1) * schedule.steps_per_epoch))
+    steps = min(steps, spec.most_steps or steps)
     feed = Feed(source, schedule, job, shuffle=job.shuffle)
     evaluator = None
     if job.validation is not None:

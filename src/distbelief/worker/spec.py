@@ -22,3 +22,5 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     sys_path: list[str] = []
     store: tuple[str, int] | None = None
     """Host and port of the rendezvous store, where torch groups are used."""
+    most_steps: int = 0
+    """End the run after so many steps, if the job has more; 0: no limit."""

@@ -1,0 +1,264 @@
+"""The manifest: what a checkpoint consists of, as strict JSON with a checksum over itself.
+
+    FOLDER/step-000000120/manifest.json
+    FOLDER/step-000000120/part-00001-of-00002.safetensors
+
+The last key, `checksum`, covers every byte before it. It and `format_version` keep their place and meaning in every
+version of the format, so that damage is told from another version. This module reads and writes no files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from math import prod
+from typing import Any
+
+import msgspec
+
+from distbelief.checkpoint.faults import CheckpointDamaged, CheckpointFormat
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+
+# torch's name of a type -> (safetensors' name, bytes per element)
+DTYPES = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint64": ("U64", 8),
+    "uint32": ("U32", 4),
+    "uint16": ("U16", 2),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+}
+
+_MARK = b',"checksum":"sha256:'
+_PART_NAME = re.compile(r"part-(\d{5,})-of-(\d{5,})\.safetensors", re.ASCII)
+_STEP_NAME = re.compile(r"step-(\d{9,})", re.ASCII)
+_DAMAGED_HINT = "restore it from a copy, or delete this checkpoint; resuming takes the newest one that is sound"
+
+
+class PartEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A stretch of one tensor, in row-major order, as a part holds it."""
+
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    first: int
+    count: int
+
+    @property
+    def whole(self) -> bool:
+        return self.count == prod(self.shape)
+
+    @property
+    def key(self) -> str:
+        """Its name inside the part: a whole tensor keeps its own, so that the file means something by itself."""
+        return self.tensor if self.whole else f"{self.tensor}[{self.first}:{self.first + self.count}]"
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return self.shape if self.whole else (self.count,)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.count * DTYPES[self.dtype][1]
+
+
+class PartRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the writer of a part tells whoever seals the checkpoint."""
+
+    file: str
+    size_bytes: int
+    sha256: str
+    entries: tuple[PartEntry, ...]
+
+
+class PartFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    file: str
+    size_bytes: int
+    sha256: str
+
+
+class Stretch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    part: int
+    """1 for the first part."""
+    first: int
+    count: int
+
+
+class TensorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stretches: tuple[Stretch, ...]
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the caller knows about a step, each a JSON object of its own making."""
+
+    job: dict[str, Any] = {}
+    data: dict[str, Any] = {}
+    random: dict[str, Any] = {}
+    versions: dict[str, Any] = {}
+    metrics: dict[str, float | None] = {}
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format_version: int
+    step: int
+    created: datetime
+    job: dict[str, Any]
+    data: dict[str, Any]
+    random: dict[str, Any]
+    versions: dict[str, Any]
+    metrics: dict[str, float | None]
+    """A value that is no finite number is None: JSON has no other way to say it."""
+    parts: tuple[PartFile, ...]
+    tensors: tuple[TensorRecord, ...]
+
+    def entries_of(self, part: int) -> list[PartEntry]:
+        return [
+            PartEntry(t.name, t.dtype, t.shape, stretch.first, stretch.count)
+            for t in self.tensors
+            for stretch in t.stretches
+            if stretch.part == part
+        ]
+
+
+class _Version(msgspec.Struct):
+    format_version: int
+
+
+def step_name(step: int) -> str:
+    """
+    >>> step_name(120)
+    'step-000000120'
+    """
+    return f"step-{step:09d}"
+
+
+def step_of(name: str) -> int | None:
+    match = _STEP_NAME.fullmatch(name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
+
+
+def part_name(part: int, parts: int) -> str:
+    """
+    >>> part_name(1, 3)
+    'part-00001-of-00003.safetensors'
+    """
+    return f"part-{part:05d}-of-{parts:05d}.safetensors"
+
+
+def part_number(name: str) -> tuple[int, int] | None:
+    match = _PART_NAME.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def encode(manifest: Manifest) -> bytes:
+    body = msgspec.json.encode(manifest, enc_hook=_plain)[:-1]
+    return body + _MARK + hashlib.sha256(body).hexdigest().encode() + b'"}'
+
+
+def _plain(value: object) -> str:
+    """`torch.__version__` is a string of a class of its own."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise TypeError(f"a checkpoint's facts are plain JSON: {type(value).__name__} is not")
+
+
+def decode(data: bytes, url: str, step: int) -> Manifest:
+    """The manifest in these bytes, every claim of it checked; `url` is for messages."""
+    body, mark, tail = data.rpartition(_MARK)
+    if not mark or not tail.endswith(b'"}'):
+        raise CheckpointDamaged(f"{url} is torn: it does not end with its checksum", hint=_DAMAGED_HINT)
+    if tail[:-2] != hashlib.sha256(body).hexdigest().encode():
+        raise CheckpointDamaged(f"{url} is damaged: its checksum differs", hint=_DAMAGED_HINT)
+    body += b"}"
+    try:
+        _check_version(msgspec.json.decode(body, type=_Version).format_version, url)
+        manifest = msgspec.json.decode(body, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointDamaged(f"{url} is not a manifest: {error}", hint=_DAMAGED_HINT) from error
+    fault = f"it is of step {manifest.step}" if manifest.step != step else _fault(manifest)
+    if fault:
+        raise CheckpointDamaged(f"{url} is refused: {fault}", hint=_DAMAGED_HINT)
+    return manifest
+
+
+def _check_version(found: int, url: str) -> None:
+    if found < FORMAT_VERSION:
+        raise CheckpointFormat(
+            f"{url} is in the older checkpoint format {found}; this version reads format {FORMAT_VERSION}",
+            hint="load it with the version of distbelief that wrote it (`versions` in the manifest) and save it anew",
+        )
+    if found > FORMAT_VERSION:
+        raise CheckpointFormat(
+            f"{url} is in the newer checkpoint format {found}; this version reads format {FORMAT_VERSION}",
+            hint="upgrade distbelief to the version that wrote it (`versions` in the manifest), or a later one",
+        )
+
+
+def _fault(manifest: Manifest) -> str:
+    """What is wrong with a manifest whose JSON is right, or nothing."""
+    parts = len(manifest.parts)
+    for number, part in enumerate(manifest.parts, start=1):
+        if part.file != part_name(number, parts):  # also keeps every path inside the folder
+            return f"it names the file {part.file!r} where {part_name(number, parts)} belongs"
+    if len({t.name for t in manifest.tensors}) < len(manifest.tensors):
+        return "it names a tensor twice"
+    for t in manifest.tensors:
+        if t.dtype not in DTYPES:
+            return f"tensor '{t.name}' has the unknown type {t.dtype!r}"
+        if any(not 1 <= stretch.part <= parts for stretch in t.stretches):
+            return f"tensor '{t.name}' lies in a part that is not listed"
+        if fault := coverage_fault(t.name, t.shape, t.stretches):
+            return fault
+    return ""
+
+
+def coverage_fault(name: str, shape: Sequence[int], stretches: Iterable[Stretch]) -> str:
+    """Says where the stretches leave elements of a tensor out, or hold them twice; nothing when all is well.
+
+    >>> coverage_fault("w", (2, 3), [Stretch(1, 0, 4), Stretch(2, 4, 2)])
+    ''
+    >>> coverage_fault("w", (2, 3), [Stretch(1, 0, 4), Stretch(2, 5, 1)])
+    "elements 4 to 4 of tensor 'w' are in no part"
+    """
+    reached, last_part, found = 0, 0, False
+    for stretch in sorted(stretches, key=lambda s: (s.first, s.count)):
+        found = True
+        if stretch.first < 0 or stretch.count < (1 if prod(shape) else 0):
+            return f"tensor '{name}' has a stretch of {stretch.count} elements from {stretch.first} on"
+        if stretch.first > reached:
+            return f"elements {reached} to {stretch.first - 1} of tensor '{name}' are in no part"
+        if stretch.first < reached:
+            upto = min(reached, stretch.first + stretch.count) - 1
+            both = f"in part {last_part} and in part {stretch.part}" if last_part != stretch.part else "twice in a part"
+            return f"elements {stretch.first} to {upto} of tensor '{name}' are {both}"
+        reached, last_part = reached + stretch.count, stretch.part
+    if any(size < 0 for size in shape) or reached > prod(shape):
+        return f"tensor '{name}' of shape {shown_shape(shape)} is held with {reached} elements"
+    if reached < prod(shape):
+        return f"elements {reached} to {prod(shape) - 1} of tensor '{name}' are in no part"
+    return "" if found else f"tensor '{name}' is in no part"
+
+
+def shown_shape(shape: Sequence[int]) -> str:
+    """
+    >>> shown_shape((10, 20)), shown_shape(())
+    ('10×20', 'scalar')
+    """
+    return "×".join(map(str, shape)) or "scalar"

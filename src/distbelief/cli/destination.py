@@ -1,0 +1,28 @@
+"""The FILE of `--to`, checked before any work is done for it, and the words for what was written there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from distbelief.cli.failures import UsageError
+
+
+def check_destination(to: Path, force: bool) -> None:
+    """A UsageError for what can be known to be wrong with the file now."""
+    if to.is_dir():
+        raise UsageError(f"--to {to} is a folder", hint=f"name a file in it: --to {to / 'model.safetensors'}")
+    if to.exists() and not force:
+        raise UsageError(f"{to} exists already", hint="give another --to, or --force to replace it")
+    if not to.parent.is_dir():
+        raise UsageError(f"--to {to}: there is no folder {to.parent}", hint=f"make it first: mkdir -p {to.parent}")
+
+
+def size(size_bytes: int) -> str:
+    """
+    >>> size(812), size(31_100), size(2_500_000_000)
+    ('812 B', '31.1 kB', '2.5 GB')
+    """
+    value, units = float(size_bytes), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"

@@ -1,0 +1,74 @@
+"""`distbelief verify JOB`: train a job two ways and say whether it came to the same weights.
+
+Users run it on their own job before they trust a strategy with it. The checks here start no process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_text
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distbelief.cli.failures import MACHINE_OUTPUT
+from distbelief.cli.train import check_job_file, parse_settings
+
+STEPS = 50
+_TOLERANCE_HELP = (
+    "How far apart weights that count as equal may be: for each tensor, the largest difference over the largest "
+    "number in it. Default: 1e-4; 2e-2 where bf16 or fp16 is at work."
+)
+
+
+def verify(
+    ctx: typer.Context,
+    job: Annotated[Path, typer.Argument(help="The job file: Python that defines `job`.", show_default=False)],
+    strategy: Annotated[str, typer.Option(help="The strategy to be verified.")] = "allreduce",
+    against: Annotated[
+        str, typer.Option(help="Another strategy, or plain: one process with an ordinary PyTorch loop.")
+    ] = "plain",
+    steps: Annotated[
+        int, typer.Option(min=1, metavar="K", help="Stop both after so many steps, if the job has as many.")
+    ] = STEPS,
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes of a strategy.")] = 2,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Set a hyper-parameter of the job. May be repeated."),
+    ] = None,
+    tolerance: Annotated[float | None, typer.Option(min=0, help=_TOLERANCE_HELP, show_default=False)] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep both runs here. Default: they are not kept.", show_default=False),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the verdict as one JSON object on stdout.")] = False,
+) -> None:
+    """Train a job two ways and compare the weights: identical, equal within a tolerance, or different.
+
+    The exit status is 0 for identical and equal, 1 for different.
+    """
+    ctx.meta[MACHINE_OUTPUT] = json
+    check_job_file(job)
+    values = parse_settings(settings or [])
+
+    from distbelief.strategies import parse  # after the checks, which need none of it
+
+    for name in (strategy, *([against] if against != "plain" else [])):
+        parse(name)
+
+    from distbelief.verification.report import as_json, print_report
+    from distbelief.verification.trial import Plan
+    from distbelief.verification.trial import verify as run_both
+
+    plan = Plan(job, values, strategy, against, workers, steps, tolerance, run_dir)
+    stream = sys.stderr if json else sys.stdout
+    # With --json, stdout holds the object alone, whatever else prints in this process.
+    with contextlib.redirect_stdout(stream):
+        found = run_both(plan, stream)
+        print_report(plan, found, stream)
+    if json:
+        typer.echo(json_text.dumps(as_json(plan, found), allow_nan=False))
+    if found.verdict == "different":
+        raise typer.Exit(1)

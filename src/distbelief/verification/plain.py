@@ -1,0 +1,282 @@
+"""A job trained by one plain PyTorch loop: what `distbelief verify` holds the strategies against.
+
+Read it to see what a step is. Nothing of the strategies, the workers or their transports is used. Looked up in
+the system are only what the job fixes (which samples a shard has, and the seeds), and how a batch is made and split.
+
+    for each step:
+        for each shard that has samples:
+            put the buffers back to their values of before the step; seed with (seed, step, shard)
+            forward, loss as a sum over the samples (or as the job gives it), backward
+        add gradients and float buffers of the shards along a binary tree
+        divide the gradients by the weight of the whole batch, clip them, run the optimizer
+        float buffers become their average over the shards; integer buffers must be the same after every shard
+
+The bits are those of `allreduce`, with two reservations. The norm for clipping is summed per parameter here and per
+tile of the flat layout there, both in float64; the factor is then rounded to the type of the gradient, so that this
+shows once in about 10^8 steps. And an optimizer of the job's own that draws random numbers, or that lets one parameter
+influence another, is run on groups of whole parameters there and on all of them here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from distbelief.data.order import positions_to_samples
+from distbelief.data.seeding import seed_everything
+from distbelief.data.sources import InMemory, as_source, split_batch
+from distbelief.errors import DistBeliefError, JobError
+from distbelief.job import Job
+from distbelief.shards import Range, Schedule, sample_seed, shard_seed, split
+
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+
+Fetch = Callable[[int, int], tuple[Any, int]]
+"""(step, shard) -> its batch, and how many samples that has."""
+
+
+@dataclass
+class Part:
+    """What one shard gives, or several of them added up."""
+
+    gradients: list[torch.Tensor | None]
+    """Per trainable parameter; None where no shard gave it one."""
+    floats: list[torch.Tensor]
+    """The float buffers after the shard."""
+    changed: list[bool]
+    """Per float buffer: whether a shard changed it."""
+    integers: list[torch.Tensor]
+    losses: list[float]
+    """Per shard: the loss as a sum."""
+    weights: list[float]
+    """Per shard: what that sum is to be divided by."""
+
+
+def train_plainly(job: Job, model: torch.nn.Module, most_steps: int = 0) -> Iterator[float]:
+    """Train the model, which is fresh from `make_model`. Gives the loss of each step, when that has been applied.
+
+    >>> job = Job(
+    ...     model=lambda: torch.nn.Linear(4, 2),
+    ...     loss=torch.nn.functional.cross_entropy,
+    ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+    ...     data=(torch.eye(4), torch.tensor([0, 1, 0, 1])),
+    ...     global_batch=4,
+    ...     steps=20,
+    ... )
+    >>> losses = list(train_plainly(job, make_model(job)))
+    >>> len(losses), losses[-1] < losses[0]
+    (20, True)
+    """
+    schedule, fetch = open_data(job)
+    steps = job.steps or max(1, math.ceil((job.epochs or 1) * schedule.steps_per_epoch))
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = make_optimizer(job, parameters)
+    rates = [float(group["lr"]) if "lr" in group else None for group in optimizer.param_groups]
+    buffers = Buffers(model)
+    for step in range(min(steps, most_steps or steps)):
+        buffers.keep()
+        compute = ShardComputation(job, model, parameters, buffers, fetch, step)
+        total = add_up(compute, (0, schedule.occupied(step)))
+        weight, loss_sum = math.fsum(total.weights), math.fsum(total.losses)
+        if not math.isfinite(loss_sum):
+            raise DistBeliefError(f"plain: the loss is {loss_sum} at step {step}; the step was not applied")
+        for parameter, gradient in zip(parameters, total.gradients, strict=True):
+            # A batch of weight 0 has nothing to learn from: then no parameter has a gradient.
+            parameter.grad = None if gradient is None or weight == 0 else gradient * (1.0 / weight)
+        clip(job, parameters)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate * (job.schedule(step) if job.schedule else 1.0)
+        update(optimizer, parameters)
+        buffers.commit(total)
+        yield loss_sum / weight if weight else 0.0
+
+
+def make_model(job: Job) -> torch.nn.Module:
+    """The model with its first weights."""
+    seed_everything(job.seed)
+    model = job.model if isinstance(job.model, torch.nn.Module) else job.model()
+    for parameter in model.parameters():
+        # In the ordinary order of elements, also where the job asked for channels_last: strategies keep them so.
+        parameter.data = parameter.detach().reshape(-1).clone().view(parameter.shape)
+    return model.train()
+
+
+def open_data(job: Job) -> tuple[Schedule, Fetch]:
+    source = as_source(job.data, job.collate)
+    schedule = Schedule(len(source), job.global_batch, job.resolved_shards, job.drop_last)
+
+    def fetch(step: int, shard: int) -> tuple[Any, int]:
+        epoch, first, end = schedule.shard(step, shard)
+        samples = positions_to_samples(np.arange(first, end), len(source), job.seed, epoch, job.shuffle)
+        if isinstance(source, InMemory):
+            return source.fetch(samples), len(samples)
+        parts = []
+        for sample in samples.tolist():
+            seed_everything(sample_seed(job.seed, epoch, sample))
+            parts.append(source.dataset[sample])
+        return source.collate(parts), len(samples)
+
+    return schedule, fetch
+
+
+def make_optimizer(job: Job, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The job's optimizer. In torch's fused implementation where it has one and the job wants no other: its
+    implementations differ in the last bits, and strategies use this one."""
+    made = job.optimizer(parameters)
+    asked_otherwise = any(
+        group.get("fused") is False or group.get("foreach") or group.get("differentiable")
+        for group in made.param_groups
+    )
+    if type(made) not in FUSED or asked_otherwise:
+        return made
+    kind: Any = type(made)
+    accepted = inspect.signature(kind).parameters
+    defaults = {name: value for name, value in made.defaults.items() if name in accepted}
+    fused: torch.optim.Optimizer = kind(
+        [{**group, "fused": True} for group in made.param_groups], **{**defaults, "fused": True}
+    )
+    return fused
+
+
+class Buffers:
+    """A model's buffers: those of before the step, and how to go back to them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._places = [
+            (module, key, buffer)
+            for module in model.modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self.floats = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        self.integers = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
+        self.keep()
+
+    def keep(self) -> None:
+        self.before = [buffer.clone() for buffer in self.floats]
+        self._integers_before = [buffer.clone() for buffer in self.integers]
+
+    def restore(self) -> None:
+        for buffer, value in zip(self.floats + self.integers, self.before + self._integers_before, strict=True):
+            buffer.copy_(value)
+
+    def gather(self) -> None:
+        """A module may have put a new tensor in a buffer's place: take its value, and put ours back."""
+        for module, key, buffer in self._places:
+            present = module._buffers[key]
+            if present is not buffer and present is not None:
+                buffer.copy_(present.detach())
+                module._buffers[key] = buffer
+
+    def commit(self, total: Part) -> None:
+        shards = len(total.losses)
+        for buffer, before, value, changed in zip(self.floats, self.before, total.floats, total.changed, strict=True):
+            # The average of equal numbers is not always that number: what nobody changed is left alone.
+            buffer.copy_(value / shards if changed else before)
+        for buffer, value in zip(self.integers, total.integers, strict=True):
+            buffer.copy_(value)
+
+
+@dataclass
+class ShardComputation:
+    """Forward and backward of any shard of one step."""
+
+    job: Job
+    model: torch.nn.Module
+    parameters: list[torch.nn.Parameter]
+    buffers: Buffers
+    fetch: Fetch
+    step: int
+
+    def __call__(self, shard: int) -> Part:
+        batch, samples = self.fetch(self.step, shard)
+        self.buffers.restore()
+        for parameter in self.parameters:
+            parameter.grad = None
+        seed_everything(shard_seed(self.job.seed, self.step, shard))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.job.precision == "bf16"):
+            args, kwargs, target = split_batch(batch)
+            result = self.job.loss(self.model(*args, **kwargs), target)
+            loss, weight = result if isinstance(result, tuple) else (result * samples, samples)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.buffers.gather()
+        floats = [buffer.clone() for buffer in self.buffers.floats]
+        return Part(
+            gradients=[dense(parameter.grad) for parameter in self.parameters],
+            floats=floats,
+            changed=[not torch.equal(now, then) for now, then in zip(floats, self.buffers.before, strict=True)],
+            integers=[buffer.clone() for buffer in self.buffers.integers],
+            losses=[loss.item()],
+            weights=[float(weight)],
+        )
+
+
+def dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient.coalesce().to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+
+def add_up(compute: Callable[[int], Part], shards: Range) -> Part:
+    """The sum over a range of shards: that of the first half plus that of the second, where the first has as many as
+    the largest power of two below the whole: ((0 + 1) + (2 + 3)) + 4 for five. Computed on the way, so that few
+    gradients are held at once."""
+    if shards[1] - shards[0] == 1:
+        return compute(shards[0])
+    left, right = split(shards)
+    return add(add_up(compute, left), add_up(compute, right))
+
+
+def add(left: Part, right: Part) -> Part:
+    if not all(map(torch.equal, left.integers, right.integers)):
+        raise JobError("plain: an integer buffer of the model has other values after one shard than after another")
+    return Part(
+        gradients=[add_gradients(a, b) for a, b in zip(left.gradients, right.gradients, strict=True)],
+        floats=[a + b for a, b in zip(left.floats, right.floats, strict=True)],
+        changed=[a or b for a, b in zip(left.changed, right.changed, strict=True)],
+        integers=left.integers,
+        losses=left.losses + right.losses,
+        weights=left.weights + right.weights,
+    )
+
+
+def add_gradients(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+    """A shard that gave a parameter no gradient counts as zeros, if another one gave it one."""
+    if left is None or right is None:
+        some = left if right is None else right
+        return None if some is None else some + torch.zeros_like(some)
+    return left + right
+
+
+def clip(job: Job, parameters: list[torch.nn.Parameter]) -> None:
+    """Scale all gradients down together, if their norm is above the job's limit."""
+    if job.clip_norm is None:
+        return
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    squares = [float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 for gradient in gradients]
+    factor = min(1.0, job.clip_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
+    for gradient in gradients:
+        if factor < 1.0:
+            gradient.mul_(factor)
+
+
+def update(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> None:
+    """One step on the parameters that have a gradient. Those that have one for the first time go last, on their own:
+    torch's fused SGD wants a first step for all that it is given, or for none."""
+    given = [parameter for parameter in parameters if parameter.grad is not None]
+    new = [parameter for parameter in given if not optimizer.state.get(parameter)]
+    gradients = [parameter.grad for parameter in new]
+    if new and len(new) < len(given):
+        for parameter in new:
+            parameter.grad = None
+        optimizer.step()
+        for parameter in given:
+            parameter.grad = None
+        for parameter, gradient in zip(new, gradients, strict=True):
+            parameter.grad = gradient
+    optimizer.step()

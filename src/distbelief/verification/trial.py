@@ -1,0 +1,90 @@
+"""Trains a job two ways, one after the other, and compares what both leave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from safetensors.torch import load_file
+
+from distbelief.api import run_file
+from distbelief.errors import RunFailed
+from distbelief.observe.plain import PlainView
+from distbelief.observe.records import Tail
+from distbelief.verification.compare import Comparison, Trained, compare, default_tolerance
+from distbelief.verification.process import run_plain
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Plan:
+    job: Path
+    settings: Mapping[str, str]
+    strategy: str
+    against: str
+    """Another strategy, or `PLAIN`."""
+    workers: int
+    most_steps: int
+    tolerance: float | None
+    """None: what `default_tolerance` says."""
+    run_dir: Path | None
+    """Both runs are kept in folders below it; None: they are thrown away, unless one of them fails."""
+
+
+def verify(plan: Plan, stream: TextIO) -> Comparison:
+    """Run both and compare them. What happens is told on `stream`."""
+    with _folder(plan.run_dir, stream) as folder:
+        _train(plan, plan.strategy, folder / "strategy", stream)
+        _train(plan, plan.against, folder / "against", stream)
+        one, other = _read(folder / "strategy"), _read(folder / "against")
+        precision = json.loads((folder / "strategy" / "job.json").read_text())["precision"]
+    tolerance = default_tolerance(one.weights, precision) if plan.tolerance is None else plan.tolerance
+    return compare(one, other, tolerance)
+
+
+def _train(plan: Plan, how: str, run_dir: Path, stream: TextIO) -> None:
+    print(f"{how}:", file=stream, flush=True)
+    if how == PLAIN:
+        run_plain(plan.job, plan.settings, plan.most_steps, run_dir)
+        return
+    with contextlib.closing(PlainView(stream)) as view:
+        run_file(
+            plan.job,
+            dict(plan.settings),
+            workers=plan.workers,
+            strategy=how,
+            run_dir=run_dir,
+            shares=(),
+            view=view,
+            most_steps=plan.most_steps,
+        )
+
+
+def _read(run_dir: Path) -> Trained:
+    records = Tail(run_dir / "metrics.jsonl").read()
+    losses = {record["step"]: record["loss"] for record in records if record.get("kind") == "step"}
+    return Trained(load_file(run_dir / "weights.safetensors"), losses)
+
+
+@contextlib.contextmanager
+def _folder(wanted: Path | None, stream: TextIO) -> Iterator[Path]:
+    if wanted is not None:
+        yield wanted
+        return
+    folder = Path(tempfile.mkdtemp(prefix="distbelief-verify-"))
+    try:
+        yield folder
+    except RunFailed:
+        print(f"both runs, as far as they came, are kept in {folder}", file=stream, flush=True)
+        raise
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    shutil.rmtree(folder)
