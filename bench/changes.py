@@ -1,12 +1,13 @@
 """What changes cost those who train on: a coordinator that dies again and again, and workers that join.
 
-    .venv/bin/python bench/changes.py [--times 20] [--joins 10] [--json FILE]
+    .venv/bin/python bench/changes.py [--workers 1] [--times 20] [--joins 10] [--strategy allreduce] [--json FILE]
 
-Two workers with one thread each train the MLP of the data-parallel benchmark. First the coordinator is killed, again
+Workers with one thread each train the MLP of the data-parallel benchmark. First the coordinator is killed, again
 and again: the step rate while there is none is set against the rate just before, and nobody may be started again, nor a
-step be missing or be there twice. Then a third worker comes and goes (`distbelief scale`): the pause is the time
-between the last commit without it and the first with it. The exit status is 1 when a promise was broken, 2 when
-something could not be measured.
+step be missing or be there twice. Then one more worker comes and goes (`distbelief scale`): the pause is the time
+between the last commit without it and the first with it, less a step. One worker by default: with as many as there are
+cores, what is measured is mostly how they share those with the process that starts. The exit status is 1 when a promise
+was broken, 2 when something could not be measured.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from machine import Bystanders
 from recovery_figures import Commit
 from recovery_watch import LAUNCH_LIMIT_S, RECOVERY_LIMIT_S, OurFiles, started, wait_for
 
-WORKERS = 2
 SHARDS = 6
 STEPS = 10_000_000
 SETTLED_STEPS = 40
@@ -51,13 +51,15 @@ def main() -> int:
         "program": "bench/changes.py",
         "arguments": sys.argv[1:],
         "machine": machine.facts(),
-        "settings": {"workers": WORKERS, "threads": 1, "shards": SHARDS},
+        "settings": {"workers": args.workers, "threads": 1, "shards": SHARDS, "strategy": args.strategy},
         "load": {"before": machine.load()},
     }
-    report.show_machine(console, content["machine"], content["load"]["before"], "Two workers, one thread each.")
+    report.show_machine(
+        console, content["machine"], content["load"]["before"], f"Workers: {args.workers}, one thread each."
+    )
     try:
-        content["coordinator"] = _measured(lambda run: coordinator_killed(run, args.times))
-        content["joins"] = _measured(lambda run: workers_joined(run, args.joins))
+        content["coordinator"] = _measured(args, lambda run: coordinator_killed(run, args.times))
+        content["joins"] = _measured(args, lambda run: workers_joined(run, args.workers, args.joins))
     except DriverFailed as error:
         console.print(str(error), markup=False)
         return 2
@@ -96,22 +98,25 @@ class Run:
         return [record for record in read_journal(self.run_dir / "journal.jsonl") if record["kind"] == kind]
 
 
-def _measured(measure: Callable[[Run], dict[str, Any]]) -> dict[str, Any]:
+def _measured(args: argparse.Namespace, measure: Callable[[Run], dict[str, Any]]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         run_dir, bystanders = Path(folder) / "run", Bystanders()
-        with started(_command(run_dir), {}) as process:
+        with started(_command(run_dir, args), {}) as process:
             run = Run(run_dir, process)
             run.settle()
             found = measure(run)
         others = bystanders.share()
         run.files.poll()
-    return {**found, "problems": [*found["problems"], *run.files.problems()], "others_cpu_share": others}
+    steps = sorted(commit.step for commit in run.files.commits)
+    missing = [] if steps == list(range(len(steps))) else ["not every step was committed and reported exactly once"]
+    return {**found, "problems": [*found["problems"], *missing], "others_cpu_share": others}
 
 
-def _command(run_dir: Path) -> Command:
+def _command(run_dir: Path, args: argparse.Namespace) -> Command:
     return [
         sys.executable, "-m", "distbelief.cli.main", "train", str(BENCH / "workloads.py"),
-        "--workers", str(WORKERS), "--threads", "1", "--run-dir", str(run_dir), "--json", "--no-balance",
+        "--workers", str(args.workers), "--threads", "1", "--run-dir", str(run_dir), "--json", "--no-balance",
+        "--strategy", args.strategy,
         "--set", "workload=mlp", "--set", f"steps={STEPS}", "--set", f"shards={SHARDS}",
     ]  # fmt: skip
 
@@ -127,8 +132,10 @@ def coordinator_killed(run: Run, times: int) -> dict[str, Any]:
         run.wait(lambda number=number: len(run.records("epoch")) > number, "the next coordinator")  # type: ignore[misc]
         absences.append((killed_at, run.records("epoch")[-1]["at"]))
         run.settle()
-    during = [_rate(run.files.commits, begin, end) for begin, end in absences]
-    before = [_rate(run.files.commits, begin - (end - begin), begin) for begin, end in absences]
+    # What was committed meanwhile is told after the first news: not in order.
+    commits = sorted(run.files.commits, key=lambda commit: commit.at)
+    during = [_rate(commits, begin, end) for begin, end in absences]
+    before = [_rate(commits, begin - (end - begin), begin) for begin, end in absences]
     problems = [] if len(run.records("generation")) == 1 else ["the members changed when the coordinator died"]
     return {
         "times": times,
@@ -149,22 +156,22 @@ def _rate(commits: Sequence[Commit], begin: float, end: float) -> float:
     return (len(inside) - 1) / (inside[-1] - inside[0])
 
 
-def workers_joined(run: Run, joins: int) -> dict[str, Any]:
+def workers_joined(run: Run, workers: int, joins: int) -> dict[str, Any]:
     pauses, steps, loading = [], [], []
     for _ in range(joins):
         old = max(run.files.members)
         asked_at = time.time()
-        _scale(run, WORKERS + 1)
+        _scale(run, workers + 1)
         run.wait(lambda old=old: max(run.files.members) > old, "the new worker")  # type: ignore[misc]
         run.settle()
         commits, new = run.files.commits, max(run.files.members)
         loading.append(run.files.decided_at[new] - asked_at)
         last = max(commit.at for commit in commits if commit.generation == old)
         first = min(commit.at for commit in commits if commit.generation == new)
-        pauses.append(first - last)
         quiet = [commit.at for commit in commits if commit.generation == old and commit.at < asked_at][-SETTLED_STEPS:]
         steps.append(statistics.median(later - earlier for earlier, later in pairwise(quiet)))
-        _scale(run, WORKERS)
+        pauses.append(first - last - steps[-1])
+        _scale(run, workers)
         run.wait(lambda new=new: max(run.files.members) > new, "the worker that goes")  # type: ignore[misc]
         run.settle()
     return {
@@ -214,8 +221,10 @@ def _row(figures: dict[str, Any], factor: float = 1.0) -> list[str]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="What changes cost those who train on.")
+    parser.add_argument("--workers", type=int, default=1, help="to begin with")
     parser.add_argument("--times", type=int, default=TIMES, help="how often the coordinator is killed")
     parser.add_argument("--joins", type=int, default=JOINS, help="how often a worker joins")
+    parser.add_argument("--strategy", default="allreduce", help="allreduce (shared memory) or allreduce:gloo")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     return parser.parse_args()
 

@@ -3,11 +3,11 @@
     .venv/bin/python bench/recovery.py [--kills 30] [--quick] [--json FILE] [--peers ours,torchrun,ray,torchft]
 
 Three workers with one thread each train the MLP of the data-parallel benchmark (and, ours only, the GPT, with a third
-of the kills; peers are killed ten times at most). A random worker is killed at a random moment, again and again; the next kill waits until all workers are
-there again and have committed steps. recovery_figures.py says what each figure is. Peers are extras of the benchmark:
-one that is not installed is reported as skipped, with the reason. Of fewer than 100 kills the 99th percentile is the
-highest value. The exit status is 0 whether goals are met or not, 2 when something could not be measured, and 1 when
-DistBelief's own files show that a step was lost or done twice.
+of the kills; peers are killed ten times at most). A random worker is killed at a random moment, again and again; the
+next kill waits until all workers are there again and have committed steps. recovery_figures.py says what each figure
+is. Peers are extras of the benchmark: one that is not installed is reported as skipped, with the reason. Of fewer than
+100 kills the 99th percentile is the highest value. The exit status is 0 whether goals are met or not, 2 when something
+could not be measured, and 1 when DistBelief's own files show that a step was lost or done twice.
 """
 
 from __future__ import annotations

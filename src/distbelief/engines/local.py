@@ -54,7 +54,7 @@ HASTE_S = 0.3
 GRACE_S = 3.0  # how long processes may take to end by themselves
 ATTACH_EVERY_S = 1.0
 SILENT_S = 10.0  # a coordinator that does not answer for so long is ended, and another one takes over
-SHORT_LIFE_S = 2.0  # a coordinator that lives no longer has not been of use
+SHORT_LIFE_S = 2.0  # a coordinator that ends by itself so soon would do so again
 MOST_SHORT_LIVES = 5
 
 
@@ -316,7 +316,8 @@ class _Run:
             self._finish()  # the end is on the disk: nobody needs to be told but our own workers, and they are ended
             return
         lived_s = time.monotonic() - self._coordinator.started_at
-        self._short_lives = self._short_lives + 1 if lived_s < SHORT_LIFE_S else 0
+        if not self._coordinator.was_killed:
+            self._short_lives = self._short_lives + 1 if lived_s < SHORT_LIFE_S else 0
         if self._short_lives >= MOST_SHORT_LIVES:
             self._finish(HASTE_S)
             raise RunFailed(

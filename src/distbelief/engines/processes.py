@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -116,6 +117,11 @@ class CoordinatorProcess:
 
     def ended(self) -> bool:
         return self._process.poll() is not None
+
+    @property
+    def was_killed(self) -> bool:
+        """By SIGKILL: somebody wanted it, or the machine is out of memory. It is no fault of its own."""
+        return self._process.poll() == -signal.SIGKILL
 
     def kill(self) -> None:
         self._process.kill()
