@@ -16,7 +16,7 @@ from distbelief.coordinator.detector import STUCK_S
 from distbelief.errors import DistBeliefError, JobError
 
 if TYPE_CHECKING:
-    from distbelief.engines.local import Launch
+    from distbelief.engines.launch import Launch
     from distbelief.job import Job
     from distbelief.observe.view import View
     from distbelief.strategies.allreduce import AllReduce
@@ -127,7 +127,7 @@ def _launch(
     shares: Sequence[float],
     **options: Any,
 ) -> Launch:
-    from distbelief.engines.local import Launch
+    from distbelief.engines.launch import Launch
     from distbelief.strategies import parse
 
     how = parse(strategy) if isinstance(strategy, str) else strategy

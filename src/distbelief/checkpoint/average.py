@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from distbelief.checkpoint.fit import differences, misfit
+from distbelief.checkpoint.fit import differences, forms, misfit
 from distbelief.checkpoint.sources import Source
 from distbelief.errors import DistBeliefError
 
@@ -48,7 +48,7 @@ def _require_one_model(sources: Sequence[Source]) -> None:
     lines = [
         line
         for other in sources[1:]
-        for line in differences(first.tensors, str(first.path), other.tensors, str(other.path))
+        for line in differences(forms(first.tensors), str(first.path), forms(other.tensors), str(other.path))
     ]
     if lines:
         raise misfit("these are not weights of one model", lines, hint="average runs of the same job and settings")

@@ -9,12 +9,12 @@ import torch
 
 from distbelief.checkpoint import manifest as m
 from distbelief.checkpoint.faults import CheckpointMismatch, CheckpointMissing, CheckpointUnusable
+from distbelief.checkpoint.fit import differences, form, forms, misfit
 from distbelief.checkpoint.manifest import DTYPES, Manifest, PartEntry, TensorRecord
-from distbelief.checkpoint.parts import check_part, dtype_name, memory_of
+from distbelief.checkpoint.parts import check_part, memory_of
 from distbelief.checkpoint.storage import Folder, Where, entries, folder_at, read_file
 
 _READERS = 4  # parts read at once: hashing and waiting both let other threads run
-_NAMED = 3  # tensors that a message names; the details have them all
 
 
 def list_checkpoints(folder: Where) -> list[int]:
@@ -99,31 +99,21 @@ def load_into(
     leaves out tensors of the checkpoint that are not wanted, such as the optimizer's.
     """
     wanted = [t for t in manifest.tensors if select(t.name)]
-    _compare((folder_at(folder) / m.step_name(manifest.step)).url, wanted, tensors)
+    _require_one_model((folder_at(folder) / m.step_name(manifest.step)).url, wanted, tensors)
     fresh = read_tensors(folder, manifest, {t.name for t in wanted})
     with torch.no_grad():
         for name in list(fresh):
             tensors[name].copy_(fresh.pop(name))
 
 
-def _compare(url: str, held: Sequence[TensorRecord], tensors: Mapping[str, torch.Tensor]) -> None:
-    found = {t.name: f"{m.shown_shape(t.shape)} {t.dtype}" for t in held}
-    wanted = {name: f"{m.shown_shape(t.shape)} {dtype_name(t.dtype)}" for name, t in tensors.items()}
-    differ = [
-        f"{name}: {found[name]} in the checkpoint, {wanted[name]} here"
-        for name in sorted(found.keys() & wanted.keys())
-        if found[name] != wanted[name]
-    ]
-    missing = [f"{name}: not in the checkpoint, {wanted[name]} here" for name in sorted(wanted.keys() - found.keys())]
-    unexpected = [f"{name}: {found[name]} in the checkpoint, not here" for name in sorted(found.keys() - wanted.keys())]
-    lines = differ + missing + unexpected
-    if lines:
-        more = f"; and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
-        raise CheckpointMismatch(
-            f"{url} is a checkpoint of another model: {len(differ)} tensors differ, {len(missing)} are missing, "
-            f"{len(unexpected)} are unexpected: {'; '.join(lines[:_NAMED])}{more}",
+def _require_one_model(url: str, held: Sequence[TensorRecord], tensors: Mapping[str, torch.Tensor]) -> None:
+    there = {t.name: form(t.dtype, t.shape) for t in held}
+    if lines := differences(there, "the checkpoint", forms(tensors), "the model"):
+        raise misfit(
+            f"{url} is a checkpoint of another model",
+            lines,
             hint="load it with the job that it was saved from; nothing was loaded",
-            details="\n".join(lines),
+            kind=CheckpointMismatch,
         )
 
 

@@ -11,14 +11,10 @@ import contextlib
 import os
 import platform
 import secrets
-import select
 import signal
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import zmq
@@ -39,12 +35,13 @@ from distbelief.comm.messages import (
     encode,
 )
 from distbelief.comm.network import dial, host_of, is_loopback
-from distbelief.coordinator.detector import STUCK_S
 from distbelief.coordinator.journal import read as read_journal
 from distbelief.engines.guests import TEMPLATE, Guests
+from distbelief.engines.launch import Launch, Observer
 from distbelief.engines.processes import CoordinatorProcess, LogPipe, Zygote
 from distbelief.engines.rundir import verdict
 from distbelief.engines.signals import Signals
+from distbelief.engines.watching import Watching
 from distbelief.errors import RunFailed
 from distbelief.worker.spec import WorkerSpec
 
@@ -56,45 +53,6 @@ ATTACH_EVERY_S = 1.0
 SILENT_S = 10.0  # a coordinator that does not answer for so long is ended, and another one takes over
 SHORT_LIFE_S = 2.0  # a coordinator that ends by itself so soon would do so again
 MOST_SHORT_LIVES = 5
-
-
-class Observer(Protocol):
-    """Whoever watches a run (see observe/view.py)."""
-
-    def started(self, run_dir: Path, workers: int) -> None: ...
-
-    def log(self, source: str, line: str) -> None: ...
-
-    def refresh(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What to run, and on how many workers."""
-
-    run_dir: Path
-    workers: int
-    strategy: str
-    exact: bool
-    transport: str
-    threads: int = 1
-    device: str = "cpu"
-    shares: tuple[float, ...] = ()
-    job_file: str = ""
-    settings: dict[str, str] = field(default_factory=dict)
-    job_pickle: bytes = b""
-    sys_path: tuple[str, ...] = ()
-    worker_threads: dict[int, int] = field(default_factory=dict)
-    """Workers with another number of threads than the run's. In exact mode the canary refuses them."""
-    min_workers: int = 1
-    balance: bool = True
-    stuck_after_s: float = STUCK_S
-    listen: str = "tcp://127.0.0.1:*"
-    """Where the coordinator listens. Beyond loopback, workers of other hosts can join."""
-    dial: Callable[[int, str], str] = lambda worker, address: address
-    """The address at which a worker reaches the coordinator: chaos puts itself in between."""
-    most_steps: int = 0
-    """End the run after so many steps, if the job has more; 0: no limit."""
 
 
 def run(launch: Launch, observer: Observer) -> dict[str, Any]:
@@ -114,8 +72,8 @@ class _Run:
         self._observer = observer
         self._signals = signals
         self._stack = contextlib.ExitStack()
-        self._poller = zmq.Poller()
-        self._handlers: dict[Any, Callable[[], None]] = {}
+        self._watching = Watching()
+        self._can_fork = False
         self._workers: dict[int, int] = {}  # process number -> worker
         self._alive: set[int] = set()
         self._exits: dict[int, int] = {}  # worker -> status
@@ -154,11 +112,11 @@ class _Run:
         self._start_coordinator()
         self._address = self._order["listen"] = self._coordinator.address()  # a later one listens there too
         self._connect(self._address)
-        self._watch(self._zygote.socket, self._zygote_ready)
-        self._watch(self._signals.wake_fd, self._stop)
+        self._watching.watch(self._zygote.socket, self._zygote_ready)
+        self._watching.watch(self._signals.wake_fd, self._stop)
         self._guests = Guests(launch.run_dir, self._secret)
         self._stack.callback(self._guests.close)
-        self._watch(self._guests.listener, self._guest_arrives)
+        self._watching.watch(self._guests.listener, self._guest_arrives)
 
     def _start_coordinator(self) -> None:
         self._coordinator = CoordinatorProcess(self._order, self._log("coordinator"))
@@ -174,7 +132,7 @@ class _Run:
         self._socket = self._stack.enter_context(context.socket(zmq.DEALER))
         self._socket.setsockopt(zmq.LINGER, 0)
         dial(self._socket, address, self._secret)
-        self._watch(self._socket, self._commands)
+        self._watching.watch(self._socket, self._commands)
         self._attach()
 
     def _attach(self) -> None:
@@ -185,7 +143,8 @@ class _Run:
 
     def _zygote_ready(self) -> None:
         self._zygote.wait_ready()
-        self._watch(self._zygote.socket, self._zygote_event)
+        self._can_fork = True
+        self._watching.watch(self._zygote.socket, self._zygote_event)
         if self._transport() == "gloo":
             host = host_of(self._address)
             self._store = (host, self._zygote.fork_store(host, self._log("store")))
@@ -231,24 +190,22 @@ class _Run:
         self._adopt(guest.worker, guest.pid, guest.connection)
 
         def left() -> None:
-            self._unwatch(guest.pidfd)
+            self._watching.unwatch(guest.pidfd)
             self._exited({"event": "exited", "pid": guest.pid, "status": self._guests.departed(guest)})
 
-        self._watch(guest.pidfd, left)
+        self._watching.watch(guest.pidfd, left)
 
     def _adopt(self, worker: int, pid: int, connection: socket.socket) -> None:
         self._workers[pid] = worker
         self._alive.add(pid)
         self._stack.callback(connection.close)
-        self._watch(connection, lambda: self._segment_request(connection))
+        self._watching.watch(connection, lambda: self._segment_request(connection))
 
     def loop(self) -> None:
         """Serve until the coordinator has ended the run and every process is gone."""
         next_refresh = 0.0
         while not (self._ended and not self._alive):
-            for item, _ in self._poller.poll(int(REFRESH_S * 1000)):
-                if item in self._handlers and (not isinstance(item, int) or _readable(item)):
-                    self._handlers[item]()
+            self._watching.serve(REFRESH_S)
             for event in self._zygote.early_exits:
                 self._exited(event)
             self._zygote.early_exits.clear()
@@ -285,7 +242,7 @@ class _Run:
                     self._kill(command)
 
     def _start_another(self, command: StartWorker) -> None:
-        if not self._obeyed(command.epoch) or self._ended or not self._zygote_is_up():
+        if not self._obeyed(command.epoch) or self._ended or not self._can_fork:
             return
         if command.worker not in self._workers.values():
             self._start_worker(command.worker)
@@ -303,9 +260,6 @@ class _Run:
         """No command of an older coordinator is carried out."""
         self._epoch = max(self._epoch, epoch)
         return epoch == self._epoch
-
-    def _zygote_is_up(self) -> bool:
-        return self._handlers.get(self._zygote.socket.fileno()) == self._zygote_event
 
     def _coordinator_ended(self) -> None:
         """It has ended the run, or it has died: then another one takes the run over from the journal."""
@@ -344,7 +298,8 @@ class _Run:
         try:
             event, _ = receive_message(self._zygote.socket)
         except EOFError:
-            self._unwatch(self._zygote.socket)
+            self._can_fork = False
+            self._watching.unwatch(self._zygote.socket)
             self._alive.clear()  # workers die with the zygote; guests are told of the end
             self._send(StopRequested("the process that starts workers has died"))
             self._finish(0.5)
@@ -363,7 +318,7 @@ class _Run:
         try:
             self._keeper.answer(connection)
         except (EOFError, ConnectionError):
-            self._unwatch(connection)
+            self._watching.unwatch(connection)
             connection.close()
 
     def _send(self, event: Event) -> None:
@@ -378,33 +333,16 @@ class _Run:
 
         def pump() -> None:
             if not log.pump():
-                self._unwatch(log.read_fd)
+                self._watching.unwatch(log.read_fd)
                 log.close()
 
-        self._watch(log.read_fd, pump)
+        self._watching.watch(log.read_fd, pump)
         return log
-
-    def _watch(self, item: Any, handler: Callable[[], None]) -> None:
-        key = item if isinstance(item, int | zmq.Socket) else item.fileno()
-        self._poller.register(key, zmq.POLLIN)
-        self._handlers[key] = handler
-
-    def _unwatch(self, item: Any) -> None:
-        key = item if isinstance(item, int | zmq.Socket) else item.fileno()
-        self._poller.unregister(key)
-        del self._handlers[key]
 
     def __exit__(self, *_: object) -> None:
         """Every process we started is gone when this returns, also after an exception."""
         self._stack.close()
         self._observer.refresh()
-
-
-def _readable(descriptor: int) -> bool:
-    """Still: another handler may have read what there was (an exit is read while a fork is awaited)."""
-    look = select.poll()
-    look.register(descriptor, select.POLLIN)
-    return bool(look.poll(0))
 
 
 def host_name() -> str:

@@ -6,7 +6,7 @@ It is on the CPU and in evaluation mode. With it come a few samples of the job's
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distbelief.checkpoint.fit import Tensors, differences, misfit
+from distbelief.checkpoint.fit import differences, forms, misfit
 from distbelief.checkpoint.sources import recorded_job
 from distbelief.checkpoint.weights import persistent_tensors
 from distbelief.data.reading import Failure, Request, read
@@ -69,12 +69,12 @@ class Rebuilt:
         return [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
-def rebuild(run_dir: Path, tensors: Tensors, where: str) -> Rebuilt:
+def rebuild(run_dir: Path, tensors: Mapping[str, torch.Tensor], where: str) -> Rebuilt:
     """The model of the run with the tensors (from `where`) as its weights."""
     job = _load(run_dir)
     model = _in_user_code("the model could not be made", lambda: make_model(job, torch.device("cpu"))).eval()
     expected = persistent_tensors(model)
-    lines = differences(tensors, where, expected, "the model")
+    lines = differences(forms(tensors), where, forms(expected), "the model")
     if lines:
         raise misfit(
             f"the weights do not fit the model that {job.name}'s job file makes now",

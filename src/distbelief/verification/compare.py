@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from distbelief.errors import DistBeliefError
+from distbelief.checkpoint.fit import differences, forms, misfit
 
 TOLERANCE_FP32 = 1e-4
 """Rounding is 6e-8 per operation. Runs that add in another order were 1e-7 to 1e-5 apart after 50 steps (measured), and
@@ -65,7 +65,7 @@ def compare(one: Trained, other: Trained, tolerance: float) -> Comparison:
     >>> found.verdict, found.first_step
     ('equal', 1)
     """
-    _check_names(one.weights, other.weights)
+    _require_one_model(one.weights, other.weights)
     found = [_difference(name, tensor, other.weights[name]) for name, tensor in one.weights.items()]
     differences = sorted((d for d in found if d), key=lambda d: (-d.relative, -d.largest, d.name))
     verdict: Verdict = "identical"
@@ -87,15 +87,10 @@ def default_tolerance(weights: Mapping[str, torch.Tensor], precision: str) -> fl
     return TOLERANCE_BF16 if short or precision != "fp32" else TOLERANCE_FP32
 
 
-def _check_names(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> None:
-    shapes = [{name: (tuple(t.shape), t.dtype) for name, t in weights.items()} for weights in (one, other)]
-    odd = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
-    if odd:
-        raise DistBeliefError(
-            f"the two runs trained different models: {', '.join(odd[:5])} {'is' if len(odd) == 1 else 'are'} not the "
-            "same in both",
-            hint="the job must make the same model each time it is loaded",
-        )
+def _require_one_model(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> None:
+    if lines := differences(forms(one), "one run", forms(other), "the other"):
+        hint = "the job must make the same model each time it is loaded"
+        raise misfit("the two runs trained different models", lines, hint=hint)
 
 
 def _difference(name: str, one: torch.Tensor, other: torch.Tensor) -> Difference | None:

@@ -74,6 +74,7 @@ def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: b
             signal.signal(number, lambda number, frame: link.send(LeaveRequested(spec.worker)))
         link.send(WorkerJoined(spec.worker, spec.host, os.getpid()))
         if loaded is not None:
+            gc.freeze()  # what is loaded stays: a collection between generations looks at what those have made only
             link.send(WorkerReady(spec.worker, loaded.facts(), loaded.canary))
             try:
                 return _obey(Place(spec, link, keeper), loaded)
