@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from distbelief.version import __version__
 
 if TYPE_CHECKING:
-    from distbelief.api import Result, train
+    from distbelief.api import Result, resume, train
     from distbelief.data.idx import idx
     from distbelief.errors import DistBeliefError, JobError, RunFailed
     from distbelief.job import Job
@@ -27,6 +27,7 @@ _HOME = {
     "RunFailed": "distbelief.errors",
     "accuracy": "distbelief.worker.metrics",
     "idx": "distbelief.data.idx",
+    "resume": "distbelief.api",
     "train": "distbelief.api",
 }
 
@@ -40,6 +41,7 @@ __all__ = [
     "__version__",
     "accuracy",
     "idx",
+    "resume",
     "train",
 ]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distbelief.coordinator.detector import STUCK_S
+from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST
 from distbelief.errors import DistBeliefError, JobError
 
 if TYPE_CHECKING:
@@ -57,6 +58,12 @@ def train(
     min_workers: int = 1,
     balance: bool = True,
     stuck_after_s: float = STUCK_S,
+    save_every: str | int = DEFAULT_EVERY,
+    checkpoints: str | Path = "",
+    keep_last: int = KEEP_LAST,
+    keep_every: int = 0,
+    keep_best: str = "",
+    begin_from: str | Path = "",
     quiet: bool = False,
 ) -> Result:
     """Train a job on this machine and return the result. No `if __name__ == "__main__"` is needed around it.
@@ -64,6 +71,11 @@ def train(
     A worker that dies is replaced and the run goes on; with fewer than `min_workers` it waits for them. `balance` moves
     shards to faster workers; the result does not depend on it. A worker that lives but that all others have waited for
     `stuck_after_s` is replaced; everything else is judged by the step times that are measured.
+
+    Checkpoints are saved every so many steps (500) or so often ("10m"), and at the end; to `checkpoints`, a folder or
+    URL, or else to the run directory. The newest `keep_last` are kept, those whose step is a multiple of `keep_every`,
+    and the best one by a metric (`keep_best="accuracy"`). `begin_from`: weights to start with, of a run, a checkpoint
+    or a safetensors file.
 
     >>> import torch, tempfile
     >>> from distbelief import Job, train
@@ -81,8 +93,6 @@ def train(
     >>> result.steps, result.loss < 1.0
     (20, True)
     """
-    import cloudpickle
-
     from distbelief.job import Job as JobType
 
     if not isinstance(job, JobType):
@@ -91,16 +101,29 @@ def train(
     launch = _launch(
         job.name or "job", strategy, workers, run_dir, shares,
         threads=threads, device=device, min_workers=min_workers, balance=balance, stuck_after_s=stuck_after_s,
+        save_every=str(save_every), checkpoints=os.fspath(checkpoints), keep_last=keep_last, keep_every=keep_every,
+        keep_best=keep_best, begin_from=os.fspath(begin_from),
     )  # fmt: skip
-    try:
-        pickled = cloudpickle.dumps(job)
-    except Exception as error:
-        raise JobError(
-            f"the job cannot be sent to the workers: {error}",
-            hint="make open files, locks and connections inside the model or data set, not in the job itself",
-        ) from error
+    pickled = _pickled(job)
     with _view(quiet) as view:
         return _run(launch, view, job_pickle=pickled)
+
+
+def resume(
+    run_dir: str | Path,
+    job: Job | None = None,
+    *,
+    workers: int | None = None,
+    strategy: str | AllReduce | None = None,
+    quiet: bool = False,
+) -> Result:
+    """Go on with a run that was stopped, or that died, from its newest sound checkpoint.
+
+    With any number of workers the weights at the end are those of a run that was never interrupted. `job` is needed
+    where the run was started by `train` with a Job: the same one again. A run that is complete is left alone.
+    """
+    with _view(quiet) as view:
+        return resume_run(Path(run_dir), workers=workers, strategy=strategy, view=view, job=job)
 
 
 def run_file(
@@ -119,6 +142,66 @@ def run_file(
     return _run(launch, view, job_file=str(path.resolve()), settings=settings)
 
 
+def resume_run(
+    run_dir: Path,
+    *,
+    workers: int | None,
+    strategy: str | AllReduce | None,
+    view: View,
+    job: Job | None = None,
+) -> Result:
+    """Resume the run in that directory, as `distbelief resume` does."""
+    from dataclasses import replace
+
+    from distbelief.engines.launch import read_launch
+    from distbelief.engines.rundir import ended
+    from distbelief.strategies import parse
+
+    launch = read_launch(run_dir)
+    record = ended(run_dir) if (run_dir / "journal.jsonl").exists() else None
+    if record and record["status"] == "completed":
+        return _result(record, run_dir, time.monotonic())
+    if not launch.job_file and job is None:
+        raise JobError(
+            f"the job of {run_dir} came from a Python program, which did not leave it there",
+            hint="resume it from that program: distbelief.resume(run_dir, job)",
+        )
+    how = parse(strategy or launch.strategy) if isinstance(strategy, str | None) else strategy
+    count = launch.workers if workers is None else workers
+    _check_workers(count, launch.min_workers if workers is None else 1)
+    launch = replace(
+        launch,
+        workers=count,
+        min_workers=min(launch.min_workers, count),
+        shares=launch.shares if count == launch.workers else (),
+        strategy=str(how),
+        exact=how.exact,
+        transport=how.transport,
+        resumed=True,
+    )
+    return _run(launch, view, **({"job_pickle": _pickled(job)} if job is not None else {}))
+
+
+def _pickled(job: Job) -> bytes:
+    import cloudpickle
+
+    try:
+        pickled: bytes = cloudpickle.dumps(job)
+    except Exception as error:
+        raise JobError(
+            f"the job cannot be sent to the workers: {error}",
+            hint="make open files, locks and connections inside the model or data set, not in the job itself",
+        ) from error
+    return pickled
+
+
+def _check_workers(count: int, least: int) -> None:
+    if count < 1:
+        raise DistBeliefError(f"the number of workers must be at least 1, not {count}")
+    if not 1 <= least <= count:
+        raise DistBeliefError(f"the least number of workers must be from 1 to {count}, not {least}")
+
+
 def _launch(
     name: str,
     strategy: str | AllReduce,
@@ -132,13 +215,12 @@ def _launch(
 
     how = parse(strategy) if isinstance(strategy, str) else strategy
     count = workers if workers is not None else min(MOST_BY_DEFAULT, os.cpu_count() or 1)
-    if count < 1:
-        raise DistBeliefError(f"the number of workers must be at least 1, not {count}")
-    threads, least = options.get("threads", 1), options.get("min_workers", 1)
+    _check_workers(count, options.get("min_workers", 1))
+    threads = options.get("threads", 1)
     if threads < 1:
         raise DistBeliefError(f"the number of threads must be at least 1, not {threads}")
-    if not 1 <= least <= count:
-        raise DistBeliefError(f"the least number of workers must be from 1 to {count}, not {least}")
+    if options.get("keep_last", 1) < 1 or options.get("keep_every", 0) < 0:
+        raise DistBeliefError("at least the newest checkpoint is kept, and those of every so many steps, or none")
     if shares and len(shares) != count:
         raise DistBeliefError(f"{len(shares)} shares for {count} workers: give one number per worker")
     if any(not share > 0 for share in shares):
@@ -160,14 +242,27 @@ def _run(launch: Launch, view: View, **source: Any) -> Result:
     from dataclasses import replace
 
     from distbelief.engines import local
+    from distbelief.engines.launch import keep_launch
     from distbelief.engines.rundir import make_run_dir
 
     started = time.monotonic()
-    make_run_dir(launch.run_dir)
-    record = local.run(replace(launch, **source), view)
+    launch = replace(launch, **source)
+    plan = launch.save_plan  # what is wrong with it is said before a directory is made
+    if not launch.resumed:
+        make_run_dir(launch.run_dir)
+    if plan:
+        from distbelief.checkpoint.storage import check_writable
+
+        check_writable(plan.folder)
+    keep_launch(launch)
+    record = local.run(launch, view)
+    return _result(record, launch.run_dir, started)
+
+
+def _result(record: dict[str, Any], run_dir: Path, started: float) -> Result:
     result = record["result"]
     return Result(
-        run_dir=str(launch.run_dir),
+        run_dir=str(run_dir),
         steps=result["steps"],
         loss=result["loss"],
         metrics=result["metrics"],

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from distbelief.comm import torchgroup
+from distbelief.comm.alone import AloneExchange
 from distbelief.comm.exchange import Exchange, Geometry, Gift, Source, StepPlan, Tile
 from distbelief.comm.segment import KeeperClient
 from distbelief.comm.shared import SharedExchange
@@ -69,6 +70,8 @@ def geometry(seat: Seat) -> Geometry:
 def join(keeper: KeeperClient, seat: Seat, abort: Abort | None = None) -> Exchange:
     if seat.kind == "shared":
         return SharedExchange(keeper, seat.name, seat.rank, geometry(seat), abort or Abort())
+    if seat.kind == "alone":
+        return AloneExchange(geometry(seat))
     meeting = Rendezvous("127.0.0.1", seat.port, seat.name, timeout_s=60)
     return TorchExchange(meeting, seat.rank, geometry(seat), abort or Abort())
 

@@ -1,4 +1,5 @@
-"""The contract of exchanges: shared memory and torch groups add up the same bits and keep the same promises."""
+"""The contract of exchanges: shared memory and torch groups add up the same bits and keep the same promises, and so
+does a member without any other, as far as a single member can."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ MEMBER = str(Path(__file__).with_name("exchange_member.py"))
 TAKEOVER = str(Path(__file__).with_name("takeover_member.py"))
 KINDS = ["shared", "torch"]
 MEMBERS = [1, 2, 3, 5]
+GROUPS = [("alone", 1), *itertools.product(KINDS, MEMBERS)]
 
 _names = itertools.count()
 
@@ -47,8 +49,7 @@ def union(parts: list[dict[int, str]]) -> dict[int, str]:
 def test_the_sum_is_the_trees_bit_for_bit_for_any_number_of_members(stage: Stage, port: int, shards: int) -> None:
     found = {
         (kind, size): union(stage.play(MEMBER, "reduce_steps", seats(kind, port, size, shards)))
-        for kind in KINDS
-        for size in MEMBERS
+        for kind, size in GROUPS
     }
     alone = found["shared", 1]
     assert sorted(alone) == list(range(len(SIZES["mixed"])))
@@ -69,10 +70,10 @@ def test_in_shared_memory_every_tile_has_one_owner_elsewhere_everybody_has_all(
     shared = stage.play(MEMBER, "tiles_of", seats("shared", port, size, 8))
     assert sorted(itertools.chain(*shared)) == everything
     assert stage.play(MEMBER, "tiles_of", seats("torch", port, size, 8)) == [everything] * size
+    assert stage.play(MEMBER, "tiles_of", seats("alone", port, 1, 8)) == [everything]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", MEMBERS)
+@pytest.mark.parametrize(("kind", "size"), GROUPS)
 def test_gather_brings_everybodys_bytes_of_any_size(stage: Stage, port: int, kind: str, size: int) -> None:
     stage.play(MEMBER, "gather", seats(kind, port, size, 8))
 
@@ -82,6 +83,10 @@ def test_the_state_is_shared_exactly_where_the_exchange_says_so(stage: Stage, po
     found = stage.play(MEMBER, "keep_state", seats(kind, port, 3, 8))
     shares = kind == "shared"
     assert found == [(shares, [1, 2, 3] if shares else [(r + 1) * (r == i) for i in range(3)]) for r in range(3)]
+
+
+def test_a_member_that_is_alone_has_its_state_for_itself(stage: Stage, port: int) -> None:
+    assert stage.play(MEMBER, "keep_state", seats("alone", port, 1, 8)) == [(False, [1])]
 
 
 @pytest.mark.parametrize("phase", ["share", "share_squares", "settle", "gather"])

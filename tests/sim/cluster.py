@@ -10,7 +10,7 @@ import random
 import traceback
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distbelief.comm import messages as m
@@ -25,6 +25,7 @@ from sim.memory import Key, Ledger, SharedMemory
 from sim.mischief import HOST, Mischief
 from sim.network import Network
 from sim.reference import Reference
+from sim.saving import Storage
 from sim.training import Pace, Surroundings
 from sim.verdict import PATIENCE_S, judge
 from sim.worker_model import VirtualWorker
@@ -45,6 +46,10 @@ class Setting:
     span_s: float
     beat_s: float
     min_workers: int
+    saves: bool
+    save_every: int
+    """Steps; 0: not by steps."""
+    save_every_s: float
 
 
 def setting(rng: random.Random, members: int | None) -> Setting:
@@ -61,6 +66,9 @@ def setting(rng: random.Random, members: int | None) -> Setting:
         span_s=rng.choice([4.0, 12.0, 25.0]),
         beat_s=rng.choice([0.2, 0.5]) if small else (4.0 if huge else 1.0),
         min_workers=1 if rng.random() < 0.8 else rng.randint(1, min(count, 3)),
+        saves=rng.random() < 0.75,
+        save_every=rng.choice([0, 0, 1, 2, 5]),
+        save_every_s=rng.choice([0.0, 1.0, 5.0]),
     )
 
 
@@ -75,6 +83,8 @@ class Cluster:
         schedule = Schedule(batch * 3 + rng.randint(1, batch), batch, chosen.shards)
         self.reference = Reference(schedule, chosen.steps, chosen.tiles)
         self.invariants = Invariants(self.reference)
+        self.storage = Storage(self.invariants, rng, lambda: self.clock.now) if chosen.saves else None
+        self.save_every = chosen.save_every
         memory = SharedMemory(self.reference, chosen.tiles, self.invariants)
         pace = Pace(shard_s=rng.choice([0.05, 0.2, 0.5]), tile_s=rng.choice([0.01, 0.1, 0.3]))
         self.around = Surroundings(memory, self.invariants, pace, rng, lambda: self.clock.now, self.released)
@@ -88,46 +98,63 @@ class Cluster:
         self.exits: dict[int, int] = {}
         self.exit_times: dict[int, float] = {}
         self.status = ""
+        self.stopping = False
+        """Somebody wants the run to stop: the engine says so again and again."""
+        self.life = 1
+        """What was sent in an earlier one is heard by nobody: the secret is another."""
         self.epoch = 0
         self.early_deaths = 0
         """Workers that died before they were ready."""
         self.coordinator_died_at = float("-inf")
         self.mischief = Mischief(self, rng)
-        config = s.RunConfig(chosen.members, transport=chosen.transport, min_workers=chosen.min_workers, stuck_s=30.0)
-        self.coordinator = VirtualCoordinator(self, config)
+        self.coordinator = VirtualCoordinator(self, self._config(chosen.members))
+
+    def _config(self, workers: int) -> s.RunConfig:
+        chosen = self.setting
+        return s.RunConfig(
+            workers,
+            transport=chosen.transport,
+            min_workers=min(chosen.min_workers, workers),
+            stuck_s=30.0,
+            saves=chosen.saves,
+            save_every_s=chosen.save_every_s,
+        )
 
     # --- lines -------------------------------------------------------------------------------------------------------
 
     def to_coordinator(self, worker: int, event: m.Event) -> None:
-        self.network.send(worker, True, self._at_coordinator, event, worker)
+        self.network.send(worker, True, self._at_coordinator, event, worker, self.life)
 
-    def _at_coordinator(self, event: m.Event, sender: int) -> None:
+    def _at_coordinator(self, event: m.Event, sender: int, life: int) -> None:
+        if life != self.life:
+            return
         if self.coordinator.alive:
             self.coordinator.hear(event, sender)
         elif (
             self.rng.random() < 0.5
         ):  # it waits for the next one in the sender's queue; else it went down with this one
-            self.clock.after(0.1, self._at_coordinator, event, sender)
+            self.clock.after(0.1, self._at_coordinator, event, sender, life)
 
     def to_worker(self, worker: int, command: m.Command) -> None:
-        self.network.send(worker, False, self._at_worker, worker, command)
+        self.network.send(worker, False, self._at_worker, worker, command, self.life)
 
-    def _at_worker(self, worker: int, command: m.Command) -> None:
-        if worker in self.workers:
+    def _at_worker(self, worker: int, command: m.Command, life: int) -> None:
+        if worker in self.workers and life == self.life:
             self.workers[worker].hear(command)
 
     def to_engine(self, command: m.Command) -> None:
-        self.network.send(ENGINE, False, self._at_engine, command)
+        self.network.send(ENGINE, False, self._at_engine, command, self.life)
 
-    def from_client(self, event: m.Event) -> None:
-        self._at_coordinator(event, CLIENT)
+    def from_client(self, event: m.Event, sender: int = CLIENT) -> None:
+        self._at_coordinator(event, sender, self.life)
 
-    def to_client(self, command: m.Command) -> None:
+    def to_client(self, sender: int, command: m.Command) -> None:
         if isinstance(command, m.Answer):
-            self.mischief.answered()
+            if sender == CLIENT:
+                self.mischief.answered()
         elif isinstance(command, m.Admit):
             host = "elsewhere" if self.setting.transport == "gloo" and self.rng.random() < 0.7 else HOST
-            self.clock.after(0.2 * self.rng.random(), self._start_worker, command.worker, host)
+            self.clock.after(0.2 * self.rng.random(), self._start_worker, command.worker, self.life, host)
 
     def released(self, ledger: Ledger, key: Key) -> None:
         self.mischief.generation_met(ledger, key)
@@ -145,23 +172,33 @@ class Cluster:
 
     # --- the engine --------------------------------------------------------------------------------------------------
 
-    def _start_worker(self, number: int, host: str = HOST) -> None:
-        if number not in self.workers and not self.status:
+    def has_origin(self, worker: int) -> bool:
+        """Whether it looks for a checkpoint when nobody has the state: in a resumed run, or after all first workers."""
+        return self.life > 1 or worker >= self.setting.members
+
+    def _start_worker(self, number: int, life: int, host: str = HOST) -> None:
+        if number not in self.workers and not self.status and life == self.life:
             load_s = self.rng.choice([0.2, 1.0, 3.0]) * (0.5 + self.rng.random())
             self.workers[number] = VirtualWorker(self, number, host, load_s)
 
-    def _attach(self) -> None:
+    def _attach(self, life: int) -> None:
+        if life != self.life:
+            return
         running = {number: one.pid for number, one in self.workers.items() if one.alive and one.host == HOST}
         self.to_coordinator(ENGINE, m.EngineAttached(HOST, running, dict(self.exits)))
-        self.clock.after(ATTACH_EVERY_S, self._attach)
+        if self.stopping:
+            self.to_coordinator(ENGINE, m.StopRequested("SIGTERM received"))
+        self.clock.after(ATTACH_EVERY_S, self._attach, life)
 
-    def _at_engine(self, command: m.Command) -> None:
+    def _at_engine(self, command: m.Command, life: int) -> None:
+        if life != self.life:
+            return
         self.epoch = max(self.epoch, command.epoch)
         if command.epoch < self.epoch:
             return
         match command:
             case m.StartWorker(_, number):
-                self.clock.after(0.02 * self.rng.random(), self._start_worker, number)
+                self.clock.after(0.02 * self.rng.random(), self._start_worker, number, life)
             case m.KillWorker(_, number, _):
                 self.clock.after(0.02 * self.rng.random(), self._kill, number)
 
@@ -177,7 +214,7 @@ class Cluster:
             self.mischief.worker_died(worker)
             self._neighbour_sees(worker)
         if worker.host == HOST:
-            self.clock.after(0.01 * self.rng.random(), self._tell_exit, worker.number, status)
+            self.clock.after(0.01 * self.rng.random(), self._tell_exit, worker.number, status, self.life)
 
     def _neighbour_sees(self, dead: VirtualWorker) -> None:
         """In shared memory a member notices the death of the next one, often before the engine does."""
@@ -190,16 +227,20 @@ class Cluster:
             event = m.PeerDied(witness.number, self.invariants.met, dead.number)
             self.clock.after(0.005 * self.rng.random(), witness.say, event)
 
-    def _tell_exit(self, number: int, status: int) -> None:
+    def _tell_exit(self, number: int, status: int, life: int) -> None:
+        if life != self.life:
+            return
         self.exits[number] = status
         self.exit_times[number] = self.clock.now
         self.to_coordinator(ENGINE, m.WorkerExited(number, status))
 
     def coordinator_died(self) -> None:
         self.coordinator_died_at = self.clock.now
-        self.clock.after(0.1 + 0.5 * self.rng.random(), self._revive)
+        self.clock.after(0.1 + 0.5 * self.rng.random(), self._revive, self.life)
 
-    def _revive(self) -> None:
+    def _revive(self, life: int) -> None:
+        if life != self.life:
+            return
         if self.coordinator.ended():
             self.run_ended(self.coordinator.ended())
         elif not self.coordinator.alive:
@@ -207,8 +248,33 @@ class Cluster:
 
     def run_ended(self, status: str) -> None:
         self.clock.note("the run has ended: {}", status)
+        if status == "stopped" and self.stopping:
+            self.everything_killed()
+            return
         self.status = status
         self.clock.stopped = True
+
+    # --- another life ------------------------------------------------------------------------------------------------
+
+    def everything_killed(self) -> None:
+        """Engine, coordinator and workers are gone, and all memory; somebody resumes the run a little later."""
+        self.clock.note("everything is gone")
+        self.coordinator.die()
+        self.life += 1
+        for worker in self.workers.values():
+            worker.vanish()
+        self.invariants.everybody_is_gone()
+        self.clock.after(1.0, self._resume)
+
+    def _resume(self) -> None:
+        workers = max(1, self.setting.members + self.rng.choice([-1, 0, 0, 1]))
+        self.stopping, self.epoch = False, 0
+        self.workers, self.exits, self.exit_times = {}, {}, {}
+        memory = SharedMemory(self.reference, self.setting.tiles, self.invariants)
+        self.around = replace(self.around, memory=memory)
+        self.mischief.next_life(workers)
+        self.coordinator.resume(self._config(workers))
+        self._attach(self.life)
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
@@ -216,9 +282,9 @@ class Cluster:
         """Raises Broken when a promise is broken. `only`: the kinds of faults."""
         planned = faults.schedule(self.rng, self.setting.span_s, self.setting.members, only)
         self.coordinator.start()
-        self._attach()
+        self._attach(self.life)
         for number in range(self.setting.members):
-            self._start_worker(number)
+            self._start_worker(number, self.life)
         for fault in planned:
             self.clock.after(fault.at_s, self.mischief.inject, fault)
         quiet_s = planned[-1].at_s + 1.0

@@ -17,6 +17,7 @@ from distbelief.comm import messages as m
 from distbelief.coordinator import journal
 from distbelief.coordinator import state as s
 from distbelief.coordinator.progress import REMEMBERED, Seen
+from distbelief.coordinator.replay import resumed
 from sim.clock import Clock
 from sim.invariants import Invariants
 
@@ -31,7 +32,7 @@ class World(Protocol):
 
     def to_worker(self, worker: int, command: m.Command) -> None: ...
     def to_engine(self, command: m.Command) -> None: ...
-    def to_client(self, command: m.Command) -> None: ...
+    def to_client(self, sender: int, command: m.Command) -> None: ...
     def coordinator_died(self) -> None: ...
     def run_ended(self, status: str) -> None: ...
 
@@ -56,12 +57,21 @@ class VirtualCoordinator:
         self._engine = False
         self._backlog: list[tuple[s.Input, int]] = []
 
-    def start(self) -> None:
+    def resume(self, config: s.RunConfig) -> None:
+        """The first coordinator of another life of the run: everybody who took part before is gone."""
+        self._config = config
+        self.start(resume=True)
+
+    def start(self, resume: bool = False) -> None:
         entries, end = journal._replay(self.disk, Path("journal.jsonl"))
         epoch = 1 + max((int(entry.get("epoch", 0)) for entry in entries), default=0)
         self.disk = self.disk[:end] + journal._encode({"kind": "epoch", "epoch": epoch, "reason": "took over"})
         steps = [(line["step"], line["fingerprint"]) for line in self.metrics if line["kind"] == "step"][-REMEMBERED:]
         seen = Seen(dict(steps), min(step for step, _ in steps)) if steps else Seen()
+        if resume:
+            before = s.resume(self._config, epoch, self._world.clock.now, entries)
+            entries.append(resumed(before, "allreduce", self._world.clock.now))
+            self.disk += journal._encode(entries[-1])
         self.state = s.resume(self._config, epoch, self._world.clock.now, entries, seen)
         self.alive, self.frozen = True, False
         self.started_at = self._world.clock.now
@@ -117,6 +127,8 @@ class VirtualCoordinator:
                 case s.Record(entry):
                     self._flush()
                     self.disk += journal._encode(entry)
+                    if entry["kind"] == "checkpoint":
+                        world.invariants.recorded(entry["step"])
                     world.clock.note("journal: {} ({})", entry["kind"], entry["reason"])
                 case s.Report(line):
                     self._lines.append(line)
@@ -133,6 +145,8 @@ class VirtualCoordinator:
     def _send(self, worker: int, command: m.Command) -> None:
         if isinstance(command, m.StartGeneration):
             self._world.invariants.told(command)
+        elif isinstance(command, m.SealCheckpoint):
+            self._world.invariants.asked_to_seal(command)
         if worker == s.ENGINE:
             if self._engine:
                 self._world.to_engine(command)
@@ -147,7 +161,7 @@ class VirtualCoordinator:
         elif sender == -1:
             self._world.to_engine(command)
         else:
-            self._world.to_client(command)
+            self._world.to_client(sender, command)
 
     def _flush(self) -> None:
         self.metrics += [line for line in self._lines if line["kind"] in ("step", "recovery", "notice")]
@@ -165,13 +179,16 @@ class VirtualCoordinator:
         self._world.clock.note("coordinator of epoch {} dies", self.state.epoch)
         self._world.coordinator_died()
 
-    def ended(self) -> str:
-        """The status with which the run has ended, as the journal says; "" while it has not."""
+    def records(self) -> list[dict[str, Any]]:
         entries, _ = journal._replay(self.disk, Path("journal.jsonl"))
-        return next((str(entry["status"]) for entry in entries if entry["kind"] == "ended"), "")
+        return entries
+
+    def ended(self) -> str:
+        """The status with which the run has ended, as the journal says; "" while it has not, or was resumed since."""
+        last = [entry for entry in self.records() if entry["kind"] in ("ended", "resumed")][-1:]
+        return str(last[0]["status"]) if last and last[0]["kind"] == "ended" else ""
 
     def failure(self) -> dict[str, Any]:
-        entries, _ = journal._replay(self.disk, Path("journal.jsonl"))
-        found = next((entry for entry in entries if entry["kind"] == "ended"), {})
+        found = next((entry for entry in reversed(self.records()) if entry["kind"] == "ended"), {})
         failure: dict[str, Any] = msgspec.to_builtins(found.get("failure", {"message": found.get("reason", "")}))
         return failure

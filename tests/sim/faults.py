@@ -21,6 +21,10 @@ Kind = Literal[
     "join",
     "leave",
     "cut",
+    "save",
+    "bad disk",
+    "stop",
+    "kill everything",
 ]
 WEIGHTS: dict[Kind, int] = {
     "kill": 6,
@@ -34,6 +38,10 @@ WEIGHTS: dict[Kind, int] = {
     "join": 1,
     "leave": 2,
     "cut": 2,
+    "save": 3,
+    "bad disk": 1,
+    "stop": 1,
+    "kill everything": 1,
 }
 
 

@@ -29,6 +29,7 @@ class Invariants:
         self._trained: dict[int, int] = {}
         self._visits: dict[int, int] = {}
         self._overtime: dict[int, tuple[int, int]] = {}
+        self._sealed: set[int] = set()
 
     # --- the control plane -------------------------------------------------------------------------------------------
 
@@ -127,6 +128,31 @@ class Invariants:
         self._reached[worker] = applied
         for step in range(reached, applied):
             self.applications.setdefault(step, generation)
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def asked_to_seal(self, command: m.SealCheckpoint) -> None:
+        """The parts must be those of all members of one generation, by rank."""
+        owners = [tuple(map(int, part.sha256.split("/"))) for part in command.parts]
+        generation, _, members = owners[0]
+        if owners != [(generation, rank, members) for rank in range(members)]:
+            raise Broken(f"step {command.step} is to be sealed from parts (generation, rank, of how many) {owners}")
+        if members != len(self._generations[generation].members):
+            raise Broken(f"step {command.step} is to be sealed without parts of all members")
+
+    def sealed(self, step: int, tiles: Sequence[tuple[int, int]]) -> None:
+        """A manifest is written over these tiles."""
+        if sorted(tiles) != list(enumerate(self._reference.states[step])):
+            raise Broken(f"the checkpoint of step {step} does not hold the state after {step} steps")
+        self._sealed.add(step)
+
+    def recorded(self, step: int) -> None:
+        if step not in self._sealed:
+            raise Broken(f"a checkpoint of step {step} is on record, which was never sealed")
+
+    def everybody_is_gone(self) -> None:
+        """And their memory: what is loaded from a checkpoint is the state from now on."""
+        self.applied = 0
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

@@ -112,9 +112,13 @@ class SharedMemory:
     def steps_applied(self) -> int:
         return min(self.stamps) // 2
 
-    def initialise(self) -> None:
-        self.values = list(self.reference.states[0])
+    def begin_at(self, step: int, history: dict[int, tuple[str, float]], generation: int) -> None:
+        """Write the first state: that of a checkpoint, or, after 0 steps, the initial one."""
+        self.values = list(self.reference.states[step])
+        self.stamps = [2 * step] * self.tiles
+        self.history |= history
         self.initialised = True
+        self._invariants.stands_at(step, generation)
 
     def open(self, tile: int, step: int) -> None:
         self._undo[tile] = self.values[tile]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from distbelief.comm import messages as m
 from distbelief.coordinator import state as s
-from sim.faults import Fault
+from sim.faults import Fault, Kind
 from sim.memory import Key, Ledger
 from sim.worker_model import VirtualWorker
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 HOST = "host"
 """Where the engine is. Workers that somebody starts by hand may be elsewhere."""
 MOST_EARLY_DEATHS = 2
+MOST_LIVES = 4
+ASKER = -4
+"""Who asks for checkpoints from outside."""
 
 
 class Mischief:
@@ -33,6 +36,7 @@ class Mischief:
         self._asked: int | None = None
         self._early_deaths = 0
         self._kills_at_change = 0
+        self._lives = 1
         self._shard_deaths: set[tuple[int, int]] = set()
 
     def inject(self, fault: Fault) -> None:
@@ -53,6 +57,13 @@ class Mischief:
             if not self._gathering():  # before the start the run would wait for a guest that never comes
                 self._wanted += 1
                 cluster.from_client(m.JoinRequested(pid=self._rng.randrange(10_000)))
+        elif kind == "save":
+            cluster.from_client(m.CheckpointRequested(), sender=ASKER)
+        elif kind == "bad disk":
+            if cluster.storage:
+                cluster.storage.bad_until = cluster.clock.now + min(fault.duration_s, 8.0)
+        elif kind in ("stop", "kill everything"):
+            self._end_this_life(kind)
         elif kind == "scale":
             self._asked = max(1, cluster.setting.min_workers, self._wanted + fault.amount)
             self._ask_for_scale()
@@ -60,6 +71,22 @@ class Mischief:
             there = [worker for worker in cluster.workers.values() if worker.alive]
             for worker in self._rng.sample(there, min(fault.amount, len(there))):
                 self._hit(worker, fault)
+
+    def _end_this_life(self, kind: Kind) -> None:
+        """The run is resumed after it. Without checkpoints it would only start from its first step."""
+        cluster = self._cluster
+        if not cluster.storage or self._lives == MOST_LIVES or cluster.status:
+            return
+        if kind == "stop":
+            cluster.stopping = True
+        else:
+            if self._rng.random() < 0.4:
+                cluster.storage.damage_newest()
+            cluster.everything_killed()
+
+    def next_life(self, workers: int) -> None:
+        self._lives += 1
+        self._wanted = workers
 
     def _hit(self, worker: VirtualWorker, fault: Fault) -> None:
         match fault.kind:

@@ -17,6 +17,7 @@ from distbelief.worker.control import TrainGeneration
 from sim.invariants import Invariants
 from sim.memory import TORN, Key, Ledger, Past, Plan, SharedMemory, add_up, takeover
 from sim.reference import add, gradient, row
+from sim.saving import Storage, VirtualSaver, load, save_if_due
 
 Work = Iterator["float | Wait"]
 LOOK = -1.0
@@ -73,6 +74,9 @@ class Member(Protocol):
     reports: list[m.StepReport]
     recall: Callable[[int], None]
     own: OwnState
+    saver: VirtualSaver | None
+    origin: Storage | None
+    """Where it looks for a checkpoint when nobody has the run's state."""
 
     def say(self, event: m.Event) -> None: ...
     def heard_of(self) -> int:
@@ -207,7 +211,12 @@ def together(part: Generation) -> Work:
         part.writes("repairs the state", memory.steps_applied)
         yield around.pace.tile_s
         part.writes("repairs the state", memory.steps_applied)
-        memory.repair(part.action.generation) if memory.initialised else memory.initialise()
+        if memory.initialised:
+            memory.repair(part.action.generation)
+        else:
+            saved = yield from load(part)
+            part.writes("loads a checkpoint", saved[0])
+            memory.begin_at(*saved, part.action.generation)
     yield part.announce("meet", 2)
     # Not before: until all have met, some may still be making, or writing in, the ledger of an earlier generation.
     found = {back: memory.ledgers.get(one.generation) for back, one in enumerate(part.action.past, 1)}
@@ -219,6 +228,8 @@ def together(part: Generation) -> Work:
     if part.leads:
         _tell_of_takeover(part, applied)
         part.recall_from(memory.history, lambda: memory.steps_applied)
+    if applied > part.action.sealed:
+        yield from save_if_due(part, applied, memory.values.__getitem__, memory.history)
     for step in range(applied, steps):
         plan = part.plan_of(step, memory.reference.occupied[step])
         yield from part.compute(step, plan)
@@ -240,6 +251,7 @@ def together(part: Generation) -> Work:
                 memory.ledgers.pop(one.generation, None)
         part.past = Past()
         part.finish_step(step, memory.history)
+        yield from save_if_due(part, step + 1, memory.values.__getitem__, memory.history)
     digest = f"{hash(tuple(memory.values)):x}" if part.leads else ""
     me.say(part.finished(digest))
 
@@ -265,6 +277,12 @@ def apart(part: Generation) -> Work:
     yield around.pace.join_s * around.rng.random()
     ledger.letters[part.rank] = own.initialised, own.applied
     yield part.announce("meet", 1)
+    if not any(initialised for initialised, _ in ledger.letters.values()):
+        if part.leads:
+            step, history = yield from load(part)
+            own.initialised, own.applied, own.history = step > 0, step, history
+            ledger.letters[part.rank] = own.initialised, own.applied
+        yield part.announce("loaded", 1)
     truths = [(applied, -rank) for rank, (initialised, applied) in ledger.letters.items() if initialised]
     if not truths:
         own.initialised, own.applied, own.history = True, 0, {}
@@ -285,6 +303,9 @@ def apart(part: Generation) -> Work:
     me.step = own.applied
     if part.leads:
         part.recall_from(own.history, lambda: own.applied)
+    values = lambda tile: reference.states[own.applied][tile]  # noqa: E731
+    if own.applied > part.action.sealed:
+        yield from save_if_due(part, own.applied, values, own.history)
     for step in range(own.applied, reference.steps):
         plan = part.plan_of(step, reference.occupied[step])
         yield from part.compute(step, plan)
@@ -298,4 +319,5 @@ def apart(part: Generation) -> Work:
         own.history[step] = part.ledger.sums[step].fingerprint, around.now()
         around.invariants.replica_at(me.number, own.applied, generation)
         part.finish_step(step, own.history)
+        yield from save_if_due(part, step + 1, values, own.history)
     me.say(part.finished(f"{hash(reference.states[own.applied]):x}"))

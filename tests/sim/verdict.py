@@ -23,6 +23,7 @@ def judge(cluster: Cluster) -> None:
     if cluster.status != "completed":
         raise Broken(f"the run {cluster.status}: {cluster.coordinator.failure().get('message', '')}")
     _judge_metrics(cluster)
+    _judge_checkpoints(cluster)
     _judge_hires(cluster)
     knows = {one.worker: cluster.workers[one.worker] for one in state.members}
     alive = {number: worker.control.generation for number, worker in knows.items() if worker.alive}
@@ -42,6 +43,18 @@ def _judge_metrics(cluster: Cluster) -> None:
         raise Broken(f"the metrics file lacks the steps {missing}")
 
 
+def _judge_checkpoints(cluster: Cluster) -> None:
+    """They are on record in the order of their steps, within each life of the run; and the last step is among them."""
+    newest = 0
+    for entry in cluster.coordinator.records():
+        if entry["kind"] == "checkpoint" and entry["step"] <= newest:
+            raise Broken(f"a checkpoint of step {entry['step']} is on record after one of step {newest}")
+        if entry["kind"] in ("checkpoint", "loaded", "resumed"):
+            newest = entry.get("step", 0)
+    if cluster.storage and newest != cluster.setting.steps and not cluster.coordinator.state.saves.final_lost:
+        raise Broken(f"the run is complete, and its newest checkpoint is of step {newest}")
+
+
 def _judge_hires(cluster: Cluster) -> None:
     state, coordinator, now = cluster.coordinator.state, cluster.coordinator, cluster.clock.now
     if state.troubles.failed_hires >= 3 and cluster.early_deaths < 3:
@@ -56,7 +69,10 @@ def _where(cluster: Cluster) -> str:
     state = cluster.coordinator.state
     members = []
     for one in state.members:
-        worker = cluster.workers[one.worker]
+        worker = cluster.workers.get(one.worker)
+        if worker is None:
+            members.append(f"{one.worker} (of an earlier life)")
+            continue
         words = [name for name in ("alive", "frozen", "waiting") if getattr(worker, name)]
         wait = f", for {worker.blocked.key}" if worker.blocked else ""
         members.append(f"{one.worker} ({' '.join(words)}{wait}): {worker.control}, step {worker.step}")

@@ -17,6 +17,7 @@ from distbelief.worker import control
 from distbelief.worker.control import Action, GenerationFinished, WorkerState
 from sim.clock import Clock
 from sim.memory import Key, Ledger
+from sim.saving import Storage, VirtualSaver
 from sim.training import LOOK, OwnState, Surroundings, Wait, Work, train
 
 GRACE_S = 2.0
@@ -37,7 +38,10 @@ class World(Protocol):
     beat_s: float
     facts: tuple[m.JobFacts, m.Canary]
     waiters: dict[tuple[int, Key], list[VirtualWorker]]
+    storage: Storage | None
+    save_every: int
 
+    def has_origin(self, worker: int) -> bool: ...
     def to_coordinator(self, worker: int, event: m.Event) -> None: ...
     def process_ended(self, worker: VirtualWorker, status: int) -> None: ...
     def group_broke(self, ledger: Ledger) -> None: ...
@@ -61,6 +65,9 @@ class VirtualWorker:
         self.recall: Callable[[int], None] = lambda reported: None
         self.own = OwnState()
         self.waiting = False
+        storage = world.storage
+        self.saver = VirtualSaver(self, storage, world.save_every, world.clock) if storage else None
+        self.origin = storage if world.has_origin(number) else None
         # the two threads
         self.ready = False
         self.story: dict[type, m.Event] = {}
@@ -172,6 +179,9 @@ class VirtualWorker:
         self.story[type(event)] = event
         self.world.to_coordinator(self.number, event)
 
+    def chance(self) -> float:
+        return self.world.around.rng.random()
+
     def heard_of(self) -> int:
         return self.control.generation
 
@@ -215,6 +225,12 @@ class VirtualWorker:
                     self.beat()
                     for told in list(self.story.values()):
                         self.world.to_coordinator(self.number, told)
+                case control.Save():
+                    if self.saver:
+                        self.saver.ask(action, self.step)
+                case control.Seal():
+                    if self.saver:
+                        self.saver.seal(action)
                 case control.TrainGeneration():
                     self.abort = Abort()
                     self.actions.append((action, self.abort))
@@ -235,6 +251,11 @@ class VirtualWorker:
                 self.world.group_broke(self.group)
             self.world.process_ended(self, status)
 
+    def vanish(self) -> None:
+        """SIGKILL, together with whoever could tell of it."""
+        self.alive = False
+        self._turn += 1
+
     def freeze(self) -> None:
         self.frozen = True
 
@@ -242,6 +263,8 @@ class VirtualWorker:
         if not self.alive or not self.frozen:
             return
         self.frozen = False
+        if self.saver:
+            self.saver.thawed()
         deferred, self._deferred = self._deferred, None
         backlog, self.backlog = self.backlog, []
         clock, rng = self.world.clock, self.world.around.rng

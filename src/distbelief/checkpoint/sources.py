@@ -1,7 +1,12 @@
-"""Where trained weights come from: a run directory or a safetensors file. Only here does a path become tensors."""
+"""Where trained weights come from: a run, a checkpoint, a folder of checkpoints, or a safetensors file.
+
+Only here does a path or URL become weights. A checkpoint is checked while it is read, and nothing is ever unpickled.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +15,19 @@ import safetensors
 import safetensors.torch
 import torch
 
+from distbelief.checkpoint.faults import CheckpointDamaged, CheckpointUnusable
+from distbelief.checkpoint.manifest import MANIFEST, Manifest, step_name, step_of
+from distbelief.checkpoint.reading import list_checkpoints, read_manifest, read_tensors
+from distbelief.checkpoint.storage import folder_at, read_file
 from distbelief.errors import DistBeliefError
 
 SUFFIX = ".safetensors"
+
+_MODEL = "model/"
+_WANTED = (
+    "give a run directory, as `train` printed it, a checkpoint (…/step-000000120), a folder of checkpoints, "
+    f"or a {SUFFIX} file"
+)
 
 
 class RecordedJob(msgspec.Struct, frozen=True):
@@ -23,24 +38,60 @@ class RecordedJob(msgspec.Struct, frozen=True):
     settings: dict[str, str] = {}
 
 
+class _RecordedLaunch(msgspec.Struct, frozen=True):
+    """What launch.json says of where the run saves."""
+
+    checkpoints: str = ""
+
+
+class _Names(msgspec.Struct, frozen=True):
+    """What a manifest's `job` says of the names of the model's tensors."""
+
+    tied: dict[str, str] = {}
+    """Another name of a tensor -> the name that it is saved under."""
+    transient: list[str] = []
+    """Buffers that `load_state_dict` does not want, under none of their names."""
+
+    def is_wanted(self, name: str) -> bool:
+        return name not in self.transient and self.tied.get(name) not in self.transient
+
+
 @dataclass(frozen=True)
 class Source:
     """Tensors as `load_state_dict` wants them, and the run that they are from, if that is known."""
 
-    path: Path
+    path: str | Path
     tensors: dict[str, torch.Tensor]
     run_dir: Path | None
+    checkpoint: str = ""
+    """The checkpoint that they were read from; empty: from a file of weights."""
+    skipped: tuple[str, ...] = ()
+    """What is wrong with each newer checkpoint, newest first: they could not be used."""
 
 
-def read_source(path: Path) -> Source:
-    """The weights at `path`, whichever form they have there."""
+def read_source(where: str | Path) -> Source:
+    """The weights at a path or URL, whichever form they have there.
+
+    >>> from distbelief.checkpoint.manifest import Facts
+    >>> from distbelief.checkpoint.parts import Slice
+    >>> from distbelief.checkpoint.saving import seal, write_part
+    >>> part = write_part("memory://run", 120, 1, 1, [Slice.whole("model/w", torch.ones(2))])
+    >>> _ = seal("memory://run", 120, Facts(), [part])
+    >>> source = read_source("memory://run")
+    >>> source.checkpoint, source.tensors
+    ('memory://run/step-000000120', {'w': tensor([1., 1.])})
+    """
+    place = folder_at(where)
+    if not place.local:
+        return _remote_file(place.url) if place.url.endswith(SUFFIX) else _folder(where, place.url)
+    path = Path(os.fspath(where).removeprefix("file://"))
     if path.is_dir():
-        return Source(path, _read_tensors(_weights_of_run(path)), path)
+        return _run(path) if _is_run(path) else _folder(path, place.url)
     if not path.exists():
         raise DistBeliefError(f"there is no {path}", hint=_WANTED)
     if path.suffix != SUFFIX:
-        raise DistBeliefError(f"{path} is neither a run directory nor a {SUFFIX} file", hint=_WANTED)
-    return Source(path, _read_tensors(path), None)
+        raise DistBeliefError(f"{path} is neither a folder nor a {SUFFIX} file", hint=_WANTED)
+    return Source(path, _local_tensors(path), None)
 
 
 def recorded_job(run_dir: Path) -> RecordedJob:
@@ -54,28 +105,130 @@ def recorded_job(run_dir: Path) -> RecordedJob:
         raise DistBeliefError(f"{file} is damaged: {error}") from error
 
 
-_WANTED = f"give a run directory, as `train` printed it, or a {SUFFIX} file"
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("weights.safetensors", "job.json", "journal.jsonl"))
 
 
-def _weights_of_run(run_dir: Path) -> Path:
+def _run(run_dir: Path) -> Source:
+    """The weights of a run that is done, or else the newest checkpoint of it that is sound."""
     weights = run_dir / "weights.safetensors"
     if weights.exists():
-        return weights
-    if not any((run_dir / name).exists() for name in ("job.json", "journal.jsonl")):
-        raise DistBeliefError(f"{run_dir} is not a run directory: it has no job.json", hint=_WANTED)
-    raise DistBeliefError(
-        f"the run {run_dir} has no weights yet: it has not finished, or it failed",
-        hint="weights.safetensors is written when the last step is done",
-    )
+        return Source(run_dir, _local_tensors(weights), run_dir)
+    folder = _checkpoints_of(run_dir)
+    found = _newest(folder)
+    if found.tensors is None:
+        raise DistBeliefError(
+            f"the run {run_dir} has no weights yet: it has not finished, or it failed",
+            hint=f"weights.safetensors is written when the last step is done; no sound checkpoint is in {folder}",
+            details="\n".join(found.skipped),
+        )
+    return Source(run_dir, found.tensors, run_dir, found.url, found.skipped)
 
 
-def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
+def _checkpoints_of(run_dir: Path) -> str:
+    file = run_dir / "launch.json"
     try:
-        tensors: dict[str, torch.Tensor] = safetensors.torch.load_file(file)
-    except safetensors.SafetensorError as error:
-        raise DistBeliefError(f"{file} is damaged, or no safetensors file: {error}") from error
+        named = msgspec.json.decode(file.read_bytes(), type=_RecordedLaunch).checkpoints
+    except FileNotFoundError:
+        named = ""
+    except OSError as error:
+        raise DistBeliefError(f"cannot read {file}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise DistBeliefError(f"{file} is damaged: {error}") from error
+    return named or str(run_dir / "checkpoints")
+
+
+def _folder(where: str | Path, url: str) -> Source:
+    """A checkpoint, or the newest sound one of several. One that was asked for by name is never replaced by another."""
+    parent, _, name = url.rpartition("/")
+    step = step_of(name)
+    if step is not None:
+        return Source(where, _weights(parent, step), None, url)
+    found = _newest(url)
+    if found.tensors is None and not found.skipped:
+        raise DistBeliefError(
+            f"{where} is neither a run directory nor a folder of checkpoints: "
+            f"it has no job.json, and no {step_name(120)}/{MANIFEST} or the like",
+            hint=_WANTED,
+        )
+    if found.tensors is None:
+        raise DistBeliefError(
+            f"no checkpoint in {where} is sound: {found.skipped[0]}",
+            hint="restore one from a copy",
+            details="\n".join(found.skipped),
+        )
+    return Source(where, found.tensors, None, found.url, found.skipped)
+
+
+@dataclass(frozen=True)
+class _Newest:
+    url: str
+    tensors: dict[str, torch.Tensor] | None
+    """None: no checkpoint is sound."""
+    skipped: tuple[str, ...]
+
+
+def _newest(folder: str) -> _Newest:
+    """The newest checkpoint whose weights are sound.
+
+    The folder is listed again after each one that is not: a run that goes on removes old checkpoints, perhaps the one
+    that was being read, and has then sealed another.
+    """
+    folder = folder_at(folder).url
+    faults: dict[int, str] = {}
+    while left := [step for step in list_checkpoints(folder) if step not in faults]:
+        try:
+            tensors = _weights(folder, left[0])
+        except CheckpointUnusable as error:
+            faults[left[0]] = error.message
+        else:
+            return _Newest(f"{folder}/{step_name(left[0])}", tensors, tuple(faults.values()))
+    return _Newest("", None, tuple(faults.values()))
+
+
+def _weights(folder: str, step: int) -> dict[str, torch.Tensor]:
+    """The model's tensors in a checkpoint. Parts that hold none of them are not read."""
+    manifest = read_manifest(folder, step)
+    url = f"{folder}/{step_name(step)}"
+    names = _names(manifest, url)
+    held = read_tensors(folder, manifest, {t.name for t in manifest.tensors if t.name.startswith(_MODEL)})
+    saved = {name.removeprefix(_MODEL): tensor for name, tensor in held.items()}
+    if lost := sorted(set(names.tied.values()) - saved.keys()):
+        raise CheckpointDamaged(f"{url} is refused: a tensor is tied to '{lost[0]}', which is not in it")
+    everywhere = saved | {other: saved[first] for other, first in names.tied.items()}
+    found = {name: everywhere[name] for name in sorted(everywhere) if names.is_wanted(name)}
+    if not found:
+        raise CheckpointUnusable(f"{url} holds no weights: no tensor in it is called {_MODEL}…")
+    return found
+
+
+def _names(manifest: Manifest, url: str) -> _Names:
+    try:
+        return msgspec.convert(manifest.job, type=_Names)
+    except msgspec.ValidationError as error:
+        raise CheckpointDamaged(f"{url}/{MANIFEST} is refused: in `job`, {error}") from error
+
+
+def _local_tensors(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        return _decoded(str(file), lambda: safetensors.torch.load_file(file))
     except OSError as error:
         raise DistBeliefError(f"cannot read {file}: {error.strerror or error}") from error
+
+
+def _remote_file(url: str) -> Source:
+    parent, _, name = url.rpartition("/")
+    data = read_file(folder_at(parent), name)
+    if data is None:
+        raise DistBeliefError(f"there is no {url}", hint=_WANTED)
+    return Source(url, _decoded(url, lambda: safetensors.torch.load(data)), None)
+
+
+def _decoded(where: str, load: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    try:
+        tensors = load()
+    except safetensors.SafetensorError as error:
+        raise DistBeliefError(f"{where} is damaged, or no safetensors file: {error}") from error
     if not tensors:
-        raise DistBeliefError(f"{file} holds no tensors")
+        raise DistBeliefError(f"{where} holds no tensors")
     return tensors

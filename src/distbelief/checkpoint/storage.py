@@ -129,6 +129,14 @@ def write_file(folder: Folder, name: str, chunks: Iterable[bytes | memoryview]) 
         raise
 
 
+def check_writable(where: Where) -> None:
+    """Write a file there and remove it again: better now than after hours of training. Raises StorageFailed."""
+    folder = folder_at(where)
+    name = f".probe-{secrets.token_hex(4)}"
+    write_file(folder, name, [b"x"])
+    remove_file(folder, name)
+
+
 def is_draft(name: str) -> bool:
     """Whether this is a file that was not finished: one in the making, or the rest of a process that was killed."""
     return name.startswith(".") and _DRAFT in name

@@ -11,13 +11,14 @@ import typer
 
 from distbelief.cli.destination import check_destination, size
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
+from distbelief.cli.source import FORMS, read
 
 
 def average(
     ctx: typer.Context,
     sources: Annotated[
-        list[Path],
-        typer.Argument(help="Two or more: run directories or .safetensors files.", show_default=False),
+        list[str],
+        typer.Argument(help=f"Two or more, each a {FORMS}.", show_default=False),
     ],
     to: Annotated[Path, typer.Option(metavar="FILE", help="The .safetensors file to write.", show_default=False)],
     weights: Annotated[
@@ -27,7 +28,7 @@ def average(
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")] = False,
 ) -> None:
-    """Merge the weights of several runs into one model: the mean of each number.
+    """Merge the weights of several runs or checkpoints into one model: the mean of each number.
 
     The sources must hold the same names, shapes and types. Running statistics (BatchNorm) are averaged like weights;
     whole numbers and booleans must agree.
@@ -41,14 +42,20 @@ def average(
     check_destination(to, force)
 
     from distbelief.checkpoint.average import average as mean
-    from distbelief.checkpoint.sources import read_source
     from distbelief.checkpoint.weights import save_tensors
 
-    tensors = mean([read_source(source) for source in sources], shares)
+    found = [read(source) for source in sources]
+    tensors = mean(found, shares)
     save_tensors(tensors, to)
     size_bytes = to.stat().st_size
     if json:
-        result = {"to": str(to), "sources": list(map(str, sources)), "tensors": len(tensors), "size_bytes": size_bytes}
+        result = {
+            "to": str(to),
+            "sources": sources,
+            "checkpoints": [one.checkpoint or None for one in found],
+            "tensors": len(tensors),
+            "size_bytes": size_bytes,
+        }
         typer.echo(jsonlib.dumps(result))
         return
     typer.echo(f"wrote {to}: {size(size_bytes)}, {len(tensors):,} tensors, the mean of {len(sources)} sources")

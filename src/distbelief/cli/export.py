@@ -14,6 +14,7 @@ import typer
 
 from distbelief.cli.destination import check_destination, size
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
+from distbelief.cli.source import FORMS, read
 
 
 class Form(enum.StrEnum):
@@ -27,7 +28,7 @@ SUFFIXES = {".safetensors": Form.safetensors, ".pt2": Form.program, ".onnx": For
 
 def export(
     ctx: typer.Context,
-    source: Annotated[Path, typer.Argument(help="A run directory, or a .safetensors file.", show_default=False)],
+    source: Annotated[str, typer.Argument(help=f"A {FORMS}.", show_default=False)],
     to: Annotated[Path, typer.Option(metavar="FILE", help="The file to write.", show_default=False)],
     form: Annotated[
         Form | None,
@@ -39,12 +40,12 @@ def export(
     ] = None,
     model_of: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="For a .safetensors SOURCE: the run whose job makes its model."),
+        typer.Option(metavar="RUN", help="For a SOURCE that is no run: the run whose job makes its model."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")] = False,
 ) -> None:
-    """Write the weights of a run for other programs: as safetensors, torch.export program or ONNX.
+    """Write the weights of a run or checkpoint for other programs: as safetensors, torch.export program or ONNX.
 
     A program and ONNX hold the model too. It is made again from the run's job file, and the file's output is compared
     with the model's before the file gets its name.
@@ -53,13 +54,13 @@ def export(
     chosen = form or form_of(to)
     check_destination(to, force)
 
-    from distbelief.checkpoint.sources import read_source
     from distbelief.exporting.export import export as write
 
+    weights = read(source)
     with contextlib.redirect_stdout(sys.stderr if json else sys.stdout):  # the job file may print
-        exported = write(read_source(source), to, chosen.value, model_of)
+        exported = write(weights, to, chosen.value, model_of)
     if json:
-        typer.echo(jsonlib.dumps(dataclasses.asdict(exported)))
+        typer.echo(jsonlib.dumps({**dataclasses.asdict(exported), "checkpoint": weights.checkpoint or None}))
         return
     typer.echo(f"wrote {to}: {chosen}, {size(exported.size_bytes)}")
     typer.echo(f"holds {exported.tensors:,} tensors, {exported.parameters:,} numbers")

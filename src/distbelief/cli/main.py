@@ -11,9 +11,12 @@ import typer
 from distbelief import __version__
 from distbelief.cli.average import average
 from distbelief.cli.chaos import chaos
+from distbelief.cli.checkpoint import checkpoint
 from distbelief.cli.export import export
 from distbelief.cli.failures import Commands
 from distbelief.cli.new import new
+from distbelief.cli.replay import replay
+from distbelief.cli.resume import resume
 from distbelief.cli.scale import scale
 from distbelief.cli.train import train
 from distbelief.cli.verify import verify
@@ -27,10 +30,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(resume)
+app.command()(checkpoint)
 app.command()(scale)
 app.command()(worker)
 app.command()(chaos)
 app.command()(verify)
+app.command()(replay)
 app.command()(export)
 app.command()(average)
 app.command()(new)

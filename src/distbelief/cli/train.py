@@ -18,6 +18,7 @@ import typer
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.coordinator.detector import STUCK_S
+from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST
 from distbelief.errors import JobError
 from distbelief.observe.view import open_view
 from distbelief.worker.jobfile import compile_job
@@ -56,6 +57,25 @@ def train(
         float,
         typer.Option(min=1, metavar="SECONDS", help="Replace a worker that all others have waited for this long."),
     ] = STUCK_S,
+    save_every: Annotated[
+        str,
+        typer.Option(metavar="500|10m|end|never", help="Steps or time between two checkpoints; the last state too."),
+    ] = DEFAULT_EVERY,
+    checkpoints: Annotated[
+        str,
+        typer.Option(metavar="URL", help="Where checkpoints go: a folder, s3://… Default: RUN/checkpoints."),
+    ] = "",
+    keep_last: Annotated[int, typer.Option(min=1, metavar="K", help="Keep the newest K checkpoints.")] = KEEP_LAST,
+    keep_every: Annotated[
+        int, typer.Option(min=0, metavar="M", help="Keep also those whose step is a multiple of M.")
+    ] = 0,
+    keep_best: Annotated[
+        str, typer.Option(metavar="METRIC[:min|:max]", help="Keep also the best one by a metric of the evaluation.")
+    ] = "",
+    begin_from: Annotated[
+        str,
+        typer.Option("--from", metavar="PATH", help="Weights to begin with: a run, a checkpoint, a .safetensors file."),
+    ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines even on a terminal.")] = False,
 ) -> None:
@@ -85,6 +105,12 @@ def train(
             min_workers=min_workers,
             balance=balance,
             stuck_after_s=stuck_after,
+            save_every=save_every,
+            checkpoints=checkpoints,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            keep_best=keep_best,
+            begin_from=begin_from,
             listen=f"tcp://[{listen}]:*" if ":" in listen else f"tcp://{listen}:*",
         )
     if json:

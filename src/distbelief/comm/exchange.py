@@ -2,7 +2,8 @@
 
 Partial sums live in *slots*: one slot is the whole flat layout of the model (gradients, then float buffers), cut into
 fixed *tiles*. An exchange knows bytes, tiles and the order of addition; it knows nothing of models or optimizers.
-Two implementations pass one contract suite: shared memory (one host) and torch.distributed (any hosts).
+Three implementations pass one contract suite: shared memory (one host), torch.distributed (any hosts), and one
+process alone.
 """
 
 from __future__ import annotations

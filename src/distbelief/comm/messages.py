@@ -91,6 +91,13 @@ class PastGeneration(Struct, frozen=True):
     members: list[Member]
 
 
+class WrittenPart(Struct, frozen=True):
+    """A member's part of a checkpoint, as it lies in the folder."""
+
+    size_bytes: int
+    sha256: str
+
+
 # --- events: to the coordinator --------------------------------------------------------------------------------------
 
 
@@ -227,6 +234,62 @@ class ScaleRequested(Struct, frozen=True, tag=True):
 
 class StopRequested(Struct, frozen=True, tag=True):
     reason: str
+    at_once: bool = False
+    """Do not wait for a checkpoint."""
+
+
+class CheckpointRequested(Struct, frozen=True, tag=True):
+    """Somebody wants a checkpoint now."""
+
+
+class CheckpointLoaded(Struct, frozen=True, tag=True):
+    """No member had the run's state: it goes on from a checkpoint, or starts anew. From the member of rank 0."""
+
+    worker: int
+    step: int
+    """0: there was none."""
+    folder: str
+    skipped: list[tuple[int, str]] = []
+    """Newer checkpoints that cannot be used, and why."""
+
+
+class PartSaved(Struct, frozen=True, tag=True):
+    """A member has written its part of a checkpoint; it is durable."""
+
+    worker: int
+    generation: int
+    """In which the snapshot was taken: all members of it have a part."""
+    step: int
+    """Steps applied."""
+    part: WrittenPart
+    pause_s: float
+    """How long training stood still for the snapshot."""
+    write_s: float
+
+
+class CheckpointSealed(Struct, frozen=True, tag=True):
+    """The checkpoint exists."""
+
+    worker: int
+    step: int
+
+
+class SaveFailed(Struct, frozen=True, tag=True):
+    """A member could not write, or seal, a checkpoint."""
+
+    worker: int
+    step: int
+    message: str
+    hint: str = ""
+    gave_up: bool = False
+    """It will not be tried again."""
+
+
+class SaveMissed(Struct, frozen=True, tag=True):
+    """It was asked to save at a step that it had behind it."""
+
+    worker: int
+    step: int
 
 
 Event = (
@@ -245,6 +308,12 @@ Event = (
     | JoinRequested
     | ScaleRequested
     | StopRequested
+    | CheckpointRequested
+    | CheckpointLoaded
+    | PartSaved
+    | CheckpointSealed
+    | SaveFailed
+    | SaveMissed
 )
 
 
@@ -262,6 +331,8 @@ class StartGeneration(Struct, frozen=True, tag=True):
     """The newest first."""
     reported: int = 0
     """The coordinator knows of all steps before this one."""
+    sealed: int = 0
+    """The newest checkpoint."""
 
 
 class Refuse(Struct, frozen=True, tag=True):
@@ -308,12 +379,30 @@ class Admit(Struct, frozen=True, tag=True):
     worker: int
 
 
+class SaveAt(Struct, frozen=True, tag=True):
+    """Take a snapshot when so many steps are applied."""
+
+    epoch: int
+    step: int
+
+
+class SealCheckpoint(Struct, frozen=True, tag=True):
+    """All parts are there: write the manifest."""
+
+    epoch: int
+    step: int
+    parts: list[WrittenPart]
+    """By the rank of their writers."""
+
+
 class Answer(Struct, frozen=True, tag=True):
     """To whoever asked for something from outside."""
 
     epoch: int
     ok: bool
     text: str
+    step: int = -1
+    """At which it will be done."""
 
 
 class EndRun(Struct, frozen=True, tag=True):
@@ -324,7 +413,19 @@ class EndRun(Struct, frozen=True, tag=True):
     reason: str = ""
 
 
-Command = StartGeneration | Refuse | Retire | Introduce | StartWorker | KillWorker | Admit | Answer | EndRun
+Command = (
+    StartGeneration
+    | Refuse
+    | Retire
+    | Introduce
+    | StartWorker
+    | KillWorker
+    | Admit
+    | SaveAt
+    | SealCheckpoint
+    | Answer
+    | EndRun
+)
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,8 +1,8 @@
 """`python -m distbelief.coordinator`: the coordinator as a process that lives and dies with the engine that starts it.
 
-One JSON line comes in on stdin (run_dir, secret, listen, config); one goes out on stdout: {"address", "epoch"} when it
-serves, {"error", "hint"} when it cannot. Stdin must stay open: its end means that the engine is gone. The exit status
-is 0 when the run ended in order (completed, failed or stopped: the journal's last record says which).
+One JSON line comes in on stdin (run_dir, secret, listen, config, resume); one goes out on stdout: {"address", "epoch"}
+when it serves, {"error", "hint"} when it cannot. Stdin must stay open: its end means that the engine is gone. The exit
+status is 0 when the run ended in order (completed, failed or stopped: the journal's last record says which).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from distbelief.comm.messages import SECRET_BYTES
 from distbelief.coordinator import client
 from distbelief.coordinator import server as edge
 from distbelief.coordinator.journal import Journal
+from distbelief.coordinator.replay import resumed
 from distbelief.coordinator.state import RunConfig, resume
 from distbelief.errors import DistBeliefError
 from distbelief.lifeline import die_with_parent
@@ -38,6 +39,8 @@ class Order(Struct, frozen=True, forbid_unknown_fields=True):
     """In hexadecimal."""
     config: RunConfig
     listen: str = edge.DEFAULT_LISTEN
+    resume: str = ""
+    """The strategy with which a run that is over, or whose members are all gone, goes on; empty: it is not resumed."""
 
 
 class EngineLink:
@@ -85,7 +88,11 @@ def _run(order: Order, engine: EngineLink) -> int:
         socket, address = edge.bind(context, bytes.fromhex(order.secret), order.listen)
         with socket:
             known = edge.reported(metrics.path)
-            state = resume(order.config, journal.epoch, time.time(), journal.replayed, *known)
+            records, now = journal.replayed, time.time()
+            if order.resume:
+                records.append(resumed(resume(order.config, journal.epoch, now, records), order.resume, now))
+                journal.append(records[-1])
+            state = resume(order.config, journal.epoch, now, records, *known)
             with client.advertised(run_dir, address, order.secret, journal.epoch):
                 _answer({"address": address, "epoch": journal.epoch})
                 return edge.serve(edge.Server(socket, journal, metrics, bytes.fromhex(order.secret), state), engine)

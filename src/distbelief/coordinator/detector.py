@@ -178,6 +178,11 @@ class Pulse:
         steps = replace(steps, changed_at=now, fresh=False, last_at=at_times[-1], durations=recent)
         return replace(self, _steps=steps)
 
+    @property
+    def step_s(self) -> float | None:
+        """How long a step takes lately."""
+        return statistics.median(self._steps.durations) if self._steps.durations else None
+
     def ticked(self, now: float) -> Pulse:
         """Our own loop came round, with all heartbeats taken in that had arrived. Notices when it had stood still."""
         ticks = self._ticks

@@ -9,7 +9,7 @@ import msgspec
 
 from distbelief.comm import messages as m
 from distbelief.coordinator import explain
-from distbelief.coordinator.progress import notice
+from distbelief.coordinator.progress import notice, workers_line
 from distbelief.coordinator.vocabulary import ENGINE, Exit, Output, Record, Report, Send, State, Status, Worker
 
 Result = tuple[State, list[Output]]
@@ -22,6 +22,30 @@ def end(state: State, status: Status, reason: str, now: float, **facts: Any) -> 
     outputs: list[Output] = [record(state, now, "ended", reason, status=status, **facts)]
     outputs += [Send(worker, outcome) for worker in [*alive, ENGINE]]
     return state, [*outputs, Exit(status)]
+
+
+def complete(state: State, now: float) -> Result:
+    """All members have finished: the run ends with what they report, if they agree."""
+    ends = [one for member in state.members if (one := state.workers[member.worker].finished)]
+    first = ends[0]
+    odd = [one.worker for one in ends if one.weights_sha256 not in ("", first.weights_sha256)]
+    if odd:
+        who = ", ".join(state.workers[worker].name for worker in odd)
+        message = f"the weights of {who} differ from those of {state.workers[first.worker].name} at the end of the run"
+        hint = "this must not happen in an exact strategy: please report it, with the run directory"
+        return fail(state, m.WorkerFailed(odd[0], "", "internal", message, hint), now)
+    result = {
+        "steps": first.step,
+        "loss": first.loss,
+        "metrics": first.metrics,
+        "weights_sha256": first.weights_sha256,
+        "samples_per_s": first.samples_per_s,
+        "workers": len(state.members),
+        "recoveries": state.recoveries,
+    }
+    line = workers_line(state.progress, state.members, state.generation, now)
+    state, outputs = end(state, "completed", f"all {len(ends)} members have finished", now, result=result)
+    return state, [Report(line), *outputs]
 
 
 def fail(state: State, failure: m.WorkerFailed, now: float) -> Result:

@@ -172,8 +172,8 @@ def collective_failed(state: State, event: m.CollectiveFailed, now: float) -> Re
 
 def leave_requested(state: State, event: m.LeaveRequested, now: float) -> Result:
     worker = state.workers.get(event.worker)
-    if worker is None or worker.gone or worker.leaving:
-        return state, []
+    if worker is None or worker.gone or worker.leaving or state.saves.stopping:
+        return state, []  # a batch system tells everybody to go: those who save are needed until the end
     target = max(state.target - 1, state.config.min_workers)
     text = f"{worker.name} was asked to go, and leaves after the present step"
     state = replace(state, target=target)

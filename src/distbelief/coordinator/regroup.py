@@ -63,7 +63,8 @@ def _start(
         past = [m.PastGeneration(state.generation, state.members), *past][:PAST]
     generation = state.generation + 1
     reported = state.progress.reported.complete
-    start = m.StartGeneration(state.epoch, generation, plan.members, plan.transport, past, reported)
+    sealed = state.saves.sealed
+    start = m.StartGeneration(state.epoch, generation, plan.members, plan.transport, past, reported, sealed)
     facts = {
         "generation": generation,
         "members": msgspec.to_builtins(plan.members),

@@ -6,6 +6,7 @@ followed from the last one) is made good by the rules for living runs, as soon a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -52,6 +53,14 @@ def replay(state: State, entry: Entry, now: float) -> State:
             for worker in leaving:
                 state = _with(state, worker, leaving=True)
             return replace(state, target=entry["target"])
+        case "checkpoint":
+            return replace(state, saves=replace(state.saves, sealed=entry["step"], sealed_at=now))
+        case "loaded":
+            # It is the newest there is, whatever was sealed before: newer ones were found damaged.
+            saves = replace(state.saves, loaded_by=entry["worker"], sealed=entry["step"], sealed_at=now)
+            return replace(state, saves=saves)
+        case "resumed":
+            return _resumed(state, entry, now)
         case "ended":
             return replace(state, phase="ended", outcome=m.EndRun(state.epoch, entry["status"], entry["reason"]))
     return state
@@ -77,6 +86,42 @@ def _generation(state: State, entry: Entry) -> State:
         recoveries=state.recoveries + bool(entry["lost"]),
         taken_over=start.generation - 1,
     )
+
+
+def _resumed(state: State, entry: Entry, now: float) -> State:
+    """Everybody is gone, and the run goes on with new workers. Numbers keep going up; what was agreed on stays."""
+    reference = state.reference
+    if reference:
+        reference = msgspec.structs.replace(
+            reference, job=msgspec.structs.replace(reference.job, strategy=entry["strategy"])
+        )
+    workers: list[int] = entry["workers"]
+    return State(
+        state.config,
+        state.epoch,
+        active_at=now,
+        target=len(workers),
+        next_worker=max(state.next_worker, *(worker + 1 for worker in workers)),
+        generation=state.generation,
+        taken_over=state.generation,
+        reference=reference,
+        # As if they had been asked for long ago: the engine is told of them as soon as it is there.
+        hired=dict.fromkeys(workers, -math.inf),
+        recoveries=state.recoveries,
+    )
+
+
+def resumed(state: State, strategy: str, now: float) -> dict[str, Any]:
+    """The record that lets a run that is over, or whose members are all gone, go on with new workers."""
+    first = state.next_worker
+    return {
+        "kind": "resumed",
+        "epoch": state.epoch,
+        "at": now,
+        "reason": f"the run was resumed with {state.config.workers} workers",
+        "workers": list(range(first, first + state.config.workers)),
+        "strategy": strategy,
+    }
 
 
 def _arrived(state: State, workers: Iterable[int]) -> State:

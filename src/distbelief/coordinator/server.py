@@ -46,6 +46,11 @@ _FROM_WORKERS = (
     m.WorkerLeft,
     m.WorkerFinished,
     m.WorkerFailed,
+    m.CheckpointLoaded,
+    m.PartSaved,
+    m.CheckpointSealed,
+    m.SaveFailed,
+    m.SaveMissed,
 )
 
 
@@ -174,7 +179,7 @@ def serve(server: Server, wakeup: Wakeup) -> int:
                 break
         reason = wakeup.read()
         if reason and not done:
-            done = handle(server, m.StopRequested(reason))
+            done = handle(server, m.StopRequested(reason, at_once=True))
         now = time.monotonic()
         if now >= next_tick and not done:
             next_tick = now + TICK_S

@@ -19,9 +19,9 @@ from dataclasses import replace
 from typing import Any
 
 from distbelief.comm import messages as m
-from distbelief.coordinator import faults, joining
+from distbelief.coordinator import faults, joining, saving
 from distbelief.coordinator.ending import Result, end, fail
-from distbelief.coordinator.progress import Seen, absorb, workers_line
+from distbelief.coordinator.progress import Seen, absorb
 from distbelief.coordinator.regroup import committed
 from distbelief.coordinator.replay import replay
 from distbelief.coordinator.vocabulary import (
@@ -167,37 +167,24 @@ def _finished(state: State, event: m.WorkerFinished, now: float) -> Result:
     pending = {w: until for w, until in state.pending.items() if w != event.worker}
     pulse = state.pulse.left(event.worker, now)
     state = replace(state, workers=workers, pending=pending, pulse=pulse, finished=state.finished + 1)
-    return _completed(state, now) if state.finished == len(state.members) else (state, [])
+    return saving.complete_if_done(state, now)
 
 
-def _completed(state: State, now: float) -> Result:
-    ends = [one for member in state.members if (one := state.workers[member.worker].finished)]
-    first = ends[0]
-    odd = [one.worker for one in ends if one.weights_sha256 not in ("", first.weights_sha256)]
-    if odd:
-        who = ", ".join(state.workers[worker].name for worker in odd)
-        message = f"the weights of {who} differ from those of {state.workers[first.worker].name} at the end of the run"
-        hint = "this must not happen in an exact strategy: please report it, with the run directory"
-        return fail(state, m.WorkerFailed(odd[0], "", "internal", message, hint), now)
-    result = {
-        "steps": first.step,
-        "loss": first.loss,
-        "metrics": first.metrics,
-        "weights_sha256": first.weights_sha256,
-        "samples_per_s": first.samples_per_s,
-        "workers": len(state.members),
-        "recoveries": state.recoveries,
-    }
-    line = workers_line(state.progress, state.members, state.generation, now)
-    state, outputs = end(state, "completed", f"all {len(ends)} members have finished", now, result=result)
-    return state, [Report(line), *outputs]
+def _ticked(state: State, event: Ticked, now: float) -> Result:
+    state, outputs = faults.ticked(state, event, now)
+    if state.phase != "training":
+        return state, outputs
+    state, more = saving.ticked(state, now)
+    return state, outputs + more
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
 def _stopped(state: State, event: m.StopRequested, now: float) -> Result:
-    return end(state, "stopped", event.reason, now)
+    if event.at_once or not saving.can_save(state):
+        return end(state, "stopped", event.reason, now)
+    return saving.stop_after_save(state, event.reason, now)
 
 
 def _broken(state: State, event: CoordinatorFailed, now: float) -> Result:
@@ -217,7 +204,7 @@ def _over(state: State, event: m.EngineAttached, now: float) -> Result:
     return state, [Reply(state.outcome), Exit(status)]
 
 
-def _refused(state: State, event: m.ScaleRequested | m.JoinRequested, now: float) -> Result:
+def _refused(state: State, event: m.ScaleRequested | m.JoinRequested | m.CheckpointRequested, now: float) -> Result:
     return state, [Reply(m.Answer(state.epoch, False, "the run is over"))]
 
 
@@ -238,6 +225,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.JoinRequested: joining.admitted,
         m.ScaleRequested: joining.scaled,
         m.StopRequested: _stopped,
+        m.CheckpointRequested: saving.requested,
         Ticked: faults.ticked,
         CoordinatorFailed: _broken,
     },
@@ -257,7 +245,13 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.JoinRequested: joining.admitted,
         m.ScaleRequested: joining.scaled,
         m.StopRequested: _stopped,
-        Ticked: faults.ticked,
+        m.CheckpointRequested: saving.requested,
+        m.CheckpointLoaded: saving.loaded,
+        m.PartSaved: saving.part_saved,
+        m.CheckpointSealed: saving.sealed,
+        m.SaveFailed: saving.failed,
+        m.SaveMissed: saving.missed,
+        Ticked: _ticked,
         CoordinatorFailed: _broken,
     },
     "ended": {
@@ -276,6 +270,12 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.JoinRequested: _refused,
         m.ScaleRequested: _refused,
         m.StopRequested: _ignored,
+        m.CheckpointRequested: _refused,
+        m.CheckpointLoaded: _ignored,
+        m.PartSaved: _ignored,
+        m.CheckpointSealed: _ignored,
+        m.SaveFailed: _ignored,
+        m.SaveMissed: _ignored,
         Ticked: _ignored,
         CoordinatorFailed: _broken,  # the end that was decided could not be recorded, so nobody was told of it
     },

@@ -48,6 +48,11 @@ class RunConfig(Struct, frozen=True, forbid_unknown_fields=True):
     stuck_s: float = STUCK_S
     """How long all others may wait for one member that lives but does not come on."""
 
+    saves: bool = False
+    """Whether the members save checkpoints: at the end at least."""
+    save_every_s: float = 0.0
+    """0: not by the clock."""
+
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, not {self.workers}")
@@ -173,6 +178,50 @@ class Troubles:
 
 
 @dataclass(frozen=True)
+class OpenSave:
+    """A checkpoint that is being written."""
+
+    step: int
+    generation: int
+    """Whose members write it."""
+    members: tuple[int, ...]
+    """By rank."""
+    parts: Mapping[int, m.PartSaved] = field(default_factory=dict)
+    """Worker -> the part that it has written."""
+    sealer: int = -1
+    """Who was asked to write the manifest."""
+    sealer_asked_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Saves:
+    loaded_by: int = -1
+    """The last worker that loaded a checkpoint for a generation that had no state of its own."""
+    sealed: int = 0
+    """The newest checkpoint's step; 0: there is none."""
+    sealed_at: float | None = None
+    """When it was; before there is one, when training began."""
+    open: Mapping[int, OpenSave] = field(default_factory=dict)
+    """Step -> the one in the making."""
+    asked: int | None = None
+    """The members were told to save at this step."""
+    asked_at: float = 0.0
+    ahead_s: float = 0.0
+    """So far ahead of the members the step was named."""
+    complaint: str = ""
+    """The last thing that was said about a failure: it is not said again."""
+    final_tries: int = 0
+    """How often the last checkpoint was begun anew because a writer of it was lost."""
+    final_lost: bool = False
+    """The last checkpoint could not be saved; the run ends without it."""
+    finished_at: float | None = None
+    """Since when only the last checkpoint is missing."""
+    stopping: str = ""
+    """Why the run is to end as soon as a checkpoint is there."""
+    stopping_at: float = 0.0
+
+
+@dataclass(frozen=True)
 class State:
     """Never changed in place; the mappings are replaced, not written to."""
 
@@ -212,6 +261,7 @@ class State:
     look: Look = field(default_factory=Look)
     looked_at: float = 0.0
     troubles: Troubles = field(default_factory=Troubles)
+    saves: Saves = field(default_factory=Saves)
     recoveries: int = 0
     taken_over: int = 0
     """The newest generation that told what it took over."""

@@ -40,6 +40,7 @@ class Guests:
         self._secret = secret
         self._path = run_dir / SOCKET
         self._there: dict[int, Guest] = {}
+        self._path.unlink(missing_ok=True)  # a killed engine's: our coordinator has the journal's lock, so it is dead
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with short_path(run_dir) as folder:  # the kernel takes about 100 characters
             before = os.umask(0o077)

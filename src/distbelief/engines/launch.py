@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, get_type_hints
+
+import msgspec
 
 from distbelief.coordinator.detector import STUCK_S
+from distbelief.engines.rundir import check_idle
+from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST, best, interval
+from distbelief.errors import DistBeliefError
+from distbelief.worker.spec import Origin, SavePlan
 
 
 class Observer(Protocol):
@@ -47,3 +54,78 @@ class Launch:
     """The address at which a worker reaches the coordinator: chaos puts itself in between."""
     most_steps: int = 0
     """End the run after so many steps, if the job has more; 0: no limit."""
+    checkpoints: str = ""
+    """A folder or URL; empty: in the run directory."""
+    save_every: str = DEFAULT_EVERY
+    keep_last: int = KEEP_LAST
+    keep_every: int = 0
+    keep_best: str = ""
+    begin_from: str = ""
+    """Weights to begin with; empty: the job's own."""
+    resumed: bool = False
+    """Go on with the run that is in the run directory."""
+
+    @property
+    def save_plan(self) -> SavePlan | None:
+        every = interval(self.save_every)
+        if every is None:
+            return None
+        return SavePlan(self.checkpoint_folder, every[0], self.keep_last, self.keep_every, best(self.keep_best))
+
+    @property
+    def save_every_s(self) -> float:
+        return (interval(self.save_every) or (0, 0.0))[1]
+
+    @property
+    def checkpoint_folder(self) -> str:
+        return _anywhere(self.checkpoints) or str(self.run_dir.resolve() / "checkpoints")
+
+    def origin(self, worker: int) -> Origin | None:
+        """What that worker begins from, if nobody has the run's state: in a run that is resumed, or when all the first
+        workers have died and their memory with them, the newest checkpoint."""
+        late = self.resumed or worker >= self.workers
+        folder = self.checkpoint_folder if late and self.save_plan else ""
+        return Origin(folder, _anywhere(self.begin_from)) if folder or self.begin_from else None
+
+
+def _anywhere(where: str) -> str:
+    """A path that means the same wherever the run is resumed from; a URL does anyway."""
+    return os.path.abspath(where) if where and "://" not in where else where
+
+
+# --- how it is kept for a resume -------------------------------------------------------------------------------------
+
+_FILE = "launch.json"
+_OF_ONE_START = ("run_dir", "job_pickle", "dial", "resumed")
+
+
+def keep_launch(launch: Launch) -> None:
+    """Write down how the run was started: what `resume` starts it with again."""
+    if launch.resumed:
+        check_idle(launch.run_dir)
+    kept = {f.name: getattr(launch, f.name) for f in fields(launch) if f.name not in _OF_ONE_START}
+    kept |= {name: _anywhere(kept[name]) for name in ("checkpoints", "begin_from")}
+    draft = launch.run_dir / f".{_FILE}.draft"
+    try:
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n")
+        draft.rename(launch.run_dir / _FILE)
+    except OSError as error:
+        raise DistBeliefError(f"cannot write {launch.run_dir / _FILE}: {error.strerror}") from error
+
+
+def read_launch(run_dir: Path) -> Launch:
+    """How the run in that directory was started."""
+    file = run_dir / _FILE
+    try:
+        kept = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+        types = get_type_hints(Launch)
+        known = {name: msgspec.convert(value, types[name]) for name, value in kept.items() if name in types}
+        return Launch(run_dir=run_dir, **known)
+    except FileNotFoundError:
+        raise DistBeliefError(
+            f"{run_dir} is no run directory: there is no {_FILE} in it", hint="give the folder that `train` printed"
+        ) from None
+    except OSError as error:
+        raise DistBeliefError(f"cannot read {file}: {error.strerror}") from error
+    except (msgspec.MsgspecError, TypeError) as error:
+        raise DistBeliefError(f"{file} is damaged: {error}") from error

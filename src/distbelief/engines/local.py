@@ -35,11 +35,11 @@ from distbelief.comm.messages import (
     encode,
 )
 from distbelief.comm.network import dial, host_of, is_loopback
-from distbelief.coordinator.journal import read as read_journal
+from distbelief.coordinator.saving import STOP_S
 from distbelief.engines.guests import TEMPLATE, Guests
 from distbelief.engines.launch import Launch, Observer
 from distbelief.engines.processes import CoordinatorProcess, LogPipe, Zygote
-from distbelief.engines.rundir import verdict
+from distbelief.engines.rundir import ended, verdict
 from distbelief.engines.signals import Signals
 from distbelief.engines.watching import Watching
 from distbelief.errors import RunFailed
@@ -74,6 +74,8 @@ class _Run:
         self._stack = contextlib.ExitStack()
         self._watching = Watching()
         self._can_fork = False
+        self._wanted: list[int] = []
+        """Workers that we were asked to start before we could."""
         self._workers: dict[int, int] = {}  # process number -> worker
         self._alive: set[int] = set()
         self._exits: dict[int, int] = {}  # worker -> status
@@ -106,11 +108,15 @@ class _Run:
             "min_workers": launch.min_workers,
             "balance": launch.balance,
             "stuck_s": launch.stuck_after_s,
+            "saves": launch.save_plan is not None,
+            "save_every_s": launch.save_every_s,
         }
         self._order = {"run_dir": str(launch.run_dir), "secret": self._secret.hex(), "config": config}
         self._order["listen"] = launch.listen
+        self._order["resume"] = launch.strategy if launch.resumed else ""
         self._start_coordinator()
         self._address = self._order["listen"] = self._coordinator.address()  # a later one listens there too
+        self._order["resume"] = ""  # once
         self._connect(self._address)
         self._watching.watch(self._zygote.socket, self._zygote_ready)
         self._watching.watch(self._signals.wake_fd, self._stop)
@@ -140,6 +146,8 @@ class _Run:
         self._next_attach = time.monotonic() + ATTACH_EVERY_S
         running = {self._workers[pid]: pid for pid in self._alive}
         self._send(EngineAttached(host_name(), running, self._exits))
+        if self._signals.count:
+            self._ask_to_stop()
 
     def _zygote_ready(self) -> None:
         self._zygote.wait_ready()
@@ -149,7 +157,8 @@ class _Run:
             host = host_of(self._address)
             self._store = (host, self._zygote.fork_store(host, self._log("store")))
         self._write_template()
-        for worker in range(self._launch.workers):
+        first = () if self._launch.resumed else range(self._launch.workers)
+        for worker in dict.fromkeys([*first, *self._wanted]):  # the coordinator may have grown impatient: each one once
             self._start_worker(worker)
 
     def _write_template(self) -> None:
@@ -176,6 +185,8 @@ class _Run:
             sys_path=list(launch.sys_path),
             store=self._store,
             most_steps=launch.most_steps,
+            saves=launch.save_plan,
+            origin=launch.origin(worker),
         )
 
     def _start_worker(self, worker: int) -> None:
@@ -242,10 +253,12 @@ class _Run:
                     self._kill(command)
 
     def _start_another(self, command: StartWorker) -> None:
-        if not self._obeyed(command.epoch) or self._ended or not self._can_fork:
+        if not self._obeyed(command.epoch) or self._ended or command.worker in self._workers.values():
             return
-        if command.worker not in self._workers.values():
+        if self._can_fork:
             self._start_worker(command.worker)
+        elif command.worker not in self._wanted:
+            self._wanted.append(command.worker)
 
     def _kill(self, command: KillWorker) -> None:
         if self._obeyed(command.epoch):
@@ -266,7 +279,7 @@ class _Run:
         self._commands()  # its last words may still be in the socket
         if self._ended:
             return
-        if any(record.get("kind") == "ended" for record in read_journal(self._launch.run_dir / "journal.jsonl")):
+        if ended(self._launch.run_dir):
             self._finish()  # the end is on the disk: nobody needs to be told but our own workers, and they are ended
             return
         lived_s = time.monotonic() - self._coordinator.started_at
@@ -290,9 +303,15 @@ class _Run:
     def _stop(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._signals.wake_fd)
+        self._ask_to_stop()
+        grace_s = GRACE_S if self._signals.count == 1 else 0.0
+        if grace_s and self._launch.save_plan:  # the coordinator ends the run when a checkpoint is there, or sooner
+            grace_s += STOP_S
+        self._deadline = time.monotonic() + grace_s
+
+    def _ask_to_stop(self) -> None:
         name = signal.Signals(self._signals.received).name
-        self._send(StopRequested(f"{name} received"))
-        self._deadline = time.monotonic() + (GRACE_S if self._signals.count == 1 else 0.0)
+        self._send(StopRequested(f"{name} received", at_once=self._signals.count > 1))
 
     def _zygote_event(self) -> None:
         try:
@@ -301,7 +320,7 @@ class _Run:
             self._can_fork = False
             self._watching.unwatch(self._zygote.socket)
             self._alive.clear()  # workers die with the zygote; guests are told of the end
-            self._send(StopRequested("the process that starts workers has died"))
+            self._send(StopRequested("the process that starts workers has died", at_once=True))
             self._finish(0.5)
             return
         self._exited(event)

@@ -29,6 +29,7 @@ LogLine = Callable[[str, str], None]
 
 WORKER_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy's own pool would be a thread in the zygote before it forks
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a member's death makes gloo print pages of C++ frames; we say it in one line
 }
 
 

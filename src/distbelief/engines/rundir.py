@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shlex
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 from distbelief.coordinator.journal import read as read_journal
 from distbelief.engines.signals import Signals
 from distbelief.errors import DistBeliefError, JobError, RunFailed, RunInterrupted
+
+IDLE_S = 3.0  # a coordinator whose engine was killed ends within moments
 
 
 def make_run_dir(run_dir: Path) -> None:
@@ -25,11 +31,55 @@ def make_run_dir(run_dir: Path) -> None:
         ) from error
 
 
+def check_idle(run_dir: Path) -> None:
+    """Raises while somebody runs this run: before anything of it is touched, or started beside it."""
+    try:
+        fd = os.open(run_dir / "journal.jsonl.lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # it has never begun, or it is not ours: then the coordinator says so
+        return
+    try:
+        deadline = time.monotonic() + IDLE_S
+        while not _is_free(fd):
+            if time.monotonic() > deadline:
+                raise DistBeliefError(
+                    f"the run in {run_dir} is running", hint="it needs no resuming; to stop it, press Ctrl-C there"
+                )
+            time.sleep(0.1)
+    finally:
+        os.close(fd)
+
+
+def _is_free(lock_fd: int) -> bool:
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def ended(run_dir: Path) -> dict[str, Any] | None:
+    """How the run in that directory ended, if it has: since it was last resumed."""
+    for record in reversed(read_journal(run_dir / "journal.jsonl")):
+        if record.get("kind") in ("ended", "resumed"):
+            return record if record["kind"] == "ended" else None
+    return None
+
+
+def is_complete(run_dir: Path) -> bool:
+    record = ended(run_dir) if (run_dir / "journal.jsonl").exists() else None
+    return record is not None and record["status"] == "completed"
+
+
 def verdict(run_dir: Path, signals: Signals) -> dict[str, Any]:
-    record = next((r for r in reversed(read_journal(run_dir / "journal.jsonl")) if r.get("kind") == "ended"), None)
+    record = ended(run_dir)
     if signals.received and (record is None or record["status"] == "stopped"):
         name = signal.Signals(signals.received).name
-        error = RunInterrupted(f"stopped by {name}; nothing is left running", hint=f"the run directory is {run_dir}")
+        saved = _newest_checkpoint(run_dir)
+        what = f"a checkpoint of step {saved} is saved" if saved else "no checkpoint was saved"
+        error = RunInterrupted(
+            f"stopped by {name}; {what}; nothing is left running",
+            hint=f"go on with `distbelief resume {shlex.quote(str(run_dir))}`",
+        )
         error.exit_code = 128 + signals.received
         raise error
     if record is None:
@@ -37,6 +87,13 @@ def verdict(run_dir: Path, signals: Signals) -> dict[str, Any]:
     if record["status"] == "completed":
         return record
     raise _explain(record.get("failure", {}), record.get("reason", "the run failed"), run_dir)
+
+
+def _newest_checkpoint(run_dir: Path) -> int:
+    """What a run was resumed from is the newest at that moment: those after it could not be used."""
+    kinds = ("checkpoint", "loaded")
+    steps = [record["step"] for record in read_journal(run_dir / "journal.jsonl") if record.get("kind") in kinds]
+    return int(steps[-1]) if steps else 0
 
 
 def _explain(failure: dict[str, Any], reason: str, run_dir: Path) -> DistBeliefError:

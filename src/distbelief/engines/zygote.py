@@ -34,7 +34,10 @@ def main() -> None:
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     gc.freeze()  # what is imported stays shared between the forks
     children: set[int] = set()
-    send_message(engine, {"event": "ready"})
+    try:
+        send_message(engine, {"event": "ready"})
+    except BrokenPipeError:
+        return  # the run was stopped before it began
     while True:
         ready, _, _ = select.select([engine.fileno(), wake_read], [], [])
         if wake_read in ready:

@@ -21,6 +21,7 @@ class PlainView:
 
     def started(self, run_dir: Path, workers: int) -> None:
         self._follower = Follower(run_dir)
+        self._shown_step = self._follower.catch_up().step  # of a run that is resumed, what is new is shown
         self._print(f"{text.count(workers, 'worker')}, run directory {run_dir}")
 
     def log(self, source: str, line: str) -> None:
@@ -46,6 +47,8 @@ class PlainView:
                 if self._shown_step != progress.step:
                     self._show_step(progress)
                 self._print(evaluation_line(progress))
+            case "checkpoint":
+                self._print(checkpoint_line(record))
             case "notice":
                 self._print(progress.notices[-1])
 
@@ -73,3 +76,9 @@ def evaluation_line(progress: Progress) -> str:
     """ "evaluation at step 100: accuracy 0.9712, loss 0.1034" """
     values = ", ".join(f"{name} {text.number(value)}" for name, value in text.metrics(progress.metrics))
     return f"evaluation at step {progress.metrics_step}: {values}"
+
+
+def checkpoint_line(record: Record) -> str:
+    """ "checkpoint of step 500: 12.3 MB, training paused for 2 ms" """
+    size, pause_ms = float(record["size_bytes"]) / 1e6, float(record["pause_s"]) * 1e3
+    return f"checkpoint of step {record['step']}: {size:,.1f} MB, training paused for {pause_ms:,.0f} ms"

@@ -66,6 +66,8 @@ class Progress:
     smoothed: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     metrics_step: int | None = None
+    saved_step: int | None = None
+    """The newest checkpoint."""
     at: float | None = None
     """When the last step was committed."""
     intervals: tuple[Interval, ...] = ()
@@ -98,6 +100,8 @@ def advance(progress: Progress, record: Record) -> Progress:
             return _step(progress, record)
         case "evaluation":
             return replace(progress, metrics=dict(record["metrics"]), metrics_step=record["step"])
+        case "checkpoint":
+            return replace(progress, saved_step=int(record["step"]))
         case "workers":
             return _workers(progress, record)
         case "notice":
@@ -210,6 +214,12 @@ class Follower:
         self._tail = Tail(run_dir / "metrics.jsonl")
         self._job = run_dir / "job.json"
         self._described = False
+
+    def catch_up(self) -> Progress:
+        """Take in what is there already."""
+        for _ in self.poll():
+            pass
+        return self.progress
 
     def poll(self) -> Iterator[tuple[Record, Progress]]:
         if not self._described:

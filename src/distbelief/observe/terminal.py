@@ -41,6 +41,7 @@ class TerminalView:
     def started(self, run_dir: Path, workers: int) -> None:
         self._run_dir, self._workers = run_dir, workers
         self._follower = Follower(run_dir)
+        self._follower.catch_up()  # of a run that is resumed, what is new is told
         self._live = Live(self._frame(), console=self._console, auto_refresh=False)
         self._live.start()
 
@@ -118,6 +119,8 @@ def _figures(progress: Progress) -> list[RenderableType]:
         line = Text("loss ", "dim").append(text.number(loss), "bold cyan")
         if progress.samples_per_s is not None:
             line.append("   speed ", "dim").append(text.rate(progress.samples_per_s), "bold cyan")
+        if progress.saved_step is not None:
+            line.append("   saved at step ", "dim").append(str(progress.saved_step))
         lines.append(line)
     if progress.metrics_step is not None:
         line = Text(f"evaluation at step {progress.metrics_step}", "dim", no_wrap=True, overflow="ellipsis")

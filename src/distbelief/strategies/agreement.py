@@ -7,39 +7,49 @@ import struct
 import torch
 
 from distbelief.comm.exchange import Exchange
+from distbelief.strategies.base import BeginFrom
 from distbelief.strategies.compute import ShardComputer
+from distbelief.strategies.named import put_back
 from distbelief.strategies.state import ReplicaState
+from distbelief.strategies.tileoptimizer import Recipe
 
 _POSITION = struct.Struct("?q16s")  # whether a replica is initialised, its steps applied, the last one's print
 
 
-def agree_on_state(state: ReplicaState, exchange: Exchange, computer: ShardComputer) -> None:
+def agree_on_state(
+    state: ReplicaState, exchange: Exchange, computer: ShardComputer, recipe: Recipe, begin_from: BeginFrom
+) -> None:
     """After it, every member has the truth: all steps that any of them, or a dead one, had wholly applied."""
     if exchange.shares_state:
-        _agree_on_one(state, exchange, computer)
+        _agree_on_one(state, exchange, computer, recipe, begin_from)
     else:
-        _agree_on_many(state, exchange, computer)
+        _agree_on_many(state, exchange, computer, recipe, begin_from)
 
 
-def _agree_on_one(state: ReplicaState, exchange: Exchange, computer: ShardComputer) -> None:
+def _agree_on_one(
+    state: ReplicaState, exchange: Exchange, computer: ShardComputer, recipe: Recipe, begin_from: BeginFrom
+) -> None:
     """One state for all. The first generation writes it; a later one finds it, and repairs it if it is torn."""
     exchange.gather(b"")  # everybody has left the generation before: nobody writes any more
     if exchange.rank == 0 and state.initialised:
         state.repair()
-    elif exchange.rank == 0:
+    elif exchange.rank == 0 and not _load(state, computer, recipe, begin_from):
         _write_initial(state, computer)
     exchange.gather(b"")  # nobody reads before the writer is done
 
 
-def _agree_on_many(state: ReplicaState, exchange: Exchange, computer: ShardComputer) -> None:
+def _agree_on_many(
+    state: ReplicaState, exchange: Exchange, computer: ShardComputer, recipe: Recipe, begin_from: BeginFrom
+) -> None:
     """A state for each. The furthest one is the truth; those behind it, and newcomers, copy it from its owner."""
-    applied = state.steps_applied
-    last = state.remembered(applied - 1)
-    mine = _POSITION.pack(state.initialised, applied, last[-1].fingerprint.encode() if last else b"")
-    positions = [_POSITION.unpack(theirs) for theirs in exchange.gather(mine)]
+    positions = _positions(state, exchange)
     if not any(initialised for initialised, *_ in positions):
-        _write_initial(state, computer)
-        return
+        # One member loads, and the others copy from it: a checkpoint may be far away.
+        loaded = exchange.rank == 0 and _load(state, computer, recipe, begin_from)
+        if exchange.gather(b"loaded" if loaded else b"")[0] != b"loaded":
+            _write_initial(state, computer)
+            return
+        positions = _positions(state, exchange)
     # The first of them counts: where bits may differ (exact=False) a member that comes back may have taken the last
     # step otherwise than those who went on without it.
     source = max((rank for rank, there in enumerate(positions) if there[0]), key=lambda r: (positions[r][1], -r))
@@ -60,7 +70,21 @@ def _agree_on_many(state: ReplicaState, exchange: Exchange, computer: ShardCompu
         first.copy_(into_first)
 
 
+def _positions(state: ReplicaState, exchange: Exchange) -> list[tuple[bool, int, bytes]]:
+    applied = state.steps_applied
+    last = state.remembered(applied - 1)
+    mine = _POSITION.pack(state.initialised, applied, last[-1].fingerprint.encode() if last else b"")
+    return [_POSITION.unpack(theirs) for theirs in exchange.gather(mine)]
+
+
+def _load(state: ReplicaState, computer: ShardComputer, recipe: Recipe, begin_from: BeginFrom) -> bool:
+    saved = begin_from()
+    if saved:
+        put_back(saved, state, computer, recipe)
+    return saved is not None
+
+
 def _write_initial(state: ReplicaState, computer: ShardComputer) -> None:
     computer.write_values(state.segment, state.values_at)
     state.write_integers(0, computer.integer_bytes())
-    state.mark_initialised()
+    state.begin_at(0)

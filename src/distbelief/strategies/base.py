@@ -5,13 +5,16 @@ A replica trains: `compute` turns shards into partial sums, `commit` adds them o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from distbelief.checkpoint.manifest import PartEntry
+from distbelief.checkpoint.parts import Slice
 from distbelief.comm.exchange import Exchange, Geometry
+from distbelief.comm.segment import Segment
 from distbelief.errors import DistBeliefError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
@@ -43,6 +46,37 @@ class Applied:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """A state to begin from: that of a checkpoint, or weights alone."""
+
+    step: int
+    """Steps applied."""
+    tensors: Mapping[str, torch.Tensor]
+    """`model/NAME`, `optimizer/KEY/NAME`, `begun/NAME` (see named.py); weights alone: `model/NAME` only."""
+    history: Sequence[Applied] = ()
+    """What the last steps gave, oldest first: those that the coordinator may not have heard of when it died."""
+    note: bytes = b""
+    """The note that was kept with this state, if there was one."""
+
+
+BeginFrom = Callable[[], Saved | None]
+"""Called by the member that writes the first state of a run; None: the job's own initial values."""
+
+
+class Portion(Protocol):
+    """What one member saves of a state. It outlives the replica: it knows names and places, no values."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory that a copy of it takes."""
+
+    def entries(self) -> list[PartEntry]: ...
+
+    def slices(self, copy: Segment, outside: Mapping[str, torch.Tensor]) -> list[Slice]:
+        """The tensors in a copy that was made with `Replica.copy_portion`."""
+
+
+@dataclass(frozen=True)
 class Takeover:
     """A step that an earlier generation began and this one finishes."""
 
@@ -57,7 +91,8 @@ class NonFiniteLoss(DistBeliefError):
     def __init__(self, value: float, step: int, shard: int) -> None:
         super().__init__(
             f"the loss is {value} at step {step}, shard {shard}; the step was not applied",
-            hint="lower the learning rate, clip gradients (clip_norm), or look at the samples of that shard",
+            hint="`distbelief replay RUN` shows in which layer and for which samples; a lower learning rate or clip_norm "
+            "may help",
         )
         self.step = step
         self.shard = shard
@@ -101,6 +136,13 @@ class Replica(Protocol):
     def keep_note(self, content: bytes) -> None:
         """Keep some bytes that belong to the present state. Members that share a state leave it to rank 0."""
 
+    def portions(self) -> Sequence[Portion]:
+        """Who saves what: each member's part of the state, by rank."""
+
+    def copy_portion(self, applied: int, into: Segment) -> Mapping[str, torch.Tensor]:
+        """Copy my portion of the state after so many steps, which I have just applied, without waiting for anybody.
+        Returns what is not in that memory, for `Portion.slices`: small tensors, and such as never change."""
+
     def synchronise(self) -> None:
         """Bring the model's buffers to the committed values (before evaluation, hashing, saving)."""
 
@@ -123,7 +165,12 @@ class Prepared(Protocol):
 
     def geometry(self, ranges: Sequence[Range]) -> Geometry: ...
 
-    def build(self, seat: Seat, exchange: Exchange, fetch: Fetch) -> Replica: ...
+    def frozen(self) -> list[str]:
+        """Parameters that are not trained, as `model/NAME`. Every member has its own."""
+
+    def set_frozen(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
+
+    def build(self, seat: Seat, exchange: Exchange, fetch: Fetch, begin_from: BeginFrom = lambda: None) -> Replica: ...
 
 
 class Strategy(Protocol):

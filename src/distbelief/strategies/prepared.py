@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -12,9 +12,10 @@ import torch
 from distbelief.comm.exchange import Exchange, Geometry
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
-from distbelief.strategies.base import Fetch, Replica, Seat
+from distbelief.strategies.base import BeginFrom, Fetch, Replica, Seat
 from distbelief.strategies.compute import ShardComputer, make_model
 from distbelief.strategies.layout import lay_out, trainable
+from distbelief.strategies.named import frozen, set_frozen
 from distbelief.strategies.partials import slots_needed
 from distbelief.strategies.replica import DataParallelReplica
 from distbelief.strategies.tileoptimizer import Recipe, state_bytes
@@ -67,5 +68,13 @@ class PreparedAllReduce:
             integer_bytes=len(self._computer.integer_bytes()),
         )
 
-    def build(self, seat: Seat, exchange: Exchange, fetch: Fetch) -> Replica:
-        return DataParallelReplica(self._computer, self._recipe, self._schedule, seat, exchange, fetch, self._exact)
+    def frozen(self) -> list[str]:
+        return frozen(self.model)
+
+    def set_frozen(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        set_frozen(self.model, tensors)
+
+    def build(self, seat: Seat, exchange: Exchange, fetch: Fetch, begin_from: BeginFrom = lambda: None) -> Replica:
+        return DataParallelReplica(
+            self._computer, self._recipe, self._schedule, seat, exchange, fetch, self._exact, begin_from
+        )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,15 @@ import torch
 
 from distbelief.comm.backups import Backup
 from distbelief.comm.exchange import ROW, Exchange, Gift, StepPlan
+from distbelief.comm.segment import Segment
 from distbelief.data.seeding import seed_everything
 from distbelief.errors import JobError
 from distbelief.shards import Range, Schedule, mix, shard_seed
 from distbelief.strategies.agreement import agree_on_state
-from distbelief.strategies.base import Applied, Fetch, NonFiniteLoss, Seat, StepResult, Takeover
+from distbelief.strategies.base import Applied, BeginFrom, Fetch, NonFiniteLoss, Seat, StepResult, Takeover
 from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.helping import Helper
+from distbelief.strategies.named import TilePortion, outside_of_tiles, whole_entries
 from distbelief.strategies.partials import ShardWork, slots_needed
 from distbelief.strategies.state import ReplicaState
 from distbelief.strategies.takeover import StepWork, plan_step, plan_takeover
@@ -35,7 +37,7 @@ class DataParallelReplica:
 
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: Exchange, fetch: Fetch,
-        exact: bool,
+        exact: bool, begin_from: BeginFrom = lambda: None,
     ) -> None:  # fmt: skip
         self.model = computer.model
         self.exchange = exchange
@@ -47,7 +49,8 @@ class DataParallelReplica:
         self._exact = exact
         self._state = ReplicaState(computer.layout, recipe, exchange, len(computer.integer_bytes()))
         self._writes_for_all = exchange.rank == 0 or not exchange.shares_state
-        agree_on_state(self._state, exchange, computer)
+        agree_on_state(self._state, exchange, computer, recipe, begin_from)
+        self._recipe = recipe
         computer.bind_parameters(self._state.segment, self._state.values_at)
         computer.commit_integers(self._state.integers(self._state.steps_applied))
         self._takeover = self._plan_takeover(self._state.steps_applied)
@@ -301,6 +304,26 @@ class DataParallelReplica:
         self.comm_s += time.perf_counter() - started
         norm = math.sqrt(math.fsum(everybody))
         return min(1.0, self._job.clip_norm / (norm + 1e-6))
+
+    @cached_property
+    def _portions(self) -> list[TilePortion]:
+        """Every member saves the tiles that it owns, or would own; the first one also what lies in no tile."""
+        layout, size = self._computer.layout, self.exchange.size
+        outside = whole_entries(self._outside(0))
+        return [
+            TilePortion(layout, self._recipe, range(rank, len(layout.tiles), size), outside if rank == 0 else [])
+            for rank in range(size)
+        ]
+
+    def _outside(self, applied: int) -> dict[str, torch.Tensor]:
+        return outside_of_tiles(self.model, self._computer.layout, self._state.integers(applied))
+
+    def portions(self) -> Sequence[TilePortion]:
+        return self._portions
+
+    def copy_portion(self, applied: int, into: Segment) -> Mapping[str, torch.Tensor]:
+        self._portions[self.exchange.rank].copy(self._state, into)
+        return self._outside(applied) if self.exchange.rank == 0 else {}
 
     def synchronise(self) -> None:
         self._computer.restore_buffers(self._committed)

@@ -76,8 +76,17 @@ class ReplicaState:
     def initialised(self) -> bool:
         return bool(self._stamps[0])
 
-    def mark_initialised(self, value: bool = True) -> None:
-        self._stamps[0] = value
+    def begin_at(self, step: int) -> None:
+        """The values are those after so many steps. Only for whoever writes the first state."""
+        self._stamps[1:] = 2 * step
+        self._stamps[0] = True
+
+    def copy_tile(self, tile: int, into: Segment, at_bytes: int) -> None:
+        """Copy a tile's values, then its optimizer state."""
+        to = into.tensor(torch.uint8, 0, into.size_bytes).data_ptr() + at_bytes
+        for current in self._current[tile]:
+            ctypes.memmove(to, current.data_ptr(), current.numel())
+            to += current.numel()
 
     def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(the page that begins with the stamps, all that follows): what another replica needs to be the same."""
@@ -135,21 +144,12 @@ class ReplicaState:
     def remembered(self, first: int) -> list[Applied]:
         """What the applied steps from `first` on gave, as far back as it is kept."""
         applied = self.steps_applied
-        found = []
-        for step in range(max(first, applied - _REMEMBERED, 0), applied):
-            place = self._history[step % _REMEMBERED]
-            if int(place["step"]) == step:
-                found.append(
-                    Applied(
-                        step,
-                        float(place["loss"]),
-                        int(place["samples"]),
-                        place["fingerprint"].decode(),
-                        int(place["generation"]),
-                        float(place["at"]),
-                    )
-                )
-        return found
+        steps = np.arange(max(first, applied - _REMEMBERED, 0), applied)
+        places = self._history[steps % _REMEMBERED]
+        return [
+            Applied(step, loss, samples, fingerprint.decode(), generation, at)
+            for step, loss, samples, fingerprint, generation, at in places[places["step"] == steps].tolist()
+        ]
 
     def write_note(self, applied: int, content: bytes) -> None:
         """Keep some bytes that belong to the state after so many steps. What does not fit is not kept."""

@@ -270,29 +270,49 @@ class TileOptimizer:
                 held.flag.fill_(1)
 
 
+@dataclass(frozen=True)
+class StatePlace:
+    """Where the optimizer state of one piece lies in the state bytes of its tile."""
+
+    piece: Piece
+    flag_at: int
+    """One byte: whether the optimizer has state for the piece yet."""
+    fields: tuple[tuple[Field, int], ...]
+    """Each with the byte at which it starts."""
+
+
+def state_places(recipe: Recipe, layout: Layout, tile: int) -> list[StatePlace]:
+    """| a flag per piece | fields of the first piece | fields of the second…"""
+    pieces = [p for p in layout.pieces[tile] if p.entry in recipe.group_of]
+    at = -(-len(pieces) // 64) * 64
+    found = []
+    for number, piece in enumerate(pieces):
+        fields = []
+        for field in recipe.fields(piece.entry, piece.numel):
+            fields.append((field, at))
+            at += field.size_bytes
+        found.append(StatePlace(piece, number, tuple(fields)))
+    return found
+
+
 def state_bytes(recipe: Recipe, layout: Layout, tile: int) -> int:
     """How many bytes of optimizer state a tile needs."""
     pieces = [p for p in layout.pieces[tile] if p.entry in recipe.group_of]
-    return _flag_bytes(len(pieces)) + sum(f.size_bytes for p in pieces for f in recipe.fields(p.entry, p.numel))
-
-
-def _flag_bytes(pieces: int) -> int:
-    return -(-pieces // 64) * 64
+    flags = -(-len(pieces) // 64) * 64
+    return flags + sum(f.size_bytes for p in pieces for f in recipe.fields(p.entry, p.numel))
 
 
 def _hold(recipe: Recipe, layout: Layout, memory: TileMemory) -> list[_Held]:
-    """The pieces of a tile, with views of their values and state; a flag per piece says whether it has state yet."""
-    pieces = [p for p in layout.pieces[memory.tile] if p.entry in recipe.group_of]
-    at = _flag_bytes(len(pieces))
+    """The pieces of a tile, with views of their values and state."""
     found = []
-    for number, piece in enumerate(pieces):
+    for place in state_places(recipe, layout, memory.tile):
+        piece = place.piece
         views = {}
-        for field in recipe.fields(piece.entry, piece.numel):
+        for field, at in place.fields:
             raw = memory.state[at : at + field.numel * field.dtype.itemsize]
             views[field.key] = (field, raw.view(field.dtype).view(field.shape))
-            at += field.size_bytes
         shape = (piece.numel,) if recipe.elementwise else tuple(layout.entries[piece.entry].shape)
         values = memory.values[piece.tile_first : piece.tile_first + piece.numel].view(shape)
-        flag = memory.state[number]
+        flag = memory.state[place.flag_at]
         found.append(_Held(memory.tile, piece, shape, torch.nn.Parameter(values), views, flag, bool(flag)))
     return found

@@ -64,6 +64,7 @@ def _train(plan: Plan, how: str, run_dir: Path, stream: TextIO) -> None:
             shares=(),
             view=view,
             most_steps=plan.most_steps,
+            save_every="never",
         )
 
 

@@ -17,7 +17,10 @@ from distbelief.comm.messages import (
     PastGeneration,
     Refuse,
     Retire,
+    SaveAt,
+    SealCheckpoint,
     StartGeneration,
+    WrittenPart,
 )
 from distbelief.shards import Range
 
@@ -48,6 +51,7 @@ class TrainGeneration:
     transport: str
     past: tuple[PastGeneration, ...] = ()
     reported: int = 0
+    sealed: int = 0
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -69,13 +73,28 @@ class TellAgain:
 
 
 @dataclass(frozen=True)
+class Save:
+    """Take a snapshot when so many steps are applied."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Seal:
+    """Write the manifest of a checkpoint whose parts are all there."""
+
+    step: int
+    parts: tuple[WrittenPart, ...]
+
+
+@dataclass(frozen=True)
 class Leave:
     status: str
     """completed · failed · stopped · left · refused"""
     reason: str
 
 
-Action = AbortStep | TrainGeneration | StandDown | TellAgain | Leave
+Action = AbortStep | TrainGeneration | StandDown | TellAgain | Save | Seal | Leave
 
 
 @dataclass(frozen=True)
@@ -108,6 +127,10 @@ def step(state: WorkerState, event: Command | GenerationFinished) -> tuple[Worke
             return replace(state, phase="ended"), [*stop, Leave("refused", event.reason)]
         case Introduce():
             return state, [TellAgain(event.reported)]
+        case SaveAt():
+            return state, [Save(event.step)]
+        case SealCheckpoint():
+            return state, [Seal(event.step, tuple(event.parts))]
         case Retire():
             return _retire(state, event)
         case StartGeneration():
@@ -132,6 +155,15 @@ def _start(state: WorkerState, event: StartGeneration) -> tuple[WorkerState, lis
     if ranks:
         members, past = tuple(event.members), tuple(event.past)
         actions.append(
-            TrainGeneration(event.epoch, event.generation, ranks[0], members, event.transport, past, event.reported)
+            TrainGeneration(
+                event.epoch,
+                event.generation,
+                ranks[0],
+                members,
+                event.transport,
+                past,
+                event.reported,
+                event.sealed,
+            )
         )
     return state, actions

@@ -37,6 +37,8 @@ from distbelief.worker.control import (
     Action,
     GenerationFinished,
     Leave,
+    Save,
+    Seal,
     TellAgain,
     TrainGeneration,
     WorkerState,
@@ -61,6 +63,9 @@ class Progress:
     waiting: Callable[[], bool] = lambda: False
     recall: Callable[[int], None] = lambda reported: None
     """Leave reports of the steps from here on again, where they are kept."""
+    save: Callable[[Save], None] = lambda wish: None
+    seal: Callable[[Seal], None] = lambda wish: None
+    """Checkpoints that the coordinator asks for."""
 
 
 class ControlLink:
@@ -211,6 +216,10 @@ class ControlLink:
                 case TellAgain(reported):
                     said += self._story.values()
                     self.progress.recall(reported)
+                case Save():
+                    self.progress.save(action)
+                case Seal():
+                    self.progress.seal(action)
                 case TrainGeneration():
                     self._abort = Abort()
                     self.actions.put((action, self._abort))

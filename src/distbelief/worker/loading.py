@@ -15,6 +15,7 @@ import msgspec
 import numpy
 import torch
 
+from distbelief.checkpoint.manifest import Facts
 from distbelief.comm.memfd import require_memory
 from distbelief.comm.messages import Canary, JobFacts
 from distbelief.comm.segment import KeeperClient
@@ -25,6 +26,7 @@ from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies import parse
 from distbelief.strategies.base import Prepared, Strategy
+from distbelief.strategies.named import tied, transient
 from distbelief.version import __version__
 from distbelief.worker.evaluate import Evaluator
 from distbelief.worker.feed import Feed
@@ -57,6 +59,16 @@ class Loaded:
             samples=self.schedule.samples,
             parameters=self.prepared.parameters,
             strategy=str(self.strategy),
+        )
+
+    def checkpoint_facts(self) -> Facts:
+        """What every checkpoint says of the job. Random numbers need no state: a shard's are a function of the seed,
+        the step and the shard."""
+        model = self.prepared.model
+        return Facts(
+            job={**msgspec.to_builtins(self.facts()), "tied": tied(model), "transient": transient(model)},
+            random={"seed": self.job.seed},
+            versions=versions(),
         )
 
 
@@ -110,6 +122,15 @@ def _validation(job: Job) -> InMemory | MapStyle:
         raise JobError(f"`validation`: {error.message}", hint=error.hint, details=error.details) from error
 
 
+def versions() -> dict[str, str]:
+    return {
+        "distbelief": __version__,
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }
+
+
 def write_job_json(spec: WorkerSpec, loaded: Loaded, workers: int) -> None:
     content: dict[str, Any] = {
         **msgspec.to_builtins(loaded.facts()),
@@ -121,12 +142,7 @@ def write_job_json(spec: WorkerSpec, loaded: Loaded, workers: int) -> None:
         "threads": spec.threads,
         "device": spec.device,
         "canary": msgspec.to_builtins(loaded.canary),
-        "versions": {
-            "distbelief": __version__,
-            "torch": str(torch.__version__),
-            "numpy": numpy.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
     }
     draft = Path(spec.run_dir) / ".job.json.draft"
     draft.write_text(json.dumps(content, indent=2) + "\n")

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from distbelief.comm.ledger import Past
 from distbelief.comm.messages import (
     EXIT_REPORTED,
     BrokenShard,
+    CheckpointLoaded,
     CollectiveFailed,
+    Event,
     LeaveRequested,
     PeerDied,
     StepTakenOver,
@@ -32,13 +35,17 @@ from distbelief.comm.shared import SharedExchange
 from distbelief.comm.torchgroup import Rendezvous, TorchExchange
 from distbelief.comm.words import Abort, Aborted
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.base import Replica, Seat
+from distbelief.strategies.base import Replica, Saved, Seat
 from distbelief.worker.control import Leave, StandDown, TrainGeneration
 from distbelief.worker.failure import describe_failure
 from distbelief.worker.link import ControlLink
 from distbelief.worker.loading import Loaded, load, write_job_json
+from distbelief.worker.origin import frozen_of, newest_saved, weights_of
+from distbelief.worker.saving import Saver
 from distbelief.worker.spec import WorkerSpec
-from distbelief.worker.training import Assignment, train
+from distbelief.worker.training import Assignment, report_again, train
+
+_UNHEARD = 256  # steps: more than are committed between two heartbeats
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ class Place:
     link: ControlLink
     keeper: KeeperClient | None
     """None on another host than the engine's."""
+    saver: Saver | None = None
     own_memory: dict[str, Segment] = field(default_factory=dict)
     """What it keeps for itself from one generation to the next."""
 
@@ -77,7 +85,9 @@ def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: b
             gc.freeze()  # what is loaded stays: a collection between generations looks at what those have made only
             link.send(WorkerReady(spec.worker, loaded.facts(), loaded.canary))
             try:
-                return _obey(Place(spec, link, keeper), loaded)
+                saver = Saver(spec.saves, spec.worker, link.send) if spec.saves else None
+                _adopt_frozen(spec, loaded)
+                return _obey(Place(spec, link, keeper, saver), loaded)
             except BaseException as error:
                 failure = describe_failure(spec, error, loaded.watch.step, loaded.watch.shard)
             finally:
@@ -117,24 +127,83 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
     units = [(v, v + 1) for v in range(*mine)] if loaded.strategy.exact else [mine]
     loaded.feed.expect(units, until=loaded.steps)
     exchange = _exchange(place, loaded, action, abort)
-    link.progress.waiting = lambda: exchange.waiting
+    start = Beginning(spec, link.send)
+    link.progress.waiting = lambda: exchange.waiting or start.reading
     try:
         seat = Seat(action.rank, action.ranges, loaded.steps, action.generation)
-        replica = loaded.prepared.build(seat, exchange, loaded.watch.fetch)
+        replica = loaded.prepared.build(seat, exchange, loaded.watch.fetch, start)
         link.progress.step = replica.steps_applied()
+        if place.saver:
+            place.saver.prepare(replica)
+            saver = place.saver
+            link.progress.save = lambda wish: saver.ask(wish, link.progress.step)
+            link.progress.seal = saver.seal
         if isinstance(exchange, SharedExchange) and spec.threads == 1 and exchange.size > 1:
             threading.Thread(target=_watch_neighbour, args=[exchange, link, action], daemon=True).start()
         if action.rank == 0:
             write_job_json(spec, loaded, len(action.members))
             _report_takeover(link, replica, action)
-        task = Assignment(spec.worker, action.generation, loaded.steps, Path(spec.run_dir), action.reported)
-        finished = train(loaded.job, replica, loaded.evaluator, loaded.watch, link.progress, task)
+        task = Assignment(
+            spec.worker,
+            action.generation,
+            loaded.steps,
+            Path(spec.run_dir),
+            action.reported,
+            max(action.sealed, start.step),
+            place.saver,
+            loaded.checkpoint_facts(),
+        )
+        try:
+            finished = train(loaded.job, replica, loaded.evaluator, loaded.watch, link.progress, task)
+        except Aborted:
+            raise
+        except Exception:
+            # The run ends with whoever says first that it failed: so that one says also what was committed before.
+            report_again(replica, link.progress, max(0, replica.steps_applied() - _UNHEARD))
+            raise
         link.send(finished)
         link.finished(action.generation)
     finally:
         exchange.close()
         link.progress.waiting = lambda: False
         link.progress.recall = lambda reported: None
+
+
+class Beginning:
+    """What the run begins from, for the member that writes its first state; it tells the coordinator what it found."""
+
+    def __init__(self, spec: WorkerSpec, tell: Callable[[Event], None]) -> None:
+        self._spec = spec
+        self._tell = tell
+        self.reading = False
+        self.step = 0
+        """Of the checkpoint that it was."""
+
+    def __call__(self) -> Saved | None:
+        origin = self._spec.origin
+        if origin is None:
+            return None
+        self.reading = True  # however long it takes, this member is not stuck
+        try:
+            saved = self._newest(origin.checkpoints) if origin.checkpoints else None
+            return saved or (weights_of(origin.weights) if origin.weights else None)
+        finally:
+            self.reading = False
+
+    def _newest(self, folder: str) -> Saved | None:
+        saved, skipped = newest_saved(folder)
+        self.step = saved.step if saved else 0
+        self._tell(CheckpointLoaded(self._spec.worker, self.step, folder, skipped))
+        return saved
+
+
+def _adopt_frozen(spec: WorkerSpec, loaded: Loaded) -> None:
+    """Parameters that are not trained are in no shared memory: every worker takes them from where the run began."""
+    names = loaded.prepared.frozen()
+    if spec.origin and names:
+        found = frozen_of(spec.origin, names)
+        if found:
+            loaded.prepared.set_frozen(found)
 
 
 def _watch_neighbour(exchange: SharedExchange, link: ControlLink, action: TrainGeneration) -> None:

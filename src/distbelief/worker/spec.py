@@ -5,6 +5,28 @@ from __future__ import annotations
 import msgspec
 
 
+class SavePlan(msgspec.Struct, frozen=True):
+    """Where checkpoints go, which are taken without being asked for, and which are kept."""
+
+    folder: str
+    every_steps: int = 0
+    """0: only the last one, and those that are asked for."""
+    keep_last: int = 3
+    keep_every: int = 0
+    """Those whose step is a multiple of it; 0: none of them for that reason."""
+    keep_best: tuple[str, bool] | None = None
+    """A metric, and whether higher is better."""
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """What a run begins from, instead of the job's own initial values."""
+
+    checkpoints: str = ""
+    """The folder of this run's checkpoints: it goes on from the newest one that is sound."""
+    weights: str = ""
+    """Where there is no checkpoint: trained weights."""
+
+
 class WorkerSpec(msgspec.Struct, frozen=True):
     """Everything a worker process is told when it starts. It never appears in `ps` or in the environment."""
 
@@ -24,3 +46,5 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """Host and port of the rendezvous store, where torch groups are used."""
     most_steps: int = 0
     """End the run after so many steps, if the job has more; 0: no limit."""
+    saves: SavePlan | None = None
+    origin: Origin | None = None

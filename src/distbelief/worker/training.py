@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distbelief.checkpoint.manifest import Facts
 from distbelief.checkpoint.weights import save_weights, weights_sha256
 from distbelief.comm.messages import Evaluation, StepReport, Timing, WorkerFinished
 from distbelief.job import Job
@@ -15,6 +16,8 @@ from distbelief.strategies.base import Replica
 from distbelief.worker.evaluate import Evaluator
 from distbelief.worker.feed import Feed
 from distbelief.worker.link import Progress
+from distbelief.worker.origin import facts_at
+from distbelief.worker.saving import Saver
 
 
 @dataclass
@@ -56,6 +59,11 @@ class Assignment:
     run_dir: Path
     reported: int
     """The coordinator knows of all steps before this one."""
+    sealed: int = 0
+    """The newest checkpoint."""
+    saver: Saver | None = None
+    facts: Facts = field(default_factory=Facts)
+    """What checkpoints say of the job."""
 
 
 def train(
@@ -66,11 +74,13 @@ def train(
     first = replica.steps_applied()
     metrics: dict[str, float] = {}
     if leads:
-        progress.recall = lambda reported: _recall(replica, progress, task, reported)
+        progress.recall = lambda reported: report_again(replica, progress, reported)
         progress.recall(task.reported)
         metrics = _last_evaluation(replica)[1]
     if evaluator and first and _is_due(job, first, task) and _is_missing(replica, first):
         metrics = _evaluate(evaluator, replica, progress, first)
+    if first > task.sealed:  # whoever saved it may have died on the way
+        _save_if_due(replica, first, task)
     busy_s = 0.0
     last = None
     watch.data_s, watch.shards = 0.0, 0
@@ -95,6 +105,7 @@ def train(
             save_weights(replica.model, task.run_dir / "weights.safetensors")
         if evaluator and _is_due(job, step + 1, task):
             metrics = _evaluate(evaluator, replica, progress, step + 1)
+        _save_if_due(replica, step + 1, task)
     if not leads and replica.exchange.shares_state:
         return WorkerFinished(task.worker, task.generation, task.steps)
     replica.synchronise()
@@ -115,6 +126,12 @@ def train(
     )
 
 
+def _save_if_due(replica: Replica, applied: int, task: Assignment) -> None:
+    if task.saver and task.saver.is_due(applied, task.steps):
+        facts = facts_at(task.facts, replica, applied)
+        task.saver.take(replica, applied, task.generation, facts, last=applied == task.steps)
+
+
 def _is_due(job: Job, applied: int, task: Assignment) -> bool:
     return applied == task.steps or bool(job.evaluate_every and applied % job.evaluate_every == 0)
 
@@ -132,8 +149,8 @@ def _evaluate(evaluator: Evaluator, replica: Replica, progress: Progress, applie
     return metrics
 
 
-def _recall(replica: Replica, progress: Progress, task: Assignment, reported: int) -> None:
-    """Report again what may have been lost: with earlier members, or with a coordinator."""
+def report_again(replica: Replica, progress: Progress, reported: int) -> None:
+    """Report again what may have been lost: with earlier members, or with a coordinator. Any member can."""
     for one in replica.remembered(reported):
         report = StepReport(one.step, one.loss, one.samples, one.fingerprint, one.at, one.generation)
         progress.reports.append(report)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from distbelief.checkpoint.manifest import Facts
+from distbelief.checkpoint.parts import Slice
+from distbelief.checkpoint.saving import seal, write_part
 from distbelief.checkpoint.sources import read_source
 from distbelief.checkpoint.weights import save_tensors
 from distbelief.cli.main import app
@@ -50,6 +55,7 @@ def test_export_as_json(tmp_path: Path, weights: list[Path]) -> None:
         "checked": "read back: every tensor has the same bits",
         "max_difference": 0.0,
         "batch": None,
+        "checkpoint": None,
     }
 
 
@@ -65,6 +71,7 @@ def test_average_as_text_and_json(tmp_path: Path, weights: list[Path]) -> None:
     assert json.loads(result.stdout) == {
         "to": str(to),
         "sources": list(map(str, weights)),
+        "checkpoints": [None, None],
         "tensors": 2,
         "size_bytes": to.stat().st_size,
     }
@@ -74,6 +81,61 @@ def test_average_as_text_and_json(tmp_path: Path, weights: list[Path]) -> None:
 def test_a_source_may_be_replaced_by_the_average(weights: list[Path]) -> None:
     assert run("average", *weights, "--to", weights[0], "--force").exit_code == 0
     assert torch.equal(read_source(weights[0]).tensors["w"], torch.full((2, 3), 0.5))
+
+
+JOB = """
+import torch
+from distbelief import Job
+job = Job(model=lambda: torch.nn.Linear(3, 2, bias=False), loss=torch.nn.functional.cross_entropy, steps=1,
+          optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), global_batch=4,
+          data=(torch.randn(9, 3), torch.zeros(9, dtype=torch.int64)))
+"""
+
+
+@pytest.fixture
+def unfinished(tmp_path: Path) -> Iterator[Path]:
+    """A run that was cut short: its newest checkpoint, of step 20, is damaged; those of steps 10 and 15 are sound."""
+    run_dir, store = tmp_path / "run", "memory://bucket/saved"
+    run_dir.mkdir()
+    (tmp_path / "job.py").write_text(JOB)
+    (run_dir / "job.json").write_text(json.dumps({"file": str(tmp_path / "job.py")}))
+    (run_dir / "launch.json").write_text(json.dumps({"checkpoints": store}))
+    for step in (10, 15, 20):
+        tensors = {"model/weight": torch.full((2, 3), float(step)), "optimizer/momentum_buffer/weight": torch.ones(6)}
+        part = write_part(store, step, 1, 1, [Slice.whole(name, tensor) for name, tensor in tensors.items()])
+        seal(store, step, Facts(), [part])
+    fsspec.filesystem("memory").pipe(f"{store}/step-000000020/part-00001-of-00001.safetensors", b"cut off")
+    yield run_dir
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_a_run_that_was_cut_short_gives_its_newest_sound_checkpoint(tmp_path: Path, unfinished: Path) -> None:
+    used = "memory://bucket/saved/step-000000015"
+    result = run("export", unfinished, "--to", tmp_path / "w.safetensors")
+    assert result.exit_code == 0, result.stderr
+    warning, note = result.stderr.splitlines()
+    assert warning.startswith("warning: a checkpoint was skipped: memory://bucket/saved/step-000000020/part-00001-of-0")
+    assert "is torn: it has 7 of " in warning
+    assert note == f"reading {used}"
+    assert torch.equal(read_source(tmp_path / "w.safetensors").tensors["weight"], torch.full((2, 3), 15.0))
+    traced = run("export", unfinished, "--to", tmp_path / "net.pt2", "--json")
+    assert json.loads(traced.stdout)["checkpoint"] == used
+    program = torch.export.load(tmp_path / "net.pt2").module()
+    assert torch.equal(program(torch.ones(1, 3)), torch.full((1, 2), 45.0))
+
+
+def test_a_checkpoint_by_its_url(tmp_path: Path, unfinished: Path) -> None:
+    one, to = "memory://bucket/saved/step-000000010", tmp_path / "net.pt2"
+    refused = run("export", one, "--to", to)
+    assert refused.exit_code == 1
+    assert f"{one} holds weights only and does not say which model" in refused.stderr
+    assert run("export", one, "--to", to, "--model-of", unfinished).exit_code == 0
+    assert torch.equal(torch.export.load(to).module()(torch.ones(1, 3)), torch.full((1, 2), 30.0))
+
+    mean = run("average", one, unfinished, "--to", tmp_path / "mean.safetensors", "--json")
+    assert json.loads(mean.stdout)["checkpoints"] == [one, "memory://bucket/saved/step-000000015"]
+    assert "warning: a checkpoint was skipped" in mean.stderr
+    assert torch.equal(read_source(tmp_path / "mean.safetensors").tensors["weight"], torch.full((2, 3), 12.5))
 
 
 @pytest.mark.parametrize("command", ["export", "average"])

@@ -73,7 +73,7 @@ def test_a_new_state_is_not_initialised_and_members_see_when_it_is(setting: Sett
     one, two = setting.join(), setting.join()
     assert not one.initialised
     assert not two.initialised
-    one.mark_initialised()
+    one.begin_at(0)
     assert two.initialised
     assert two.steps_applied == 0
 
@@ -255,7 +255,7 @@ def test_the_blocks_are_all_that_another_replica_needs(setting: Setting) -> None
     setting.fill(state)
     state.write_integers(0, b"x" * INTEGER_BYTES)
     state.write_note(0, b"note")
-    state.mark_initialised()
+    state.begin_at(0)
     for step in range(3):
         state.remember(gave(step))
         state.write_integers(step + 1, bytes([step]) * INTEGER_BYTES)
@@ -276,7 +276,7 @@ def test_the_blocks_are_all_that_another_replica_needs(setting: Setting) -> None
 def test_the_block_with_the_stamps_alone_says_whether_it_is_a_state(setting: Setting) -> None:
     """A newcomer that dies, or whose peer dies, before it has the first block, has no state."""
     state = setting.join()
-    state.mark_initialised()
+    state.begin_at(0)
     apply(state, 0)
     first, rest = state.blocks()
     assert first.numel() == 4096

@@ -15,8 +15,11 @@ from distbelief.comm.messages import (
     PastGeneration,
     Refuse,
     Retire,
+    SaveAt,
+    SealCheckpoint,
     StartGeneration,
     StartWorker,
+    WrittenPart,
 )
 from distbelief.worker.control import (
     AbortStep,
@@ -24,6 +27,8 @@ from distbelief.worker.control import (
     GenerationFinished,
     Leave,
     Phase,
+    Save,
+    Seal,
     StandDown,
     TellAgain,
     TrainGeneration,
@@ -214,3 +219,33 @@ def test_a_coordinator_that_does_not_know_it_is_told_again_and_nothing_else_chan
 def test_what_is_meant_for_others_is_not_obeyed(event: Command) -> None:
     before, _ = after(start(1))
     assert step(before, event) == (before, [])
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+PARTS = [WrittenPart(100, "aa"), WrittenPart(200, "bb")]
+
+
+@pytest.mark.parametrize("events", [[], [start(1)], [start(1), GenerationFinished(1)], [start(1), Retire(1, 1)]])
+def test_a_checkpoint_is_taken_and_sealed_in_any_phase_and_disturbs_nothing(events: list[Command]) -> None:
+    """A snapshot is taken by whoever trains; but a part, and so a manifest, is written while other things go on."""
+    before, _ = after(*events)
+    state, actions = step(before, SaveAt(2, step=30))
+    assert actions == [Save(30)]
+    state, actions = step(state, SealCheckpoint(2, step=30, parts=PARTS))
+    assert actions == [Seal(30, tuple(PARTS))]
+    assert (state.phase, state.generation, state.epoch) == (before.phase, before.generation, 2)
+
+
+@pytest.mark.parametrize("event", [SaveAt(2, 30), SealCheckpoint(2, 30, PARTS)])
+def test_no_checkpoint_is_taken_for_an_older_coordinator_or_after_the_end(event: Command) -> None:
+    before, _ = after(start(1, epoch=3))
+    assert step(before, event) == (before, [])
+    ended, _ = after(EndRun(1, "completed"))
+    assert step(ended, event) == (ended, [])
+
+
+def test_a_member_is_told_what_is_saved_when_its_generation_starts() -> None:
+    _, actions = after(StartGeneration(1, 1, MEMBERS, "shm", [], reported=40, sealed=30))
+    assert isinstance(actions[-1], TrainGeneration)
+    assert (actions[-1].reported, actions[-1].sealed) == (40, 30)

@@ -1,0 +1,60 @@
+"""`distbelief checkpoint RUN`: have a run save a checkpoint now, and wait until it is there."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from distbelief.cli.failures import MACHINE_OUTPUT
+from distbelief.errors import DistBeliefError
+
+_LOOK_EVERY_S = 0.2
+
+
+def checkpoint(
+    ctx: typer.Context,
+    run: Annotated[Path, typer.Argument(help="The run directory, as `train` printed it.", show_default=False)],
+    timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Wait no longer than this.")] = 600.0,
+    json: Annotated[bool, typer.Option("--json", help="Print the checkpoint as one JSON object.")] = False,
+) -> None:
+    """Save a checkpoint of a run while it trains. Returns when it is whole."""
+    ctx.meta[MACHINE_OUTPUT] = json
+    from distbelief.comm.messages import CheckpointRequested
+    from distbelief.coordinator.client import ask
+    from distbelief.engines.launch import read_launch
+
+    folder = read_launch(run).checkpoint_folder
+    answer = ask(run, CheckpointRequested())
+    if not answer.ok:
+        raise DistBeliefError(answer.text)
+    typer.echo(answer.text, err=True)
+    found = _await(run, answer.step, timeout)
+    path = f"{folder}/step-{found['step']:09d}"
+    if json:
+        typer.echo(jsonlib.dumps({"step": found["step"], "path": path, "size_bytes": found["size_bytes"]}))
+    else:
+        typer.echo(f"saved {path} ({found['size_bytes'] / 1e6:,.1f} MB)")
+
+
+def _await(run: Path, step: int, timeout_s: float) -> dict[str, Any]:
+    """The journal says when a checkpoint exists."""
+    from distbelief.coordinator.journal import read
+    from distbelief.engines.rundir import ended
+
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        over = ended(run)
+        for record in read(run / "journal.jsonl"):
+            if record.get("kind") == "checkpoint" and record["step"] >= step:
+                return record
+        if over:
+            raise DistBeliefError(f"the run ended before the checkpoint was there: {over['reason']}")
+        time.sleep(_LOOK_EVERY_S)
+    raise DistBeliefError(
+        f"the checkpoint of step {step} is not there after {timeout_s:.0f} s",
+        hint=f"the notices in {run / 'metrics.jsonl'} say what went wrong; it may still come",
+    )

@@ -1,0 +1,44 @@
+"""`distbelief resume RUN`: go on with a run that was stopped, or that died, from its newest sound checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distbelief.cli.failures import MACHINE_OUTPUT
+from distbelief.cli.summary import print_json, print_summary
+from distbelief.observe.view import open_view
+
+
+def resume(
+    ctx: typer.Context,
+    run: Annotated[Path, typer.Argument(help="The run directory, as `train` printed it.", show_default=False)],
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Worker processes. Default: as many as before.", show_default=False),
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="How to learn it. Default: as before.", show_default=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Plain lines even on a terminal.")] = False,
+) -> None:
+    """Go on with a run that was stopped or that died. The result is the same, bit for bit."""
+    ctx.meta[MACHINE_OUTPUT] = json
+    from distbelief.api import resume_run
+    from distbelief.engines.rundir import is_complete
+
+    stream = sys.stderr if json else sys.stdout
+    if is_complete(run):
+        print("the run is complete: nothing is started, this is its result", file=stream)
+    view = open_view(stream, plain=plain)
+    with contextlib.redirect_stdout(stream), contextlib.closing(view):  # as in `train`
+        result = resume_run(run, workers=workers, strategy=strategy, view=view)
+    if json:
+        print_json(result)
+    else:
+        print_summary(result, stream, plain=plain)

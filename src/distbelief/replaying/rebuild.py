@@ -1,0 +1,139 @@
+"""A run in this one process: the job loaded as a worker loads it, a state to begin from, and all shards at one seat."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from distbelief.checkpoint.faults import CheckpointUnusable
+from distbelief.checkpoint.reading import list_checkpoints
+from distbelief.comm.alone import AloneExchange
+from distbelief.comm.segment import Segment
+from distbelief.errors import DistBeliefError, RunFailed
+from distbelief.replaying.records import RecordedRun
+from distbelief.strategies import parse
+from distbelief.strategies.base import Replica, Saved, Seat
+from distbelief.worker.failure import describe_failure
+from distbelief.worker.loading import Loaded, load
+from distbelief.worker.origin import saved_at, weights_of
+from distbelief.worker.spec import WorkerSpec
+
+EXACT = "allreduce"
+"""What an inexact run is replayed with: its own way depended on who its members were."""
+
+
+def worker_spec(run: RecordedRun) -> WorkerSpec:
+    """What a worker of the run is told, as far as it matters to somebody who is alone."""
+    launch = run.launch
+    return WorkerSpec(
+        worker=0,
+        host=platform.node(),
+        address="",
+        secret="",
+        run_dir=str(run.run_dir),
+        strategy=launch.strategy if is_exact(run) else EXACT,
+        threads=launch.threads,
+        device=launch.device,
+        job_file=launch.job_file,
+        settings=launch.settings,
+        sys_path=list(launch.sys_path),
+        most_steps=launch.most_steps,
+    )
+
+
+@contextlib.contextmanager
+def loaded_here(run: RecordedRun) -> Iterator[Loaded]:
+    """The job of the run, as its workers had it: the same file, settings, module path and number of threads."""
+    torch.set_num_threads(run.launch.threads)
+    try:
+        loaded = load(worker_spec(run), None)
+    except Exception as error:
+        raise in_words(run, error, "the job cannot be loaded: ") from error
+    try:
+        yield loaded
+    finally:
+        loaded.feed.close()
+        if loaded.evaluator:
+            loaded.evaluator.close()
+
+
+def in_words(run: RecordedRun, error: Exception, before: str = "") -> DistBeliefError:
+    """An exception of the job's own code, as its user wants to read it."""
+    if isinstance(error, DistBeliefError):
+        return error
+    told = describe_failure(worker_spec(run), error, -1, -1)
+    return RunFailed(before + told.message, hint=told.hint, details=told.traceback)
+
+
+def is_exact(run: RecordedRun) -> bool:
+    """Whether every step of it gave bits that do not depend on its members."""
+    return all(parse(strategy).exact for strategy in (run.launch.strategy, run.facts.strategy))
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a replay begins from."""
+
+    saved: Saved | None
+    """None: the job's own initial values."""
+    checkpoint: int | None
+    """The step of the checkpoint, if it is one."""
+    skipped: tuple[tuple[int, str], ...]
+    """Checkpoints that would have been nearer, and why they cannot be used."""
+
+
+def nearest(run: RecordedRun, step: int, suits: Callable[[Saved], bool] = lambda saved: True) -> Start:
+    """The newest checkpoint from which that step can be reached and that `suits`; else what the run itself began from.
+
+    Unlike a run that is resumed, a replay loses nothing by beginning anew.
+    """
+    skipped: list[tuple[int, str]] = []
+    folder = run.launch.checkpoint_folder
+    for there in list_checkpoints(folder):
+        if there > step:
+            continue
+        try:
+            saved = saved_at(folder, there)
+        except CheckpointUnusable as error:
+            skipped.append((there, error.message))
+            continue
+        if suits(saved):
+            return Start(saved, there, tuple(skipped))
+    given = run.launch.begin_from
+    return Start(weights_of(given) if given else None, None, tuple(skipped))
+
+
+class Rebuilt:
+    """A replica with all shards. `keep` and `rewind`: go back to a state that it had."""
+
+    def __init__(self, loaded: Loaded, saved: Saved | None, until: int) -> None:
+        """`until`: steps from there on are not looked at."""
+        self._loaded = loaded
+        self._ranges = [(0, loaded.schedule.shards)]
+        self._seat = Seat(0, self._ranges, min(until, loaded.steps))
+        self._kept: Segment | None = None
+        loaded.feed.expect([(v, v + 1) for v in range(loaded.schedule.shards)], until=self._seat.steps)
+        self._exchange = AloneExchange(loaded.prepared.geometry(self._ranges))
+        self.replica = self._build(lambda: saved)
+
+    def _build(self, begin_from: Callable[[], Saved | None] = lambda: None) -> Replica:
+        return self._loaded.prepared.build(self._seat, self._exchange, self._loaded.watch.fetch, begin_from)
+
+    def keep(self) -> None:
+        """Remember the present state, in place of the one that was remembered before."""
+        state = self._exchange.state(0)  # it is there already, as large as it is
+        if self._kept is None:
+            self._kept = Segment.private(state.size_bytes)
+        into, source = (segment.tensor(torch.uint8, 0, state.size_bytes) for segment in (self._kept, state))
+        into.copy_(source)
+
+    def rewind(self) -> None:
+        """Go back to the state that was kept."""
+        assert self._kept is not None
+        kept, self._kept = self._kept, None
+        self._exchange = AloneExchange(self._loaded.prepared.geometry(self._ranges), kept)
+        self.replica = self._build()

@@ -1,0 +1,136 @@
+"""What a run has left of itself, as far as a replay needs it: how it was started, the fingerprint of every step, how it
+ended. And which step is to be replayed when nobody says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from distbelief.comm.messages import Canary, WorkerFailed
+from distbelief.engines.launch import Launch, read_launch
+from distbelief.engines.rundir import ended
+from distbelief.errors import DistBeliefError
+from distbelief.observe.records import Tail
+
+
+class JobFacts(msgspec.Struct, frozen=True):
+    """What job.json says of the job on the workers."""
+
+    strategy: str
+    canary: Canary
+
+
+@dataclass(frozen=True)
+class Step:
+    """A committed step as metrics.jsonl has it."""
+
+    fingerprint: str
+    generation: int
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    run_dir: Path
+    launch: Launch
+    facts: JobFacts
+    steps: Mapping[int, Step]
+    """Committed ones."""
+    failure: WorkerFailed | None = None
+    """Why it failed, if it ended so."""
+    weights_sha256: str = ""
+    """Of the trained weights, if it has completed."""
+
+    @property
+    def reached(self) -> int:
+        """The last step that was at least begun: the one after the last that was committed, or where it failed."""
+        failed = self.failure.step if self.failure else -1
+        return max(failed, max(self.steps, default=-1) + (0 if self.weights_sha256 else 1))
+
+    def recorded(self, step: int) -> str | None:
+        return self.steps[step].fingerprint if step in self.steps else None
+
+    def was_committed(self, step: int) -> bool:
+        """Also if nothing was recorded of it: the last reports of a run that fails may be lost."""
+        failed = self.failure.step if self.failure else -1
+        return step < failed or step <= max(self.steps, default=-1)
+
+    def failure_at(self, step: int) -> WorkerFailed | None:
+        return self.failure if self.failure and self.failure.step == step else None
+
+
+def read_run(run_dir: Path) -> RecordedRun:
+    """Read the records of a run. It may still be running."""
+    if not run_dir.is_dir():
+        raise DistBeliefError(f"there is no run directory {run_dir}", hint="give one as `train` printed it")
+    launch = read_launch(run_dir)
+    if not launch.job_file:
+        raise DistBeliefError(
+            f"the job of {run_dir} came from a Python program, not from a file: it cannot be made again",
+            hint="put the job into a job file, and train that: `distbelief new job.py` writes one to start from",
+        )
+    end = ended(run_dir) or {}
+    failure = msgspec.convert(end["failure"], WorkerFailed) if "failure" in end else None
+    steps = {
+        int(record["step"]): Step(str(record["fingerprint"]), int(record["generation"]))
+        for record in Tail(run_dir / "metrics.jsonl").read()
+        if record.get("kind") == "step"
+    }
+    if not steps and (failure is None or failure.step < 0):
+        why = f": {failure.message}" if failure else ""
+        raise DistBeliefError(f"the run {run_dir} has not come to its first step, so there is none to replay{why}")
+    return RecordedRun(run_dir, launch, _facts(run_dir), steps, failure, _weights_of(end))
+
+
+def chosen_step(run: RecordedRun, asked: int | None) -> int:
+    """The step to be replayed: the one that was asked for, or the one at which the run failed."""
+    if asked is None:
+        if run.failure is None or run.failure.step < 0:
+            what = f"failed outside of any step: {run.failure.message}" if run.failure else "did not fail"
+            raise DistBeliefError(
+                f"the run {run.run_dir} {what}", hint=f"say which step is to be replayed: --step 0 … {run.reached}"
+            )
+        return run.failure.step
+    if not 0 <= asked <= run.reached:
+        raise DistBeliefError(
+            f"step {asked} is not among those of the run: it came to step {run.reached}",
+            hint=f"steps are counted from 0: --step 0 … {run.reached}",
+        )
+    return asked
+
+
+def canary_differs(run: RecordedRun, here: Canary) -> str:
+    """Why other bits than the run's are to be expected here; nothing if they are not.
+
+    The canary is the first shard of step 0 at the initial weights, so it knows the job, its data and the machine.
+    """
+    there = run.facts.canary
+    if there.fingerprint == here.fingerprint:
+        return ""
+    names = sorted(there.facts.keys() | here.facts.keys())
+    differences = [
+        f"{name} is {here.facts.get(name, 'unknown')} here and was {there.facts.get(name, 'unknown')}"
+        for name in names
+        if there.facts.get(name) != here.facts.get(name)
+    ]
+    reason = "; ".join(differences) or "the job file, its data or the machine is another one"
+    return f"the same bits cannot be expected: {reason}"
+
+
+def _facts(run_dir: Path) -> JobFacts:
+    file = run_dir / "job.json"
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=JobFacts)
+    except OSError as error:
+        raise DistBeliefError(f"cannot read {file}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise DistBeliefError(f"{file} is damaged: {error}") from error
+
+
+def _weights_of(end: Mapping[str, Any]) -> str:
+    result = end.get("result") or {}
+    return str(result.get("weights_sha256", ""))

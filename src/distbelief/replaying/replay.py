@@ -1,0 +1,218 @@
+"""Replays one step of a run in this process: gets to the state before it, looks into it, executes it, compares."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from distbelief.checkpoint.weights import weights_sha256
+from distbelief.comm.messages import WorkerFailed
+from distbelief.errors import DistBeliefError
+from distbelief.replaying.findings import in_state, not_finite
+from distbelief.replaying.inspection import Inspection, Question, inspect
+from distbelief.replaying.rebuild import Rebuilt, Start, in_words, is_exact, loaded_here, nearest
+from distbelief.replaying.records import RecordedRun, canary_differs, chosen_step, read_run
+from distbelief.replaying.verdict import Verdict, judge
+from distbelief.strategies.base import NonFiniteLoss, Replica, Saved, StepResult
+from distbelief.strategies.named import MODEL
+from distbelief.worker.loading import Loaded
+
+
+class Progress(Protocol):
+    """Whoever is told how far it has come."""
+
+    def __call__(self, began_at: int, applied: int, target: int) -> None: ...
+
+    def close(self) -> None:
+        """It is there. May be called again."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    run_dir: Path
+    step: int | None = None
+    """None: the step at which the run failed, or the one that is to blame for it."""
+    shard: int | None = None
+    debug: bool = False
+
+
+@dataclass(frozen=True)
+class Replayed:
+    asked: Asked
+    step: int
+    start: Start
+    began_at: int
+    """The step that was executed first, to get there."""
+    differs_from: int | None
+    """The first step on the way whose fingerprint was not the recorded one."""
+    broke_state: bool
+    """It was found to be the step after which the state is not finite any more."""
+    inspection: Inspection
+    result: StepResult | None
+    """None: the step could not be executed; `error` says why."""
+    error: DistBeliefError | None
+    recorded: str | None
+    committed: bool
+    """Whether the run has applied this step."""
+    verdict: Verdict
+    update: Verdict
+    """Whether what the step made of the parameters is the original, too."""
+    exact: bool
+    other_bits: str
+    """Why other bits are to be expected here than in the run."""
+    failure: WorkerFailed | None
+    """How the run failed, if that is why this step was chosen, or if it failed at this step."""
+    clip_norm: float | None
+
+    @property
+    def same(self) -> bool:
+        """Nothing is known to differ."""
+        return "differs" not in (self.verdict, self.update)
+
+
+def replay(asked: Asked, progress: Progress) -> Replayed:
+    run = read_run(asked.run_dir)
+    target = chosen_step(run, asked.step)
+    with loaded_here(run) as loaded:
+        _check(run, loaded, target, asked.shard)
+        way = _Way(run, loaded, target, hunting=asked.step is None and run.failure is not None, progress=progress)
+        way.go()
+        progress.close()
+        step, replica = way.step, way.rebuilt.replica
+        _check(run, loaded, step, asked.shard)
+        stop_at = _debugged(run, loaded, step, asked) if asked.debug else None
+        inspection = inspect(loaded, replica, Question(step, asked.shard, stop_at, way.on_purpose))
+        result, error = _execute(replica, step) if inspection.error is None else (None, inspection.error)
+        exact, recorded = is_exact(run), run.recorded(step)
+        return Replayed(
+            asked=asked,
+            step=step,
+            start=way.start,
+            began_at=way.began_at,
+            differs_from=way.differs_from,
+            broke_state=way.broke_state,
+            inspection=inspection,
+            result=result,
+            error=in_words(run, error) if error else None,
+            recorded=recorded,
+            committed=run.was_committed(step),
+            verdict=judge(result.fingerprint if result else None, recorded, exact),
+            update=_judge_update(run, loaded, replica, step) if result else "unknown",
+            exact=exact,
+            other_bits=canary_differs(run, loaded.canary),
+            failure=run.failure if asked.step is None else run.failure_at(step),
+            clip_norm=loaded.job.clip_norm,
+        )
+
+
+class _Way:
+    """From the nearest checkpoint to the state before the step. When `hunting`, to the first step after which the state
+    is not finite any more: the failure came later, but that is where it came from."""
+
+    def __init__(self, run: RecordedRun, loaded: Loaded, target: int, hunting: bool, progress: Progress) -> None:
+        self._run = run
+        self._target = target
+        self._hunting = hunting
+        self._progress = progress
+        self.on_purpose = {name for name, buffer in loaded.prepared.model.named_buffers() if not_finite(buffer)}
+        start = nearest(run, target, self._suits)
+        self.rebuilt = Rebuilt(loaded, start.saved, until=target + 2)
+        self.start = replace(start, saved=None)  # as large as the state itself, and not needed any more
+        self.began_at = self.step = self.rebuilt.replica.steps_applied()
+        self.differs_from: int | None = None
+        self.broke_state = False
+
+    def _suits(self, saved: Saved) -> bool:
+        return not self._hunting or _is_finite(saved, self.on_purpose)
+
+    def go(self) -> None:
+        if self._hunting and self._is_broken():
+            return
+        exact = is_exact(self._run)
+        while self.step < self._target:
+            replica = self.rebuilt.replica
+            if self._hunting:
+                self.rebuilt.keep()
+            result, error = _execute(replica, self.step)
+            if result is None:
+                if self._hunting:
+                    return
+                assert error is not None
+                raise _stranded(self._run, self.step, self._target, error)
+            if self._hunting and self._is_broken():
+                self.broke_state = True
+                self.rebuilt.rewind()
+                return
+            recorded = self._run.recorded(self.step)
+            if self.differs_from is None and judge(result.fingerprint, recorded, exact) == "differs":
+                self.differs_from = self.step
+            self.step += 1
+            self._progress(self.began_at, self.step, self._target)
+
+    def _is_broken(self) -> bool:
+        self.rebuilt.replica.synchronise()
+        return bool(in_state(self.rebuilt.replica.model, self.on_purpose))
+
+
+def _is_finite(saved: Saved, on_purpose: Collection[str]) -> bool:
+    kept = {f"{MODEL}{name}" for name in on_purpose}
+    model = (tensor for name, tensor in saved.tensors.items() if name.startswith(MODEL) and name not in kept)
+    return not any(map(not_finite, model))
+
+
+def _execute(replica: Replica, step: int) -> tuple[StepResult | None, Exception | None]:
+    try:
+        replica.compute(step)
+        return replica.commit(step), None
+    except Exception as error:  # the job's own code, or a loss that is not finite: that is what we came to see
+        return None, error
+
+
+def _judge_update(run: RecordedRun, loaded: Loaded, replica: Replica, step: int) -> Verdict:
+    """The fingerprint of a step knows its losses, which come before its update. The update shows in the next step's."""
+    if step + 1 == loaded.steps:
+        replica.synchronise()
+        return judge(weights_sha256(replica.model), run.weights_sha256 or None, is_exact(run))
+    recorded = run.recorded(step + 1)
+    if recorded is None:
+        return "unknown"
+    result, _ = _execute(replica, step + 1)
+    return judge(result.fingerprint if result else "", recorded, is_exact(run))
+
+
+def _debugged(run: RecordedRun, loaded: Loaded, step: int, asked: Asked) -> int:
+    """The shard that the debugger is for: the one that was asked for, or at which the run failed, or the first."""
+    if asked.shard is not None:
+        return asked.shard
+    failure = run.failure_at(step)
+    return failure.shard if failure and 0 <= failure.shard < loaded.schedule.occupied(step) else 0
+
+
+def _check(run: RecordedRun, loaded: Loaded, step: int, shard: int | None) -> None:
+    if step >= loaded.steps:
+        raise DistBeliefError(
+            f"step {step} is not among those of the run: it has {loaded.steps}", hint="steps are counted from 0"
+        )
+    if shard is None:
+        return
+    if not 0 <= shard < loaded.schedule.shards:
+        raise DistBeliefError(
+            f"there is no shard {shard}: the steps of {run.run_dir} have {loaded.schedule.shards} shards",
+            hint="shards are counted from 0",
+        )
+    if shard >= loaded.schedule.occupied(step):
+        raise DistBeliefError(
+            f"shard {shard} of step {step} has no samples: it is the last step of an epoch",
+            hint=f"this step has the shards 0 … {loaded.schedule.occupied(step) - 1}",
+        )
+
+
+def _stranded(run: RecordedRun, step: int, target: int, error: Exception) -> DistBeliefError:
+    if not isinstance(error, NonFiniteLoss):
+        return in_words(run, error, f"step {step}, on the way to step {target}: ")
+    return DistBeliefError(
+        f"step {target} cannot be reached: here {error.message}",
+        hint=f"the run has committed that step, so something is different here: replay it with --step {step}",
+    )

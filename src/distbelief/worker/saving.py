@@ -1,0 +1,273 @@
+"""Saving while training goes on: a copy of this member's portion is all that training waits for; a thread writes it.
+
+Two copies can be in the making: one is written while the next is taken. What cannot be written is tried again from the
+same copy, until it is there or a newer one wants to be written. A failure never ends the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import torch
+
+from distbelief.checkpoint.faults import CheckpointExists, CheckpointIncomplete, CheckpointUnusable
+from distbelief.checkpoint.manifest import MANIFEST, Facts, PartRecord, part_name, step_name
+from distbelief.checkpoint.reading import list_checkpoints, read_manifest, verify
+from distbelief.checkpoint.retention import delete, surplus, tidy
+from distbelief.checkpoint.saving import seal, write_part
+from distbelief.checkpoint.storage import folder_at, remove_file
+from distbelief.comm.memfd import require_memory
+from distbelief.comm.messages import CheckpointSealed, Event, PartSaved, SaveFailed, SaveMissed, WrittenPart
+from distbelief.comm.segment import Segment
+from distbelief.errors import DistBeliefError
+from distbelief.strategies.base import Portion, Replica
+from distbelief.worker.control import Save, Seal
+from distbelief.worker.spec import SavePlan
+
+BUFFERS = 2
+RETRY_S = 1.0
+LONGEST_RETRY_S = 30.0
+LAST_TRIES = 6  # of the run's last checkpoint: half a minute, then the run ends without it
+REMEMBERED = 4  # snapshots whose parts are written and that may still have to be sealed
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    number: int
+    """Later ones have higher numbers, also those of the same step, by another generation."""
+    step: int
+    generation: int
+    rank: int
+    portions: Sequence[Portion]
+    facts: Facts
+    memory: Segment
+    outside: Mapping[str, torch.Tensor]
+    pause_s: float
+    last: bool
+    """Nothing comes after it."""
+
+
+@dataclass
+class _Memory:
+    """The copies' memory. It is made, and its pages touched, before it is needed: the first touch is what is slow."""
+
+    free: list[Segment] = field(default_factory=list)
+    made: int = 0
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def take(self, size_bytes: int, wait: bool) -> Segment | None:
+        with self.changed:
+            while True:
+                fitting = [segment for segment in self.free if segment.size_bytes >= size_bytes]
+                if fitting:
+                    self.free.remove(fitting[0])
+                    return fitting[0]
+                if self.free:  # too small, since there were more members
+                    self.free.pop()
+                    self.made -= 1
+                if self.made < BUFFERS:
+                    self.made += 1
+                    return Segment.private(size_bytes)
+                if not wait:
+                    return None
+                self.changed.wait()
+
+    def give_back(self, segment: Segment) -> None:
+        with self.changed:
+            self.free.append(segment)
+            self.changed.notify_all()
+
+    def prepare(self, size_bytes: int) -> None:
+        with self.changed:
+            if self.made:
+                return
+            require_memory("a copy of the state, for checkpoints", size_bytes)
+            self.made += 1
+        segment = Segment.private(size_bytes)
+        segment.tensor(torch.uint8, 0, size_bytes).fill_(0)
+        self.give_back(segment)
+
+
+class Saver:
+    """One for the life of a worker. `take` and `is_due` are for the training thread, `ask` and `seal` for any."""
+
+    def __init__(self, plan: SavePlan, worker: int, tell: Callable[[Event], None]) -> None:
+        self._plan = plan
+        self._worker = worker
+        self._tell = tell
+        self._memory = _Memory()
+        self._asked = -1
+        self._taken = 0
+        self._waiting: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._newest = 0
+        """The number of the last snapshot that was taken, or must be."""
+        self._written: dict[int, tuple[_Snapshot, PartSaved]] = {}
+        self._sealed = 0
+        self._asked_to_seal: set[int] = set()
+        threading.Thread(target=self._work, name="saver", daemon=True).start()
+
+    def is_due(self, applied: int, steps: int) -> bool:
+        """Whether the state after so many steps is to be saved."""
+        every = self._plan.every_steps
+        return applied in (steps, self._asked) or bool(every and applied % every == 0)
+
+    def ask(self, wish: Save, present: int) -> None:
+        """`present`: the steps that the training thread has behind it."""
+        self._asked = wish.step
+        if news := self._news_of(wish.step):  # asked again: it was lost on the way
+            self._tell(news)
+        elif present > wish.step and self._taken != wish.step:
+            self._tell(SaveMissed(self._worker, wish.step))
+
+    def _news_of(self, step: int) -> Event | None:
+        if step == self._sealed:
+            return CheckpointSealed(self._worker, step)
+        return self._written[step][1] if step in self._written else None
+
+    def prepare(self, replica: Replica) -> None:
+        """A generation begins: have memory for its first snapshot."""
+        size_bytes = replica.portions()[replica.exchange.rank].size_bytes
+        self._waiting.put(lambda: self._memory.prepare(size_bytes))
+
+    def take(self, replica: Replica, applied: int, generation: int, facts: Facts, last: bool) -> None:
+        """Copy my portion of the present state, and leave it to the thread."""
+        portions, rank = replica.portions(), replica.exchange.rank
+        number, started = self._newest + 1, time.perf_counter()
+        if last:
+            self._newest = number  # before the wait: those that keep on failing make room for it
+        memory = self._memory.take(portions[rank].size_bytes, wait=last)
+        if memory is None:
+            message = "the two checkpoints before it are still being written"
+            hint = "save less often, or to a faster disk"
+            self._tell(SaveFailed(self._worker, applied, message, hint, gave_up=True))
+            return
+        outside = replica.copy_portion(applied, memory)
+        self._taken = applied
+        pause_s = time.perf_counter() - started
+        self._newest = number
+        snapshot = _Snapshot(number, applied, generation, rank, portions, facts, memory, outside, pause_s, last)
+        self._waiting.put(lambda: self._write(snapshot))
+
+    def seal(self, wish: Seal) -> None:
+        if wish.step not in self._asked_to_seal:
+            self._asked_to_seal.add(wish.step)
+            self._waiting.put(lambda: self._seal(wish))
+
+    # --- in the thread -----------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            try:
+                self._waiting.get()()
+            except DistBeliefError as error:  # no memory for a copy: it is tried when a copy is to be taken
+                print(error.message, flush=True)
+            except Exception:  # not of the storage, but the next checkpoint may be saved all the same
+                traceback.print_exc()
+
+    def _write(self, snapshot: _Snapshot) -> None:
+        started = time.perf_counter()
+        try:
+            record = self._insist(snapshot)
+        finally:
+            self._memory.give_back(snapshot.memory)
+        if record is None:
+            return
+        part, write_s = WrittenPart(record.size_bytes, record.sha256), time.perf_counter() - started
+        news = PartSaved(self._worker, snapshot.generation, snapshot.step, part, snapshot.pause_s, write_s)
+        known = {**self._written, snapshot.step: (snapshot, news)}
+        self._written = {step: known[step] for step in sorted(known)[-REMEMBERED:]}
+        self._tell(news)
+
+    def _insist(self, snapshot: _Snapshot) -> PartRecord | None:
+        """Write it, however often that takes; None when it is not needed any more."""
+        tries, pause_s = 0, RETRY_S
+        while True:
+            try:
+                return self._try(snapshot)
+            except Exception as error:  # whatever it is, it does not end the run
+                tries += 1
+                gave_up = self._newest > snapshot.number or (snapshot.last and tries >= LAST_TRIES)
+                if not isinstance(error, CheckpointExists):  # the first member is looking at it
+                    self._tell_failure(snapshot.step, error, gave_up)
+                if gave_up:
+                    return None
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+
+    def _try(self, snapshot: _Snapshot) -> PartRecord | None:
+        folder, step, rank, portions = self._plan.folder, snapshot.step, snapshot.rank, snapshot.portions
+        slices = portions[rank].slices(snapshot.memory, snapshot.outside)
+        try:
+            return write_part(folder, step, rank + 1, len(portions), slices)
+        except CheckpointExists:
+            # From before the run was resumed. The first member looks whether it is any good, and makes room otherwise.
+            if rank > 0:
+                raise
+        try:
+            verify(folder, step)
+        except CheckpointUnusable:
+            # The manifest alone: others may be about to write their parts beside the old ones, which `tidy` removes.
+            remove_file(folder_at(folder) / step_name(step), MANIFEST)
+            return write_part(folder, step, rank + 1, len(portions), slices)
+        self._sealed = step
+        self._tell(CheckpointSealed(self._worker, step))
+        return None
+
+    def _tell_failure(self, step: int, error: Exception, gave_up: bool) -> None:
+        if not isinstance(error, DistBeliefError):
+            traceback.print_exception(error)
+            error = DistBeliefError(f"{type(error).__name__}: {error}", hint=f"see logs/worker-{self._worker}.log")
+        self._tell(SaveFailed(self._worker, step, error.message, error.hint, gave_up))
+
+    def _seal(self, wish: Seal) -> None:
+        self._asked_to_seal.discard(wish.step)
+        if wish.step == self._sealed:  # asked again: the news of it was lost on the way
+            self._tell(CheckpointSealed(self._worker, wish.step))
+            return
+        snapshot, _ = self._written.get(wish.step, (None, None))
+        if snapshot is None or len(snapshot.portions) != len(wish.parts):  # another generation has taken it anew
+            return
+        records = [
+            PartRecord(part_name(number, len(wish.parts)), part.size_bytes, part.sha256, tuple(portion.entries()))
+            for number, (part, portion) in enumerate(zip(wish.parts, snapshot.portions, strict=True), start=1)
+        ]
+        try:
+            seal(self._plan.folder, wish.step, snapshot.facts, records)
+        except Exception as error:  # the coordinator asks again, or somebody else; but what is gone stays gone
+            self._tell_failure(wish.step, error, gave_up=isinstance(error, CheckpointIncomplete))
+            return
+        self._sealed = wish.step
+        self._written = {step: kept for step, kept in self._written.items() if step > wish.step}
+        self._clear_up()  # first: when the coordinator knows of the last one, this process ends
+        self._tell(CheckpointSealed(self._worker, wish.step))
+
+    def _clear_up(self) -> None:
+        """Remove what is not to be kept. Not worth a word of failure: it is tried again after the next checkpoint.
+
+        Newer ones than this, which the run could not go on from, do not count: they would crowd out those that it can.
+        """
+        plan = self._plan
+        try:
+            steps = list_checkpoints(plan.folder)
+            if steps[:1] == [self._sealed]:
+                tidy(plan.folder)  # else it would take what is being written for the rest of an old save
+            metrics = _metrics(plan.folder, [step for step in steps if step <= self._sealed])
+            for step in surplus(metrics, last=plan.keep_last, every=plan.keep_every or None, best=plan.keep_best):
+                delete(plan.folder, step)
+        except DistBeliefError as error:
+            print(f"old checkpoints were not removed: {error.message}", flush=True)
+
+
+def _metrics(folder: str, steps: Sequence[int]) -> dict[int, Mapping[str, float | None]]:
+    """Of those whose manifests can be read: the others are not ours to judge."""
+    found: dict[int, Mapping[str, float | None]] = {}
+    for step in steps:
+        with contextlib.suppress(CheckpointUnusable):
+            found[step] = read_manifest(folder, step).metrics
+    return found

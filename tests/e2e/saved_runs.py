@@ -1,0 +1,102 @@
+"""Runs that save checkpoints, as tests see them: what their files say, and how all of their processes are killed."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from conftest import JOBS, Run, processes_of
+
+from distbelief.checkpoint.reading import list_checkpoints
+
+JOB = JOBS / "stored.py"
+SLOW = ["--set", "brake_s=0.02"]  # a shard, while there is a file `brake` in the folder in which the run was started
+LARGE = ["--set", "wide=400000"]  # a checkpoint of 3 MB
+
+
+@functools.cache
+def undisturbed(*arguments: object) -> str:
+    """The weights of a run to which nothing happens, on one worker."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(Path(folder), "train", *arguments, "--workers", 1, "--save-every", "never", "--json")
+        weights: str = run.wait().json["weights_sha256"]
+        assert run.leftovers() == []
+    return weights
+
+
+def until(condition: Callable[[], object], run: Run, limit_s: float = 120) -> None:
+    """Wait for it while that run goes on."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert run._process.poll() is None, run.wait()
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.01)
+
+
+def records(run_dir: Path, kind: str, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    path = run_dir / name
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [entry for entry in map(json.loads, filter(None, lines)) if entry["kind"] == kind]
+
+
+def step(run_dir: Path) -> int:
+    """How many steps are reported."""
+    return len(records(run_dir, "step"))
+
+
+def notices(run_dir: Path) -> list[str]:
+    return [entry["text"] for entry in records(run_dir, "notice")]
+
+
+def saved(run_dir: Path) -> list[int]:
+    """The steps of all checkpoints that the run has ever had, as it says."""
+    return [entry["step"] for entry in records(run_dir, "checkpoint")]
+
+
+def sealed(run_dir: Path) -> list[int]:
+    """The steps of the checkpoints that are there, newest first."""
+    return list_checkpoints(run_dir / "checkpoints")
+
+
+def unsealed(run_dir: Path) -> set[str]:
+    """Folders of saves that are not finished."""
+    return {path.name for path in run_dir.glob("checkpoints/step-*") if not (path / "manifest.json").exists()}
+
+
+def damage(run_dir: Path, number: int) -> Path:
+    """Flip a bit of a part of that checkpoint; which one."""
+    part = sorted((run_dir / "checkpoints" / f"step-{number:09d}").glob("part-*"))[0]
+    content = bytearray(part.read_bytes())
+    content[-3] ^= 1
+    part.write_bytes(content)
+    return part
+
+
+def kill_all(found: list[psutil.Process], chance: random.Random) -> None:
+    """SIGKILL to each of them, in any order: each one may see others die before it."""
+    for process in chance.sample(found, len(found)):
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:  # with its parent, a moment ago
+            continue
+
+
+def kill_everything(run: Run, chance: random.Random | None = None) -> None:
+    """Engine, coordinator, zygote and workers."""
+    kill_all(processes_of(run.mark), chance or random.Random(0))
+    run.wait()
+    assert run.leftovers() == []
+
+
+def check_whole(run_dir: Path, result: dict[str, Any]) -> None:
+    """However often it was interrupted, every step counts once, and those executed again gave the same bits."""
+    assert sorted(entry["step"] for entry in records(run_dir, "step")) == list(range(result["steps"]))
+    assert [text for text in notices(run_dir) if "different results" in text] == []
+    assert records(run_dir, "ended", "journal.jsonl")[-1]["status"] == "completed"

@@ -1,0 +1,107 @@
+"""The benchmark of checkpoints runs, saves and resumes for real, and writes figures that fit together. How fast
+anything is, is not a test's business. The arithmetic behind the figures is tested by plain calls."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "bench" / "checkpoint.py"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(PROGRAM), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=230, cwd=ROOT)
+
+
+def test_saves_are_measured_for_us_and_for_torch(tmp_path: Path) -> None:
+    systems = ["ours", "torch.save", "async_save:overlapped"]
+    file, folder = tmp_path / "new folder" / "figures.json", tmp_path / "saved"
+    folder.mkdir()
+    done = run("--quick", "--only", ",".join(systems), "--folder", str(folder), "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(folder.iterdir()) == []
+    content = json.loads(file.read_text())
+    assert (content["failed"], list(content["systems"])) == ({}, systems)
+    state_bytes = 3 * 4 * content["settings"]["parameters"]
+    for found in content["systems"].values():
+        assert state_bytes < found["size_bytes"] < 1.1 * state_bytes
+        for name in ("step_s", "stall_s", "seen_s", "extra_s", "write_s", "resume_s"):
+            assert found[name]["low"] <= found[name]["median"] <= found[name]["high"]
+        assert len(found["stall_s"]["values"]) == content["settings"]["saves"]
+        assert found["stall_s"]["low"] > 0
+        assert found["step_s"]["low"] > 0
+    blocking = content["systems"]["torch.save"]
+    assert blocking["without_sync_s"]["high"] < blocking["stall_s"]["high"]
+    assert set(content["ratios"]) == {"torch.save", "unsynced", "async_save"}
+    assert [goal["met"] for goal in content["goals"]] == [goal["found"] < goal["below"] for goal in content["goals"]]
+    assert len(content["goals"]) == 2
+    assert "Training is blocked" in done.stdout
+
+
+def test_an_unknown_system_is_named() -> None:
+    done = run("--only", "ours,banana")
+    assert done.returncode == 2
+    assert "no such system: banana" in done.stderr
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import checkpoint_figures
+
+    return checkpoint_figures
+
+
+def a_trace(figures: ModuleType, durations: list[float], saves: dict[int, tuple[float, float]]) -> Any:
+    """`saves`: steps in it -> (stall, seconds from the commit before it until it is written)."""
+    commits = [sum(durations[: step + 1]) for step in range(len(durations))]
+    found = [
+        figures.Save(step, stall_s, commits[step - 1] + write_s, 1000) for step, (stall_s, write_s) in saves.items()
+    ]
+    return figures.Trace(commits, found)
+
+
+def test_what_a_save_costs_in_all(figures: ModuleType) -> None:
+    # Steps take 1 s; the one with the save 3 s, for a stall of 1.5 s; one more is slowed down to 1.5 s by the writing.
+    cycle = [3.0, 1.5, 1.0, 1.0, 1.0]
+    trace = a_trace(figures, [1.0] * 5 + cycle * 3, {5: (9.0, 4.0), 10: (1.5, 4.0), 15: (1.25, 4.0)})
+    found = figures.costs(trace, every=5, warm_up=1)
+    assert found.step_s == pytest.approx(1.0)
+    assert found.stall_s == [1.5, 1.25]  # that of the first one is not in it
+    assert found.seen_s == pytest.approx([2.0, 2.0])
+    assert found.extra_s == pytest.approx([2.5, 2.5])
+    assert found.write_s == pytest.approx([4.0, 4.0])
+    assert found.size_bytes == 1000
+
+
+@pytest.mark.parametrize(
+    ("saves", "text"),
+    [
+        ({5: (1, 2)}, "1 saves were taken, 1 of them to warm up"),
+        ({5: (1, 2), 10: (1, 2), 20: (1, 2)}, "a save was left out: they hold 10, 20 steps"),
+        ({5: (1, 2), 10: (1, 4.5), 15: (1, 2)}, "save of step 10 was still being written 4 steps later"),
+        ({15: (1, 2), 20: (1, 2)}, "24 steps were done, too few after the save of step 20"),
+    ],
+)
+def test_what_cannot_be_told_apart_is_no_figure(figures: ModuleType, saves: Any, text: str) -> None:
+    with pytest.raises(figures.NotMeasurable, match=text):
+        figures.costs(a_trace(figures, [1.0] * 24, saves), every=5, warm_up=1)
+
+
+def test_ratios_are_taken_within_a_repetition(figures: ModuleType) -> None:
+    ours = [figures.Costs(1.0, [0.1, 0.3, 0.2]), figures.Costs(1.0, [1.0, 1.0, 1.0])]
+    theirs = [
+        figures.Costs(1.0, [2.0, 2.0, 9.0], without_sync_s=[1.0, 1.0, 1.0]),
+        figures.Costs(1.0, [4.0, 4.0, 0.0], without_sync_s=[2.0, 2.0, 2.0]),
+    ]
+    assert figures.ratio_of_medians("", ours, theirs, "stall_s").spread.values == pytest.approx([0.1, 0.25])
+    assert figures.ratio_of_medians("", ours, theirs, "without_sync_s").spread.values == pytest.approx([0.2, 0.5])
+    assert figures.pooled(ours, "stall_s").values == [0.1, 0.3, 0.2, 1.0, 1.0, 1.0]

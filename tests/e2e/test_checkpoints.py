@@ -1,0 +1,255 @@
+"""Saving while a run trains: by itself, on demand and before it stops; what is kept; and disks that do not want to."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Outcome, Run, processes_of
+from saved_runs import (
+    JOB,
+    LARGE,
+    SLOW,
+    check_whole,
+    notices,
+    records,
+    saved,
+    sealed,
+    step,
+    undisturbed,
+    unsealed,
+    until,
+)
+
+from distbelief.checkpoint.reading import read_manifest, verify
+
+Start = Callable[..., Run]
+Cli = Callable[..., Outcome]
+
+SIXTY = ["--set", "steps=60"]
+
+
+@pytest.fixture
+def brake(tmp_path: Path) -> Path:
+    (tmp_path / "brake").touch()
+    return tmp_path / "brake"
+
+
+# --- signals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_stops(
+    start: Start,
+    distbelief: Cli,
+    tmp_path: Path,
+    brake: Path,
+    number: signal.Signals,
+    status: int,
+) -> None:
+    run_dir = tmp_path / "run"
+    run = start("train", JOB, *SLOW, *SIXTY, "--run-dir", "run", "--workers", 2, "--save-every", "end")
+    until(lambda: step(run_dir) > 3, run)
+    run.signal(number)
+    outcome = run.wait()
+    assert outcome.status == status
+    assert f"{number.name} received: the run stops when a checkpoint is saved" in outcome.stdout
+    (at,) = sealed(run_dir)
+    assert outcome.stderr.splitlines() == [
+        f"error: stopped by {number.name}; a checkpoint of step {at} is saved; nothing is left running",
+        "what to do: go on with `distbelief resume run`",
+    ]
+    assert at < 60
+    assert verify(run_dir / "checkpoints", at).step == at
+    brake.unlink()
+    result = distbelief("resume", "run", "--workers", 3, "--json")
+    assert f"the run goes on from step {at}" in result.stderr
+    assert result.json["weights_sha256"] == undisturbed(JOB, *SIXTY)
+    check_whole(run_dir, result.json)
+
+
+def test_a_second_signal_does_not_wait(start: Start, distbelief: Cli, tmp_path: Path, brake: Path) -> None:
+    run_dir = tmp_path / "run"
+    run = start("train", JOB, "--set", "brake_s=1", *SIXTY, "--run-dir", "run", "--workers", 2, "--save-every", "end")
+    until(lambda: step(run_dir), run)
+    run.signal(signal.SIGTERM)
+    until(lambda: [text for text in notices(run_dir) if "the same again stops it at once" in text], run)
+    run.signal(signal.SIGTERM)
+    outcome = run.wait()
+    assert outcome.status == 143
+    assert "stopped by SIGTERM; no checkpoint was saved; nothing is left running" in outcome.stderr
+    assert sealed(run_dir) == []
+    brake.unlink()
+    result = distbelief("resume", "run", "--json")
+    assert "there is no checkpoint in" in result.stderr
+    assert result.json["weights_sha256"] == undisturbed(JOB, *SIXTY)
+    check_whole(run_dir, result.json)
+
+
+# --- on demand -------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_on_demand(start: Start, distbelief: Cli, tmp_path: Path, brake: Path) -> None:
+    run_dir = tmp_path / "run"
+    slow = ["--set", "brake_s=0.1", "--set", "steps=200"]
+    run = start("train", JOB, *slow, "--run-dir", "run", "--workers", 2, "--save-every", "end", "--json")
+    until(lambda: step(run_dir) > 1, run)
+    told = distbelief("checkpoint", "run")
+    assert told.status == 0, told
+    (first,) = sealed(run_dir)
+    assert told.stderr == f"a checkpoint of step {first} will be saved\n"
+    assert told.stdout.startswith(f"saved {run_dir}/checkpoints/step-{first:09d} (")
+    answer = distbelief("checkpoint", "run", "--json")
+    second = sealed(run_dir)[0]
+    folder = run_dir / "checkpoints" / f"step-{second:09d}"
+    size = sum(part.stat().st_size for part in folder.glob("part-*"))
+    assert answer.json == {"step": second, "path": str(folder), "size_bytes": size}
+    assert first < second < 200
+    brake.unlink()
+    assert run.wait().json["steps"] == 200
+    assert [verify(run_dir / "checkpoints", number).step for number in sealed(run_dir)] == [200, second, first]
+
+    late = distbelief("checkpoint", "run", "--json")
+    assert (late.status, json.loads(late.stdout)) == (1, {"error": "the run in run is not running"})
+
+
+def test_no_checkpoints_at_all(start: Start, distbelief: Cli, tmp_path: Path, brake: Path) -> None:
+    slow = ["--set", "brake_s=0.1", "--set", "steps=100"]
+    run = start("train", JOB, *slow, "--run-dir", "run", "--workers", 2, "--save-every", "never", "--json")
+    until(lambda: step(tmp_path / "run"), run)
+    refused = distbelief("checkpoint", "run")
+    assert (refused.status, refused.stdout) == (1, "")
+    assert refused.stderr == "error: the run was started without checkpoints (--save-every never)\n"
+    brake.unlink()
+    assert run.wait().json["steps"] == 100
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+# --- when, and what is kept ------------------------------------------------------------------------------------------
+
+
+def test_by_the_clock(start: Start, tmp_path: Path, brake: Path) -> None:
+    run_dir = tmp_path / "run"
+    run = start(
+        "train", JOB, *SLOW, "--set", "steps=2000", "--run-dir", "run", "--workers", 2, "--save-every", "1s", "--json"
+    )
+    until(lambda: len(saved(run_dir)) >= 3, run)
+    brake.unlink()
+    assert run.wait().json["steps"] == 2000
+    *regular, last = records(run_dir, "checkpoint")
+    assert last["step"] == 2000
+    times = [entry["at"] for entry in regular]
+    assert all(later - earlier >= 1 for earlier, later in itertools.pairwise(times))
+
+
+def test_what_is_kept(distbelief: Cli, tmp_path: Path, brake: Path) -> None:
+    run_dir = tmp_path / "run"
+    keep = ["--keep-last", 2, "--keep-every", 20, "--keep-best", "loss"]
+    often = ["--save-every", 5, "--set", "evaluate_every=5", "--set", "steps=63"]
+    assert distbelief("train", JOB, *SLOW, *often, *keep, "--run-dir", "run", "--workers", 2).status == 0
+    steps = saved(run_dir)
+    losses = {entry["step"]: entry["metrics"]["loss"] for entry in records(run_dir, "evaluation")}
+    best = min(steps, key=losses.__getitem__)
+    assert set(sealed(run_dir)) == {best, *steps[-2:], *(number for number in steps if number % 20 == 0)}
+    assert steps[-1] == 63
+    assert len(steps) > len(sealed(run_dir)) + 3  # some were removed
+    assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {f"step-{n:09d}" for n in sealed(run_dir)}
+    assert read_manifest(run_dir / "checkpoints", best).metrics["loss"] == losses[best]
+
+
+def test_a_death_in_the_middle_of_a_save(start: Start, tmp_path: Path, brake: Path) -> None:
+    """Of a worker, then of the coordinator: the run goes on, and every checkpoint that counts is whole."""
+    run_dir = tmp_path / "run"
+    job = [JOB, *LARGE, "--set", "brake_s=0.03", "--set", "steps=120"]
+    run = start("train", *job, "--run-dir", "run", "--workers", 3, "--save-every", 5, "--keep-last", 100, "--json")
+    for kind, fact in (("generation", "members"), ("epoch", "pid")):
+        until(lambda: saved(run_dir), run)
+        before = unsealed(run_dir)
+        until(lambda before=before: unsealed(run_dir) - before, run)
+        found = records(run_dir, kind, "journal.jsonl")[-1][fact]
+        os.kill(found if kind == "epoch" else found[1]["pid"], signal.SIGKILL)
+        newest = saved(run_dir)[-1]
+        until(lambda newest=newest: saved(run_dir)[-1] > newest + 5, run)
+    brake.unlink()
+    result = run.wait().json
+    assert result["weights_sha256"] == undisturbed(*job)
+    check_whole(run_dir, result)
+    assert result["recoveries"] == 1
+    left = sealed(run_dir)
+    assert left[0] == 120
+    assert [verify(run_dir / "checkpoints", number).step for number in left] == left
+
+
+# --- disks -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_place_that_cannot_be_written_to(distbelief: Cli, tmp_path: Path) -> None:
+    """Said before training begins; also to root, who may write anywhere but below a file."""
+    (tmp_path / "file").touch()
+    outcome = distbelief("train", JOB, "--checkpoints", "file/checkpoints", "--run-dir", "run")
+    assert (outcome.status, outcome.stdout) == (1, "")
+    assert outcome.stderr.startswith(f"error: cannot write {tmp_path}/file/checkpoints/")
+    assert "Not a directory" in outcome.stderr
+    assert not (tmp_path / "run" / "journal.jsonl").exists()
+
+
+@pytest.mark.xfail(strict=True, reason="the other run's checkpoints are taken for this one's own")
+def test_a_folder_with_checkpoints_of_another_run(distbelief: Cli, tmp_path: Path) -> None:
+    often = ["--checkpoints", "folder", "--save-every", 6, "--workers", 1]
+    assert distbelief("train", JOB, *often, "--run-dir", "one").status == 0
+    outcome = distbelief("train", JOB, *often, "--set", "seed=1", "--run-dir", "other", "--json")
+    if outcome.status == 0:  # if it is let in, it must have saved its own state
+        newest = str(tmp_path / "folder" / "step-000000012")
+        assert distbelief("export", newest, "--to", "newest.safetensors").status == 0
+        saved_weights = (tmp_path / "newest.safetensors").read_bytes()
+        assert saved_weights == (tmp_path / "other" / "weights.safetensors").read_bytes()
+    else:
+        assert "folder" in outcome.stderr
+
+
+MOUNT = 'mount -t tmpfs -o size=12m tmpfs disk && head -c 8m /dev/zero > disk/filler && exec "$@"'
+
+
+def small_disk(folder: Path) -> list[str]:
+    """What to put before a command to give it a disk of its own, with room for one large checkpoint but not for two."""
+    (folder / "disk").mkdir()
+    if shutil.which("unshare") is None or os.geteuid() != 0:
+        pytest.skip("only root can mount")
+    prefix = ["unshare", "--mount", "sh", "-c", MOUNT, "sh"]
+    done = subprocess.run([*prefix, "true"], cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
+    return prefix
+
+
+def test_a_disk_that_fills_up(start: Start, tmp_path: Path, brake: Path) -> None:
+    """The run goes on and says so; when there is room again, it saves."""
+    run_dir = tmp_path / "run"
+    job = [JOB, *LARGE, "--set", "brake_s=0.05", "--set", "steps=80"]
+    run = start(
+        "train", *job, "--run-dir", "run", "--workers", 2, "--json",
+        "--checkpoints", "disk", "--save-every", 10, "--keep-last", 1, prefix=small_disk(tmp_path),
+    )  # fmt: skip
+    until(lambda: [text for text in notices(run_dir) if "No space left on device" in text], run)
+    told_at = step(run_dir)
+    assert saved(run_dir)[:1] == [10]
+    until(lambda: step(run_dir) > told_at + 5, run)
+    engine = processes_of(run.mark)[0].pid
+    Path(f"/proc/{engine}/root{tmp_path}/disk/filler").unlink()  # as the run sees it
+    until(lambda: len(saved(run_dir)) > 1, run)
+    brake.unlink()
+    result = run.wait().json
+    assert result["weights_sha256"] == undisturbed(*job)
+    assert saved(run_dir)[-1] == 80
+    check_whole(run_dir, result)
+    told = [text for text in notices(run_dir) if "No space left on device" in text]
+    assert "free some space there" in told[0]
+    if len(told) > 1:
+        pytest.xfail(f"it is said {len(told)} times: once for each part and step, because the message names the file")

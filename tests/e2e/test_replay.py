@@ -1,0 +1,106 @@
+"""`distbelief replay`: one process executes any step of a run on several workers, with kills in it, to the same bits.
+And it finds what made a run fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import JOBS, Outcome, Run
+
+Cli = Callable[..., Outcome]
+Wait = Callable[[Callable[[], object]], None]
+
+STEP, SHARD = 137, 2  # where jobs/planted.py plants it
+
+
+def records(run_dir: Path, name: str, kind: str) -> list[dict[str, Any]]:
+    path = run_dir / name
+    whole = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [record for record in map(json.loads, filter(None, whole)) if record["kind"] == kind]
+
+
+def kill_a_worker(run_dir: Path) -> None:
+    members = records(run_dir, "journal.jsonl", "generation")[-1]["members"]
+    pid = random.choice(members)["pid"]
+    assert any("distbelief" in part for part in psutil.Process(pid).cmdline())
+    os.kill(pid, signal.SIGKILL)
+
+
+def marked_sample() -> int:
+    """As jobs/planted.py has it, asked in a process of its own: what is imported here stays in this one."""
+    code = "import planted; print(planted.marked_sample())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=JOBS, capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+def test_any_step_of_a_run_with_kills(
+    start: Callable[..., Run], distbelief: Cli, tmp_path: Path, wait_until: Wait
+) -> None:
+    """With everything in the job that makes exactness hard."""
+    run_dir = tmp_path / "run"
+    saving = ["--save-every", 8, "--keep-last", 100]
+    job = [JOBS / "everything.py", "--set", "epochs=8"]
+    run = start("train", *job, "--workers", 4, *saving, "--run-dir", run_dir, "--json")
+    for steps in (6, 15, 24):
+        wait_until(lambda steps=steps: len(records(run_dir, "metrics.jsonl", "step")) >= steps)
+        kill_a_worker(run_dir)
+    result = run.wait().json
+    assert result["recoveries"] >= 2
+    checkpoints = [int(file.parent.name[5:]) for file in run_dir.glob("checkpoints/*/manifest.json")]
+    assert len(checkpoints) > 1, "a kill may have prevented some"
+    for step in (*random.sample(range(result["steps"]), 2), result["steps"] - 1):
+        found = distbelief("replay", run_dir, "--step", step, "--json").json
+        assert (found["step"], found["verdict"], found["update"]) == (step, "matched", "matched"), found
+        assert found["fingerprint"] == found["recorded"]
+        assert (found["from_checkpoint"] or 0) == max(saved for saved in (0, *checkpoints) if saved <= step)
+        assert (found["differs_from"], found["other_bits"], found["non_finite"]) == (None, None, [])
+        assert len({index for shard in found["shards"] for index in shard["indices"]}) in (25, 7)
+
+
+@pytest.mark.parametrize(("where", "failed_at"), [("forward", STEP), ("backward", STEP + 1)])
+def test_a_planted_nan_is_found(distbelief: Cli, tmp_path: Path, where: str, failed_at: int) -> None:
+    """In one sample of one shard. If it is in the backward pass only, the run goes on for one more step."""
+    arguments = ["--set", f"where={where}", "--workers", 3, "--save-every", 60, "--run-dir", "run"]
+    outcome = distbelief("train", JOBS / "planted.py", *arguments)
+    assert outcome.status == 1
+    assert f"the loss is nan at step {failed_at}" in outcome.stderr
+    found = distbelief("replay", "run", "--json").json
+    assert (found["step"], found["failed_at"], found["from_checkpoint"]) == (STEP, failed_at, 120)
+    (origin,) = [one for one in found["non_finite"] if one["origin"]]
+    assert (origin["shard"], origin["layer"]) == (SHARD, "fragile")
+    assert [one["shard"] for one in found["shards"] if not one["finite"]] == [SHARD]
+    sample = marked_sample()
+    assert sample in found["shards"][SHARD]["indices"]
+    if where == "forward":
+        assert (origin["where"], origin["samples"]) == ("output", [sample])
+    else:
+        assert (origin["where"], origin["name"]) == ("gradient", "SqrtBackward0")
+    assert found["differs_from"] is None, "the steps on the way are those of the run"
+
+
+def test_what_differs_and_the_debugger(distbelief: Cli, start: Callable[..., Run], tmp_path: Path) -> None:
+    result = distbelief("train", JOBS / "small.py", "--workers", 2, "--run-dir", "run", "--json").json
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    right = records(tmp_path / "run", "metrics.jsonl", "step")[5]["fingerprint"]
+    metrics.write_text(metrics.read_text().replace(right, "0" * 16))
+    outcome = distbelief("replay", "run", "--step", 5)
+    assert outcome.status == 1
+    assert f"differs: fingerprint {right} here, {'0' * 16} in the run" in outcome.stdout
+    assert "update: matched" in outcome.stdout
+    outcome = distbelief("replay", "run", "--step", 3, "--debug")  # nobody is at its stdin
+    assert outcome.status == 0, outcome.stderr
+    assert "-> output = model(*args, **kwargs)" in outcome.stdout
+    assert "left the debugger" in outcome.stdout
+    too_late = distbelief("replay", "run", "--step", result["steps"])
+    assert (too_late.status, "is not among those of the run" in too_late.stderr) == (1, True)
+    assert (tmp_path / "run" / "weights.safetensors").exists()
