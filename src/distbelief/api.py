@@ -251,12 +251,24 @@ def _run(launch: Launch, view: View, **source: Any) -> Result:
     if not launch.resumed:
         make_run_dir(launch.run_dir)
     if plan:
-        from distbelief.checkpoint.storage import check_writable
-
-        check_writable(plan.folder)
+        _check_folder(plan.folder, launch.resumed)
     keep_launch(launch)
     record = local.run(launch, view)
     return _result(record, launch.run_dir, started)
+
+
+def _check_folder(folder: str, resumed: bool) -> None:
+    """Whether checkpoints can go there: better now than after hours of training."""
+    from distbelief.checkpoint.manifest import step_of
+    from distbelief.checkpoint.storage import check_writable, entries, folder_at
+
+    held = [name for name in entries(folder_at(folder)) if step_of(name) is not None]
+    if held and not resumed:
+        raise DistBeliefError(
+            f"{folder} holds checkpoints of another run already, {max(held)} and others",
+            hint="give each run a folder of its own, resume that run, or begin with its weights (--from)",
+        )
+    check_writable(folder)
 
 
 def _result(record: dict[str, Any], run_dir: Path, started: float) -> Result:

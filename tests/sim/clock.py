@@ -34,10 +34,8 @@ class Clock:
 
     def run(self, until_s: float) -> None:
         heap = self._heap
-        while heap and not self.stopped:
+        while heap and not self.stopped and heap[0][0] <= until_s:
             at, _, what, arguments = heapq.heappop(heap)
-            if at > until_s:
-                return
             self.now = at
             self.events += 1
             what(*arguments)

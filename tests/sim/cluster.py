@@ -11,10 +11,10 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from distbelief.comm import messages as m
 from distbelief.coordinator import state as s
+from distbelief.coordinator.saving import FINAL_S
 from distbelief.shards import Schedule
 from sim import faults
 from sim.clock import Clock
@@ -25,51 +25,14 @@ from sim.memory import Key, Ledger, SharedMemory
 from sim.mischief import HOST, Mischief
 from sim.network import Network
 from sim.reference import Reference
-from sim.saving import Storage
+from sim.setting import setting
+from sim.storage import Storage
 from sim.training import Pace, Surroundings
 from sim.verdict import PATIENCE_S, judge
 from sim.worker_model import VirtualWorker
 
 ATTACH_EVERY_S = 1.0
 ENGINE, CLIENT = -1, -2
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a seed stands for."""
-
-    members: int
-    shards: int
-    steps: int
-    tiles: int
-    transport: Any
-    span_s: float
-    beat_s: float
-    min_workers: int
-    saves: bool
-    save_every: int
-    """Steps; 0: not by steps."""
-    save_every_s: float
-
-
-def setting(rng: random.Random, members: int | None) -> Setting:
-    small = members is None
-    count = rng.choice([1, 2, 2, 3, 3, 4, 5, 8]) if members is None else members
-    huge = count > 1000
-    shards = count + rng.randint(0, count) if small or not huge else count + rng.randint(0, 64)
-    return Setting(
-        members=count,
-        shards=shards,
-        steps=rng.randint(6, 20) if small else (4 if huge else rng.randint(5, 10)),
-        tiles=rng.choice([1, 3, 8]),
-        transport=rng.choice(["shm", "shm", "gloo"]),
-        span_s=rng.choice([4.0, 12.0, 25.0]),
-        beat_s=rng.choice([0.2, 0.5]) if small else (4.0 if huge else 1.0),
-        min_workers=1 if rng.random() < 0.8 else rng.randint(1, min(count, 3)),
-        saves=rng.random() < 0.75,
-        save_every=rng.choice([0, 0, 1, 2, 5]),
-        save_every_s=rng.choice([0.0, 1.0, 5.0]),
-    )
 
 
 class Cluster:
@@ -123,6 +86,8 @@ class Cluster:
     # --- lines -------------------------------------------------------------------------------------------------------
 
     def to_coordinator(self, worker: int, event: m.Event) -> None:
+        if isinstance(event, m.WorkerFinished):
+            self.mischief.finished(self.workers[worker])
         self.network.send(worker, True, self._at_coordinator, event, worker, self.life)
 
     def _at_coordinator(self, event: m.Event, sender: int, life: int) -> None:
@@ -264,9 +229,11 @@ class Cluster:
         for worker in self.workers.values():
             worker.vanish()
         self.invariants.everybody_is_gone()
-        self.clock.after(1.0, self._resume)
+        self.clock.after(1.0, self._resume, self.life)
 
-    def _resume(self) -> None:
+    def _resume(self, life: int) -> None:
+        if life != self.life:
+            return
         workers = max(1, self.setting.members + self.rng.choice([-1, 0, 0, 1]))
         self.stopping, self.epoch = False, 0
         self.workers, self.exits, self.exit_times = {}, {}, {}
@@ -290,7 +257,14 @@ class Cluster:
         quiet_s = planned[-1].at_s + 1.0
         self.clock.after(quiet_s, self.network.clear)
         self.clock.run(quiet_s + PATIENCE_S)
+        if self._waits_for_a_frozen_writer():
+            self.clock.run(quiet_s + PATIENCE_S + FINAL_S)
         judge(self)
+
+    def _waits_for_a_frozen_writer(self) -> bool:
+        """Nobody watches a member that has finished; its part of the last checkpoint is not waited for for ever."""
+        members = [self.workers.get(one.worker) for one in self.coordinator.state.members]
+        return not self.status and any(one and one.frozen and one.control.phase == "finished" for one in members)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from sim.network import Weather
 Kind = Literal[
     "kill",
     "kill at the next change",
+    "kill when it has finished",
     "freeze",
     "slow",
     "kill coordinator",
@@ -29,6 +30,7 @@ Kind = Literal[
 WEIGHTS: dict[Kind, int] = {
     "kill": 6,
     "kill at the next change": 3,
+    "kill when it has finished": 1,
     "freeze": 4,
     "slow": 2,
     "kill coordinator": 2,

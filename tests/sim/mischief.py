@@ -36,6 +36,7 @@ class Mischief:
         self._asked: int | None = None
         self._early_deaths = 0
         self._kills_at_change = 0
+        self._kills_at_the_end = 0
         self._lives = 1
         self._shard_deaths: set[tuple[int, int]] = set()
 
@@ -53,6 +54,8 @@ class Mischief:
                 cluster.clock.after(min(fault.duration_s, 8.0), cluster.coordinator.wake)
         elif kind == "kill at the next change":
             self._kills_at_change += 1
+        elif kind == "kill when it has finished":
+            self._kills_at_the_end += 1
         elif kind == "join":
             if not self._gathering():  # before the start the run would wait for a guest that never comes
                 self._wanted += 1
@@ -97,7 +100,7 @@ class Mischief:
             case "slow":
                 worker.slowness = self._rng.choice([2.0, 5.0])
             case "leave":
-                if worker.ready or (worker.host == HOST and self._may_die()):
+                if worker.ready or (worker.host == HOST and self._may_die(worker)):
                     worker.ask_to_leave()
             case "cut":
                 self._cluster.network.cut(worker.number, fault.duration_s)
@@ -114,16 +117,22 @@ class Mischief:
     def _kill(self, worker: VirtualWorker) -> None:
         # Of who comes by hand from elsewhere and dies on the way nobody ever hears; its place is kept for it.
         unseen = worker.host != HOST and worker.number not in self._cluster.coordinator.state.workers
-        if not unseen and not self._is_guilty(worker) and self._may_die():
+        if not unseen and not self._is_guilty(worker) and self._may_die(worker):
             self._cluster.clock.note("worker {} is killed", worker.number)
             worker.exit(-9)
 
     def _gathering(self) -> bool:
-        return self._cluster.coordinator.state.phase == "gathering"
+        coordinator = self._cluster.coordinator
+        if coordinator.alive:
+            return coordinator.state.phase == "gathering"
+        # What a dead one had decided is nothing if it is not on record.
+        told = [entry["kind"] for entry in coordinator.records() if entry["kind"] in ("generation", "resumed")]
+        return told[-1:] != ["generation"]
 
-    def _may_die(self) -> bool:
-        self._early_deaths += self._gathering()
-        return not self._gathering() or self._early_deaths <= MOST_EARLY_DEATHS
+    def _may_die(self, worker: VirtualWorker) -> bool:
+        early = self._gathering() or not worker.ready
+        self._early_deaths += early
+        return not early or self._early_deaths <= MOST_EARLY_DEATHS
 
     def _is_guilty(self, worker: VirtualWorker) -> bool:
         """Whether the shard that it computes has killed somebody before."""
@@ -149,6 +158,12 @@ class Mischief:
             members = [one.worker for one in self._cluster.invariants.generation(ledger.generation).members]
             victim = self._cluster.workers[self._rng.choice(members)]
             self._cluster.clock.after(self._rng.random(), self._kill, victim)
+
+    def finished(self, worker: VirtualWorker) -> None:
+        """It has nothing left to do but to write its part of the last checkpoint."""
+        if self._kills_at_the_end and self._cluster.storage:
+            self._kills_at_the_end -= 1
+            self._cluster.clock.after(self._rng.random() * self._cluster.storage.write_s, self._kill, worker)
 
     def _kill_while_it_decides(self) -> None:
         coordinator = self._cluster.coordinator

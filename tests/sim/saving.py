@@ -1,137 +1,51 @@
-"""Checkpoints in virtual time: a worker's saver, and the folder that its parts and manifests lie in.
+"""Checkpoints in virtual time: a worker's saver, and what the training thread does for it.
 
 The saver does what worker/saving.py does, with its own thread's pauses and tries; it is frozen and dies with its
-process. The folder shows a file when it is whole. What it holds is compared with the fault-free run when it is sealed.
+process.
 """
 
 from __future__ import annotations
 
-import random
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from distbelief.comm import messages as m
 from distbelief.worker.control import Save, Seal
 from distbelief.worker.saving import BUFFERS, LAST_TRIES, LONGEST_RETRY_S, REMEMBERED, RETRY_S
 from sim.clock import Clock
-from sim.invariants import Invariants
+from sim.storage import CannotWrite, History, IsIncomplete, IsSealed, Part, Storage
 
 if TYPE_CHECKING:
     from sim.training import Generation, Work
 
 FOLDER = "checkpoints"
 HEARD_AFTER_S = 10.0
-History = dict[int, tuple[str, float]]
-
-
-class CannotWrite(Exception):
-    pass
-
-
-class IsSealed(Exception):
-    pass
-
-
-class IsIncomplete(Exception):
-    pass
-
-
-# --- the folder ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Part:
-    """One member's portion of the state after so many steps."""
-
-    step: int
-    generation: int
-    rank: int
-    members: int
-    tiles: tuple[tuple[int, int], ...]
-    """(tile, its value)"""
-
-    @property
-    def told(self) -> m.WrittenPart:
-        """Its checksum here says of whose it is: so that a mixture is seen where it is made."""
-        return m.WrittenPart(len(self.tiles), f"{self.generation}/{self.rank}/{self.members}")
-
-
-@dataclass
-class Step:
-    parts: dict[tuple[int, int], Part] = field(default_factory=dict)
-    """(number, of how many) -> the file."""
-    manifest: tuple[tuple[Part, ...], History] | None = None
-    damaged: bool = False
-
-
-class Storage:
-    def __init__(self, invariants: Invariants, rng: random.Random, now: Callable[[], float]) -> None:
-        self.steps: dict[int, Step] = {}
-        self.write_s = rng.choice([0.02, 0.3, 2.0])
-        self.failing = rng.choice([0.0, 0.0, 0.1])
-        """How often a write fails for no reason."""
-        self.bad_until = 0.0
-        self._invariants = invariants
-        self._rng = rng
-        self._now = now
-
-    def _check_disk(self) -> None:
-        if self._now() < self.bad_until or self._rng.random() < self.failing:
-            raise CannotWrite
-
-    def write(self, part: Part) -> None:
-        self._check_disk()
-        there = self.steps.setdefault(part.step, Step())
-        if there.manifest:
-            raise IsSealed
-        there.parts[part.rank + 1, part.members] = part
-
-    def seal(self, step: int, wanted: Sequence[m.WrittenPart], history: History) -> None:
-        self._check_disk()
-        there = self.steps.get(step, Step())
-        if there.manifest:
-            return
-        found = [there.parts.get((number, len(wanted))) for number in range(1, len(wanted) + 1)]
-        parts = tuple(part for part in found if part)
-        if len(parts) < len(wanted):
-            raise IsIncomplete
-        there.manifest = parts, history
-        self._invariants.sealed(step, [tile for part in parts for tile in part.tiles])
-        self.steps = {old: one for old, one in self.steps.items() if old >= step or one.manifest}
-
-    def unseal_if_damaged(self, step: int) -> bool:
-        there = self.steps[step]
-        if there.damaged:
-            there.manifest, there.damaged = None, False
-        return there.manifest is None
-
-    def sealed(self) -> list[int]:
-        """Newest first."""
-        return sorted((step for step, there in self.steps.items() if there.manifest), reverse=True)
-
-    def damage_newest(self) -> None:
-        """Unless it is the only one: then the run could not go on, and says so."""
-        if len(self.sealed()) > 1:
-            self.steps[self.sealed()[0]].damaged = True
-
-    def newest_sound(self) -> tuple[int, History, list[tuple[int, str]]]:
-        skipped = [(step, "damaged") for step in self.sealed() if self.steps[step].damaged]
-        for step in self.sealed():
-            there = self.steps[step]
-            if there.manifest and not there.damaged:
-                return step, dict(there.manifest[1]), [one for one in skipped if one[0] > step]
-        return 0, {}, skipped
 
 
 # --- the saver of one worker -----------------------------------------------------------------------------------------
+
+
+class Copying:
+    """A copy of some tiles that is made while training goes on: finished before they are written to."""
+
+    def __init__(self, tiles: range, values: Callable[[int], int]) -> None:
+        self.tiles: tuple[tuple[int, int], ...] = ()
+        self._left = tiles
+        self._values = values
+
+    def finish(self) -> None:
+        self.tiles += tuple((tile, self._values(tile)) for tile in self._left)
+        self._left = range(0)
 
 
 @dataclass(frozen=True)
 class Snapshot:
     number: int
     part: Part
+    """Without its tiles, until they are copied."""
+    copying: Copying
     history: History
     last: bool
 
@@ -140,8 +54,8 @@ class VirtualSaver:
     def __init__(self, me: Owner, storage: Storage, every_steps: int, clock: Clock) -> None:
         self.copies = 0
         """In use."""
-        self.newest = 0
-        """The number of the last snapshot that was taken, or must be."""
+        self.newest = (0, 0)
+        """Number and step of the last snapshot that was taken, or must be."""
         self._me = me
         self._storage = storage
         self._every = every_steps
@@ -149,6 +63,7 @@ class VirtualSaver:
         self._asked = -1
         self._taken = 0
         self._sealed = 0
+        self._copying: Copying | None = None
         self._written: dict[int, Snapshot] = {}
         self._waiting: deque[Iterator[float]] = deque()
         self._idle = True
@@ -171,11 +86,24 @@ class VirtualSaver:
     def skip(self, step: int) -> None:
         self._me.say(m.SaveFailed(self._me.number, step, "both copies are in use", gave_up=True))
 
+    def expect(self, number: int, step: int) -> None:
+        """Those that keep on failing make room for the last one."""
+        self.newest = number, step
+
+    def is_replaced(self, snapshot: Snapshot) -> bool:
+        return self.newest[0] > snapshot.number
+
     def take(self, snapshot: Snapshot) -> None:
         self.copies += 1
-        self.newest = snapshot.number
+        self._copying = snapshot.copying
+        self.newest = snapshot.number, snapshot.part.step
         self._taken = snapshot.part.step
         self._do(self._write(snapshot))
+
+    def let_go(self) -> None:
+        """The generation is over: others will write to what is being copied."""
+        if self._copying:
+            self._copying.finish()
 
     def seal(self, wish: Seal) -> None:
         self._do(self._seal(wish))
@@ -210,17 +138,22 @@ class VirtualSaver:
         self._idle = True
 
     def _write(self, snapshot: Snapshot) -> Iterator[float]:
-        part, tries, pause_s, done = snapshot.part, 0, RETRY_S, False
+        yield self._storage.write_s * self._me.chance()
+        snapshot.copying.finish()
+        part, tries, pause_s, done = replace(snapshot.part, tiles=snapshot.copying.tiles), 0, RETRY_S, False
+        snapshot = replace(snapshot, part=part)
         while not done:
             yield self._storage.write_s * (0.5 + self._me.chance())
             try:
                 done = self._try(snapshot)
             except (CannotWrite, IsSealed) as error:
                 tries += 1
-                gave_up = self.newest > snapshot.number or (snapshot.last and tries >= LAST_TRIES)
+                replaced = self.is_replaced(snapshot)
+                over = replaced or (snapshot.last and tries >= LAST_TRIES)
                 if isinstance(error, CannotWrite):
+                    gave_up = over and not (replaced and self.newest[1] == part.step)
                     self._me.say(m.SaveFailed(self._me.number, part.step, "cannot write", gave_up=gave_up))
-                if gave_up:
+                if over:
                     break
                 yield pause_s
                 pause_s = min(2 * pause_s, LONGEST_RETRY_S)
@@ -281,25 +214,32 @@ class Owner(Protocol):
 
 
 def save_if_due(part: Generation, applied: int, values: Callable[[int], int], history: History) -> Work:
-    """Copy my tiles of the present state, without waiting for anybody else; `values`: tile -> its value now."""
+    """Have my tiles of the present state copied, without waiting for anybody; `values`: tile -> its value then."""
     saver, reference = part.me.saver, part.around.memory.reference
     if saver is None or not saver.is_due(applied, reference.steps):
         return
     last = applied == reference.steps
-    number = saver.newest + 1
+    number = saver.newest[0] + 1
     if last:
-        saver.newest = number
+        saver.expect(number, applied)
     while last and saver.copies == BUFFERS:
         yield 0.1
     if saver.copies == BUFFERS:
         saver.skip(applied)
         return
-    yield part.around.pace.tile_s * part.around.rng.random()
     size = part.ledger.size
-    tiles = tuple((tile, values(tile)) for tile in range(part.rank, part.around.memory.tiles, size))
+    copying = Copying(range(part.rank, part.around.memory.tiles, size), values)
+    part.copies.append(copying)
     newest_s = max((at for _, at in history.values()), default=0.0)
     unheard = {step: one for step, one in history.items() if one[1] > newest_s - HEARD_AFTER_S and step < applied}
-    saver.take(Snapshot(number, Part(applied, part.action.generation, part.rank, size, tiles), unheard, last))
+    mine = Part(applied, part.action.generation, part.rank, size)
+    saver.take(Snapshot(number, mine, copying, unheard, last))
+
+
+def finish_copies(part: Generation) -> None:
+    """Before this member writes to its tiles again."""
+    while part.copies:
+        part.copies.pop().finish()
 
 
 def load(part: Generation) -> Generator[float, None, tuple[int, History]]:

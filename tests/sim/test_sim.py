@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
-from distbelief.coordinator import detector, faults, regroup
+from distbelief.comm import messages as m
+from distbelief.coordinator import detector, faults, regroup, saving
 from distbelief.coordinator import state as s
 from distbelief.coordinator.ending import Result, with_worker
 from distbelief.worker import control
-from sim import memory
+from sim import memory, training
 from sim.cluster import run
 from sim.faults import Kind
 from sim.run import parse_seeds, report
@@ -43,6 +45,14 @@ def test_small_clusters_keep_every_promise() -> None:
 
 def test_fifty_members_keep_every_promise() -> None:
     assert not broken(FIFTY_MEMBERS, members=50)
+
+
+def test_runs_that_are_stopped_or_killed_as_a_whole_and_resumed_keep_every_promise() -> None:
+    """Every step is committed, with the fingerprint that it must have, from whichever checkpoint the run went on."""
+    faults: list[Kind] = ["kill everything", "stop", "save", "bad disk", "kill", "kill coordinator while it decides"]
+    outcomes = [run(seed, only=faults) for seed in FEW]
+    assert not [report(outcome, None) for outcome in outcomes if outcome.broken]
+    assert sum(outcome.faults["kill everything"] for outcome in outcomes) > 50
 
 
 def test_a_seed_gives_the_same_run_again() -> None:
@@ -115,6 +125,52 @@ def test_not_waiting_for_a_member_that_leaves_is_noticed(monkeypatch: pytest.Mon
     monkeypatch.setattr(faults, "release", hasty)
     monkeypatch.setattr("distbelief.coordinator.joining.release", hasty)
     noticed("although generation", only=["scale", "leave"])
+
+
+def test_sealing_with_a_part_missing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator does not wait for the slowest writer."""
+
+    def hasty(state: s.State, event: m.PartSaved, now: float) -> Result:
+        state, outputs = saving.part_saved(state, event, now)
+        save = state.saves.open.get(event.step)
+        if save and len(save.parts) == len(save.members) - 1:
+            writers = tuple(worker for worker in save.members if worker in save.parts)
+            return saving._seal(state, replace(save, members=writers), now)
+        return state, outputs
+
+    monkeypatch.setitem(s.TRANSITIONS["training"], m.PartSaved, hasty)  # type: ignore[arg-type]
+    noticed("is to be sealed from parts", only=["kill"])
+
+
+def test_parts_of_two_generations_in_one_checkpoint_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part is a part, whoever were the members when it was taken."""
+
+    def careless(state: s.State, event: m.PartSaved, now: float) -> Result:
+        save = state.saves.open.get(event.step)
+        if save and event.worker in save.members:
+            event = msgspec.structs.replace(event, generation=save.generation)
+        return saving.part_saved(state, event, now)
+
+    monkeypatch.setitem(s.TRANSITIONS["training"], m.PartSaved, careless)  # type: ignore[arg-type]
+    noticed("is to be sealed from parts")
+
+
+def test_writing_to_a_tile_before_it_is_copied_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "finish_copies", lambda part: None)
+    noticed("does not hold the state after")
+
+
+def test_a_checkpoint_on_record_before_it_is_there_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rash(state: s.State, save: Any, now: float) -> Result:
+        return saving.sealed(state, m.CheckpointSealed(save.members[0], save.step), now)
+
+    monkeypatch.setattr(saving, "_seal", rash)
+    noticed("which was never sealed", only=["kill"])
+
+
+def test_waiting_for_ever_for_the_part_of_a_dead_writer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "_look_after", lambda state, save, now: (state, []))
+    noticed("has not ended", only=["kill when it has finished"])
 
 
 # --- around it -------------------------------------------------------------------------------------------------------

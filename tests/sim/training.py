@@ -17,7 +17,8 @@ from distbelief.worker.control import TrainGeneration
 from sim.invariants import Invariants
 from sim.memory import TORN, Key, Ledger, Past, Plan, SharedMemory, add_up, takeover
 from sim.reference import add, gradient, row
-from sim.saving import Storage, VirtualSaver, load, save_if_due
+from sim.saving import Copying, VirtualSaver, finish_copies, load, save_if_due
+from sim.storage import Storage
 
 Work = Iterator["float | Wait"]
 LOOK = -1.0
@@ -96,6 +97,7 @@ class Generation:
         self.ledger = around.memory.ledger(action)
         self.past = Past()
         self.plan: tuple[int, Plan] | None = None
+        self.copies: list[Copying] = []
         me.busy_s, me.computed = 0.0, 0
 
     def writes(self, what: str, step: int) -> None:
@@ -183,6 +185,10 @@ class Generation:
         samples = self.around.memory.reference.samples(step)
         return m.StepReport(step, 0.0, samples, fingerprint, at, self.action.generation)
 
+    def sealed(self, applied: int) -> int:
+        """What is saved; what the first generation of all finds is what was loaded, if anything."""
+        return self.action.sealed if self.action.past else applied
+
     def recall_from(self, history: dict[int, tuple[str, float]], applied: Callable[[], int]) -> None:
         def recall(reported: int) -> None:
             steps = range(reported, applied())
@@ -228,7 +234,7 @@ def together(part: Generation) -> Work:
     if part.leads:
         _tell_of_takeover(part, applied)
         part.recall_from(memory.history, lambda: memory.steps_applied)
-    if applied > part.action.sealed:
+    if applied > part.sealed(applied):
         yield from save_if_due(part, applied, memory.values.__getitem__, memory.history)
     for step in range(applied, steps):
         plan = part.plan_of(step, memory.reference.occupied[step])
@@ -239,6 +245,7 @@ def together(part: Generation) -> Work:
         total = part.add_up(step, plan)
         if part.leads:
             memory.history[step] = part.ledger.sums[step].fingerprint, around.now()
+        finish_copies(part)
         for tile in range(part.rank, memory.tiles, part.ledger.size):
             part.writes("opens a tile", step)
             memory.open(tile, step)
@@ -304,7 +311,7 @@ def apart(part: Generation) -> Work:
     if part.leads:
         part.recall_from(own.history, lambda: own.applied)
     values = lambda tile: reference.states[own.applied][tile]  # noqa: E731
-    if own.applied > part.action.sealed:
+    if own.applied > part.sealed(own.applied):
         yield from save_if_due(part, own.applied, values, own.history)
     for step in range(own.applied, reference.steps):
         plan = part.plan_of(step, reference.occupied[step])
@@ -315,6 +322,7 @@ def apart(part: Generation) -> Work:
         yield part.announce("collected", step)
         yield around.pace.tile_s * (0.5 + around.rng.random())
         part.writes("applies a step", step)
+        finish_copies(part)
         own.applied = step + 1
         own.history[step] = part.ledger.sums[step].fingerprint, around.now()
         around.invariants.replica_at(me.number, own.applied, generation)

@@ -32,7 +32,11 @@ def judge(cluster: Cluster) -> None:
 
 def _judge_metrics(cluster: Cluster) -> None:
     steps = cluster.setting.steps
-    told = Counter(line["step"] for line in cluster.coordinator.metrics if line["kind"] == "step")
+    lines = [line for line in cluster.coordinator.metrics if line["kind"] == "step"]
+    told = Counter(line["step"] for line in lines)
+    wrong = [one["step"] for one in lines if one["fingerprint"] != cluster.reference.fingerprints[one["step"]]]
+    if wrong:
+        raise Broken(f"the metrics file has other fingerprints of the steps {wrong} than it must have")
     twice = [step for step, count in told.items() if count > 1]
     if twice:
         raise Broken(f"the metrics file has the steps {twice} more than once")

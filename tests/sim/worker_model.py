@@ -17,7 +17,8 @@ from distbelief.worker import control
 from distbelief.worker.control import Action, GenerationFinished, WorkerState
 from sim.clock import Clock
 from sim.memory import Key, Ledger
-from sim.saving import Storage, VirtualSaver
+from sim.saving import VirtualSaver
+from sim.storage import Storage
 from sim.training import LOOK, OwnState, Surroundings, Wait, Work, train
 
 GRACE_S = 2.0
@@ -116,6 +117,8 @@ class VirtualWorker:
                         if self.group is not None:
                             self.world.group_broke(self.group)
                     self.group = None
+                    if self.saver:
+                        self.saver.let_go()
 
     def _go_on(self, error: Aborted | None) -> None:
         """Run the training thread until it takes time or waits."""

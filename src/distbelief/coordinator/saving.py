@@ -167,10 +167,11 @@ def failed(state: State, event: m.SaveFailed, now: float) -> Result:
     text = f"step {event.step} is not saved: {event.message}"
     what_next = "" if event.gave_up else "; it is tried again"
     outputs: list[Output] = []
-    if event.message != state.saves.complaint:
+    cause = event.message.rpartition(": ")[2]  # what comes before it names a file, which is another one each time
+    if cause != state.saves.complaint:
         hint = f" ({event.hint})" if event.hint else ""
         outputs.append(say(f"{text}{what_next}{hint}", now))
-        state = replace(state, saves=replace(state.saves, complaint=event.message))
+        state = replace(state, saves=replace(state.saves, complaint=cause))
     if not event.gave_up or event.step <= state.saves.sealed:
         return state, outputs
     state = _without(state, event.step)
@@ -178,7 +179,7 @@ def failed(state: State, event: m.SaveFailed, now: float) -> Result:
     # The next one by the clock is due a whole interval later.
     state = replace(state, saves=replace(state.saves, asked=asked, sealed_at=now))
     if state.saves.stopping and asked is None and not state.finished:
-        state, more = end(state, "stopped", f"{state.saves.stopping}; {text}", now)
+        state, more = _ask(state, now)  # a later one; STOP_S is the limit
         return state, outputs + more
     if event.step == _last(state):
         state = replace(state, saves=replace(state.saves, final_lost=True))

@@ -119,7 +119,7 @@ def read_launch(run_dir: Path) -> Launch:
     try:
         kept = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
         types = get_type_hints(Launch)
-        known = {name: msgspec.convert(value, types[name]) for name, value in kept.items() if name in types}
+        known = {n: msgspec.convert(value, types[n], str_keys=True) for n, value in kept.items() if n in types}
         return Launch(run_dir=run_dir, **known)
     except FileNotFoundError:
         raise DistBeliefError(

@@ -76,6 +76,21 @@ class Portion(Protocol):
         """The tensors in a copy that was made with `Replica.copy_portion`."""
 
 
+class Copying(Protocol):
+    """A copy of a portion in the making. The replica finishes it before it writes to what is copied."""
+
+    outside: Mapping[str, torch.Tensor]
+    """What is not in that memory, for `Portion.slices`: small tensors, and such as never change."""
+    waited_s: float
+    """How long training waited for it."""
+
+    def run(self) -> None:
+        """Copy what is left. For a thread beside training."""
+
+    def finish(self) -> None:
+        """Copy what is left, and return when all is there."""
+
+
 @dataclass(frozen=True)
 class Takeover:
     """A step that an earlier generation began and this one finishes."""
@@ -91,8 +106,7 @@ class NonFiniteLoss(DistBeliefError):
     def __init__(self, value: float, step: int, shard: int) -> None:
         super().__init__(
             f"the loss is {value} at step {step}, shard {shard}; the step was not applied",
-            hint="`distbelief replay RUN` shows in which layer and for which samples; a lower learning rate or clip_norm "
-            "may help",
+            hint="`distbelief replay RUN` shows the layer and the samples; clip_norm or a lower learning rate may help",
         )
         self.step = step
         self.shard = shard
@@ -139,9 +153,9 @@ class Replica(Protocol):
     def portions(self) -> Sequence[Portion]:
         """Who saves what: each member's part of the state, by rank."""
 
-    def copy_portion(self, applied: int, into: Segment) -> Mapping[str, torch.Tensor]:
-        """Copy my portion of the state after so many steps, which I have just applied, without waiting for anybody.
-        Returns what is not in that memory, for `Portion.slices`: small tensors, and such as never change."""
+    def copy_portion(self, applied: int, into: Segment) -> Copying:
+        """A copy of my portion of the state after so many steps, which I have just applied. It must be finished before
+        this member lets go of its generation."""
 
     def synchronise(self) -> None:
         """Bring the model's buffers to the committed values (before evaluation, hashing, saving)."""

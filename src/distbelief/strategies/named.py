@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from distbelief.checkpoint.faults import CheckpointMismatch
-from distbelief.checkpoint.fit import differences, form, forms, misfit
+from distbelief.checkpoint.fit import Forms, differences, form, forms, misfit
 from distbelief.checkpoint.manifest import PartEntry
 from distbelief.checkpoint.parts import Slice, dtype_name
 from distbelief.comm.segment import Segment
@@ -67,17 +67,14 @@ class TilePortion:
         self._layout = layout
         self._recipe = recipe
         self._outside = outside
-        self._starts: dict[int, int] = {}
+        self.starts: dict[int, int] = {}
+        """Tile -> the byte at which it starts."""
         at = 0
         for tile in tiles:
-            self._starts[tile] = at
+            self.starts[tile] = at
             at += layout.tiles[tile].size_bytes
             at += state_bytes(recipe, layout, tile) if tile < layout.parameter_tiles else 0
         self.size_bytes = at
-
-    def copy(self, state: ReplicaState, into: Segment) -> None:
-        for tile, at in self._starts.items():
-            state.copy_tile(tile, into, at)
 
     def entries(self) -> list[PartEntry]:
         found = [PartEntry(p.tensor, dtype_name(p.dtype), p.shape, p.first, p.count) for _, p in self._all()]
@@ -88,7 +85,7 @@ class TilePortion:
         return [*found, *(Slice.whole(entry.tensor, outside[entry.tensor]) for entry in self._outside)]
 
     def _all(self) -> Iterator[tuple[int, _Place]]:
-        for tile, start in self._starts.items():
+        for tile, start in self.starts.items():
             for place in _places(self._layout, self._recipe, tile):
                 yield start + place.at_bytes, place
 
@@ -175,10 +172,12 @@ def frozen(model: torch.nn.Module) -> list[str]:
 
 
 def set_frozen(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Nothing is written unless all of it fits."""
+    own = {f"{MODEL}{name}": p for name, p in model.named_parameters() if not p.requires_grad}
+    _require_fit(forms({name: tensor for name, tensor in tensors.items() if name in own}), forms(own))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                parameter.copy_(tensors[f"{MODEL}{name}"])
+        for name, parameter in own.items():
+            parameter.copy_(tensors[name])
 
 
 def _is_weights_alone(saved: Saved) -> bool:
@@ -200,11 +199,15 @@ def _fitting(saved: Saved, computer: ShardComputer, recipe: Recipe) -> dict[str,
         every = range(len(computer.layout.tiles))
         portion = TilePortion(computer.layout, recipe, every, [])
         wanted |= {e.tensor: form(e.dtype, e.shape) for e in portion.entries()}
-    if lines := differences(forms(given), "what is to be loaded", wanted, "the job"):
+    _require_fit(forms(given), wanted)
+    return given
+
+
+def _require_fit(given: Forms, wanted: Forms) -> None:
+    if lines := differences(given, "what is to be loaded", wanted, "the job"):
         raise misfit(
             "that state is of another model or optimizer",
             lines,
             hint="load it with the job that it was saved from; nothing was loaded",
             kind=CheckpointMismatch,
         )
-    return given

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -22,6 +22,7 @@ from distbelief.shards import Range, Schedule, mix, shard_seed
 from distbelief.strategies.agreement import agree_on_state
 from distbelief.strategies.base import Applied, BeginFrom, Fetch, NonFiniteLoss, Seat, StepResult, Takeover
 from distbelief.strategies.compute import ShardComputer
+from distbelief.strategies.copying import TileCopy
 from distbelief.strategies.helping import Helper
 from distbelief.strategies.named import TilePortion, outside_of_tiles, whole_entries
 from distbelief.strategies.partials import ShardWork, slots_needed
@@ -63,6 +64,7 @@ class DataParallelReplica:
         self._elementwise = recipe.elementwise
         sets = [memory] if recipe.elementwise else [[one] for one in memory]
         self._optimizers = [(tiles[0].tile, TileOptimizer(recipe, computer.layout, tiles)) for tiles in sets if tiles]
+        self._copies: list[TileCopy] = []
         self._ahead: tuple[int, Any] = (-1, None)
         self._work = lru_cache(maxsize=4)(self._plan)
         self._slot_tiles: dict[int, list[torch.Tensor]] = {}
@@ -258,6 +260,8 @@ class DataParallelReplica:
         return StepResult(loss, int(rows[:, _COUNTS].sum()), fingerprint)
 
     def _update(self, step: int, scale: float, units: int, untouched: np.ndarray) -> None:
+        while self._copies:
+            self._copies.pop().finish_before_a_write()
         clip = self._clip_factor(scale) if self._job.clip_norm is not None else 1.0
         rate = self._job.schedule(step) if self._job.schedule else 1.0
         skip = untouched if untouched[: len(self._computer.parameters)].any() else None
@@ -321,9 +325,11 @@ class DataParallelReplica:
     def portions(self) -> Sequence[TilePortion]:
         return self._portions
 
-    def copy_portion(self, applied: int, into: Segment) -> Mapping[str, torch.Tensor]:
-        self._portions[self.exchange.rank].copy(self._state, into)
-        return self._outside(applied) if self.exchange.rank == 0 else {}
+    def copy_portion(self, applied: int, into: Segment) -> TileCopy:
+        rank = self.exchange.rank
+        copying = TileCopy(self._state, self._portions[rank].starts, into, self._outside(applied) if rank == 0 else {})
+        self._copies.append(copying)
+        return copying
 
     def synchronise(self) -> None:
         self._computer.restore_buffers(self._committed)

@@ -88,5 +88,9 @@ def frozen_of(origin: Origin, names: Collection[str]) -> Mapping[str, torch.Tens
 
 
 def _saved(folder: str, manifest: Manifest) -> Saved:
-    position = msgspec.convert(manifest.data, DataPosition)
+    try:
+        position = msgspec.convert(manifest.data, DataPosition)
+    except msgspec.ValidationError as error:
+        message = f"the checkpoint of step {manifest.step} in {folder} does not say where the data stood: {error}"
+        raise CheckpointUnusable(message, hint="it was not written by a run; use its weights with --from") from error
     return Saved(manifest.step, read_tensors(folder, manifest), position.history, position.note.encode())

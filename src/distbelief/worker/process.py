@@ -149,7 +149,8 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             loaded.steps,
             Path(spec.run_dir),
             action.reported,
-            max(action.sealed, start.step),
+            # What the first generation finds is what its first member has loaded, if anything.
+            max(action.sealed, start.step) if action.past else replica.steps_applied(),
             place.saver,
             loaded.checkpoint_facts(),
         )
@@ -164,6 +165,8 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
         link.send(finished)
         link.finished(action.generation)
     finally:
+        if place.saver:
+            place.saver.let_go()
         exchange.close()
         link.progress.waiting = lambda: False
         link.progress.recall = lambda reported: None

@@ -1,5 +1,6 @@
-"""Saving while training goes on: a copy of this member's portion is all that training waits for; a thread writes it.
+"""Saving while training goes on: a thread copies this member's portion, another one writes the copy.
 
+Training waits only for what is not copied when it is about to write there again (strategies/copying.py).
 Two copies can be in the making: one is written while the next is taken. What cannot be written is tried again from the
 same copy, until it is there or a newer one wants to be written. A failure never ends the run.
 """
@@ -26,13 +27,14 @@ from distbelief.comm.memfd import require_memory
 from distbelief.comm.messages import CheckpointSealed, Event, PartSaved, SaveFailed, SaveMissed, WrittenPart
 from distbelief.comm.segment import Segment
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.base import Portion, Replica
+from distbelief.strategies.base import Copying, Portion, Replica
 from distbelief.worker.control import Save, Seal
 from distbelief.worker.spec import SavePlan
 
 BUFFERS = 2
 RETRY_S = 1.0
 LONGEST_RETRY_S = 30.0
+LOOKING_S = 0.1
 LAST_TRIES = 6  # of the run's last checkpoint: half a minute, then the run ends without it
 REMEMBERED = 4  # snapshots whose parts are written and that may still have to be sealed
 
@@ -47,8 +49,9 @@ class _Snapshot:
     portions: Sequence[Portion]
     facts: Facts
     memory: Segment
-    outside: Mapping[str, torch.Tensor]
-    pause_s: float
+    copying: Copying
+    started_s: float
+    """What it took the training thread to begin."""
     last: bool
     """Nothing comes after it."""
 
@@ -102,11 +105,12 @@ class Saver:
         self._worker = worker
         self._tell = tell
         self._memory = _Memory()
+        self._copying: Copying | None = None
         self._asked = -1
         self._taken = 0
         self._waiting: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._newest = 0
-        """The number of the last snapshot that was taken, or must be."""
+        self._newest = (0, 0)
+        """Number and step of the last snapshot that was taken, or must be."""
         self._written: dict[int, tuple[_Snapshot, PartSaved]] = {}
         self._sealed = 0
         self._asked_to_seal: set[int] = set()
@@ -136,11 +140,11 @@ class Saver:
         self._waiting.put(lambda: self._memory.prepare(size_bytes))
 
     def take(self, replica: Replica, applied: int, generation: int, facts: Facts, last: bool) -> None:
-        """Copy my portion of the present state, and leave it to the thread."""
+        """Have my portion of the present state copied and written."""
         portions, rank = replica.portions(), replica.exchange.rank
-        number, started = self._newest + 1, time.perf_counter()
+        number, started = self._newest[0] + 1, time.perf_counter()
         if last:
-            self._newest = number  # before the wait: those that keep on failing make room for it
+            self._newest = number, applied  # before the wait: those that keep on failing make room for it
         memory = self._memory.take(portions[rank].size_bytes, wait=last)
         if memory is None:
             message = "the two checkpoints before it are still being written"
@@ -150,9 +154,14 @@ class Saver:
         outside = replica.copy_portion(applied, memory)
         self._taken = applied
         pause_s = time.perf_counter() - started
-        self._newest = number
+        self._newest = number, applied
         snapshot = _Snapshot(number, applied, generation, rank, portions, facts, memory, outside, pause_s, last)
         self._waiting.put(lambda: self._write(snapshot))
+
+    def let_go(self) -> None:
+        """The generation is over: others will write to what is being copied."""
+        if self._copying:
+            self._copying.finish()
 
     def seal(self, wish: Seal) -> None:
         if wish.step not in self._asked_to_seal:
@@ -171,6 +180,7 @@ class Saver:
                 traceback.print_exc()
 
     def _write(self, snapshot: _Snapshot) -> None:
+        snapshot.copying.finish()
         started = time.perf_counter()
         try:
             record = self._insist(snapshot)
@@ -179,7 +189,8 @@ class Saver:
         if record is None:
             return
         part, write_s = WrittenPart(record.size_bytes, record.sha256), time.perf_counter() - started
-        news = PartSaved(self._worker, snapshot.generation, snapshot.step, part, snapshot.pause_s, write_s)
+        pause_s = snapshot.started_s + snapshot.copying.waited_s
+        news = PartSaved(self._worker, snapshot.generation, snapshot.step, part, pause_s, write_s)
         known = {**self._written, snapshot.step: (snapshot, news)}
         self._written = {step: known[step] for step in sorted(known)[-REMEMBERED:]}
         self._tell(news)
@@ -191,18 +202,21 @@ class Saver:
             try:
                 return self._try(snapshot)
             except Exception as error:  # whatever it is, it does not end the run
-                tries += 1
-                gave_up = self._newest > snapshot.number or (snapshot.last and tries >= LAST_TRIES)
-                if not isinstance(error, CheckpointExists):  # the first member is looking at it
-                    self._tell_failure(snapshot.step, error, gave_up)
-                if gave_up:
+                tries += not isinstance(error, CheckpointExists)
+                replaced = self._newest[0] > snapshot.number
+                done = replaced or (snapshot.last and tries >= LAST_TRIES)
+                looking = isinstance(error, CheckpointExists)  # the first member is, and makes room if it must
+                if not looking:
+                    again = replaced and self._newest[1] == snapshot.step  # another generation has taken the same step
+                    self._tell_failure(snapshot.step, error, gave_up=done and not again)
+                if done:
                     return None
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+            time.sleep(LOOKING_S if looking else pause_s)
+            pause_s = pause_s if looking else min(2 * pause_s, LONGEST_RETRY_S)
 
     def _try(self, snapshot: _Snapshot) -> PartRecord | None:
         folder, step, rank, portions = self._plan.folder, snapshot.step, snapshot.rank, snapshot.portions
-        slices = portions[rank].slices(snapshot.memory, snapshot.outside)
+        slices = portions[rank].slices(snapshot.memory, snapshot.copying.outside)
         try:
             return write_part(folder, step, rank + 1, len(portions), slices)
         except CheckpointExists:

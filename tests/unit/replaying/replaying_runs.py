@@ -127,7 +127,9 @@ def _failure(error: Exception, step: int) -> dict[str, Any]:
 def _save(folder: str, loaded: Loaded, replica: Replica, step: int) -> None:
     portion = replica.portions()[0]
     memory = Segment.private(portion.size_bytes)
-    outside = replica.copy_portion(step, memory)
+    copying = replica.copy_portion(step, memory)
+    copying.finish()
+    outside = copying.outside
     record = write_part(folder, step, 1, 1, portion.slices(memory, outside))
     facts = msgspec.structs.replace(loaded.checkpoint_facts(), data={"next_step": step})
     seal(folder, step, facts, [record])

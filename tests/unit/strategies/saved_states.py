@@ -152,7 +152,9 @@ class Trainer:
             self.act_as(rank, members)
             portion = self.replica.portions()[rank]
             copy = Segment.private(portion.size_bytes)
-            outside = self.replica.copy_portion(step, copy)
+            copying = self.replica.copy_portion(step, copy)
+            copying.finish()
+            outside = copying.outside
             records.append(write_part(folder, step, rank + 1, members, portion.slices(copy, outside)))
         seal(folder, step, facts_at(Facts(), self.replica, step), records)
         self.act_as(0, 1)

@@ -70,7 +70,9 @@ def train(keeper: KeeperClient, place: Place, saving: Saving) -> Left:
         if step + 1 == saving.save:
             portion = member.portions()[place.rank]
             copy = Segment.private(portion.size_bytes)
-            outside = member.copy_portion(step + 1, copy)
+            copying = member.copy_portion(step + 1, copy)
+            copying.finish()
+            outside = copying.outside
             facts = facts_at(Facts(), member, step + 1)
     if copy:
         part = write_part(saving.folder, saving.save, place.rank + 1, len(place.ranges), portion.slices(copy, outside))

@@ -131,7 +131,6 @@ def test_steps_that_everybody_has_long_heard_of_are_left_out(trainer: Trainer) -
     assert [one["step"] for one in facts_at(Facts(), trainer.replica, 3).data["history"]] == [2]
 
 
-@pytest.mark.xfail(reason="a msgspec.ValidationError comes out of saved_at, which newest_saved does not skip")
 def test_facts_of_another_shape_make_a_checkpoint_unusable_and_not_the_run_fail(
     tmp_path: Path, trainer: Trainer
 ) -> None:

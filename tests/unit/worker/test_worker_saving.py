@@ -230,6 +230,25 @@ def test_the_last_one_is_given_up_after_so_many_tries(tmp_path: Path) -> None:
     crew.silence()
 
 
+def test_a_snapshot_that_the_next_generation_takes_of_the_same_step_is_not_given_up_with_the_older_one(
+    tmp_path: Path,
+) -> None:
+    obstacle = spoil(tmp_path)
+    crew = Crew(tmp_path)
+    crew.take(2, generation=1, last=True)
+    crew.hear(SaveFailed)
+    crew.take(2, generation=2, last=True)
+    failures = []
+    while not crew.savers[0]._waiting.empty():  # until the thread has turned to the newer one
+        failures.append(crew.hear(SaveFailed))
+    obstacle.unlink()
+    while isinstance(event := crew.told.get(timeout=WAIT_S), SaveFailed):
+        failures.append(event)
+    assert isinstance(event, PartSaved)
+    assert event.generation == 2
+    assert not any(one.gave_up for one in failures)
+
+
 def test_a_fault_that_nobody_thought_of_is_told_and_does_not_end_the_saver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

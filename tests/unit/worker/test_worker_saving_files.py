@@ -3,11 +3,12 @@ kept of those that are sealed."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from saving_crew import Crew, quickly
+from saving_crew import WAIT_S, Crew, quickly
 
 from distbelief.checkpoint.manifest import part_name
 from distbelief.checkpoint.reading import list_checkpoints, verify
@@ -32,6 +33,19 @@ def test_a_sound_checkpoint_of_the_step_counts_as_sealed(tmp_path: Path) -> None
     crew.silence()
     assert len(verify(crew.folder, 2).parts) == 3, "it is left as it was"
     crew.take(3, 1)  # the second one has waited for the first to decide
+    assert crew.hear(PartSaved).step == 3
+
+
+def test_who_waits_for_the_first_member_to_look_at_it_has_room_for_the_last_one(tmp_path: Path) -> None:
+    """Two generations began at a step that was sealed meanwhile: both copies wait, for nothing."""
+    Crew(tmp_path, 2).save(2)
+    crew = Crew(tmp_path, 2)
+    crew.take(2, 1, generation=1)
+    crew.take(2, 1, generation=2)
+    last = threading.Thread(target=lambda: crew.take(3, 1, generation=2, last=True), daemon=True)
+    last.start()
+    last.join(WAIT_S)
+    assert not last.is_alive()
     assert crew.hear(PartSaved).step == 3
 
 

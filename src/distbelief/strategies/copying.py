@@ -1,0 +1,56 @@
+"""A copy of some tiles that is made while training goes on.
+
+Tiles are written to only when a step is applied. Until then, while the next step's shards are computed, a thread can
+copy them; what it has not copied by then the training thread copies itself, before it writes. So the copy is always
+that of one step, and training hardly waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+
+import torch
+
+from distbelief.comm.segment import Segment
+from distbelief.strategies.state import ReplicaState
+
+
+class TileCopy:
+    """See `Copying`."""
+
+    def __init__(
+        self, state: ReplicaState, starts: Mapping[int, int], into: Segment, outside: Mapping[str, torch.Tensor]
+    ) -> None:
+        self.outside = outside
+        self.waited_s = 0.0
+        self._state = state
+        self._into = into
+        self._left = list(starts.items())
+        self._missing = len(self._left)
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        if not self._left:
+            self._done.set()
+
+    def run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._left:
+                    return
+                tile, at_bytes = self._left.pop()
+            self._state.copy_tile(tile, self._into, at_bytes)
+            with self._lock:
+                self._missing -= 1
+                if not self._missing:
+                    self._done.set()
+
+    def finish(self) -> None:
+        self.run()
+        self._done.wait()
+
+    def finish_before_a_write(self) -> None:
+        started = time.perf_counter()
+        self.finish()
+        self.waited_s += time.perf_counter() - started

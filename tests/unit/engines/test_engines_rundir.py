@@ -1,0 +1,69 @@
+"""A run directory: whether somebody runs it, how it was started, and what a stopped run is told to go on from."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from distbelief.coordinator.journal import Journal
+from distbelief.engines import rundir
+from distbelief.engines.launch import Launch, keep_launch, read_launch
+from distbelief.engines.signals import Signals
+from distbelief.errors import DistBeliefError, RunInterrupted
+
+
+def launched(folder: Path, **options: object) -> Launch:
+    return Launch(run_dir=folder, workers=2, strategy="allreduce", exact=True, transport="auto", **options)  # type: ignore[arg-type]
+
+
+def test_a_run_is_idle_unless_somebody_has_its_journal_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir, "IDLE_S", 0.2)
+    rundir.check_idle(tmp_path)  # it has never begun
+    with Journal.open(tmp_path / "journal.jsonl"), pytest.raises(DistBeliefError, match="is running"):
+        rundir.check_idle(tmp_path)
+    rundir.check_idle(tmp_path)
+
+
+def test_how_a_running_run_was_started_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir, "IDLE_S", 0.0)
+    keep_launch(launched(tmp_path))
+    before = (tmp_path / "launch.json").read_bytes()
+    with Journal.open(tmp_path / "journal.jsonl"), pytest.raises(DistBeliefError):
+        keep_launch(launched(tmp_path, resumed=True, save_every="7"))
+    assert (tmp_path / "launch.json").read_bytes() == before
+
+
+def test_places_are_kept_for_a_resume_in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    run.mkdir()
+    keep_launch(launched(run, checkpoints="saved", begin_from="s3://bucket/run"))
+    monkeypatch.chdir("/")
+    kept = read_launch(run)
+    assert (kept.checkpoint_folder, kept.begin_from) == (str(tmp_path / "saved"), "s3://bucket/run")
+
+
+@pytest.mark.parametrize(
+    ("records", "said"),
+    [
+        ([], "no checkpoint was saved"),
+        ([("checkpoint", 10), ("checkpoint", 20)], "a checkpoint of step 20 is saved"),
+        ([("checkpoint", 10), ("checkpoint", 20), ("loaded", 10)], "a checkpoint of step 10 is saved"),  # 20 is damaged
+        ([("checkpoint", 10), ("loaded", 10), ("checkpoint", 15)], "a checkpoint of step 15 is saved"),
+    ],
+)
+def test_what_a_stopped_run_goes_on_from(tmp_path: Path, records: list[tuple[str, int]], said: str) -> None:
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    with Journal.open(folder / "journal.jsonl") as journal:
+        for kind, step in records:
+            journal.append({"kind": kind, "step": step})
+    with Signals() as signals:
+        signals.received = signal.SIGTERM
+        with pytest.raises(RunInterrupted) as caught:
+            rundir.verdict(folder, signals)
+    assert f"stopped by SIGTERM; {said}; nothing is left running" in caught.value.message
+    assert caught.value.hint == f"go on with `distbelief resume '{folder}'`"
+    assert caught.value.exit_code == 143
