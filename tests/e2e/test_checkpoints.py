@@ -195,23 +195,20 @@ def test_a_place_that_cannot_be_written_to(distbelief: Cli, tmp_path: Path) -> N
     (tmp_path / "file").touch()
     outcome = distbelief("train", JOB, "--checkpoints", "file/checkpoints", "--run-dir", "run")
     assert (outcome.status, outcome.stdout) == (1, "")
-    assert outcome.stderr.startswith(f"error: cannot write {tmp_path}/file/checkpoints/")
+    assert outcome.stderr.count("error:") == 1
+    assert f"{tmp_path}/file/checkpoints" in outcome.stderr
     assert "Not a directory" in outcome.stderr
     assert not (tmp_path / "run" / "journal.jsonl").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="the other run's checkpoints are taken for this one's own")
 def test_a_folder_with_checkpoints_of_another_run(distbelief: Cli, tmp_path: Path) -> None:
+    """They would be taken for this run's own."""
     often = ["--checkpoints", "folder", "--save-every", 6, "--workers", 1]
     assert distbelief("train", JOB, *often, "--run-dir", "one").status == 0
-    outcome = distbelief("train", JOB, *often, "--set", "seed=1", "--run-dir", "other", "--json")
-    if outcome.status == 0:  # if it is let in, it must have saved its own state
-        newest = str(tmp_path / "folder" / "step-000000012")
-        assert distbelief("export", newest, "--to", "newest.safetensors").status == 0
-        saved_weights = (tmp_path / "newest.safetensors").read_bytes()
-        assert saved_weights == (tmp_path / "other" / "weights.safetensors").read_bytes()
-    else:
-        assert "folder" in outcome.stderr
+    outcome = distbelief("train", JOB, *often, "--set", "seed=1", "--run-dir", "other")
+    assert (outcome.status, outcome.stdout) == (1, "")
+    assert f"{tmp_path}/folder holds checkpoints of another run" in outcome.stderr
+    assert not (tmp_path / "other" / "journal.jsonl").exists()
 
 
 MOUNT = 'mount -t tmpfs -o size=12m tmpfs disk && head -c 8m /dev/zero > disk/filler && exec "$@"'
@@ -251,5 +248,4 @@ def test_a_disk_that_fills_up(start: Start, tmp_path: Path, brake: Path) -> None
     check_whole(run_dir, result)
     told = [text for text in notices(run_dir) if "No space left on device" in text]
     assert "free some space there" in told[0]
-    if len(told) > 1:
-        pytest.xfail(f"it is said {len(told)} times: once for each part and step, because the message names the file")
+    assert len(told) == 1

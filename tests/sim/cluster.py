@@ -257,14 +257,15 @@ class Cluster:
         quiet_s = planned[-1].at_s + 1.0
         self.clock.after(quiet_s, self.network.clear)
         self.clock.run(quiet_s + PATIENCE_S)
-        if self._waits_for_a_frozen_writer():
+        if self._waits_for_a_silent_writer():
             self.clock.run(quiet_s + PATIENCE_S + FINAL_S)
         judge(self)
 
-    def _waits_for_a_frozen_writer(self) -> bool:
+    def _waits_for_a_silent_writer(self) -> bool:
         """Nobody watches a member that has finished; its part of the last checkpoint is not waited for for ever."""
         members = [self.workers.get(one.worker) for one in self.coordinator.state.members]
-        return not self.status and any(one and one.frozen and one.control.phase == "finished" for one in members)
+        finished = [one for one in members if one and one.control.phase == "finished"]
+        return not self.status and any(one.frozen or (not one.alive and one.host != HOST) for one in finished)
 
 
 @dataclass(frozen=True)

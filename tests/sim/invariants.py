@@ -86,14 +86,14 @@ class Invariants:
             )
 
     def begins(self, worker: int, generation: int, known: int, step: int) -> None:
-        """A member begins a step: it may finish some of a generation that is over, while it is always the last to come
-        and the others have heard nothing yet; but not go on and on."""
+        """A member begins a step: it may finish one of a generation that is over, but not go on and on. `known`: the
+        newest generation that all members of its own have heard of."""
         last, count = self._overtime.get(worker, (0, 0))
         count = (count + 1 if last == generation else 1) if known > generation else 0
         self._overtime[worker] = generation, count
-        if count > 3:
+        if count > 1:
             raise Broken(
-                f"worker {worker} begins step {step} in generation {generation} long after it has heard of {known}"
+                f"worker {worker} begins step {step} in generation {generation} long after all have heard of {known}"
             )
 
     def summed(self, step: int, generation: int, total: int, fingerprint: str, counted: Sequence[int]) -> None:

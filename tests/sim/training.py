@@ -8,7 +8,7 @@ strategies/replica.py over comm/shared.py (`together`) or comm/torchgroup.py (`a
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -80,8 +80,8 @@ class Member(Protocol):
     """Where it looks for a checkpoint when nobody has the run's state."""
 
     def say(self, event: m.Event) -> None: ...
-    def heard_of(self) -> int:
-        """The newest generation that the control thread knows of."""
+    def all_heard_of(self, members: Sequence[m.Member]) -> int:
+        """The newest generation that the control threads of all these know of."""
         ...
 
 
@@ -136,7 +136,9 @@ class Generation:
         if ledger.size == 1:
             yield LOOK  # who is alone never waits for anybody, and would notice no abort anywhere else
         self.writes("begins a step", step)
-        self.around.invariants.begins(self.me.number, self.action.generation, self.me.heard_of(), step)
+        self.around.invariants.begins(
+            self.me.number, self.action.generation, self.me.all_heard_of(self.action.members), step
+        )
         ledger.begun[rank] = step + 1
         for unit in plan.everybody[rank].work:
             self.writes("computes a shard", step)

@@ -8,7 +8,7 @@ both parts go on, in any order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from distbelief.comm import messages as m
@@ -39,6 +39,7 @@ class World(Protocol):
     beat_s: float
     facts: tuple[m.JobFacts, m.Canary]
     waiters: dict[tuple[int, Key], list[VirtualWorker]]
+    workers: dict[int, VirtualWorker]
     storage: Storage | None
     save_every: int
 
@@ -185,8 +186,9 @@ class VirtualWorker:
     def chance(self) -> float:
         return self.world.around.rng.random()
 
-    def heard_of(self) -> int:
-        return self.control.generation
+    def all_heard_of(self, members: Sequence[m.Member]) -> int:
+        there = [self.world.workers[one.worker] for one in members]
+        return min(one.control.generation for one in there if one.alive)
 
     def beat(self) -> None:
         reports, self.reports[:] = list(self.reports), []

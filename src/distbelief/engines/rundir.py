@@ -21,9 +21,10 @@ def make_run_dir(run_dir: Path) -> None:
     """Make an empty run directory, or say why that cannot be."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        if any(run_dir.iterdir()):
+        logs = run_dir / "logs"
+        if any(entry != logs or any(logs.iterdir()) for entry in run_dir.iterdir()):  # one that was refused leaves that
             raise DistBeliefError(f"the run directory '{run_dir}' is not empty", hint="give another --run-dir")
-        (run_dir / "logs").mkdir()
+        logs.mkdir(exist_ok=True)
     except OSError as error:
         raise DistBeliefError(
             f"cannot write to the run directory '{run_dir}': {error.strerror or error}",

@@ -85,6 +85,8 @@ class Recipe:
                     raise JobError("`optimizer` was given parameters that are not among those it was called with")
                 self.group_of[numbers[id(parameter)]] = number
         self.fused = self.kind in FUSED and all(_may_fuse(g) for g in self.groups)
+        if self.kind is optim.SGD and any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters):
+            self.fused = False  # torch 2.13's kernel gives other numbers for these than SGD is defined to give
         self._fields = self._probe(parameters)
 
     def describe(self) -> str:

@@ -118,6 +118,12 @@ def step(state: WorkerState, event: Command | GenerationFinished) -> tuple[Worke
         return (replace(state, phase="finished") if current else state), []
     if event.epoch < state.epoch:
         return state, []  # an older coordinator that does not know it was replaced
+    match event:
+        # Not the news of a coordinator: a new one hears from our next heartbeat that we do not know it, and asks us.
+        case SaveAt():
+            return state, [Save(event.step)]
+        case SealCheckpoint():
+            return state, [Seal(event.step, tuple(event.parts))]
     state = replace(state, epoch=event.epoch)
     stop: list[Action] = [AbortStep("the run ends")] if state.phase == "training" else []
     match event:
@@ -127,10 +133,6 @@ def step(state: WorkerState, event: Command | GenerationFinished) -> tuple[Worke
             return replace(state, phase="ended"), [*stop, Leave("refused", event.reason)]
         case Introduce():
             return state, [TellAgain(event.reported)]
-        case SaveAt():
-            return state, [Save(event.step)]
-        case SealCheckpoint():
-            return state, [Seal(event.step, tuple(event.parts))]
         case Retire():
             return _retire(state, event)
         case StartGeneration():

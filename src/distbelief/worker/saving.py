@@ -108,12 +108,14 @@ class Saver:
         self._copying: Copying | None = None
         self._asked = -1
         self._taken = 0
+        self._to_copy: SimpleQueue[Copying] = SimpleQueue()
         self._waiting: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._newest = (0, 0)
         """Number and step of the last snapshot that was taken, or must be."""
         self._written: dict[int, tuple[_Snapshot, PartSaved]] = {}
         self._sealed = 0
         self._asked_to_seal: set[int] = set()
+        threading.Thread(target=self._copy, name="copier", daemon=True).start()
         threading.Thread(target=self._work, name="saver", daemon=True).start()
 
     def is_due(self, applied: int, steps: int) -> bool:
@@ -151,11 +153,12 @@ class Saver:
             hint = "save less often, or to a faster disk"
             self._tell(SaveFailed(self._worker, applied, message, hint, gave_up=True))
             return
-        outside = replica.copy_portion(applied, memory)
+        copying = self._copying = replica.copy_portion(applied, memory)
+        self._to_copy.put(copying)
         self._taken = applied
-        pause_s = time.perf_counter() - started
+        started_s = time.perf_counter() - started
         self._newest = number, applied
-        snapshot = _Snapshot(number, applied, generation, rank, portions, facts, memory, outside, pause_s, last)
+        snapshot = _Snapshot(number, applied, generation, rank, portions, facts, memory, copying, started_s, last)
         self._waiting.put(lambda: self._write(snapshot))
 
     def let_go(self) -> None:
@@ -168,7 +171,11 @@ class Saver:
             self._asked_to_seal.add(wish.step)
             self._waiting.put(lambda: self._seal(wish))
 
-    # --- in the thread -----------------------------------------------------------------------------------------------
+    # --- in the threads ----------------------------------------------------------------------------------------------
+
+    def _copy(self) -> None:
+        while True:
+            self._to_copy.get().run()
 
     def _work(self) -> None:
         while True:

@@ -77,6 +77,23 @@ def test_a_writer_that_dies_before_its_part_is_there_makes_the_others_save_again
     assert seals(run.feed(part(0, step, generation=2), part(2, step, generation=2))) == [(0, step, 2)]
 
 
+def test_a_step_that_is_asked_for_stays_when_an_older_one_is_lost() -> None:
+    run = at_step(saving_run(0, 1, 2), 5)
+    step = asked(run.feed(m.CheckpointRequested()))[0]
+    run.feed(part(0, 4), part(2, 4))
+    run.kill(1)
+    assert asked(tick(run, 1.1)) == {}
+    assert run.state.saves.asked == step
+
+
+def test_while_the_run_is_paused_nobody_is_asked_to_save_again() -> None:
+    run = at_step(saving_run(0, 1, min_workers=2), 5)
+    run.feed(part(0, 4))
+    run.kill(1)
+    assert asked(tick(run, 1.1)) == {}
+    assert run.state.saves.asked is None
+
+
 def test_a_part_that_comes_after_its_checkpoint_was_given_up_makes_nobody_seal_half_of_it() -> None:
     run = saving_run(0, 1, 2)
     run.feed(part(0, 4), part(2, 4))
@@ -262,6 +279,14 @@ def test_a_checkpoint_that_a_member_gave_up_is_not_waited_for() -> None:
     assert texts(outputs) == "step 4 is not saved: the disk is full (free some space)"
     assert run.state.saves.open == {}
     assert seals(run.feed(part(0, 6), part(1, 6))) == [(0, 6, 2)]
+
+
+def test_a_late_failure_of_a_step_that_is_saved_by_now_changes_nothing() -> None:
+    run = saving_run(0, 1)
+    run.feed(part(0, 4), part(1, 4), sealed(0, 4), part(0, 6))
+    before = run.state.saves
+    run.feed(failed(1, 4, gave_up=True), now=50.0)
+    assert (run.state.saves.open, run.state.saves.sealed_at) == (before.open, before.sealed_at)
 
 
 # --- what is left of it when the coordinator dies --------------------------------------------------------------------

@@ -45,6 +45,16 @@ def test_places_are_kept_for_a_resume_in_another_folder(tmp_path: Path, monkeypa
     assert (kept.checkpoint_folder, kept.begin_from) == (str(tmp_path / "saved"), "s3://bucket/run")
 
 
+def test_a_run_that_was_refused_does_not_take_its_directory(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    rundir.make_run_dir(run)
+    rundir.make_run_dir(run)  # nothing was started in it
+    assert list(run.iterdir()) == [run / "logs"]
+    (run / "logs" / "coordinator.log").touch()
+    with pytest.raises(DistBeliefError, match="is not empty"):
+        rundir.make_run_dir(run)
+
+
 @pytest.mark.parametrize(
     ("records", "said"),
     [

@@ -225,7 +225,9 @@ def test_a_parameter_that_begins_late_has_a_first_step_of_its_own(dampening: flo
 def test_types_may_be_mixed(kind: Any) -> None:
     dtypes = (torch.float32, torch.float64, torch.bfloat16)
     tiled, reference = Tiled(model_of(*dtypes), lambda parameters: kind(parameters, lr=0.01)), model_of(*dtypes)
-    options = reference_options(kind, {"lr": 0.01})
+    # torch's fused SGD does not give SGD's numbers for bfloat16, so it is not used there.
+    options = {"lr": 0.01} if kind is optim.SGD else reference_options(kind, {"lr": 0.01})
+    assert tiled.recipe.fused == ("fused" in options)
     tiled.run(range(STEPS))
     plain_loop(reference, lambda parameters: kind(parameters, **options))
     assert_same_bits(tiled, reference)

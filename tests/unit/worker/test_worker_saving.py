@@ -6,6 +6,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 from saving_crew import SILENCE_S, WAIT_S, Crew, Trainer, job_with, quickly
@@ -47,6 +49,13 @@ def spoil(folder: Path) -> Path:
     obstacle = folder / "step-000000002"
     obstacle.write_text("a file where a folder belongs")
     return obstacle
+
+
+class Unread(SimpleQueue[Any]):
+    """Whoever copies does not come to it."""
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        pass
 
 
 # --- when ------------------------------------------------------------------------------------------------------------
@@ -121,6 +130,27 @@ def test_what_is_saved_is_the_state_at_the_snapshot_although_training_goes_on(
     gate.set()
     crew.seal(2)
     crew.hear(CheckpointSealed)
+    assert crew.trainer.everything() != then
+    assert Trainer(job_with("AdamW"), lambda: saved_at(crew.folder, 2)).everything() == then
+
+
+def test_a_member_that_lets_go_of_its_generation_has_copied_what_the_next_one_writes_to(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    """The replica of the next generation knows nothing of the copy."""
+    crew = Crew(tmp_path)
+    crew.savers[0]._to_copy = Unread()
+    crew.take(1)  # the writer is busy with it
+    crew.take(2)
+    then = crew.trainer.everything()
+    crew.savers[0].let_go()
+    crew.trainer.replica._copies.clear()
+    crew.trainer.train(4)
+    gate.set()
+    one, two = crew.parts(), crew.parts()
+    for step, parts in ((1, one), (2, two)):
+        crew.seal(step, parts=parts)
+        crew.hear(CheckpointSealed)
     assert crew.trainer.everything() != then
     assert Trainer(job_with("AdamW"), lambda: saved_at(crew.folder, 2)).everything() == then
 
