@@ -161,6 +161,8 @@ def resume_run(
     record = ended(run_dir) if (run_dir / "journal.jsonl").exists() else None
     if record and record["status"] == "completed":
         return _result(record, run_dir, time.monotonic())
+    if launch.job_file and job is not None:
+        raise JobError(f"the job of {run_dir} is in {launch.job_file}", hint="leave `job` out: it is read from there")
     if not launch.job_file and job is None:
         raise JobError(
             f"the job of {run_dir} came from a Python program, which did not leave it there",
@@ -219,8 +221,10 @@ def _launch(
     threads = options.get("threads", 1)
     if threads < 1:
         raise DistBeliefError(f"the number of threads must be at least 1, not {threads}")
-    if options.get("keep_last", 1) < 1 or options.get("keep_every", 0) < 0:
-        raise DistBeliefError("at least the newest checkpoint is kept, and those of every so many steps, or none")
+    if options.get("keep_last", 1) < 1:
+        raise DistBeliefError(f"keep_last must be at least 1, not {options['keep_last']}")
+    if options.get("keep_every", 0) < 0:
+        raise DistBeliefError(f"keep_every must be at least 0, not {options['keep_every']}")
     if shares and len(shares) != count:
         raise DistBeliefError(f"{len(shares)} shares for {count} workers: give one number per worker")
     if any(not share > 0 for share in shares):
@@ -252,9 +256,24 @@ def _run(launch: Launch, view: View, **source: Any) -> Result:
         make_run_dir(launch.run_dir)
     if plan:
         _check_folder(plan.folder, launch.resumed)
+    if launch.begin_from and not launch.resumed:
+        launch = replace(launch, begin_from=_pinned(launch, view))
     keep_launch(launch)
     record = local.run(launch, view)
     return _result(record, launch.run_dir, started)
+
+
+def _pinned(launch: Launch, view: View) -> str:
+    """A copy of the weights to begin with: workers start at different times, and the original may change."""
+    from distbelief.checkpoint.sources import read_source
+    from distbelief.checkpoint.weights import save_tensors
+
+    source = read_source(launch.begin_from)
+    for fault in source.skipped:
+        view.log("--from", f"skipped: {fault}")
+    path = launch.run_dir.resolve() / "begin.safetensors"
+    save_tensors(source.tensors, path)
+    return str(path)
 
 
 def _check_folder(folder: str, resumed: bool) -> None:
@@ -265,7 +284,7 @@ def _check_folder(folder: str, resumed: bool) -> None:
     held = [name for name in entries(folder_at(folder)) if step_of(name) is not None]
     if held and not resumed:
         raise DistBeliefError(
-            f"{folder} holds checkpoints of another run already, {max(held)} and others",
+            f"{folder} holds checkpoints of another run already, such as {max(held)}",
             hint="give each run a folder of its own, resume that run, or begin with its weights (--from)",
         )
     check_writable(folder)

@@ -23,32 +23,35 @@ def checkpoint(
 ) -> None:
     """Save a checkpoint of a run while it trains. Returns when it is whole."""
     ctx.meta[MACHINE_OUTPUT] = json
+    from distbelief.checkpoint.manifest import step_name
     from distbelief.comm.messages import CheckpointRequested
     from distbelief.coordinator.client import ask
+    from distbelief.coordinator.journal import read
     from distbelief.engines.launch import read_launch
 
     folder = read_launch(run).checkpoint_folder
+    known = len(read(run / "journal.jsonl"))
     answer = ask(run, CheckpointRequested())
     if not answer.ok:
         raise DistBeliefError(answer.text)
     typer.echo(answer.text, err=True)
-    found = _await(run, answer.step, timeout)
-    path = f"{folder}/step-{found['step']:09d}"
+    found = _await(run, answer.step, known, timeout)
+    path = f"{folder}/{step_name(found['step'])}"
     if json:
         typer.echo(jsonlib.dumps({"step": found["step"], "path": path, "size_bytes": found["size_bytes"]}))
     else:
         typer.echo(f"saved {path} ({found['size_bytes'] / 1e6:,.1f} MB)")
 
 
-def _await(run: Path, step: int, timeout_s: float) -> dict[str, Any]:
-    """The journal says when a checkpoint exists."""
+def _await(run: Path, step: int, known: int, timeout_s: float) -> dict[str, Any]:
+    """The journal says when a checkpoint exists. `known`: so many records were there before it was asked for."""
     from distbelief.coordinator.journal import read
     from distbelief.engines.rundir import ended
 
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:
         over = ended(run)
-        for record in read(run / "journal.jsonl"):
+        for record in read(run / "journal.jsonl")[known:]:
             if record.get("kind") == "checkpoint" and record["step"] >= step:
                 return record
         if over:

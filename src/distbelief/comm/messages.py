@@ -272,6 +272,8 @@ class CheckpointSealed(Struct, frozen=True, tag=True):
 
     worker: int
     step: int
+    size_bytes: int = 0
+    parts: int = 0
 
 
 class SaveFailed(Struct, frozen=True, tag=True):

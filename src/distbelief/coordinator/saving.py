@@ -24,7 +24,7 @@ FINAL_TRIES = 5
 FINAL_S = 600.0
 """The longest wait for the last checkpoint once all steps are done."""
 STOP_S = 120.0
-"""The longest wait for a checkpoint when the run is to stop."""
+"""The longest wait for a checkpoint when the run is to stop; three steps, if those take longer."""
 
 
 def can_save(state: State) -> bool:
@@ -65,7 +65,11 @@ def _ask(state: State, now: float, ahead_s: float = AHEAD_S) -> Result:
     """Name a step that no member has reached yet."""
     furthest = max((state.progress.steps.get(member.worker, 0) for member in state.members), default=0)
     step_s = state.pulse.step_s
-    margin = 1 if step_s is None else math.ceil(ahead_s / max(step_s, 1e-4))
+    # The end of the present step, where steps are long: whoever has just passed it says so.
+    if step_s is None:
+        margin = 1
+    else:
+        margin = math.ceil(ahead_s / max(step_s, 1e-4)) if step_s < ahead_s else 0
     step = min(furthest + 1 + margin, _last(state))
     state = replace(state, saves=replace(state.saves, asked=step, asked_at=now, ahead_s=ahead_s))
     return state, _tell(state)
@@ -142,12 +146,13 @@ def sealed(state: State, event: m.CheckpointSealed, now: float) -> Result:
     parts = list(save.parts.values()) if save else []
     still_open = {step: save for step, save in state.saves.open.items() if step > event.step}
     asked = state.saves.asked if state.saves.asked is None or state.saves.asked > event.step else None
-    saves = replace(state.saves, sealed=event.step, sealed_at=now, open=still_open, asked=asked, complaint="")
+    saves = replace(state.saves, sealed=event.step, sealed_at=now, open=still_open, asked=asked, complaints=frozenset())
     state = replace(state, saves=saves)
     facts = {
         "step": event.step,
-        "size_bytes": sum(part.part.size_bytes for part in parts),
-        "parts": len(parts),
+        # A coordinator that has just taken over may not know the parts.
+        "size_bytes": sum(part.part.size_bytes for part in parts) or event.size_bytes,
+        "parts": len(parts) or event.parts,
         "pause_s": max((part.pause_s for part in parts), default=0.0),
         "write_s": max((part.write_s for part in parts), default=0.0),
     }
@@ -168,10 +173,10 @@ def failed(state: State, event: m.SaveFailed, now: float) -> Result:
     what_next = "" if event.gave_up else "; it is tried again"
     outputs: list[Output] = []
     cause = event.message.rpartition(": ")[2]  # what comes before it names a file, which is another one each time
-    if cause != state.saves.complaint:
+    if cause not in state.saves.complaints:
         hint = f" ({event.hint})" if event.hint else ""
         outputs.append(say(f"{text}{what_next}{hint}", now))
-        state = replace(state, saves=replace(state.saves, complaint=cause))
+        state = replace(state, saves=replace(state.saves, complaints=state.saves.complaints | {cause}))
     if not event.gave_up or event.step <= state.saves.sealed:
         return state, outputs
     state = _without(state, event.step)
@@ -216,8 +221,8 @@ def ticked(state: State, now: float) -> Result:
         if state.phase == "ended":
             return state, outputs
     saves = state.saves
-    if saves.stopping and now - saves.stopping_at > STOP_S:
-        text = f"{saves.stopping}; no checkpoint could be saved within {STOP_S:.0f} s"
+    if saves.stopping and now - saves.stopping_at > max(STOP_S, 3 * (state.pulse.step_s or 0.0)):
+        text = f"{saves.stopping}; no checkpoint could be saved within {now - saves.stopping_at:.0f} s"
         state, more = end(state, "stopped", text, now)
     elif saves.finished_at is not None and now - saves.finished_at > FINAL_S and not saves.final_lost:
         state = replace(state, saves=replace(saves, final_lost=True))

@@ -208,8 +208,8 @@ class Saves:
     asked_at: float = 0.0
     ahead_s: float = 0.0
     """So far ahead of the members the step was named."""
-    complaint: str = ""
-    """The last thing that was said about a failure: it is not said again."""
+    complaints: frozenset[str] = frozenset()
+    """What was said about failures since the last checkpoint: it is not said again."""
     final_tries: int = 0
     """How often the last checkpoint was begun anew because a writer of it was lost."""
     final_lost: bool = False

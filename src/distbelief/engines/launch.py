@@ -80,12 +80,11 @@ class Launch:
     def checkpoint_folder(self) -> str:
         return _anywhere(self.checkpoints) or str(self.run_dir.resolve() / "checkpoints")
 
-    def origin(self, worker: int) -> Origin | None:
-        """What that worker begins from, if nobody has the run's state: in a run that is resumed, or when all the first
-        workers have died and their memory with them, the newest checkpoint."""
-        late = self.resumed or worker >= self.workers
-        folder = self.checkpoint_folder if late and self.save_plan else ""
-        return Origin(folder, _anywhere(self.begin_from)) if folder or self.begin_from else None
+    @property
+    def origin(self) -> Origin | None:
+        """What the run begins from where nobody has its state."""
+        folder = self.checkpoint_folder if self.save_plan else ""
+        return Origin(folder, self.begin_from, self.resumed) if folder or self.begin_from else None
 
 
 def _anywhere(where: str) -> str:

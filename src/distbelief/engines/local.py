@@ -186,7 +186,7 @@ class _Run:
             store=self._store,
             most_steps=launch.most_steps,
             saves=launch.save_plan,
-            origin=launch.origin(worker),
+            origin=launch.origin,
         )
 
     def _start_worker(self, worker: int) -> None:
@@ -306,8 +306,9 @@ class _Run:
         self._ask_to_stop()
         grace_s = GRACE_S if self._signals.count == 1 else 0.0
         if grace_s and self._launch.save_plan:  # the coordinator ends the run when a checkpoint is there, or sooner
-            grace_s += STOP_S
-        self._deadline = time.monotonic() + grace_s
+            grace_s += 10 * STOP_S
+        until = time.monotonic() + grace_s
+        self._deadline = min(self._deadline, until) if self._ended else until
 
     def _ask_to_stop(self) -> None:
         name = signal.Signals(self._signals.received).name

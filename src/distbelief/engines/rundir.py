@@ -76,7 +76,7 @@ def verdict(run_dir: Path, signals: Signals) -> dict[str, Any]:
     if signals.received and (record is None or record["status"] == "stopped"):
         name = signal.Signals(signals.received).name
         saved = _newest_checkpoint(run_dir)
-        what = f"a checkpoint of step {saved} is saved" if saved else "no checkpoint was saved"
+        what = f"the newest checkpoint is of step {saved}" if saved else "there is no checkpoint"
         error = RunInterrupted(
             f"stopped by {name}; {what}; nothing is left running",
             hint=f"go on with `distbelief resume {shlex.quote(str(run_dir))}`",

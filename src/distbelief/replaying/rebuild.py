@@ -71,7 +71,7 @@ def in_words(run: RecordedRun, error: Exception, before: str = "") -> DistBelief
 
 def is_exact(run: RecordedRun) -> bool:
     """Whether every step of it gave bits that do not depend on its members."""
-    return all(parse(strategy).exact for strategy in (run.launch.strategy, run.facts.strategy))
+    return all(parse(strategy).exact for strategy in run.strategies)
 
 
 @dataclass(frozen=True)

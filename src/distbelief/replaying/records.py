@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from distbelief.comm.messages import Canary, WorkerFailed
+from distbelief.coordinator.journal import read as read_journal
 from distbelief.engines.launch import Launch, read_launch
 from distbelief.engines.rundir import ended
 from distbelief.errors import DistBeliefError
@@ -44,6 +45,8 @@ class RecordedRun:
     """Why it failed, if it ended so."""
     weights_sha256: str = ""
     """Of the trained weights, if it has completed."""
+    strategies: tuple[str, ...] = ()
+    """Those that it was trained with: it may have been resumed with another one."""
 
     @property
     def reached(self) -> int:
@@ -83,7 +86,15 @@ def read_run(run_dir: Path) -> RecordedRun:
     if not steps and (failure is None or failure.step < 0):
         why = f": {failure.message}" if failure else ""
         raise DistBeliefError(f"the run {run_dir} has not come to its first step, so there is none to replay{why}")
-    return RecordedRun(run_dir, launch, _facts(run_dir), steps, failure, _weights_of(end))
+    return RecordedRun(run_dir, launch, _facts(run_dir), steps, failure, _weights_of(end), _strategies(run_dir, launch))
+
+
+def _strategies(run_dir: Path, launch: Launch) -> tuple[str, ...]:
+    """Of the first start, and of each time that it was resumed."""
+    records = read_journal(run_dir / "journal.jsonl")
+    first = [record["job"]["strategy"] for record in records if record.get("kind") == "reference"]
+    later = [record["strategy"] for record in records if record.get("kind") == "resumed" and "strategy" in record]
+    return (*first, *later, launch.strategy)
 
 
 def chosen_step(run: RecordedRun, asked: int | None) -> int:

@@ -146,11 +146,11 @@ def put_back(saved: Saved, state: ReplicaState, computer: ShardComputer, recipe:
     integers = (tensors[f"{MODEL}{n}"] for n, b in model.named_buffers() if not b.is_floating_point())
     state.write_integers(saved.step, b"".join(i.contiguous().numpy().tobytes() for i in integers))
     set_frozen(model, tensors)
-    state.begin_at(saved.step)
     for applied in saved.history:
         state.remember(applied)
     if saved.note:
         state.write_note(saved.step, saved.note)
+    state.begin_at(saved.step)  # last: half of it is no state
 
 
 def _put_optimizer_back(

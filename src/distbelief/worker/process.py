@@ -45,6 +45,7 @@ from distbelief.worker.saving import Saver
 from distbelief.worker.spec import WorkerSpec
 from distbelief.worker.training import Assignment, report_again, train
 
+LEAVE_AFTER_S = 0.3
 _UNHEARD = 256  # steps: more than are committed between two heartbeats
 
 
@@ -75,18 +76,18 @@ def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: b
     failure: WorkerFailed | None = None
     try:
         loaded = load(spec, keeper)  # forks readers: before the link's thread exists
+        _adopt_frozen(spec, loaded)
     except BaseException as error:
         failure = describe_failure(spec, error, -1, -1)
     with ControlLink(spec.address, bytes.fromhex(spec.secret), spec.worker) as link:
         for number in (signal.SIGTERM, *([signal.SIGINT] if by_hand else [])):
-            signal.signal(number, lambda number, frame: link.send(LeaveRequested(spec.worker)))
+            signal.signal(number, lambda number, frame: _leave_soon(spec, link))
         link.send(WorkerJoined(spec.worker, spec.host, os.getpid()))
         if loaded is not None:
             gc.freeze()  # what is loaded stays: a collection between generations looks at what those have made only
             link.send(WorkerReady(spec.worker, loaded.facts(), loaded.canary))
             try:
                 saver = Saver(spec.saves, spec.worker, link.send) if spec.saves else None
-                _adopt_frozen(spec, loaded)
                 return _obey(Place(spec, link, keeper, saver), loaded)
             except BaseException as error:
                 failure = describe_failure(spec, error, loaded.watch.step, loaded.watch.shard)
@@ -127,7 +128,7 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
     units = [(v, v + 1) for v in range(*mine)] if loaded.strategy.exact else [mine]
     loaded.feed.expect(units, until=loaded.steps)
     exchange = _exchange(place, loaded, action, abort)
-    start = Beginning(spec, link.send)
+    start = Beginning(spec, action, link.send)
     link.progress.waiting = lambda: exchange.waiting or start.reading
     try:
         seat = Seat(action.rank, action.ranges, loaded.steps, action.generation)
@@ -172,11 +173,19 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
         link.progress.recall = lambda reported: None
 
 
+def _leave_soon(spec: WorkerSpec, link: ControlLink) -> None:
+    """Not at once: where a batch system tells everybody to end, the engine's word comes first, and the run is saved."""
+    timer = threading.Timer(LEAVE_AFTER_S, lambda: link.send(LeaveRequested(spec.worker)))
+    timer.daemon = True
+    timer.start()
+
+
 class Beginning:
     """What the run begins from, for the member that writes its first state; it tells the coordinator what it found."""
 
-    def __init__(self, spec: WorkerSpec, tell: Callable[[Event], None]) -> None:
+    def __init__(self, spec: WorkerSpec, action: TrainGeneration, tell: Callable[[Event], None]) -> None:
         self._spec = spec
+        self._has_run = bool(action.past) or (spec.origin is not None and spec.origin.resumed)
         self._tell = tell
         self.reading = False
         self.step = 0
@@ -188,7 +197,7 @@ class Beginning:
             return None
         self.reading = True  # however long it takes, this member is not stuck
         try:
-            saved = self._newest(origin.checkpoints) if origin.checkpoints else None
+            saved = self._newest(origin.checkpoints) if origin.checkpoints and self._has_run else None
             return saved or (weights_of(origin.weights) if origin.weights else None)
         finally:
             self.reading = False

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 import torch
 
 from distbelief.checkpoint.faults import CheckpointExists, CheckpointIncomplete, CheckpointUnusable
-from distbelief.checkpoint.manifest import MANIFEST, Facts, PartRecord, part_name, step_name
+from distbelief.checkpoint.manifest import MANIFEST, Facts, Manifest, PartRecord, part_name, step_name
 from distbelief.checkpoint.reading import list_checkpoints, read_manifest, verify
 from distbelief.checkpoint.retention import delete, surplus, tidy
 from distbelief.checkpoint.saving import seal, write_part
@@ -26,7 +26,7 @@ from distbelief.checkpoint.storage import folder_at, remove_file
 from distbelief.comm.memfd import require_memory
 from distbelief.comm.messages import CheckpointSealed, Event, PartSaved, SaveFailed, SaveMissed, WrittenPart
 from distbelief.comm.segment import Segment
-from distbelief.errors import DistBeliefError
+from distbelief.errors import DistBeliefError, NotEnoughMemory
 from distbelief.strategies.base import Copying, Portion, Replica
 from distbelief.worker.control import Save, Seal
 from distbelief.worker.spec import SavePlan
@@ -75,8 +75,10 @@ class _Memory:
                     self.free.pop()
                     self.made -= 1
                 if self.made < BUFFERS:
+                    require_memory("a copy of the state, for checkpoints", size_bytes)
+                    segment = Segment.private(size_bytes)
                     self.made += 1
-                    return Segment.private(size_bytes)
+                    return segment
                 if not wait:
                     return None
                 self.changed.wait()
@@ -107,13 +109,15 @@ class Saver:
         self._memory = _Memory()
         self._copying: Copying | None = None
         self._asked = -1
-        self._taken = 0
+        self._under_way: set[int] = set()
+        """Steps whose snapshots are taken and not written yet."""
         self._to_copy: SimpleQueue[Copying] = SimpleQueue()
         self._waiting: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._newest = (0, 0)
         """Number and step of the last snapshot that was taken, or must be."""
         self._written: dict[int, tuple[_Snapshot, PartSaved]] = {}
-        self._sealed = 0
+        self._sealed = CheckpointSealed(worker, 0, 0, 0)
+        """The newest one."""
         self._asked_to_seal: set[int] = set()
         threading.Thread(target=self._copy, name="copier", daemon=True).start()
         threading.Thread(target=self._work, name="saver", daemon=True).start()
@@ -128,12 +132,12 @@ class Saver:
         self._asked = wish.step
         if news := self._news_of(wish.step):  # asked again: it was lost on the way
             self._tell(news)
-        elif present > wish.step and self._taken != wish.step:
+        elif present > wish.step and wish.step not in self._under_way:
             self._tell(SaveMissed(self._worker, wish.step))
 
     def _news_of(self, step: int) -> Event | None:
-        if step == self._sealed:
-            return CheckpointSealed(self._worker, step)
+        if step == self._sealed.step:
+            return self._sealed
         return self._written[step][1] if step in self._written else None
 
     def prepare(self, replica: Replica) -> None:
@@ -147,7 +151,11 @@ class Saver:
         number, started = self._newest[0] + 1, time.perf_counter()
         if last:
             self._newest = number, applied  # before the wait: those that keep on failing make room for it
-        memory = self._memory.take(portions[rank].size_bytes, wait=last)
+        try:
+            memory = self._memory.take(portions[rank].size_bytes, wait=last)
+        except (OSError, NotEnoughMemory) as error:
+            self._tell_failure(applied, error, gave_up=True)
+            return
         if memory is None:
             message = "the two checkpoints before it are still being written"
             hint = "save less often, or to a faster disk"
@@ -155,7 +163,7 @@ class Saver:
             return
         copying = self._copying = replica.copy_portion(applied, memory)
         self._to_copy.put(copying)
-        self._taken = applied
+        self._under_way.add(applied)
         started_s = time.perf_counter() - started
         self._newest = number, applied
         snapshot = _Snapshot(number, applied, generation, rank, portions, facts, memory, copying, started_s, last)
@@ -194,17 +202,19 @@ class Saver:
         finally:
             self._memory.give_back(snapshot.memory)
         if record is None:
+            self._under_way.discard(snapshot.step)
             return
         part, write_s = WrittenPart(record.size_bytes, record.sha256), time.perf_counter() - started
         pause_s = snapshot.started_s + snapshot.copying.waited_s
         news = PartSaved(self._worker, snapshot.generation, snapshot.step, part, pause_s, write_s)
         known = {**self._written, snapshot.step: (snapshot, news)}
         self._written = {step: known[step] for step in sorted(known)[-REMEMBERED:]}
+        self._under_way.discard(snapshot.step)
         self._tell(news)
 
     def _insist(self, snapshot: _Snapshot) -> PartRecord | None:
         """Write it, however often that takes; None when it is not needed any more."""
-        tries, pause_s = 0, RETRY_S
+        tries, pause_s, looking_s = 0, RETRY_S, LOOKING_S
         while True:
             try:
                 return self._try(snapshot)
@@ -218,8 +228,12 @@ class Saver:
                     self._tell_failure(snapshot.step, error, gave_up=done and not again)
                 if done:
                     return None
-            time.sleep(LOOKING_S if looking else pause_s)
-            pause_s = pause_s if looking else min(2 * pause_s, LONGEST_RETRY_S)
+            if looking:
+                time.sleep(looking_s)
+                looking_s = min(2 * looking_s, LONGEST_RETRY_S)
+            else:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_RETRY_S)
 
     def _try(self, snapshot: _Snapshot) -> PartRecord | None:
         folder, step, rank, portions = self._plan.folder, snapshot.step, snapshot.rank, snapshot.portions
@@ -231,14 +245,18 @@ class Saver:
             if rank > 0:
                 raise
         try:
-            verify(folder, step)
+            manifest = verify(folder, step)
         except CheckpointUnusable:
             # The manifest alone: others may be about to write their parts beside the old ones, which `tidy` removes.
             remove_file(folder_at(folder) / step_name(step), MANIFEST)
             return write_part(folder, step, rank + 1, len(portions), slices)
-        self._sealed = step
-        self._tell(CheckpointSealed(self._worker, step))
+        self._sealed = self._news_of_seal(manifest)
+        self._tell(self._sealed)
         return None
+
+    def _news_of_seal(self, manifest: Manifest) -> CheckpointSealed:
+        size_bytes = sum(part.size_bytes for part in manifest.parts)
+        return CheckpointSealed(self._worker, manifest.step, size_bytes, len(manifest.parts))
 
     def _tell_failure(self, step: int, error: Exception, gave_up: bool) -> None:
         if not isinstance(error, DistBeliefError):
@@ -248,8 +266,8 @@ class Saver:
 
     def _seal(self, wish: Seal) -> None:
         self._asked_to_seal.discard(wish.step)
-        if wish.step == self._sealed:  # asked again: the news of it was lost on the way
-            self._tell(CheckpointSealed(self._worker, wish.step))
+        if wish.step == self._sealed.step:  # asked again: the news of it was lost on the way
+            self._tell(self._sealed)
             return
         snapshot, _ = self._written.get(wish.step, (None, None))
         if snapshot is None or len(snapshot.portions) != len(wish.parts):  # another generation has taken it anew
@@ -259,14 +277,14 @@ class Saver:
             for number, (part, portion) in enumerate(zip(wish.parts, snapshot.portions, strict=True), start=1)
         ]
         try:
-            seal(self._plan.folder, wish.step, snapshot.facts, records)
+            manifest = seal(self._plan.folder, wish.step, snapshot.facts, records)
         except Exception as error:  # the coordinator asks again, or somebody else; but what is gone stays gone
             self._tell_failure(wish.step, error, gave_up=isinstance(error, CheckpointIncomplete))
             return
-        self._sealed = wish.step
+        self._sealed = self._news_of_seal(manifest)
         self._written = {step: kept for step, kept in self._written.items() if step > wish.step}
         self._clear_up()  # first: when the coordinator knows of the last one, this process ends
-        self._tell(CheckpointSealed(self._worker, wish.step))
+        self._tell(self._sealed)
 
     def _clear_up(self) -> None:
         """Remove what is not to be kept. Not worth a word of failure: it is tried again after the next checkpoint.
@@ -276,9 +294,9 @@ class Saver:
         plan = self._plan
         try:
             steps = list_checkpoints(plan.folder)
-            if steps[:1] == [self._sealed]:
+            if steps[:1] == [self._sealed.step]:
                 tidy(plan.folder)  # else it would take what is being written for the rest of an old save
-            metrics = _metrics(plan.folder, [step for step in steps if step <= self._sealed])
+            metrics = _metrics(plan.folder, [step for step in steps if step <= self._sealed.step])
             for step in surplus(metrics, last=plan.keep_last, every=plan.keep_every or None, best=plan.keep_best):
                 delete(plan.folder, step)
         except DistBeliefError as error:

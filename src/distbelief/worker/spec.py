@@ -22,9 +22,11 @@ class Origin(msgspec.Struct, frozen=True):
     """What a run begins from, instead of the job's own initial values."""
 
     checkpoints: str = ""
-    """The folder of this run's checkpoints: it goes on from the newest one that is sound."""
+    """The folder of this run's checkpoints: where nobody has its state, it goes on from the newest sound one."""
     weights: str = ""
     """Where there is no checkpoint: trained weights."""
+    resumed: bool = False
+    """It has run before; else its first generation has no checkpoint to look for."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):

@@ -176,6 +176,11 @@ def test_a_member_that_was_past_the_step_makes_it_a_later_one_further_ahead() ->
     assert run.feed(m.SaveMissed(9, 8)) == [], "it is nobody"
 
 
+def test_long_steps_are_saved_at_the_end_of_the_present_one() -> None:
+    run = at_step(saving_run(0, 1), 2, step_s=70.0)
+    assert asked(run.feed(m.CheckpointRequested())) == {0: 3, 1: 3}
+
+
 def test_a_command_to_save_that_was_lost_is_given_again_to_those_whose_part_is_missing() -> None:
     run = at_step(saving_run(0, 1), 2)
     step = asked(run.feed(m.CheckpointRequested(), now=1.0))[0]

@@ -69,7 +69,7 @@ def test_numbers_to_predict_stay_numbers(images: pathlib.Path, tmp_path: pathlib
 
 
 def test_gzip_is_recognised_by_content_and_found_by_name(tmp_path: pathlib.Path) -> None:
-    packed = gzip.compress(encoded(IMAGES))
+    packed = gzip.compress(encoded(IMAGES), mtime=0)
     (tmp_path / "odd-name").write_bytes(packed)
     (tmp_path / "images.gz").write_bytes(packed)
     (tmp_path / "plain.gz").write_bytes(encoded(IMAGES))
@@ -87,7 +87,7 @@ def test_urls_work(images: pathlib.Path) -> None:
     assert len(idx(f"file://{images}")) == 2
     fsspec = pytest.importorskip("fsspec")
     with fsspec.open("memory://idx-test/labels.gz", "wb") as file:
-        file.write(gzip.compress(encoded(LABELS)))
+        file.write(gzip.compress(encoded(LABELS), mtime=0))
     assert idx(images, "memory://idx-test/labels")[1].tolist() == [7, 255]
 
 
@@ -103,7 +103,7 @@ def test_urls_work(images: pathlib.Path) -> None:
         (encoded(IMAGES)[:-1], "truncated: 2×3×4 elements take 40 bytes, the file has 39"),
         (encoded(IMAGES) + b"x", "damaged (too long): 2×3×4 elements take 40 bytes, the file has 41"),
         (b"\x00\x00\x08\x02" + b"\xff" * 8, "truncated: 4294967295×4294967295 elements"),
-        (gzip.compress(encoded(IMAGES))[:-9], "gzip data cannot be unpacked"),
+        (gzip.compress(encoded(IMAGES), mtime=0)[:-9], "gzip data cannot be unpacked"),
         (b"\x1f\x8b" + b"nonsense", "gzip data cannot be unpacked"),
     ],
 )

@@ -145,16 +145,12 @@ def test_every_so_many_seconds_is_the_coordinators_business(tmp_path: Path) -> N
 
 def test_without_checkpoints_nobody_is_told_of_any(tmp_path: Path) -> None:
     launch = plain(tmp_path, save_every="never", resumed=True)
-    assert (launch.save_plan, launch.save_every_s, launch.origin(0)) == (None, 0.0, None)
+    assert (launch.save_plan, launch.save_every_s, launch.origin) == (None, 0.0, None)
 
 
-def test_first_workers_begin_with_the_jobs_own_values_or_with_weights(tmp_path: Path) -> None:
-    assert plain(tmp_path).origin(1) is None
-    assert plain(tmp_path, begin_from="/w").origin(1) == Origin("", "/w")
-
-
-def test_later_workers_and_those_of_a_resumed_run_look_for_a_checkpoint_first(tmp_path: Path) -> None:
+def test_every_worker_is_told_what_the_run_goes_on_from_if_nobody_has_its_state(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoints")
-    assert plain(tmp_path).origin(2) == Origin(folder, "")
-    assert plain(tmp_path, resumed=True).origin(0) == Origin(folder, "")
-    assert plain(tmp_path, resumed=True, begin_from="/w").origin(0) == Origin(folder, "/w")
+    assert plain(tmp_path).origin == Origin(folder)
+    assert plain(tmp_path, begin_from="/w").origin == Origin(folder, "/w")
+    assert plain(tmp_path, begin_from="/w", save_every="never").origin == Origin("", "/w")
+    assert plain(tmp_path, resumed=True).origin == Origin(folder, "", resumed=True)

@@ -58,10 +58,10 @@ def test_a_run_that_was_refused_does_not_take_its_directory(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("records", "said"),
     [
-        ([], "no checkpoint was saved"),
-        ([("checkpoint", 10), ("checkpoint", 20)], "a checkpoint of step 20 is saved"),
-        ([("checkpoint", 10), ("checkpoint", 20), ("loaded", 10)], "a checkpoint of step 10 is saved"),  # 20 is damaged
-        ([("checkpoint", 10), ("loaded", 10), ("checkpoint", 15)], "a checkpoint of step 15 is saved"),
+        ([], "there is no checkpoint"),
+        ([("checkpoint", 10), ("checkpoint", 20)], "the newest checkpoint is of step 20"),
+        ([("checkpoint", 10), ("checkpoint", 20), ("loaded", 10)], "the newest checkpoint is of step 10"),
+        ([("checkpoint", 10), ("loaded", 10), ("checkpoint", 15)], "the newest checkpoint is of step 15"),
     ],
 )
 def test_what_a_stopped_run_goes_on_from(tmp_path: Path, records: list[tuple[str, int]], said: str) -> None:
