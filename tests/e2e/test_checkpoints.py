@@ -63,7 +63,7 @@ def test_a_signal_saves_and_stops(
     assert f"{number.name} received: the run stops when a checkpoint is saved" in outcome.stdout
     (at,) = sealed(run_dir)
     assert outcome.stderr.splitlines() == [
-        f"error: stopped by {number.name}; a checkpoint of step {at} is saved; nothing is left running",
+        f"error: stopped by {number.name}; the newest checkpoint is of step {at}; nothing is left running",
         "what to do: go on with `distbelief resume run`",
     ]
     assert at < 60
@@ -84,7 +84,7 @@ def test_a_second_signal_does_not_wait(start: Start, distbelief: Cli, tmp_path: 
     run.signal(signal.SIGTERM)
     outcome = run.wait()
     assert outcome.status == 143
-    assert "stopped by SIGTERM; no checkpoint was saved; nothing is left running" in outcome.stderr
+    assert "stopped by SIGTERM; there is no checkpoint; nothing is left running" in outcome.stderr
     assert sealed(run_dir) == []
     brake.unlink()
     result = distbelief("resume", "run", "--json")
