@@ -68,8 +68,10 @@ def _ask(state: State, now: float, ahead_s: float = AHEAD_S) -> Result:
     # The end of the present step, where steps are long: whoever has just passed it says so.
     if step_s is None:
         margin = 1
+    elif step_s >= ahead_s:
+        margin = 0
     else:
-        margin = math.ceil(ahead_s / max(step_s, 1e-4)) if step_s < ahead_s else 0
+        margin = math.ceil(ahead_s / max(step_s, 1e-4))
     step = min(furthest + 1 + margin, _last(state))
     state = replace(state, saves=replace(state.saves, asked=step, asked_at=now, ahead_s=ahead_s))
     return state, _tell(state)
