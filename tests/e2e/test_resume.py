@@ -250,7 +250,7 @@ def test_a_job_of_a_python_program(start: Start, distbelief: Cli, tmp_path: Path
     run.signal(signal.SIGTERM)
     stopped = run.wait()
     assert stopped.status != 0
-    assert "RunInterrupted: stopped by SIGTERM; a checkpoint of step" in stopped.stderr
+    assert "RunInterrupted: stopped by SIGTERM; the newest checkpoint is of step" in stopped.stderr
 
     outcome = distbelief("resume", "run")
     assert (outcome.status, outcome.stdout) == (2, "")

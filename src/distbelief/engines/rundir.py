@@ -21,10 +21,10 @@ def make_run_dir(run_dir: Path) -> None:
     """Make an empty run directory, or say why that cannot be."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        logs = run_dir / "logs"
-        if any(entry != logs or any(logs.iterdir()) for entry in run_dir.iterdir()):  # one that was refused leaves that
+        # A run that was refused before it began leaves empty folders; what is wrong is mended, and it is started again.
+        if any(not entry.is_dir() or any(entry.iterdir()) for entry in run_dir.iterdir()):
             raise DistBeliefError(f"the run directory '{run_dir}' is not empty", hint="give another --run-dir")
-        logs.mkdir(exist_ok=True)
+        (run_dir / "logs").mkdir(exist_ok=True)
     except OSError as error:
         raise DistBeliefError(
             f"cannot write to the run directory '{run_dir}': {error.strerror or error}",
