@@ -119,9 +119,9 @@ def finish(keeper: KeeperClient, seat: Seat, point: str, by_signal: bool = False
     first.gather(b"")
     if seat.rank == seat.size - 1:
         die_at(keeper, first, seat, point, by_signal)
+    first.begin(plan(seat, STEP, seat.shards))  # before the news of a death: who has not begun the step leaves at once
     wait_for_the_end_of(keeper, abort)
     try:
-        first.begin(plan(seat, STEP, seat.shards))
         write_partials(first, seat, STEP, seat.shards)
         nodes = [(node, slot) for slot, node in enumerate(cover(seat.shards, seat.mine))]
         first.share(gift(seat, [seat.mine], nodes, seat.rank))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import random
 import signal
 from collections.abc import Callable
@@ -255,7 +256,8 @@ def test_late_shards_are_computed_by_those_who_wait(
 def test_a_shard_that_kills_whoever_computes_it_ends_the_run(distbelief: Cli) -> None:
     outcome = distbelief("train", JOBS / "broken.py", "--set", "fault=deadly", "--workers", 3, "--run-dir", "run")
     assert outcome.status == 1
-    assert "shard 3 of step 0 has killed 2 workers" in outcome.stderr
+    # Two, or three at the same time: one that waits may be computing it for another.
+    assert re.search(r"shard 3 of step 0 has killed [23] workers", outcome.stderr)
 
 
 def test_a_stranger_at_the_door(watched: Callable[..., Watched]) -> None:

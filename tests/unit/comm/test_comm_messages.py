@@ -45,6 +45,13 @@ EVENTS: list[m.Event] = [
     m.JoinRequested(4711),
     m.ScaleRequested(4),
     m.StopRequested("Ctrl-C"),
+    m.StopRequested("Ctrl-C", at_once=True),
+    m.CheckpointRequested(),
+    m.CheckpointLoaded(0, 120, "s3://bucket/run", [(130, "a file is torn")]),
+    m.PartSaved(1, 3, 120, m.WrittenPart(4096, "ab" * 32), 0.001, 0.5),
+    m.CheckpointSealed(1, 120, 8192, 2),
+    m.SaveFailed(1, 120, "cannot write", "free some space", gave_up=True),
+    m.SaveMissed(1, 120),
 ]
 COMMANDS: list[m.Command] = [
     m.StartGeneration(1, 2, [m.Member(0, "here", (0, 4)), m.Member(3, "there", (4, 8))], "shm"),
@@ -58,6 +65,8 @@ COMMANDS: list[m.Command] = [
     m.StartWorker(1, 4),
     m.KillWorker(1, 2, "it is frozen"),
     m.Admit(1, 5),
+    m.SaveAt(1, 120),
+    m.SealCheckpoint(1, 120, [m.WrittenPart(4096, "ab" * 32), m.WrittenPart(0, "cd" * 32)]),
     m.Answer(1, True, "2 more workers are being started"),
     m.EndRun(1, "completed"),
     m.EndRun(2, "failed", "worker 1: ValueError"),
