@@ -104,7 +104,7 @@ def load(spec: WorkerSpec, keeper: KeeperClient | None) -> Loaded:
     canary = Canary(prepared.canary(watch.fetch), prepared.facts())
     if evaluator:
         evaluator.rehearse(prepared.model)
-    watch.data_s, watch.shards = 0.0, 0
+    watch.data_s, watch.shards, watch.step, watch.shard = 0.0, 0, -1, -1  # the canary's do not count
     return Loaded(job, schedule, steps, strategy, prepared, watch, feed, evaluator, canary)
 
 
