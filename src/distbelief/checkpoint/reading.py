@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
 from distbelief.checkpoint import manifest as m
-from distbelief.checkpoint.faults import CheckpointMismatch, CheckpointMissing, CheckpointUnusable
-from distbelief.checkpoint.fit import differences, form, forms, misfit
-from distbelief.checkpoint.manifest import DTYPES, Manifest, PartEntry, TensorRecord
+from distbelief.checkpoint.faults import CheckpointMissing, CheckpointUnusable
+from distbelief.checkpoint.manifest import DTYPES, Manifest, PartEntry
 from distbelief.checkpoint.parts import check_part, memory_of
 from distbelief.checkpoint.storage import Folder, Where, entries, folder_at, read_file
+
+Found = TypeVar("Found")
 
 _READERS = 4  # parts read at once: hashing and waiting both let other threads run
 
@@ -48,19 +50,33 @@ def verify(folder: Where, step: int) -> Manifest:
     return manifest
 
 
-def newest_sound(folder: Where) -> tuple[Manifest | None, list[tuple[int, str]]]:
-    """The newest checkpoint that verifies, and the newer ones that do not: (step, why).
+def newest_sound(
+    folder: Where, read: Callable[[Where, int], Found | None], at_most: int | None = None
+) -> tuple[Found | None, list[tuple[int, str]]]:
+    """What `read` makes of the newest checkpoint that can be used, and the newer ones that cannot: (step, why).
 
-    Only faults of a checkpoint are skipped. When the disk or the store cannot be read at all, that is raised: to start
-    from an older step because of a lost connection would be wrong.
+    `read` may pass one over by returning None. Only faults of a checkpoint are skipped. When the disk or the store
+    cannot be read at all, that is raised: to start from an older step because of a lost connection would be wrong.
+    The folder is listed again after each one: a run that goes on removes old checkpoints, perhaps the one that was
+    being read, and has then sealed another.
     """
-    skipped: list[tuple[int, str]] = []
-    for step in list_checkpoints(folder):
+    tried: dict[int, str] = {}
+    while left := [
+        step for step in list_checkpoints(folder) if step not in tried and (at_most is None or step <= at_most)
+    ]:
+        tried[left[0]] = ""
         try:
-            return verify(folder, step), skipped
+            found = read(folder, left[0])
         except CheckpointUnusable as error:
-            skipped.append((step, error.message))
-    return None, skipped
+            tried[left[0]] = error.message
+        else:
+            if found is not None:
+                return found, _faults(tried)
+    return None, _faults(tried)
+
+
+def _faults(tried: Mapping[int, str]) -> list[tuple[int, str]]:
+    return [(step, why) for step, why in tried.items() if why]
 
 
 def read_tensors(folder: Where, manifest: Manifest, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
@@ -84,37 +100,6 @@ def read_tensors(folder: Where, manifest: Manifest, names: Collection[str] | Non
             sinks.setdefault(stretch.part, {})[key] = held
     _read_parts(folder, manifest, sinks)
     return fresh
-
-
-def load_into(
-    folder: Where,
-    manifest: Manifest,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    select: Callable[[str], bool] = lambda name: True,
-) -> None:
-    """Load a checkpoint into tensors by name: all of it, or, after any error, none of it.
-
-    Everything is read into new tensors first, which takes their size in memory once more while it lasts. `select`
-    leaves out tensors of the checkpoint that are not wanted, such as the optimizer's.
-    """
-    wanted = [t for t in manifest.tensors if select(t.name)]
-    _require_one_model((folder_at(folder) / m.step_name(manifest.step)).url, wanted, tensors)
-    fresh = read_tensors(folder, manifest, {t.name for t in wanted})
-    with torch.no_grad():
-        for name in list(fresh):
-            tensors[name].copy_(fresh.pop(name))
-
-
-def _require_one_model(url: str, held: Sequence[TensorRecord], tensors: Mapping[str, torch.Tensor]) -> None:
-    there = {t.name: form(t.dtype, t.shape) for t in held}
-    if lines := differences(there, "the checkpoint", forms(tensors), "the model"):
-        raise misfit(
-            f"{url} is a checkpoint of another model",
-            lines,
-            hint="load it with the job that it was saved from; nothing was loaded",
-            kind=CheckpointMismatch,
-        )
 
 
 def _read_parts(folder: Where, manifest: Manifest, sinks: Mapping[int, Mapping[str, memoryview]]) -> None:

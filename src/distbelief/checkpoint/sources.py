@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import safetensors
@@ -17,13 +18,15 @@ import torch
 
 from distbelief.checkpoint.faults import CheckpointDamaged, CheckpointUnusable
 from distbelief.checkpoint.manifest import MANIFEST, Manifest, step_name, step_of
-from distbelief.checkpoint.reading import list_checkpoints, read_manifest, read_tensors
-from distbelief.checkpoint.storage import folder_at, read_file
+from distbelief.checkpoint.reading import newest_sound, read_manifest, read_tensors
+from distbelief.checkpoint.storage import Where, folder_at, read_file
 from distbelief.errors import DistBeliefError
 
-SUFFIX = ".safetensors"
+Kind = TypeVar("Kind")
 
-_MODEL = "model/"
+SUFFIX = ".safetensors"
+MODEL = "model/"
+"""What the names of a model's tensors begin with in a checkpoint."""
 _WANTED = (
     "give a run directory, as `train` printed it, a checkpoint (…/step-000000120), a folder of checkpoints, "
     f"or a {SUFFIX} file"
@@ -96,9 +99,13 @@ def read_source(where: str | Path) -> Source:
 
 def recorded_job(run_dir: Path) -> RecordedJob:
     """The job of a run, from its job.json."""
-    file = run_dir / "job.json"
+    return read_record(run_dir / "job.json", RecordedJob)
+
+
+def read_record(file: Path, kind: type[Kind]) -> Kind:
+    """A JSON file of a run directory."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=RecordedJob)
+        return msgspec.json.decode(file.read_bytes(), type=kind)
     except OSError as error:
         raise DistBeliefError(f"cannot read {file}: {error.strerror}") from error
     except msgspec.MsgspecError as error:
@@ -115,26 +122,20 @@ def _run(run_dir: Path) -> Source:
     if weights.exists():
         return Source(run_dir, _local_tensors(weights), run_dir)
     folder = _checkpoints_of(run_dir)
-    found = _newest(folder)
-    if found.tensors is None:
+    found, skipped = _newest(folder)
+    if found is None:
         raise DistBeliefError(
             f"the run {run_dir} has no weights yet: it has not finished, or it failed",
             hint=f"weights.safetensors is written when the last step is done; no sound checkpoint is in {folder}",
-            details="\n".join(found.skipped),
+            details="\n".join(skipped),
         )
-    return Source(run_dir, found.tensors, run_dir, found.url, found.skipped)
+    tensors, url = found
+    return Source(run_dir, tensors, run_dir, url, skipped)
 
 
 def _checkpoints_of(run_dir: Path) -> str:
     file = run_dir / "launch.json"
-    try:
-        named = msgspec.json.decode(file.read_bytes(), type=_RecordedLaunch).checkpoints
-    except FileNotFoundError:
-        named = ""
-    except OSError as error:
-        raise DistBeliefError(f"cannot read {file}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise DistBeliefError(f"{file} is damaged: {error}") from error
+    named = read_record(file, _RecordedLaunch).checkpoints if file.exists() else ""
     return named or str(run_dir / "checkpoints")
 
 
@@ -144,46 +145,31 @@ def _folder(where: str | Path, url: str) -> Source:
     step = step_of(name)
     if step is not None:
         return Source(where, _weights(parent, step), None, url)
-    found = _newest(url)
-    if found.tensors is None and not found.skipped:
+    found, skipped = _newest(url)
+    if found is None and not skipped:
         raise DistBeliefError(
             f"{where} is neither a run directory nor a folder of checkpoints: "
             f"it has no job.json, and no {step_name(120)}/{MANIFEST} or the like",
             hint=_WANTED,
         )
-    if found.tensors is None:
+    if found is None:
         raise DistBeliefError(
-            f"no checkpoint in {where} is sound: {found.skipped[0]}",
+            f"no checkpoint in {where} is sound: {skipped[0]}",
             hint="restore one from a copy",
-            details="\n".join(found.skipped),
+            details="\n".join(skipped),
         )
-    return Source(where, found.tensors, None, found.url, found.skipped)
+    tensors, checkpoint = found
+    return Source(where, tensors, None, checkpoint, skipped)
 
 
-@dataclass(frozen=True)
-class _Newest:
-    url: str
-    tensors: dict[str, torch.Tensor] | None
-    """None: no checkpoint is sound."""
-    skipped: tuple[str, ...]
+def _newest(folder: str) -> tuple[tuple[dict[str, torch.Tensor], str] | None, tuple[str, ...]]:
+    """The weights of the newest sound checkpoint and its URL, if there is one; and what is wrong with newer ones."""
 
+    def read(folder: Where, step: int) -> tuple[dict[str, torch.Tensor], str]:
+        return _weights(str(folder), step), f"{folder}/{step_name(step)}"
 
-def _newest(folder: str) -> _Newest:
-    """The newest checkpoint whose weights are sound.
-
-    The folder is listed again after each one that is not: a run that goes on removes old checkpoints, perhaps the one
-    that was being read, and has then sealed another.
-    """
-    folder = folder_at(folder).url
-    faults: dict[int, str] = {}
-    while left := [step for step in list_checkpoints(folder) if step not in faults]:
-        try:
-            tensors = _weights(folder, left[0])
-        except CheckpointUnusable as error:
-            faults[left[0]] = error.message
-        else:
-            return _Newest(f"{folder}/{step_name(left[0])}", tensors, tuple(faults.values()))
-    return _Newest("", None, tuple(faults.values()))
+    found, faults = newest_sound(folder_at(folder).url, read)
+    return found, tuple(why for _, why in faults)
 
 
 def _weights(folder: str, step: int) -> dict[str, torch.Tensor]:
@@ -191,14 +177,14 @@ def _weights(folder: str, step: int) -> dict[str, torch.Tensor]:
     manifest = read_manifest(folder, step)
     url = f"{folder}/{step_name(step)}"
     names = _names(manifest, url)
-    held = read_tensors(folder, manifest, {t.name for t in manifest.tensors if t.name.startswith(_MODEL)})
-    saved = {name.removeprefix(_MODEL): tensor for name, tensor in held.items()}
+    held = read_tensors(folder, manifest, {t.name for t in manifest.tensors if t.name.startswith(MODEL)})
+    saved = {name.removeprefix(MODEL): tensor for name, tensor in held.items()}
     if lost := sorted(set(names.tied.values()) - saved.keys()):
         raise CheckpointDamaged(f"{url} is refused: a tensor is tied to '{lost[0]}', which is not in it")
     everywhere = saved | {other: saved[first] for other, first in names.tied.items()}
     found = {name: everywhere[name] for name in sorted(everywhere) if names.is_wanted(name)}
     if not found:
-        raise CheckpointUnusable(f"{url} holds no weights: no tensor in it is called {_MODEL}…")
+        raise CheckpointUnusable(f"{url} holds no weights: no tensor in it is called {MODEL}…")
     return found
 
 

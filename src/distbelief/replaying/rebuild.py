@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from distbelief.checkpoint.faults import CheckpointUnusable
-from distbelief.checkpoint.reading import list_checkpoints
+from distbelief.checkpoint.reading import newest_sound
+from distbelief.checkpoint.storage import Where
 from distbelief.comm.alone import AloneExchange
 from distbelief.comm.segment import Segment
 from distbelief.errors import DistBeliefError, RunFailed
@@ -91,18 +91,14 @@ def nearest(run: RecordedRun, step: int, suits: Callable[[Saved], bool] = lambda
 
     Unlike a run that is resumed, a replay loses nothing by beginning anew.
     """
-    skipped: list[tuple[int, str]] = []
-    folder = run.launch.checkpoint_folder
-    for there in list_checkpoints(folder):
-        if there > step:
-            continue
-        try:
-            saved = saved_at(folder, there)
-        except CheckpointUnusable as error:
-            skipped.append((there, error.message))
-            continue
-        if suits(saved):
-            return Start(saved, there, tuple(skipped))
+
+    def read(folder: Where, there: int) -> Saved | None:
+        saved = saved_at(folder, there)
+        return saved if suits(saved) else None
+
+    saved, skipped = newest_sound(run.launch.checkpoint_folder, read, at_most=step)
+    if saved:
+        return Start(saved, saved.step, tuple(skipped))
     given = run.launch.begin_from
     return Start(weights_of(given) if given else None, None, tuple(skipped))
 

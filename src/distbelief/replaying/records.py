@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from distbelief.checkpoint.sources import read_record
 from distbelief.comm.messages import Canary, WorkerFailed
 from distbelief.coordinator.journal import read as read_journal
 from distbelief.engines.launch import Launch, read_launch
@@ -27,20 +28,12 @@ class JobFacts(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Step:
-    """A committed step as metrics.jsonl has it."""
-
-    fingerprint: str
-    generation: int
-
-
-@dataclass(frozen=True)
 class RecordedRun:
     run_dir: Path
     launch: Launch
     facts: JobFacts
-    steps: Mapping[int, Step]
-    """Committed ones."""
+    steps: Mapping[int, str]
+    """The fingerprint of each committed one, as metrics.jsonl has it."""
     failure: WorkerFailed | None = None
     """Why it failed, if it ended so."""
     weights_sha256: str = ""
@@ -55,7 +48,7 @@ class RecordedRun:
         return max(failed, max(self.steps, default=-1) + (0 if self.weights_sha256 else 1))
 
     def recorded(self, step: int) -> str | None:
-        return self.steps[step].fingerprint if step in self.steps else None
+        return self.steps.get(step)
 
     def was_committed(self, step: int) -> bool:
         """Also if nothing was recorded of it: the last reports of a run that fails may be lost."""
@@ -79,14 +72,15 @@ def read_run(run_dir: Path) -> RecordedRun:
     end = ended(run_dir) or {}
     failure = msgspec.convert(end["failure"], WorkerFailed) if "failure" in end else None
     steps = {
-        int(record["step"]): Step(str(record["fingerprint"]), int(record["generation"]))
+        int(record["step"]): str(record["fingerprint"])
         for record in Tail(run_dir / "metrics.jsonl").read()
         if record.get("kind") == "step"
     }
     if not steps and (failure is None or failure.step < 0):
         why = f": {failure.message}" if failure else ""
         raise DistBeliefError(f"the run {run_dir} has not come to its first step, so there is none to replay{why}")
-    return RecordedRun(run_dir, launch, _facts(run_dir), steps, failure, _weights_of(end), _strategies(run_dir, launch))
+    facts = read_record(run_dir / "job.json", JobFacts)
+    return RecordedRun(run_dir, launch, facts, steps, failure, _weights_of(end), _strategies(run_dir, launch))
 
 
 def _strategies(run_dir: Path, launch: Launch) -> tuple[str, ...]:
@@ -130,16 +124,6 @@ def canary_differs(run: RecordedRun, here: Canary) -> str:
     ]
     reason = "; ".join(differences) or "the job file, its data or the machine is another one"
     return f"the same bits cannot be expected: {reason}"
-
-
-def _facts(run_dir: Path) -> JobFacts:
-    file = run_dir / "job.json"
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=JobFacts)
-    except OSError as error:
-        raise DistBeliefError(f"cannot read {file}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise DistBeliefError(f"{file} is damaged: {error}") from error
 
 
 def _weights_of(end: Mapping[str, Any]) -> str:

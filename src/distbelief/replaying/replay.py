@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from distbelief.checkpoint.sources import MODEL
 from distbelief.checkpoint.weights import weights_sha256
 from distbelief.comm.messages import WorkerFailed
 from distbelief.errors import DistBeliefError
@@ -16,7 +17,6 @@ from distbelief.replaying.rebuild import Rebuilt, Start, in_words, is_exact, loa
 from distbelief.replaying.records import RecordedRun, canary_differs, chosen_step, read_run
 from distbelief.replaying.verdict import Verdict, judge
 from distbelief.strategies.base import NonFiniteLoss, Replica, Saved, StepResult
-from distbelief.strategies.named import MODEL
 from distbelief.worker.loading import Loaded
 
 

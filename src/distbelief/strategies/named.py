@@ -18,14 +18,13 @@ from distbelief.checkpoint.faults import CheckpointMismatch
 from distbelief.checkpoint.fit import Forms, differences, form, forms, misfit
 from distbelief.checkpoint.manifest import PartEntry
 from distbelief.checkpoint.parts import Slice, dtype_name
+from distbelief.checkpoint.sources import MODEL
 from distbelief.comm.segment import Segment
 from distbelief.strategies.base import Saved
 from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.layout import Layout
 from distbelief.strategies.state import ReplicaState
 from distbelief.strategies.tileoptimizer import Recipe, state_bytes, state_places
-
-MODEL = "model/"
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
 
 from distbelief.checkpoint.faults import CheckpointMissing, CheckpointUnusable
 from distbelief.checkpoint.manifest import Facts, Manifest
-from distbelief.checkpoint.reading import list_checkpoints, read_manifest, read_tensors
-from distbelief.checkpoint.sources import read_source
+from distbelief.checkpoint.reading import newest_sound, read_manifest, read_tensors
+from distbelief.checkpoint.sources import MODEL, read_source
+from distbelief.checkpoint.storage import Where
 from distbelief.strategies.base import Applied, Replica, Saved
-from distbelief.strategies.named import MODEL
 from distbelief.worker.spec import Origin
+
+Found = TypeVar("Found")
 
 HEARD_AFTER_S = 2.0
 """What a step gave is in the metrics file long before so many seconds have passed."""
@@ -40,31 +43,14 @@ def facts_at(known: Facts, replica: Replica, applied: int) -> Facts:
     return msgspec.structs.replace(known, data=msgspec.to_builtins(position), metrics=metrics)
 
 
-def saved_at(folder: str, step: int) -> Saved:
+def saved_at(folder: Where, step: int) -> Saved:
     """The state in a checkpoint. Every byte is checked while it is read."""
     return _saved(folder, read_manifest(folder, step))
 
 
-def newest_saved(folder: str, at_most: int | None = None) -> tuple[Saved | None, list[tuple[int, str]]]:
-    """The newest checkpoint that can be used, and the newer ones that cannot: (step, why).
-
-    None, with nothing skipped: there is no checkpoint. When there are some and none of them can be used, that is an
-    error: to start again from the first step would be a loss that nobody asked for.
-    """
-    skipped: list[tuple[int, str]] = []
-    for step in list_checkpoints(folder):
-        if at_most is None or step <= at_most:
-            try:
-                return saved_at(folder, step), skipped
-            except CheckpointUnusable as error:
-                skipped.append((step, error.message))
-    if skipped:
-        raise CheckpointMissing(
-            f"no checkpoint in {folder} can be used",
-            hint="restore one of them from a copy, or train anew in another run directory",
-            details="\n".join(why for _, why in skipped),
-        )
-    return None, []
+def newest_saved(folder: str) -> tuple[Saved | None, list[tuple[int, str]]]:
+    """The newest checkpoint that can be used, and the newer ones that cannot: (step, why). None: there is none."""
+    return _newest(folder, saved_at)
 
 
 def weights_of(where: str) -> Saved:
@@ -76,18 +62,27 @@ def weights_of(where: str) -> Saved:
 def frozen_of(origin: Origin, names: Collection[str]) -> Mapping[str, torch.Tensor]:
     """Tensors of a run that never change, from its newest checkpoint: older ones may be deleted meanwhile. Empty: they
     are what the job makes."""
-    faults = []
-    for step in list_checkpoints(origin.checkpoints) if origin.checkpoints else []:
-        try:
-            return read_tensors(origin.checkpoints, read_manifest(origin.checkpoints, step), names)
-        except CheckpointUnusable as error:
-            faults.append(error)
-    if faults:
-        raise faults[0]
+    if origin.checkpoints:
+        found, _ = _newest(origin.checkpoints, lambda at, step: read_tensors(at, read_manifest(at, step), names))
+        if found is not None:
+            return found
     return weights_of(origin.weights).tensors if origin.weights else {}
 
 
-def _saved(folder: str, manifest: Manifest) -> Saved:
+def _newest(folder: str, read: Callable[[Where, int], Found]) -> tuple[Found | None, list[tuple[int, str]]]:
+    """When there are checkpoints and none of them can be used, that is an error: to start again from the first step
+    would be a loss that nobody asked for."""
+    found, skipped = newest_sound(folder, read)
+    if found is None and skipped:
+        raise CheckpointMissing(
+            f"no checkpoint in {folder} can be used",
+            hint="restore one of them from a copy, or train anew in another run directory",
+            details="\n".join(why for _, why in skipped),
+        )
+    return found, skipped
+
+
+def _saved(folder: Where, manifest: Manifest) -> Saved:
     try:
         position = msgspec.convert(manifest.data, DataPosition)
     except msgspec.ValidationError as error:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoint_samples import FACTS, cut, files, forked, in_child, mount_small_disk, same_bits, save, state
 
-from distbelief.checkpoint.reading import list_checkpoints, newest_sound, read_tensors
+from distbelief.checkpoint.reading import list_checkpoints, newest_sound, read_tensors, verify
 from distbelief.checkpoint.retention import delete, tidy
 from distbelief.checkpoint.saving import seal, write_part
 
@@ -30,7 +30,7 @@ def large(seed: int) -> dict[str, torch.Tensor]:
 
 def soundly(folder: Path) -> tuple[int, list[tuple[int, str]], bool]:
     """The newest sound step, what was skipped, and whether it holds the bits that were saved."""
-    manifest, skipped = newest_sound(folder)
+    manifest, skipped = newest_sound(folder, verify)
     assert manifest is not None
     return manifest.step, skipped, same_bits(read_tensors(folder, manifest), large(manifest.step))
 
@@ -71,10 +71,10 @@ def test_a_disk_that_is_full_when_the_manifest_is_written(tmp_path: Path) -> Non
             seal(disk, 2, FACTS, records)
         finally:
             assert list_checkpoints(disk) == [1]
-            assert newest_sound(disk)[1] == []
+            assert newest_sound(disk, verify)[1] == []
             (disk / "filler").unlink()
             seal(disk, 2, FACTS, records)  # the same parts, once there is room
-            manifest = newest_sound(disk)[0]
+            manifest = newest_sound(disk, verify)[0]
             assert manifest is not None
             assert same_bits(read_tensors(disk, manifest), state(2))
 
@@ -172,7 +172,7 @@ def test_a_folder_of_somebody_else(open_path: Path) -> None:
             f"cannot write {open_path}/step-000000002/part-00001-of-00002.safetensors: Permission denied",
         ),
         (lambda: delete(open_path, 1), f"cannot remove {open_path}/step-000000001/manifest.json: Permission denied"),
-        (lambda: newest_sound(hidden), f"cannot list {hidden}: Permission denied"),
+        (lambda: newest_sound(hidden, verify), f"cannot list {hidden}: Permission denied"),
     ):
         kind, said, hint = in_child(lambda change=change: trial(change))
         assert (kind, said) == ("StorageFailed", message)

@@ -105,7 +105,7 @@ def test_tidying_removes_unfinished_saves_before_the_newest_sealed_one_only(fold
     assert tidy(folder) == [1, 3]
     assert tidy(folder) == []
     assert list_checkpoints(folder) == [4, 2]
-    assert newest_sound(folder)[1] == []
+    assert newest_sound(folder, verify)[1] == []
     write_part(folder, 5, 2, 3, [])  # the save that was under way goes on
 
 

@@ -13,7 +13,7 @@ import torch
 from checkpoint_samples import same_bits, save
 from torch import nn
 
-from distbelief.checkpoint import sources
+from distbelief.checkpoint import reading
 from distbelief.checkpoint.faults import CheckpointDamaged, CheckpointMissing, CheckpointUnusable, StorageFailed
 from distbelief.checkpoint.manifest import Facts
 from distbelief.checkpoint.retention import delete
@@ -159,7 +159,7 @@ def test_a_damaged_newest_is_skipped_and_named(tmp_path: Path) -> None:
 def test_a_checkpoint_that_vanishes_while_it_is_read(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that keeps one checkpoint seals another and removes the one that was listed as the newest."""
     save_net(store, 10, Net(10))
-    listed = sources.list_checkpoints
+    listed = reading.list_checkpoints
     moves = iter([lambda: save_net(store, 20, Net(20)), lambda: delete(store, 10)])
 
     def list_and_then_move_on(folder: str) -> list[int]:
@@ -168,7 +168,7 @@ def test_a_checkpoint_that_vanishes_while_it_is_read(store: str, monkeypatch: py
             move()
         return found
 
-    monkeypatch.setattr(sources, "list_checkpoints", list_and_then_move_on)
+    monkeypatch.setattr(reading, "list_checkpoints", list_and_then_move_on)
     source = read_source(store)
     assert same_bits(source.tensors, persistent_tensors(Net(20)))
     assert "there is no checkpoint of step 10" in source.skipped[0]
