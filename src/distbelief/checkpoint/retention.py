@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Mapping
 
 from distbelief.checkpoint import manifest as m
 from distbelief.checkpoint.faults import CheckpointUnusable
-from distbelief.checkpoint.reading import all_steps, read_manifest
+from distbelief.checkpoint.reading import all_steps, list_checkpoints, read_manifest
 from distbelief.checkpoint.storage import Where, entries, folder_at, is_draft, remove_file, remove_folder
 
 
@@ -43,6 +44,26 @@ def surplus(
         ]
         kept |= {step for _, step in sorted(ranked)[:1]}
     return sorted(checkpoints.keys() - kept)
+
+
+def clear_up(
+    folder: Where, sealed: int, *, last: int, every: int | None = None, best: tuple[str, bool] | None = None
+) -> None:
+    """Remove what is not to be kept, now that a run has sealed that step; `surplus` explains the rest.
+
+    Newer ones than this, which the run could not go on from, do not count: they would crowd out those that it can.
+    Those whose manifests cannot be read are not ours to judge.
+    """
+    steps = list_checkpoints(folder)
+    if steps[:1] == [sealed]:
+        tidy(folder)  # else it would take what is being written for the rest of an old save
+    metrics: dict[int, Mapping[str, float | None]] = {}
+    for step in steps:
+        if step <= sealed:
+            with contextlib.suppress(CheckpointUnusable):
+                metrics[step] = read_manifest(folder, step).metrics
+    for step in surplus(metrics, last=last, every=every, best=best):
+        delete(folder, step)
 
 
 def delete(folder: Where, step: int) -> None:

@@ -10,11 +10,15 @@ from typing import Any, Protocol, get_type_hints
 
 import msgspec
 
+from distbelief.comm import words
+from distbelief.comm.network import is_loopback
 from distbelief.coordinator.detector import STUCK_S
 from distbelief.engines.rundir import check_idle
 from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST, best, interval
 from distbelief.errors import DistBeliefError
-from distbelief.worker.spec import Origin, SavePlan
+from distbelief.worker.spec import Origin, SavePlan, WorkerSpec
+
+LOADING_S = 1800.0  # the longest silence while workers load their job; their exits are noticed at once anyway
 
 
 class Observer(Protocol):
@@ -85,6 +89,49 @@ class Launch:
         """What the run begins from where nobody has its state."""
         folder = self.checkpoint_folder if self.save_plan else ""
         return Origin(folder, self.begin_from, self.resumed) if folder or self.begin_from else None
+
+    @property
+    def usable_transport(self) -> str:
+        """`auto` stays so only where members can share memory and nobody else can come."""
+        alone = words.supported and is_loopback(self.listen)  # others may come where they can reach us
+        return "gloo" if self.transport == "auto" and not alone else self.transport
+
+    def run_config(self) -> dict[str, Any]:
+        """What the coordinator is told of the run (its RunConfig)."""
+        return {
+            "workers": self.workers,
+            "shares": list(self.shares),
+            "transport": self.usable_transport,
+            "exact": self.exact,
+            "gather_timeout_s": LOADING_S,
+            "min_workers": self.min_workers,
+            "balance": self.balance,
+            "stuck_s": self.stuck_after_s,
+            "saves": self.save_plan is not None,
+            "save_every_s": self.save_every_s,
+        }
+
+    def worker_spec(
+        self, worker: int, host: str, address: str, secret: str, store: tuple[str, int] | None = None
+    ) -> WorkerSpec:
+        """What a worker is told. `address`: the coordinator's; `store`: the rendezvous, where torch groups are used."""
+        return WorkerSpec(
+            worker=worker,
+            host=host,
+            address=self.dial(worker, address),
+            secret=secret,
+            run_dir=str(self.run_dir),
+            strategy=self.strategy,
+            threads=self.worker_threads.get(worker, self.threads),
+            device=self.device,
+            job_file=self.job_file,
+            settings=self.settings,
+            sys_path=list(self.sys_path),
+            store=store,
+            most_steps=self.most_steps,
+            saves=self.save_plan,
+            origin=self.origin,
+        )
 
 
 def _anywhere(where: str) -> str:

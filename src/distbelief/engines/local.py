@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 import zmq
 
-from distbelief.comm import words
 from distbelief.comm.keeper import SegmentKeeper
 from distbelief.comm.memfd import receive_message
 from distbelief.comm.messages import (
@@ -34,7 +33,7 @@ from distbelief.comm.messages import (
     decode_command,
     encode,
 )
-from distbelief.comm.network import dial, host_of, is_loopback
+from distbelief.comm.network import dial, host_of
 from distbelief.coordinator.saving import STOP_S
 from distbelief.engines.guests import TEMPLATE, Guests
 from distbelief.engines.launch import Launch, Observer
@@ -46,7 +45,6 @@ from distbelief.errors import RunFailed
 from distbelief.worker.spec import WorkerSpec
 
 REFRESH_S = 0.2
-LOADING_S = 1800.0  # the longest silence while workers load their job; their exits are noticed at once anyway
 HASTE_S = 0.3
 GRACE_S = 3.0  # how long processes may take to end by themselves
 ATTACH_EVERY_S = 1.0
@@ -99,21 +97,13 @@ class _Run:
             self._keeper.put("job", launch.job_pickle)
         self._zygote = Zygote(self._log("zygote"))
         self._stack.callback(self._zygote.close)
-        config = {
-            "workers": launch.workers,
-            "shares": list(launch.shares),
-            "transport": self._transport(),
-            "exact": launch.exact,
-            "gather_timeout_s": LOADING_S,
-            "min_workers": launch.min_workers,
-            "balance": launch.balance,
-            "stuck_s": launch.stuck_after_s,
-            "saves": launch.save_plan is not None,
-            "save_every_s": launch.save_every_s,
+        self._order = {
+            "run_dir": str(launch.run_dir),
+            "secret": self._secret.hex(),
+            "config": launch.run_config(),
+            "listen": launch.listen,
+            "resume": launch.strategy if launch.resumed else "",
         }
-        self._order = {"run_dir": str(launch.run_dir), "secret": self._secret.hex(), "config": config}
-        self._order["listen"] = launch.listen
-        self._order["resume"] = launch.strategy if launch.resumed else ""
         self._start_coordinator()
         self._address = self._order["listen"] = self._coordinator.address()  # a later one listens there too
         self._order["resume"] = ""  # once
@@ -127,11 +117,6 @@ class _Run:
     def _start_coordinator(self) -> None:
         self._coordinator = CoordinatorProcess(self._order, self._log("coordinator"))
         self._stack.callback(self._coordinator.close)
-
-    def _transport(self) -> str:
-        wanted = self._launch.transport
-        alone = words.supported and is_loopback(self._launch.listen)  # others may come where they can reach us
-        return "gloo" if wanted == "auto" and not alone else wanted
 
     def _connect(self, address: str) -> None:
         context = self._stack.enter_context(zmq.Context())
@@ -153,7 +138,7 @@ class _Run:
         self._zygote.wait_ready()
         self._can_fork = True
         self._watching.watch(self._zygote.socket, self._zygote_event)
-        if self._transport() == "gloo":
+        if self._launch.usable_transport == "gloo":
             host = host_of(self._address)
             self._store = (host, self._zygote.fork_store(host, self._log("store")))
         self._write_template()
@@ -170,24 +155,7 @@ class _Run:
         self._stack.callback(path.unlink, missing_ok=True)
 
     def _spec(self, worker: int) -> WorkerSpec:
-        launch = self._launch
-        return WorkerSpec(
-            worker=worker,
-            host=host_name(),
-            address=launch.dial(worker, self._address),
-            secret=self._secret.hex(),
-            run_dir=str(launch.run_dir),
-            strategy=launch.strategy,
-            threads=launch.worker_threads.get(worker, launch.threads),
-            device=launch.device,
-            job_file=launch.job_file,
-            settings=launch.settings,
-            sys_path=list(launch.sys_path),
-            store=self._store,
-            most_steps=launch.most_steps,
-            saves=launch.save_plan,
-            origin=launch.origin,
-        )
+        return self._launch.worker_spec(worker, host_name(), self._address, self._secret.hex(), self._store)
 
     def _start_worker(self, worker: int) -> None:
         pid, connection = self._zygote.fork_worker(self._spec(worker), self._log(f"worker {worker}"))

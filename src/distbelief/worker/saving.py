@@ -7,31 +7,27 @@ same copy, until it is there or a newer one wants to be written. A failure never
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
-
-import torch
 
 from distbelief.checkpoint.faults import CheckpointExists, CheckpointIncomplete, CheckpointUnusable
 from distbelief.checkpoint.manifest import MANIFEST, Facts, Manifest, PartRecord, part_name, step_name
-from distbelief.checkpoint.reading import list_checkpoints, read_manifest, verify
-from distbelief.checkpoint.retention import delete, surplus, tidy
+from distbelief.checkpoint.reading import verify
+from distbelief.checkpoint.retention import clear_up
 from distbelief.checkpoint.saving import seal, write_part
 from distbelief.checkpoint.storage import folder_at, remove_file
-from distbelief.comm.memfd import require_memory
 from distbelief.comm.messages import CheckpointSealed, Event, PartSaved, SaveFailed, SaveMissed, WrittenPart
 from distbelief.comm.segment import Segment
 from distbelief.errors import DistBeliefError, NotEnoughMemory
 from distbelief.strategies.base import Copying, Portion, Replica
 from distbelief.worker.control import Save, Seal
+from distbelief.worker.copies import CopyMemory
 from distbelief.worker.spec import SavePlan
 
-BUFFERS = 2
 RETRY_S = 1.0
 LONGEST_RETRY_S = 30.0
 LOOKING_S = 0.1
@@ -56,49 +52,6 @@ class _Snapshot:
     """Nothing comes after it."""
 
 
-@dataclass
-class _Memory:
-    """The copies' memory. It is made, and its pages touched, before it is needed: the first touch is what is slow."""
-
-    free: list[Segment] = field(default_factory=list)
-    made: int = 0
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-    def take(self, size_bytes: int, wait: bool) -> Segment | None:
-        with self.changed:
-            while True:
-                fitting = [segment for segment in self.free if segment.size_bytes >= size_bytes]
-                if fitting:
-                    self.free.remove(fitting[0])
-                    return fitting[0]
-                if self.free:  # too small, since there were more members
-                    self.free.pop()
-                    self.made -= 1
-                if self.made < BUFFERS:
-                    require_memory("a copy of the state, for checkpoints", size_bytes)
-                    segment = Segment.private(size_bytes)
-                    self.made += 1
-                    return segment
-                if not wait:
-                    return None
-                self.changed.wait()
-
-    def give_back(self, segment: Segment) -> None:
-        with self.changed:
-            self.free.append(segment)
-            self.changed.notify_all()
-
-    def prepare(self, size_bytes: int) -> None:
-        with self.changed:
-            if self.made:
-                return
-            require_memory("a copy of the state, for checkpoints", size_bytes)
-            self.made += 1
-        segment = Segment.private(size_bytes)
-        segment.tensor(torch.uint8, 0, size_bytes).fill_(0)
-        self.give_back(segment)
-
-
 class Saver:
     """One for the life of a worker. `take` and `is_due` are for the training thread, `ask` and `seal` for any."""
 
@@ -106,7 +59,7 @@ class Saver:
         self._plan = plan
         self._worker = worker
         self._tell = tell
-        self._memory = _Memory()
+        self._memory = CopyMemory()
         self._copying: Copying | None = None
         self._asked = -1
         self._under_way: set[int] = set()
@@ -287,26 +240,11 @@ class Saver:
         self._tell(self._sealed)
 
     def _clear_up(self) -> None:
-        """Remove what is not to be kept. Not worth a word of failure: it is tried again after the next checkpoint.
-
-        Newer ones than this, which the run could not go on from, do not count: they would crowd out those that it can.
-        """
+        """Not worth a word of failure: it is tried again after the next checkpoint."""
         plan = self._plan
         try:
-            steps = list_checkpoints(plan.folder)
-            if steps[:1] == [self._sealed.step]:
-                tidy(plan.folder)  # else it would take what is being written for the rest of an old save
-            metrics = _metrics(plan.folder, [step for step in steps if step <= self._sealed.step])
-            for step in surplus(metrics, last=plan.keep_last, every=plan.keep_every or None, best=plan.keep_best):
-                delete(plan.folder, step)
+            clear_up(
+                plan.folder, self._sealed.step, last=plan.keep_last, every=plan.keep_every or None, best=plan.keep_best
+            )
         except DistBeliefError as error:
             print(f"old checkpoints were not removed: {error.message}", flush=True)
-
-
-def _metrics(folder: str, steps: Sequence[int]) -> dict[int, Mapping[str, float | None]]:
-    """Of those whose manifests can be read: the others are not ours to judge."""
-    found: dict[int, Mapping[str, float | None]] = {}
-    for step in steps:
-        with contextlib.suppress(CheckpointUnusable):
-            found[step] = read_manifest(folder, step).metrics
-    return found

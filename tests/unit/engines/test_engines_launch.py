@@ -8,8 +8,10 @@ import os
 from dataclasses import fields, replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from distbelief.coordinator.vocabulary import RunConfig
 from distbelief.engines import rundir
 from distbelief.engines.launch import Launch, keep_launch, read_launch
 from distbelief.errors import DistBeliefError
@@ -154,3 +156,24 @@ def test_every_worker_is_told_what_the_run_goes_on_from_if_nobody_has_its_state(
     assert plain(tmp_path, begin_from="/w").origin == Origin(folder, "/w")
     assert plain(tmp_path, begin_from="/w", save_every="never").origin == Origin("", "/w")
     assert plain(tmp_path, resumed=True).origin == Origin(folder, "", resumed=True)
+
+
+def test_the_coordinator_understands_what_it_is_told_of_the_run(tmp_path: Path) -> None:
+    config = msgspec.convert(replace(FULL, run_dir=tmp_path).run_config(), RunConfig)
+    assert (config.workers, config.min_workers, config.shares) == (3, 2, [1.0, 2.0, 3.0])
+    assert (config.transport, config.exact, config.balance, config.stuck_s) == ("gloo", False, False, 5.0)
+    assert (config.saves, config.save_every_s) == (True, 30.0)
+    assert not msgspec.convert(plain(tmp_path, save_every="never").run_config(), RunConfig).saves
+
+
+def test_where_others_can_come_memory_is_not_shared_unless_that_is_asked_for(tmp_path: Path) -> None:
+    assert plain(tmp_path, listen="tcp://0.0.0.0:*").usable_transport == "gloo"
+    assert replace(plain(tmp_path, listen="tcp://0.0.0.0:*"), transport="shm").usable_transport == "shm"
+
+
+def test_every_worker_is_told_its_own_number_of_threads_and_its_own_address(tmp_path: Path) -> None:
+    launch = replace(FULL, run_dir=tmp_path, dial=lambda worker, address: f"{address}/{worker}")
+    one, two = (launch.worker_spec(worker, "host", "tcp://there", "secret") for worker in (1, 2))
+    assert (one.threads, two.threads) == (2, 4)
+    assert (one.address, two.address) == ("tcp://there/1", "tcp://there/2")
+    assert (two.saves, two.origin, two.most_steps) == (launch.save_plan, launch.origin, 100)

@@ -17,7 +17,7 @@ from distbelief.checkpoint.reading import list_checkpoints, verify
 from distbelief.comm.memfd import require_memory
 from distbelief.comm.messages import CheckpointSealed, PartSaved, SaveFailed, SaveMissed
 from distbelief.errors import NotEnoughMemory
-from distbelief.worker import saving
+from distbelief.worker import copies, saving
 from distbelief.worker.control import Save, Seal
 from distbelief.worker.origin import saved_at
 from distbelief.worker.saving import LAST_TRIES, Saver
@@ -357,10 +357,10 @@ def test_memory_that_is_not_there_beforehand_costs_no_copy_later(
         raise NotEnoughMemory(f"not enough memory for {label}")
 
     crew = Crew(tmp_path)
-    monkeypatch.setattr(saving, "require_memory", nothing_left)
+    monkeypatch.setattr(copies, "require_memory", nothing_left)
     crew.savers[0].prepare(crew.trainer.replica)
     assert asked.wait(WAIT_S)
-    monkeypatch.setattr(saving, "require_memory", require_memory)
+    monkeypatch.setattr(copies, "require_memory", require_memory)
     crew.take(1)
     crew.take(2)
     gate.set()

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from saving_crew import WAIT_S, Crew, quickly
 
+from distbelief.checkpoint import retention
 from distbelief.checkpoint.manifest import part_name
 from distbelief.checkpoint.reading import list_checkpoints, verify
 from distbelief.comm.messages import CheckpointSealed, PartSaved
 from distbelief.errors import DistBeliefError
-from distbelief.worker import saving
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +117,7 @@ def test_what_cannot_be_removed_does_not_make_a_checkpoint_fail(
     def refused(folder: str, step: int) -> None:
         raise DistBeliefError("no permission")
 
-    monkeypatch.setattr(saving, "delete", refused)
+    monkeypatch.setattr(retention, "delete", refused)
     crew.save(2)
     assert list_checkpoints(crew.folder) == [2, 1]
     assert "old checkpoints were not removed: no permission" in capfd.readouterr().out
