@@ -33,6 +33,7 @@ from rich.console import Console
 import balance_job
 import figures
 import machine
+import options
 import report
 from balance_speed import FACTOR, Size, Slower, Speed, limited, speed
 from drivers import BENCH, Command, DriverFailed
@@ -183,24 +184,13 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Load balancing with one slow worker.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--quick", action="store_true", help="a smoke test: the figures mean little")
-    parser.add_argument("--only", type=_parts, default=list(PARTS), help=f"some of {','.join(PARTS)}")
-    parser.add_argument("--repetitions", type=_count, help=f"default {FULL.repetitions}; {QUICK.repetitions} if quick")
+    parser.add_argument(
+        "--only", type=options.some_of("part", PARTS), default=list(PARTS), help=f"some of {','.join(PARTS)}"
+    )
+    parser.add_argument(
+        "--repetitions", type=options.count, help=f"default {FULL.repetitions}; {QUICK.repetitions} if quick"
+    )
     return parser.parse_args()
-
-
-def _parts(text: str) -> list[str]:
-    wanted = text.split(",")
-    unknown = [part for part in wanted if part not in PARTS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"no such part: {', '.join(unknown)}; choose from {', '.join(PARTS)}")
-    return [part for part in PARTS if part in wanted]
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return number
 
 
 if __name__ == "__main__":

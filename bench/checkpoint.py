@@ -37,6 +37,7 @@ from rich.console import Console
 import checkpoint_ours
 import checkpoint_report
 import machine
+import options
 import report
 from checkpoint_figures import Costs, NotMeasurable, Save, Trace, costs, pooled, ratio_of_medians
 from checkpoint_job import LAYERS, WIDTH
@@ -244,28 +245,17 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="What saving a checkpoint costs: DistBelief and its peers.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--quick", action="store_true", help="a smoke test, a small model: the figures mean little")
-    parser.add_argument("--only", type=_systems, default=list(SYSTEMS), help=f"some of {','.join(SYSTEMS)}")
+    parser.add_argument(
+        "--only", type=options.some_of("system", SYSTEMS), default=list(SYSTEMS), help=f"some of {','.join(SYSTEMS)}"
+    )
     parser.add_argument("--folder", type=Path, help="save below this folder; by default where temporary files go")
-    parser.add_argument("--workers", type=_count, help=f"default {FULL.workers}; peers with more use DDP")
-    parser.add_argument("--every", type=_count, help=f"steps from save to save; default {FULL.every}")
-    parser.add_argument("--saves", type=_count, help=f"of each process that count; default {FULL.saves}")
-    parser.add_argument("--repetitions", type=_count, help=f"default {FULL.repetitions}; {QUICK.repetitions} if quick")
+    parser.add_argument("--workers", type=options.count, help=f"default {FULL.workers}; peers with more use DDP")
+    parser.add_argument("--every", type=options.count, help=f"steps from save to save; default {FULL.every}")
+    parser.add_argument("--saves", type=options.count, help=f"of each process that count; default {FULL.saves}")
+    parser.add_argument(
+        "--repetitions", type=options.count, help=f"default {FULL.repetitions}; {QUICK.repetitions} if quick"
+    )
     return parser.parse_args()
-
-
-def _systems(text: str) -> list[str]:
-    wanted = text.split(",")
-    unknown = [name for name in wanted if name not in SYSTEMS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"no such system: {', '.join(unknown)}; choose from {', '.join(SYSTEMS)}")
-    return [name for name in SYSTEMS if name in wanted]
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return number
 
 
 if __name__ == "__main__":

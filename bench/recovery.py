@@ -24,6 +24,7 @@ from typing import Any
 from rich.console import Console
 
 import machine
+import options
 import recovery_figures
 import report
 from drivers import BENCH, Command, DriverFailed
@@ -231,26 +232,13 @@ def _commands(systems: list[str]) -> dict[str, str]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="From SIGKILL to the next committed step: DistBelief and its peers.")
-    parser.add_argument("--kills", type=_count, help=f"default {KILLS}; {QUICK_KILLS} if quick")
+    parser.add_argument("--kills", type=options.count, help=f"default {KILLS}; {QUICK_KILLS} if quick")
     parser.add_argument("--quick", action="store_true", help="a smoke test, without the GPT: the figures mean little")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    parser.add_argument("--peers", type=_systems, default=list(SYSTEMS), help=f"some of {','.join(SYSTEMS)}")
+    parser.add_argument(
+        "--peers", type=options.some_of("system", SYSTEMS), default=list(SYSTEMS), help=f"some of {','.join(SYSTEMS)}"
+    )
     return parser.parse_args()
-
-
-def _systems(text: str) -> list[str]:
-    wanted = text.split(",")
-    unknown = [name for name in wanted if name not in SYSTEMS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"no such system: {', '.join(unknown)}; choose from {', '.join(SYSTEMS)}")
-    return [name for name in SYSTEMS if name in wanted]
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return number
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pickle
 import platform
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,12 @@ class Loaded:
             strategy=str(self.strategy),
         )
 
+    @cached_property
     def checkpoint_facts(self) -> Facts:
-        """What every checkpoint says of the job. Random numbers need no state: a shard's are a function of the seed,
-        the step and the shard."""
+        """What every checkpoint says of the job; made once, since every generation wants it and none may lose time.
+
+        Random numbers need no state: a shard's are a function of the seed, the step and the shard.
+        """
         model = self.prepared.model
         return Facts(
             job={**msgspec.to_builtins(self.facts()), "tied": tied(model), "transient": transient(model)},

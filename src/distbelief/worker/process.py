@@ -153,7 +153,7 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             # What the first generation finds is what its first member has loaded, if anything.
             max(action.sealed, start.step) if action.past else replica.steps_applied(),
             place.saver,
-            loaded.checkpoint_facts(),
+            loaded.checkpoint_facts,
         )
         try:
             finished = train(loaded.job, replica, loaded.evaluator, loaded.watch, link.progress, task)

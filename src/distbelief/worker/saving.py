@@ -94,7 +94,9 @@ class Saver:
         return self._written[step][1] if step in self._written else None
 
     def prepare(self, replica: Replica) -> None:
-        """A generation begins: have memory for its first snapshot."""
+        """A generation begins: have memory for its first snapshot, if no earlier one has made any."""
+        if self._memory.made:
+            return
         size_bytes = replica.portions()[replica.exchange.rank].size_bytes
         self._waiting.put(lambda: self._memory.prepare(size_bytes))
 

@@ -131,5 +131,5 @@ def _save(folder: str, loaded: Loaded, replica: Replica, step: int) -> None:
     copying.finish()
     outside = copying.outside
     record = write_part(folder, step, 1, 1, portion.slices(memory, outside))
-    facts = msgspec.structs.replace(loaded.checkpoint_facts(), data={"next_step": step})
+    facts = msgspec.structs.replace(loaded.checkpoint_facts, data={"next_step": step})
     seal(folder, step, facts, [record])

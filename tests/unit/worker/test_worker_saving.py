@@ -365,3 +365,18 @@ def test_memory_that_is_not_there_beforehand_costs_no_copy_later(
     crew.take(2)
     gate.set()
     assert [crew.hear(PartSaved).step for _ in range(2)] == [1, 2]
+
+
+def test_a_later_generation_loses_no_time_for_memory_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew = Crew(tmp_path)
+    crew.save(1)
+
+    def asked(replica: object) -> None:
+        raise AssertionError("what each member saves was worked out")
+
+    monkeypatch.setattr(type(crew.trainer.replica), "portions", asked)
+    crew.savers[0].prepare(crew.trainer.replica)
+    with pytest.raises(AssertionError, match="worked out"):
+        Saver(SavePlan(crew.folder), 1, crew.told.put).prepare(crew.trainer.replica)
