@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from distbelief.comm import messages as m
 from distbelief.worker.control import Save, Seal
-from distbelief.worker.saving import BUFFERS, LAST_TRIES, LONGEST_RETRY_S, REMEMBERED, RETRY_S
+from distbelief.worker.copies import BUFFERS
+from distbelief.worker.saving import LAST_TRIES, LONGEST_RETRY_S, REMEMBERED, RETRY_S
 from sim.clock import Clock
 from sim.storage import CannotWrite, History, IsIncomplete, IsSealed, Part, Storage
 

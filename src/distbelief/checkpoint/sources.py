@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import safetensors
@@ -19,10 +18,9 @@ import torch
 from distbelief.checkpoint.faults import CheckpointDamaged, CheckpointUnusable
 from distbelief.checkpoint.manifest import MANIFEST, Manifest, step_name, step_of
 from distbelief.checkpoint.reading import newest_sound, read_manifest, read_tensors
+from distbelief.checkpoint.records import read_record
 from distbelief.checkpoint.storage import Where, folder_at, read_file
 from distbelief.errors import DistBeliefError
-
-Kind = TypeVar("Kind")
 
 SUFFIX = ".safetensors"
 MODEL = "model/"
@@ -100,16 +98,6 @@ def read_source(where: str | Path) -> Source:
 def recorded_job(run_dir: Path) -> RecordedJob:
     """The job of a run, from its job.json."""
     return read_record(run_dir / "job.json", RecordedJob)
-
-
-def read_record(file: Path, kind: type[Kind]) -> Kind:
-    """A JSON file of a run directory."""
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
-    except OSError as error:
-        raise DistBeliefError(f"cannot read {file}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise DistBeliefError(f"{file} is damaged: {error}") from error
 
 
 def _is_run(folder: Path) -> bool:

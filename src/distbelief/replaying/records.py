@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from distbelief.checkpoint.sources import read_record
+from distbelief.checkpoint.records import read_record
 from distbelief.comm.messages import Canary, WorkerFailed
 from distbelief.coordinator.journal import read as read_journal
 from distbelief.engines.launch import Launch, read_launch
