@@ -21,9 +21,14 @@ SLOW = ["--set", "brake_s=0.02"]  # a shard, while there is a file `brake` in th
 LARGE = ["--set", "wide=400000"]  # a checkpoint of 3 MB
 
 
+def undisturbed(job: object, *settings: str) -> str:
+    """The weights of a run of that job to which nothing happens, on one worker. How slow it is makes no difference."""
+    values = [text for text in settings if text != "--set" and not text.startswith("brake_s=")]
+    return _undisturbed(job, *(part for value in sorted(values) for part in ("--set", value)))
+
+
 @functools.cache
-def undisturbed(*arguments: object) -> str:
-    """The weights of a run to which nothing happens, on one worker."""
+def _undisturbed(*arguments: object) -> str:
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder), "train", *arguments, "--workers", 1, "--save-every", "never", "--json")
         weights: str = run.wait().json["weights_sha256"]

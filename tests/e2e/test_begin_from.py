@@ -35,8 +35,8 @@ def one_step(distbelief: Cli, begin_from: Path, name: str) -> dict[str, Any]:
     return distbelief("train", JOB, *still, "--from", begin_from, "--run-dir", name, "--workers", 2, "--json").json
 
 
-def test_a_run_a_checkpoint_and_a_file(distbelief: Cli, source: Path, tmp_path: Path) -> None:
-    places = {"run": source, "file": source / "weights.safetensors", "step": source / "checkpoints/step-000000012"}
+def test_a_run_and_a_checkpoint(distbelief: Cli, source: Path, tmp_path: Path) -> None:
+    places = {"run": source, "step": source / "checkpoints/step-000000012"}
     results = [one_step(distbelief, place, name) for name, place in places.items()]
     assert len({result["weights_sha256"] for result in results}) == 1  # they hold the same
     earlier = one_step(distbelief, source / "checkpoints/step-000000006", "earlier")
@@ -60,9 +60,11 @@ def expected_mean(before: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def test_killed_before_its_first_checkpoint(start: Start, distbelief: Cli, source: Path, tmp_path: Path) -> None:
-    """A resume begins with those weights again, in whatever folder it is called."""
+    """A resume begins with those weights again, in whatever folder it is called; and the file of a run's weights is as
+    good as the run."""
     job = [JOB, "--set", "steps=20", "--set", "brake_s=0.1", "--set", "seed=7"]
-    expected = distbelief("train", *job, "--from", source, "--run-dir", "alone", "--workers", 1, "--json").json
+    file = source / "weights.safetensors"
+    expected = distbelief("train", *job, "--from", file, "--run-dir", "alone", "--workers", 1, "--json").json
     (tmp_path / "brake").touch()
     (tmp_path / "link").symlink_to(source)
     run = start("train", *job, "--from", "link", "--run-dir", "run", "--workers", 2, "--save-every", "end")

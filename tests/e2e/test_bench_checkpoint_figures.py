@@ -3,8 +3,6 @@ a busy machine: that is for people to start.)"""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,18 +10,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = ROOT / "bench" / "checkpoint.py"
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(PROGRAM), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=230, cwd=ROOT)
-
-
-def test_an_unknown_system_is_named() -> None:
-    done = run("--only", "ours,banana")
-    assert done.returncode == 2
-    assert "no such system: banana" in done.stderr
 
 
 @pytest.fixture

@@ -59,12 +59,6 @@ def test_kills_are_measured_for_us_and_for_torchrun(tmp_path: Path) -> None:
     assert "Goals" in done.stdout
 
 
-def test_an_unknown_system_is_named() -> None:
-    done = run("--peers", "ours,banana")
-    assert done.returncode == 2
-    assert "no such system: banana" in done.stderr
-
-
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))

@@ -40,20 +40,17 @@ def chaos(distbelief: Cli, job: list[object], faults: str, kinds: list[str], *mo
     return expect_sound(distbelief("chaos", *job, "--faults", faults, "--workers", 3, "--json", *more), kinds)
 
 
-def test_a_killed_worker(distbelief: Cli) -> None:
-    shown = chaos(distbelief, small(), "kill worker 1 at step 20", ["kill worker"])
-    (fault,) = shown["faults"]
-    assert fault["at_step"] >= 20
-    assert fault["noticed_ms"] is not None
-    assert fault["next_commit_ms"] is not None
-    assert fault["shards_recomputed"] is not None
-
-
-def test_a_frozen_worker_is_fenced(distbelief: Cli) -> None:
-    shown = chaos(distbelief, small(), "freeze worker 2 at step 20", ["freeze worker"])
-    (fault,) = shown["faults"]
-    assert fault["noticed_ms"] is not None  # nobody can go on without its shards
-    assert fault["next_commit_ms"] >= fault["noticed_ms"]
+def test_a_killed_and_a_frozen_worker(distbelief: Cli) -> None:
+    faults = "kill worker 1 at step 20, freeze worker 2 at step 60"
+    shown = chaos(distbelief, small(), faults, ["kill worker", "freeze worker"])
+    killed, frozen = sorted(shown["faults"], key=lambda fault: fault["at_step"])
+    assert killed["at_step"] >= 20
+    assert killed["noticed_ms"] is not None
+    assert killed["next_commit_ms"] is not None
+    assert killed["shards_recomputed"] is not None
+    assert frozen["at_step"] >= 60
+    assert frozen["noticed_ms"] is not None  # nobody can go on without its shards
+    assert frozen["next_commit_ms"] >= frozen["noticed_ms"]
 
 
 def test_every_kind_in_one_run_of_digits(distbelief: Cli, tmp_path: Path) -> None:
@@ -138,10 +135,3 @@ def job(steps: int = 60):
     assert "the run under faults did not complete" in outcome.stderr
     assert "slow worker 0 by 2x" in outcome.stderr
     assert "I am fragile" in outcome.stderr
-
-
-def generations(folder: Path, shown: dict[str, Any]) -> list[dict[str, Any]]:
-    """The generations of the run under faults, from its journal."""
-    (run_dir,) = shown["runs"]["faults"]
-    lines = (folder / run_dir / "journal.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == "generation"]

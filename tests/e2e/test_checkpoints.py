@@ -68,6 +68,8 @@ def test_a_signal_saves_and_stops(
     ]
     assert at < 60
     assert verify(run_dir / "checkpoints", at).step == at
+    if number is signal.SIGINT:
+        return  # once is enough: what is there is the same
     brake.unlink()
     result = distbelief("resume", "run", "--workers", 3, "--json")
     assert f"the run goes on from step {at}" in result.stderr
@@ -138,13 +140,13 @@ def test_no_checkpoints_at_all(start: Start, distbelief: Cli, tmp_path: Path, br
 def test_by_the_clock(start: Start, tmp_path: Path, brake: Path) -> None:
     run_dir = tmp_path / "run"
     run = start(
-        "train", JOB, *SLOW, "--set", "steps=2000", "--run-dir", "run", "--workers", 2, "--save-every", "1s", "--json"
+        "train", JOB, *SLOW, "--set", "steps=400", "--run-dir", "run", "--workers", 2, "--save-every", "1s", "--json"
     )
     until(lambda: len(saved(run_dir)) >= 3, run)
     brake.unlink()
-    assert run.wait().json["steps"] == 2000
+    assert run.wait().json["steps"] == 400
     *regular, last = records(run_dir, "checkpoint")
-    assert last["step"] == 2000
+    assert last["step"] == 400
     times = [entry["at"] for entry in regular]
     assert all(later - earlier >= 1 for earlier, later in itertools.pairwise(times))
 
@@ -167,7 +169,7 @@ def test_what_is_kept(distbelief: Cli, tmp_path: Path, brake: Path) -> None:
 def test_a_death_in_the_middle_of_a_save(start: Start, tmp_path: Path, brake: Path) -> None:
     """Of a worker, then of the coordinator: the run goes on, and every checkpoint that counts is whole."""
     run_dir = tmp_path / "run"
-    job = [JOB, *LARGE, "--set", "brake_s=0.03", "--set", "steps=120"]
+    job = [JOB, *LARGE, "--set", "steps=120", "--set", "brake_s=0.03"]
     run = start("train", *job, "--run-dir", "run", "--workers", 3, "--save-every", 5, "--keep-last", 100, "--json")
     for kind, fact in (("generation", "members"), ("epoch", "pid")):
         until(lambda: saved(run_dir), run)
@@ -229,7 +231,7 @@ def small_disk(folder: Path) -> list[str]:
 def test_a_disk_that_fills_up(start: Start, tmp_path: Path, brake: Path) -> None:
     """The run goes on and says so; when there is room again, it saves."""
     run_dir = tmp_path / "run"
-    job = [JOB, *LARGE, "--set", "brake_s=0.05", "--set", "steps=80"]
+    job = [JOB, *LARGE, "--set", "steps=120", "--set", "brake_s=0.05"]
     run = start(
         "train", *job, "--run-dir", "run", "--workers", 2, "--json",
         "--checkpoints", "disk", "--save-every", 10, "--keep-last", 1, prefix=small_disk(tmp_path),
@@ -244,7 +246,7 @@ def test_a_disk_that_fills_up(start: Start, tmp_path: Path, brake: Path) -> None
     brake.unlink()
     result = run.wait().json
     assert result["weights_sha256"] == undisturbed(*job)
-    assert saved(run_dir)[-1] == 80
+    assert saved(run_dir)[-1] == 120
     check_whole(run_dir, result)
     told = [text for text in notices(run_dir) if "No space left on device" in text]
     assert "free some space there" in told[0]

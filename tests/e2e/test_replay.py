@@ -3,6 +3,7 @@ And it finds what made a run fail."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -36,6 +37,7 @@ def kill_a_worker(run_dir: Path) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+@functools.cache
 def marked_sample() -> int:
     """As jobs/planted.py has it, asked in a process of its own: what is imported here stays in this one."""
     code = "import planted; print(planted.marked_sample())"
