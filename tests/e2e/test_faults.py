@@ -79,7 +79,7 @@ def watched(start: Start, tmp_path: Path, wait_until: Wait) -> Callable[..., Wat
     return lambda *arguments: Watched(start, tmp_path, wait_until, *arguments)
 
 
-SMALL = [JOBS / "small.py", "--set", "brake_s=0.02", "--set", "steps=800"]
+SMALL = [JOBS / "small.py", "--set", "brake_s=0.02", "--set", "steps=500"]
 EVERYTHING = [JOBS / "everything.py", "--set", "epochs=12"]
 
 
