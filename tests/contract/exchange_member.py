@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from distbelief.comm import torchgroup
+from distbelief.comm import group
 from distbelief.comm.alone import AloneExchange
 from distbelief.comm.exchange import Exchange, Geometry, Gift, Source, StepPlan, Tile
+from distbelief.comm.group import Rendezvous
 from distbelief.comm.segment import KeeperClient
 from distbelief.comm.shared import SharedExchange
-from distbelief.comm.torchgroup import Rendezvous, TorchExchange
+from distbelief.comm.torchgroup import TorchExchange
 from distbelief.comm.words import Abort, Aborted
 from distbelief.shards import Range, cover, mix, program, split
 
@@ -281,7 +282,7 @@ def _until(so: Callable[[], bool], patience_s: float = 60.0) -> None:
 
 def hand_over(keeper: KeeperClient, seat: Seat) -> str:
     """The state of rank 1 goes to all others but the last, which has it already."""
-    torchgroup._CHUNK_BYTES = 1000  # many pieces, the last one smaller
+    group._CHUNK_BYTES = 1000  # many pieces, the last one smaller
     exchange = join(keeper, seat)
     truth = torch.randint(0, 256, (25_001,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     block = truth.clone() if seat.rank in (1, seat.size - 1) else torch.zeros_like(truth)

@@ -119,20 +119,34 @@ class Geometry:
     """The size of the model's integer buffers."""
 
 
-class Exchange(Protocol):
+class Group(Protocol):
+    """The members of a generation, who can tell each other something."""
+
     rank: int
     size: int
-    tiles: Sequence[int]
-    """The tiles that this member brings up to date: its own ones in shared memory, all of them otherwise."""
     shares_state: bool
     """Whether the members keep one copy of the parameters between them."""
-
     backups: Backups | None
     """Where members can compute late shards for each other; None where they cannot."""
 
     @property
     def waiting(self) -> bool:
         """Whether this member waits for others at this moment."""
+
+    def broken(self) -> list[Broken]:
+        """Who died while computing, in earlier generations."""
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Everybody's bytes, by rank. Not for the step path."""
+
+    def close(self) -> None: ...
+
+
+class Exchange(Group, Protocol):
+    """A group that adds up partial sums."""
+
+    tiles: Sequence[int]
+    """The tiles that this member brings up to date: its own ones in shared memory, all of them otherwise."""
 
     def slot(self, index: int) -> Segment: ...
 
@@ -142,9 +156,6 @@ class Exchange(Protocol):
     def held(self, step: int) -> list[Held] | None:
         """Partial sums of this step that earlier generations have left, whoever made them; None: nobody had begun it.
         After all members have met, so that nobody writes there any more."""
-
-    def broken(self) -> list[Broken]:
-        """Who died while computing, in earlier generations."""
 
     def begin(self, plan: StepPlan) -> None: ...
 
@@ -172,13 +183,8 @@ class Exchange(Protocol):
     def settle(self) -> None:
         """Return when every member has applied the step; the slots may then be written again."""
 
-    def gather(self, payload: bytes) -> list[bytes]:
-        """Everybody's bytes, by rank. Not for the step path."""
-
     def transfer(self, block: torch.Tensor, source: int, receivers: Sequence[int]) -> None:
         """Copy memory from one member to some others. Where the state is shared there is nothing to copy."""
-
-    def close(self) -> None: ...
 
 
 def tree_add(

@@ -1,0 +1,165 @@
+"""A group of members over torch.distributed (gloo) whose waits can be aborted.
+
+gloo cannot cancel what it waits for. So an abort shuts the group's sockets down: then every wait of ours ends with an
+error, and so do those of the members at the other ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from distbelief.comm.backups import Backups
+from distbelief.comm.exchange import Broken
+from distbelief.comm.words import Abort, Aborted
+
+_CHUNK_BYTES = 64 << 20
+_MISSED_S = 5.0  # a wait whose sockets are closed ends within milliseconds, if it ends
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the store is that introduces the members to each other, and the group's name (its generation)."""
+
+    host: str
+    port: int
+    name: str
+    timeout_s: float = 300.0
+
+
+class TorchGroup:
+    """See `Group`. It is torch's default group of this process until it is closed."""
+
+    shares_state = False
+    waiting = False
+    backups: Backups | None = None
+
+    def __init__(self, meeting: Rendezvous, rank: int, size: int, abort: Abort) -> None:
+        self.rank = rank
+        self.size = size
+        self._abort = abort
+        timeout = datetime.timedelta(seconds=meeting.timeout_s)
+        self._waits = 0
+        self._before = _open_sockets()
+        self._sockets: set[tuple[int, int]] | None = None
+        abort.wake = self._hang_up
+        with self.network():
+            store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
+            # torch numbers groups by this, and counts those too that an abort ended before the members had met: then
+            # each member would wait under another name.
+            dist.distributed_c10d._world.group_count = 0
+            dist.init_process_group(
+                "gloo",
+                store=PrefixStore(meeting.name, store),
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+            )
+        self.know_sockets()
+
+    def know_sockets(self) -> None:
+        """Take note of the connections that there are: an abort ends these. Again, when more groups have been made."""
+        self._sockets = _open_sockets() - self._before
+
+    def _hang_up(self) -> None:
+        """From the control thread: end whatever the training thread waits for."""
+        threading.Thread(target=self._insist, args=[self._waits], daemon=True).start()
+        present = _open_sockets()
+        for descriptor, identity in present - self._before if self._sockets is None else present & self._sockets:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                if os.fstat(connection.fileno()).st_ino != identity:
+                    continue  # closed meanwhile, and the number is that of a socket of the next group
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # gloo dies with its listener
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def _insist(self, wait: int) -> None:
+        """gloo sometimes sleeps on although its sockets are closed. Then only the end of this process helps: the
+        coordinator takes it for a death, and others have the state."""
+        time.sleep(_MISSED_S)
+        if self.waiting and self._waits == wait:
+            print("gloo has missed that the group is over: this worker ends, to be replaced", flush=True)
+            os._exit(1)
+
+    @contextmanager
+    def network(self) -> Iterator[None]:
+        """A broken connection is a member's loss, not a fault of the user's code: the coordinator says what follows."""
+        self._waits += 1
+        self._abort.check()
+        self.waiting = True
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            what = str(error).partition(". This is typically")[0]
+            raise Aborted(f"a connection between members broke: {what}") from error
+        finally:
+            self.waiting = False
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around code that is partly the user's and partly waits for others, inside of torch: only what comes from a
+        connection, or after an abort, is a member's loss."""
+        self._abort.check()
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            if self._abort.reason or "gloo" in str(error) or isinstance(error, dist.DistError):
+                what = str(error).partition(". This is typically")[0]
+                raise Aborted(f"a connection between members broke: {what}") from error
+            raise
+
+    def broken(self) -> list[Broken]:
+        return []
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        with self.network():
+            length = torch.tensor([len(payload)])
+            lengths = [torch.zeros_like(length) for _ in range(self.size)]
+            dist.all_gather(lengths, length)
+            longest = max(int(n) for n in lengths)
+            box = torch.zeros(max(longest, 1), dtype=torch.uint8)
+            box[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
+            boxes = [torch.zeros_like(box) for _ in range(self.size)]
+            dist.all_gather(boxes, box)
+        return [bytes(b.numpy()[: int(n)].tobytes()) for b, n in zip(boxes, lengths, strict=True)]
+
+    def transfer(self, block: torch.Tensor, source: int, receivers: Sequence[int]) -> None:
+        with self.network():
+            for first in range(0, block.numel(), _CHUNK_BYTES):
+                part = block[first : first + _CHUNK_BYTES]
+                if self.rank == source:
+                    wait_all([dist.isend(part, receiver) for receiver in receivers])
+                elif self.rank in receivers:
+                    dist.recv(part, source)
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def wait_all(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def _open_sockets() -> set[tuple[int, int]]:
+    """(descriptor, identity) of every socket of this process."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own descriptor is gone by now
+            status = os.stat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((int(name), status.st_ino))
+    return found
