@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,27 +23,39 @@ def write_whole(path: Path, write: Callable[[Path], object], check: Callable[[Pa
     >>> [file.name for file in folder.iterdir()]
     ['a']
     """
+    with drafted(path) as draft:
+        with writing(path):
+            write(draft)
+        return check(draft)
+
+
+@contextmanager
+def drafted(path: Path) -> Iterator[Path]:
+    """An empty draft to be written; at the end of the block it becomes `path`. An error leaves `path` as it was."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
-        try:
+        with writing(path):
             draft.touch()  # before the writer: some of them say only in their own words what the system refused
             mode = draft.stat().st_mode
-            write(draft)
+        yield draft
+        with writing(path):
             draft.chmod(mode)  # a writer that goes by way of a temporary file leaves one that only its owner can read
             _force_to_disk(draft)
-        except DistBeliefError:
-            raise
-        except Exception as error:
-            raise _cannot_write(path, error) from error
-        verdict = check(draft)
-        try:
             draft.replace(path)
             _force_to_disk(path.parent)
-        except OSError as error:
-            raise _cannot_write(path, error) from error
-        return verdict
     finally:
         _remove(draft)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Whatever fails in the block is a failure to write that file."""
+    try:
+        yield
+    except DistBeliefError:
+        raise
+    except Exception as error:
+        raise _cannot_write(path, error) from error
 
 
 def _force_to_disk(path: Path) -> None:

@@ -18,9 +18,15 @@ from typing import Any
 
 import msgspec
 
+from distbelief.checkpoint import boxes
+from distbelief.checkpoint.boxes import Box
+from distbelief.checkpoint.coverage import Stretch, coverage_fault
 from distbelief.checkpoint.faults import CheckpointDamaged, CheckpointFormat
 
-FORMAT_VERSION = 1
+OLDEST_FORMAT = 1
+"""Tensors lie in stretches alone. Still written where it says everything, so that older programs can read it."""
+NEWEST_FORMAT = 2
+"""Boxes of tensors too."""
 MANIFEST = "manifest.json"
 
 # torch's name of a type -> (safetensors' name, bytes per element)
@@ -49,7 +55,7 @@ _DAMAGED_HINT = "restore it from a copy, or delete this checkpoint; resuming tak
 
 
 class PartEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A stretch of one tensor, in row-major order, as a part holds it."""
+    """A stretch of one tensor, in row-major order, or a box of it, as a part holds it."""
 
     tensor: str
     dtype: str
@@ -57,6 +63,29 @@ class PartEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the whole tensor."""
     first: int
     count: int
+    box: Box | None = None
+    """None: a stretch. Otherwise `first` is the place of its first element in the whole tensor."""
+
+    @classmethod
+    def of_box(cls, tensor: str, dtype: str, shape: Sequence[int], box: Box) -> PartEntry:
+        """A box that is a single stretch becomes one. What `seal` is told of an empty one is passed over.
+
+        >>> PartEntry.of_box("w", "float32", (4, 6), ((0, 4), (2, 4))).key
+        'w[0:4,2:4]'
+        >>> PartEntry.of_box("w", "float32", (4, 6), ((2, 4), (0, 6))).key
+        'w[12:24]'
+        """
+        if not boxes.is_box_of(shape, box):
+            raise ValueError(f"tensor '{tensor}' of shape {tuple(shape)} has no box {boxes.shown(box)}")
+        count = boxes.volume(box)
+        is_stretch = not prod(shape) or (count > 0 and boxes.stretch_of(shape, box) is not None)
+        first = boxes.first_of(shape, box) if count else 0
+        return cls(tensor, dtype, tuple(shape), first, count, None if is_stretch else box)
+
+    @property
+    def empty(self) -> bool:
+        """Nothing of a tensor that has elements: such a box is not written."""
+        return self.box is not None and not self.count and prod(self.shape) > 0
 
     @property
     def whole(self) -> bool:
@@ -65,11 +94,15 @@ class PartEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def key(self) -> str:
         """Its name inside the part: a whole tensor keeps its own, so that the file means something by itself."""
-        return self.tensor if self.whole else f"{self.tensor}[{self.first}:{self.first + self.count}]"
+        if self.whole:
+            return self.tensor
+        return f"{self.tensor}{boxes.shown(self.box or ((self.first, self.first + self.count),))}"
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        return self.shape if self.whole else (self.count,)
+        if self.whole:
+            return self.shape
+        return (self.count,) if self.box is None else boxes.sizes(self.box)
 
     @property
     def size_bytes(self) -> int:
@@ -89,13 +122,6 @@ class PartFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: str
     size_bytes: int
     sha256: str
-
-
-class Stretch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    part: int
-    """1 for the first part."""
-    first: int
-    count: int
 
 
 class TensorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -130,11 +156,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def entries_of(self, part: int) -> list[PartEntry]:
         return [
-            PartEntry(t.name, t.dtype, t.shape, stretch.first, stretch.count)
+            PartEntry(t.name, t.dtype, t.shape, stretch.first, stretch.count, stretch.box)
             for t in self.tensors
             for stretch in t.stretches
             if stretch.part == part
         ]
+
+
+def format_of(tensors: Iterable[TensorRecord]) -> int:
+    """The oldest format that can say where these tensors lie."""
+    has_boxes = any(stretch.box is not None for t in tensors for stretch in t.stretches)
+    return NEWEST_FORMAT if has_boxes else OLDEST_FORMAT
 
 
 class _Version(msgspec.Struct):
@@ -199,14 +231,15 @@ def decode(data: bytes, url: str, step: int) -> Manifest:
 
 
 def _check_version(found: int, url: str) -> None:
-    if found < FORMAT_VERSION:
+    read = f"this version reads formats {OLDEST_FORMAT} to {NEWEST_FORMAT}"
+    if found < OLDEST_FORMAT:
         raise CheckpointFormat(
-            f"{url} is in the older checkpoint format {found}; this version reads format {FORMAT_VERSION}",
+            f"{url} is in the older checkpoint format {found}; {read}",
             hint="load it with the version of distbelief that wrote it (`versions` in the manifest) and save it anew",
         )
-    if found > FORMAT_VERSION:
+    if found > NEWEST_FORMAT:
         raise CheckpointFormat(
-            f"{url} is in the newer checkpoint format {found}; this version reads format {FORMAT_VERSION}",
+            f"{url} is in the newer checkpoint format {found}; {read}",
             hint="upgrade distbelief to the version that wrote it (`versions` in the manifest), or a later one",
         )
 
@@ -226,39 +259,6 @@ def _fault(manifest: Manifest) -> str:
             return f"tensor '{t.name}' lies in a part that is not listed"
         if fault := coverage_fault(t.name, t.shape, t.stretches):
             return fault
+    if format_of(manifest.tensors) > manifest.format_version:
+        return f"it has boxes of tensors, which format {manifest.format_version} has not"
     return ""
-
-
-def coverage_fault(name: str, shape: Sequence[int], stretches: Iterable[Stretch]) -> str:
-    """Says where the stretches leave elements of a tensor out, or hold them twice; nothing when all is well.
-
-    >>> coverage_fault("w", (2, 3), [Stretch(1, 0, 4), Stretch(2, 4, 2)])
-    ''
-    >>> coverage_fault("w", (2, 3), [Stretch(1, 0, 4), Stretch(2, 5, 1)])
-    "elements 4 to 4 of tensor 'w' are in no part"
-    """
-    reached, last_part, found = 0, 0, False
-    for stretch in sorted(stretches, key=lambda s: (s.first, s.count)):
-        found = True
-        if stretch.first < 0 or stretch.count < (1 if prod(shape) else 0):
-            return f"tensor '{name}' has a stretch of {stretch.count} elements from {stretch.first} on"
-        if stretch.first > reached:
-            return f"elements {reached} to {stretch.first - 1} of tensor '{name}' are in no part"
-        if stretch.first < reached:
-            upto = min(reached, stretch.first + stretch.count) - 1
-            both = f"in part {last_part} and in part {stretch.part}" if last_part != stretch.part else "twice in a part"
-            return f"elements {stretch.first} to {upto} of tensor '{name}' are {both}"
-        reached, last_part = reached + stretch.count, stretch.part
-    if any(size < 0 for size in shape) or reached > prod(shape):
-        return f"tensor '{name}' of shape {shown_shape(shape)} is held with {reached} elements"
-    if reached < prod(shape):
-        return f"elements {reached} to {prod(shape) - 1} of tensor '{name}' are in no part"
-    return "" if found else f"tensor '{name}' is in no part"
-
-
-def shown_shape(shape: Sequence[int]) -> str:
-    """
-    >>> shown_shape((10, 20)), shown_shape(())
-    ('10×20', 'scalar')
-    """
-    return "×".join(map(str, shape)) or "scalar"

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
 from distbelief.checkpoint import manifest as m
 from distbelief.checkpoint.faults import CheckpointMissing, CheckpointUnusable
-from distbelief.checkpoint.manifest import DTYPES, Manifest, PartEntry
-from distbelief.checkpoint.parts import check_part, memory_of
+from distbelief.checkpoint.manifest import Manifest
 from distbelief.checkpoint.storage import Folder, Where, entries, folder_at, read_file
+from distbelief.checkpoint.stored import CheckpointTensors
 
 Found = TypeVar("Found")
-
-_READERS = 4  # parts read at once: hashing and waiting both let other threads run
 
 
 def list_checkpoints(folder: Where) -> list[int]:
@@ -46,7 +43,7 @@ def read_manifest(folder: Where, step: int) -> Manifest:
 def verify(folder: Where, step: int) -> Manifest:
     """Read every byte of a checkpoint and compare it with the manifest. Raises CheckpointUnusable."""
     manifest = read_manifest(folder, step)
-    _read_parts(folder, manifest, {part: {} for part in range(1, len(manifest.parts) + 1)})
+    _opened(folder, manifest, check=True).check()
     return manifest
 
 
@@ -89,28 +86,31 @@ def read_tensors(folder: Where, manifest: Manifest, names: Collection[str] | Non
     >>> read_tensors("memory://read", seal("memory://read", 1, Facts(), [part]))
     {'w': tensor([1., 1.])}
     """
-    wanted = [t for t in manifest.tensors if names is None or t.name in names]
-    fresh = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in wanted}
-    sinks: dict[int, dict[str, memoryview]] = {}
-    for t in wanted:
-        data, width = memory_of(fresh[t.name]), DTYPES[t.dtype][1]
-        for stretch in t.stretches:
-            key = PartEntry(t.name, t.dtype, t.shape, stretch.first, stretch.count).key
-            held = data[stretch.first * width : (stretch.first + stretch.count) * width]
-            sinks.setdefault(stretch.part, {})[key] = held
-    _read_parts(folder, manifest, sinks)
-    return fresh
+    tensors = _opened(folder, manifest, check=True)
+    return tensors.read_whole([name for name in tensors if names is None or name in names])
 
 
-def _read_parts(folder: Where, manifest: Manifest, sinks: Mapping[int, Mapping[str, memoryview]]) -> None:
-    """Check the parts that have sinks, several at once; raises what is wrong with the first of them."""
-    place = folder_at(folder) / m.step_name(manifest.step)
-    sizes = entries(place)
+def open_checkpoint(folder: Where, step: int, check: bool = True) -> tuple[Manifest, CheckpointTensors]:
+    """A checkpoint whose tensors are read when they are asked for, whole or a box of them.
 
-    def check(part: int) -> None:
-        file = manifest.parts[part - 1]
-        check_part(place, file, sizes.get(file.file), manifest.entries_of(part), sinks[part])
+    With `check`, the first time that something of a part is wanted all of it is read, in front of its checksum. So
+    `read_boxes` for all that is wanted reads every file that it needs once, and holds no more than what is wanted and
+    a block for each of a few files. Without, only the bytes that are wanted are read: when somebody has verified it.
 
-    with ThreadPoolExecutor(max_workers=_READERS) as readers:
-        for _ in readers.map(check, sorted(sinks)):
-            pass
+    >>> from distbelief.checkpoint.manifest import Facts
+    >>> from distbelief.checkpoint.parts import Slice
+    >>> from distbelief.checkpoint.saving import seal, write_part
+    >>> columns = Slice.of_box("w", torch.ones(3, 1), (3, 2), ((0, 3), (0, 1)))
+    >>> others = Slice.of_box("w", torch.zeros(3, 1), (3, 2), ((0, 3), (1, 2)))
+    >>> parts = [write_part("memory://open", 1, k, 2, [piece]) for k, piece in enumerate([columns, others], start=1)]
+    >>> _ = seal("memory://open", 1, Facts(), parts)
+    >>> _, tensors = open_checkpoint("memory://open", 1)
+    >>> tensors.outlines, tensors.read_box("w", ((1, 2), (0, 2)))
+    ({'w': (torch.float32, (3, 2))}, tensor([[1., 0.]]))
+    """
+    manifest = read_manifest(folder, step)
+    return manifest, _opened(folder, manifest, check)
+
+
+def _opened(folder: Where, manifest: Manifest, check: bool) -> CheckpointTensors:
+    return CheckpointTensors(folder_at(folder) / m.step_name(manifest.step), manifest, check)

@@ -11,8 +11,9 @@ from contextlib import suppress
 from datetime import UTC, datetime
 
 from distbelief.checkpoint import manifest as m
+from distbelief.checkpoint.coverage import Stretch, coverage_fault, shown_shape
 from distbelief.checkpoint.faults import CheckpointExists, CheckpointIncomplete, CheckpointUnusable
-from distbelief.checkpoint.manifest import Facts, Manifest, PartEntry, PartFile, PartRecord, Stretch, TensorRecord
+from distbelief.checkpoint.manifest import Facts, Manifest, PartEntry, PartFile, PartRecord, TensorRecord
 from distbelief.checkpoint.parts import Slice, arranged, blocks
 from distbelief.checkpoint.storage import Folder, Where, entries, folder_at, read_file, write_file
 
@@ -74,8 +75,9 @@ def seal(folder: Where, step: int, facts: Facts, part_records: Sequence[PartReco
                 f"{place.url} cannot be sealed: {parts[part].file} is not there, or not with the size it was written",
                 hint="another process has changed the folder; save again",
             )
+    tensors = _table(place, {part: record.entries for part, record in parts.items()})
     content = Manifest(
-        format_version=m.FORMAT_VERSION,
+        format_version=m.format_of(tensors),
         step=step,
         created=datetime.now(UTC),
         job=facts.job,
@@ -84,7 +86,7 @@ def seal(folder: Where, step: int, facts: Facts, part_records: Sequence[PartReco
         versions=facts.versions,
         metrics=facts.metrics,
         parts=files,
-        tensors=_table(place, {part: record.entries for part, record in parts.items()}),
+        tensors=tensors,
     )
     data = m.encode(content)
     written = m.decode(data, place.url_of(m.MANIFEST), step)  # what readers will get, or an error before it is written
@@ -112,15 +114,17 @@ def _table(place: Folder, held: Mapping[int, Iterable[PartEntry]]) -> tuple[Tens
     stretches: dict[str, list[Stretch]] = {}
     for part, part_entries in held.items():
         for entry in part_entries:
+            if entry.empty:
+                continue
             known = seen.setdefault(entry.tensor, entry)
             if (known.dtype, known.shape) != (entry.dtype, entry.shape):
                 raise CheckpointIncomplete(
-                    f"{place.url} cannot be sealed: tensor '{entry.tensor}' is {m.shown_shape(known.shape)} "
-                    f"{known.dtype} in one part and {m.shown_shape(entry.shape)} {entry.dtype} in part {part}"
+                    f"{place.url} cannot be sealed: tensor '{entry.tensor}' is {shown_shape(known.shape)} "
+                    f"{known.dtype} in one part and {shown_shape(entry.shape)} {entry.dtype} in part {part}"
                 )
-            stretches.setdefault(entry.tensor, []).append(Stretch(part, entry.first, entry.count))
+            stretches.setdefault(entry.tensor, []).append(Stretch(part, entry.first, entry.count, entry.box))
     for name, entry in seen.items():
-        if fault := m.coverage_fault(name, entry.shape, stretches[name]):
+        if fault := coverage_fault(name, entry.shape, stretches[name]):
             raise CheckpointIncomplete(
                 f"{place.url} cannot be sealed: {fault}", hint="the members disagree about who saves what; save again"
             )

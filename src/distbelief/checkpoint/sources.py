@@ -1,25 +1,26 @@
 """Where trained weights come from: a run, a checkpoint, a folder of checkpoints, or a safetensors file.
 
-Only here does a path or URL become weights. A checkpoint is checked while it is read, and nothing is ever unpickled.
+Only here does a path or URL become weights. A checkpoint is checked before any of it is given, and nothing is ever
+unpickled.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import safetensors
-import safetensors.torch
 import torch
 
 from distbelief.checkpoint.faults import CheckpointDamaged, CheckpointUnusable
+from distbelief.checkpoint.lazy import LazyTensors, Renamed
 from distbelief.checkpoint.manifest import MANIFEST, Manifest, step_name, step_of
-from distbelief.checkpoint.reading import newest_sound, read_manifest, read_tensors
+from distbelief.checkpoint.reading import newest_sound, open_checkpoint
 from distbelief.checkpoint.records import read_record
-from distbelief.checkpoint.storage import Where, folder_at, read_file
+from distbelief.checkpoint.storage import Where, folder_at
+from distbelief.checkpoint.weightsfile import open_weights
 from distbelief.errors import DistBeliefError
 
 SUFFIX = ".safetensors"
@@ -62,7 +63,7 @@ class Source:
     """Tensors as `load_state_dict` wants them, and the run that they are from, if that is known."""
 
     path: str | Path
-    tensors: dict[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor]
     run_dir: Path | None
     checkpoint: str = ""
     """The checkpoint that they were read from; empty: from a file of weights."""
@@ -70,8 +71,12 @@ class Source:
     """What is wrong with each newer checkpoint, newest first: they could not be used."""
 
 
+_Take = Callable[[LazyTensors], Mapping[str, torch.Tensor]]
+"""What becomes of tensors that are not read yet."""
+
+
 def read_source(where: str | Path) -> Source:
-    """The weights at a path or URL, whichever form they have there.
+    """The weights at a path or URL, whichever form they have there, in memory.
 
     >>> from distbelief.checkpoint.manifest import Facts
     >>> from distbelief.checkpoint.parts import Slice
@@ -82,17 +87,32 @@ def read_source(where: str | Path) -> Source:
     >>> source.checkpoint, source.tensors
     ('memory://run/step-000000120', {'w': tensor([1., 1.])})
     """
+    return _source(where, lambda tensors: tensors.read_whole())
+
+
+def open_source(where: str | Path) -> Source:
+    """The same, but `tensors` are `LazyTensors`. They must stay there until all that is wanted was read."""
+
+    def checked(tensors: LazyTensors) -> LazyTensors:
+        tensors.check()
+        return tensors
+
+    return _source(where, checked)
+
+
+def _source(where: str | Path, take: _Take) -> Source:
     place = folder_at(where)
     if not place.local:
-        return _remote_file(place.url) if place.url.endswith(SUFFIX) else _folder(where, place.url)
+        is_file = place.url.endswith(SUFFIX)
+        return Source(place.url, take(open_weights(where)), None) if is_file else _folder(where, place.url, take)
     path = Path(os.fspath(where).removeprefix("file://"))
     if path.is_dir():
-        return _run(path) if _is_run(path) else _folder(path, place.url)
+        return _run(path, take) if _is_run(path) else _folder(path, place.url, take)
     if not path.exists():
         raise DistBeliefError(f"there is no {path}", hint=_WANTED)
     if path.suffix != SUFFIX:
         raise DistBeliefError(f"{path} is neither a folder nor a {SUFFIX} file", hint=_WANTED)
-    return Source(path, _local_tensors(path), None)
+    return Source(path, take(open_weights(path)), None)
 
 
 def recorded_job(run_dir: Path) -> RecordedJob:
@@ -104,13 +124,13 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("weights.safetensors", "job.json", "journal.jsonl"))
 
 
-def _run(run_dir: Path) -> Source:
+def _run(run_dir: Path, take: _Take) -> Source:
     """The weights of a run that is done, or else the newest checkpoint of it that is sound."""
     weights = run_dir / "weights.safetensors"
     if weights.exists():
-        return Source(run_dir, _local_tensors(weights), run_dir)
+        return Source(run_dir, take(open_weights(weights)), run_dir)
     folder = _checkpoints_of(run_dir)
-    found, skipped = _newest(folder)
+    found, skipped = _newest(folder, take)
     if found is None:
         raise DistBeliefError(
             f"the run {run_dir} has no weights yet: it has not finished, or it failed",
@@ -127,13 +147,13 @@ def _checkpoints_of(run_dir: Path) -> str:
     return named or str(run_dir / "checkpoints")
 
 
-def _folder(where: str | Path, url: str) -> Source:
+def _folder(where: str | Path, url: str, take: _Take) -> Source:
     """A checkpoint, or the newest sound one of several. One that was asked for by name is never replaced by another."""
     parent, _, name = url.rpartition("/")
     step = step_of(name)
     if step is not None:
-        return Source(where, _weights(parent, step), None, url)
-    found, skipped = _newest(url)
+        return Source(where, take(_weights(parent, step)), None, url)
+    found, skipped = _newest(url, take)
     if found is None and not skipped:
         raise DistBeliefError(
             f"{where} is neither a run directory nor a folder of checkpoints: "
@@ -150,30 +170,29 @@ def _folder(where: str | Path, url: str) -> Source:
     return Source(where, tensors, None, checkpoint, skipped)
 
 
-def _newest(folder: str) -> tuple[tuple[dict[str, torch.Tensor], str] | None, tuple[str, ...]]:
+def _newest(folder: str, take: _Take) -> tuple[tuple[Mapping[str, torch.Tensor], str] | None, tuple[str, ...]]:
     """The weights of the newest sound checkpoint and its URL, if there is one; and what is wrong with newer ones."""
 
-    def read(folder: Where, step: int) -> tuple[dict[str, torch.Tensor], str]:
-        return _weights(str(folder), step), f"{folder}/{step_name(step)}"
+    def read(folder: Where, step: int) -> tuple[Mapping[str, torch.Tensor], str]:
+        return take(_weights(str(folder), step)), f"{folder}/{step_name(step)}"
 
     found, faults = newest_sound(folder_at(folder).url, read)
     return found, tuple(why for _, why in faults)
 
 
-def _weights(folder: str, step: int) -> dict[str, torch.Tensor]:
+def _weights(folder: str, step: int) -> LazyTensors:
     """The model's tensors in a checkpoint. Parts that hold none of them are not read."""
-    manifest = read_manifest(folder, step)
+    manifest, held = open_checkpoint(folder, step)
     url = f"{folder}/{step_name(step)}"
     names = _names(manifest, url)
-    held = read_tensors(folder, manifest, {t.name for t in manifest.tensors if t.name.startswith(MODEL)})
-    saved = {name.removeprefix(MODEL): tensor for name, tensor in held.items()}
+    saved = {name.removeprefix(MODEL): name for name in held if name.startswith(MODEL)}
     if lost := sorted(set(names.tied.values()) - saved.keys()):
         raise CheckpointDamaged(f"{url} is refused: a tensor is tied to '{lost[0]}', which is not in it")
     everywhere = saved | {other: saved[first] for other, first in names.tied.items()}
     found = {name: everywhere[name] for name in sorted(everywhere) if names.is_wanted(name)}
     if not found:
         raise CheckpointUnusable(f"{url} holds no weights: no tensor in it is called {MODEL}…")
-    return found
+    return Renamed(held, found)
 
 
 def _names(manifest: Manifest, url: str) -> _Names:
@@ -181,28 +200,3 @@ def _names(manifest: Manifest, url: str) -> _Names:
         return msgspec.convert(manifest.job, type=_Names)
     except msgspec.ValidationError as error:
         raise CheckpointDamaged(f"{url}/{MANIFEST} is refused: in `job`, {error}") from error
-
-
-def _local_tensors(file: Path) -> dict[str, torch.Tensor]:
-    try:
-        return _decoded(str(file), lambda: safetensors.torch.load_file(file))
-    except OSError as error:
-        raise DistBeliefError(f"cannot read {file}: {error.strerror or error}") from error
-
-
-def _remote_file(url: str) -> Source:
-    parent, _, name = url.rpartition("/")
-    data = read_file(folder_at(parent), name)
-    if data is None:
-        raise DistBeliefError(f"there is no {url}", hint=_WANTED)
-    return Source(url, _decoded(url, lambda: safetensors.torch.load(data)), None)
-
-
-def _decoded(where: str, load: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    try:
-        tensors = load()
-    except safetensors.SafetensorError as error:
-        raise DistBeliefError(f"{where} is damaged, or no safetensors file: {error}") from error
-    if not tensors:
-        raise DistBeliefError(f"{where} holds no tensors")
-    return tensors

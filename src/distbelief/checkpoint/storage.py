@@ -200,6 +200,16 @@ def read_file(folder: Folder, name: str) -> bytes | None:
             return None
 
 
+def size_of(folder: Folder, name: str) -> int | None:
+    """A file's size in bytes, or None where there is none."""
+    with explained(folder, "read", folder.url_of(name)):
+        folder.files.invalidate_cache()  # other processes write there too
+        try:
+            return int(folder.files.size(folder.path_of(name)) or 0)
+        except FileNotFoundError:
+            return None
+
+
 def remove_file(folder: Folder, name: str) -> None:
     """Remove a file for good, if it is there."""
     with explained(folder, "remove", folder.url_of(name)), suppress(FileNotFoundError):

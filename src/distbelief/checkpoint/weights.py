@@ -1,18 +1,31 @@
-"""Weights as a file and as a hash: parameters and buffers, by name."""
+"""Weights as a file and as a hash: parameters and buffers, by name.
+
+Both are made from tensors that come one after the other, in name order, so that a model that is spread over many
+machines need not be in the memory of one.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
-import numpy as np
-import numpy.typing as npt
-import safetensors.torch
 import torch
 
-from distbelief.checkpoint.drafts import write_whole
+from distbelief.checkpoint.drafts import drafted, writing
+from distbelief.checkpoint.headers import Placed, begins, encode_header
+from distbelief.checkpoint.lazy import Outline, outlines_of
+from distbelief.checkpoint.manifest import DTYPES
+from distbelief.checkpoint.parts import BLOCK_BYTES, dtype_name, memory_of
 from distbelief.errors import DistBeliefError
+
+KINDS = {name: kind for name, (kind, _) in DTYPES.items()} | {
+    "complex64": "C64",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}
+"""torch's name of a type -> that of safetensors; a file of weights may hold a few more than a checkpoint."""
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -22,52 +35,154 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: found[name].detach() for name in sorted(found)}
 
 
-def weights_sha256(model: torch.nn.Module) -> str:
-    """SHA-256 over names, types, shapes and bytes, in name order.
-
-    >>> a, b = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
-    >>> _ = b.load_state_dict(a.state_dict())
-    >>> weights_sha256(a) == weights_sha256(b)
-    True
-    """
-    digest = hashlib.sha256()
-    for name, tensor in named_tensors(model).items():
-        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        digest.update(_bytes(tensor).data)
-    return digest.hexdigest()
-
-
-def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    flat = tensor.cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy()
-
-
 def persistent_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What `load_state_dict` expects: without buffers that are not persistent."""
     kept = model.state_dict().keys()
     return {name: tensor for name, tensor in named_tensors(model).items() if name in kept}
 
 
-def save_weights(model: torch.nn.Module, path: Path) -> None:
-    """Write what `load_state_dict` expects as a safetensors file: whole or not at all."""
-    save_tensors(persistent_tensors(model), path)
+class WeightsDigest:
+    """SHA-256 over names, types, shapes and bytes of tensors that come in name order."""
+
+    def __init__(self) -> None:
+        self._sha256 = hashlib.sha256()
+        self._last: str | None = None
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self.add_blocks(name, (tensor.dtype, tuple(tensor.shape)), _blocks(tensor))
+
+    def add_blocks(self, name: str, outline: Outline, blocks: Iterable[bytes | memoryview]) -> None:
+        if self._last is not None and name <= self._last:
+            raise ValueError(f"tensors come in name order: {name!r} came after {self._last!r}")
+        self._last = name
+        dtype, shape = outline
+        self._sha256.update(f"{name}\0{dtype}\0{tuple(shape)}\0".encode())
+        for block in blocks:
+            self._sha256.update(block)
+
+    def hexdigest(self) -> str:
+        return self._sha256.hexdigest()
+
+
+def weights_sha256(model: torch.nn.Module) -> str:
+    """The digest of all its parameters and buffers.
+
+    >>> a, b = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    >>> _ = b.load_state_dict(a.state_dict())
+    >>> weights_sha256(a) == weights_sha256(b)
+    True
+    """
+    return weights_sha256_of(named_tensors(model).items())
+
+
+def weights_sha256_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """The same of tensors that come one after the other, in name order, each under all of its names."""
+    digest = WeightsDigest()
+    for name, tensor in tensors:
+        digest.add(name, tensor)
+        del tensor  # before the next one is made
+    return digest.hexdigest()
+
+
+def save_weights(model: torch.nn.Module, path: Path) -> str:
+    """Write what `load_state_dict` expects as a safetensors file: whole or not at all. Returns `weights_sha256`."""
+    return write_weights(path, outlines_of(persistent_tensors(model)), named_tensors(model).items())
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write a safetensors file, whole or not at all, and read it back before it counts."""
-    copies = {name: t.cpu().contiguous().clone() for name, t in tensors.items()}  # tied ones must not share memory
+    write_weights(path, outlines_of(tensors), ((name, tensors[name]) for name in sorted(tensors)))
 
-    def write(draft: Path) -> None:
-        safetensors.torch.save_file(copies, draft, metadata={"format": "pt"})
 
-    def check(draft: Path) -> None:
-        found = safetensors.torch.load_file(draft)
-        if found.keys() != copies.keys() or not all(_same(found[name], copy) for name, copy in copies.items()):
+def write_weights(path: Path, outlines: Mapping[str, Outline], tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Write a safetensors file from tensors that come one after the other, in name order: whole or not at all.
+
+    `outlines` says which are to be in it; others only count for the digest of all that came, which is returned. Every
+    byte that was written is read back before it counts.
+
+    >>> import tempfile
+    >>> model = torch.nn.Linear(2, 1)
+    >>> outlines = {"bias": (torch.float32, (1,)), "weight": (torch.float32, (1, 2))}
+    >>> gathered = (pair for pair in [("bias", model.bias), ("weight", model.weight)])
+    >>> write_weights(Path(tempfile.mkdtemp()) / "w.safetensors", outlines, gathered) == weights_sha256(model)
+    True
+    """
+    outlines = {name: (dtype, tuple(shape)) for name, (dtype, shape) in outlines.items()}
+    placed = _placed(outlines)
+    header = encode_header(placed)
+    where = begins(placed, len(header))
+    every, written = WeightsDigest(), WeightsDigest()
+    left = set(outlines)
+    with drafted(path) as draft:
+        with writing(path):
+            file = draft.open("r+b")
+        with file:
+            _write(path, file, 0, [header])
+            for name, value in tensors:  # not under `writing`: what fails here is not the file
+                tensor = value.detach().cpu().contiguous()
+                every.add(name, tensor)
+                if name in outlines:
+                    left.discard(name)
+                    _require_form(name, tensor, outlines[name])
+                    written.add(name, tensor)
+                    _write(path, file, where[name], _blocks(tensor))
+                del value, tensor  # before the next one is made
+        if left:
+            raise ValueError(f"these tensors never came: {', '.join(sorted(left))}")
+        with writing(path):
+            found = _read_back(draft, header, placed, where, outlines)
+        if found != written.hexdigest():
             raise DistBeliefError(f"what was written for {path} reads back otherwise", hint="look at the disk")
+    return every.hexdigest()
 
-    write_whole(path, write, check)
+
+def _placed(outlines: Mapping[str, Outline]) -> list[Placed]:
+    """Wide types first: then every tensor in the file starts at a multiple of its element size."""
+    for name, (dtype, _) in outlines.items():
+        if dtype_name(dtype) not in KINDS:
+            raise DistBeliefError(f"tensor '{name}' cannot be saved: its type is {dtype_name(dtype)}")
+    return [
+        Placed(name, KINDS[dtype_name(dtype)], shape, torch.Size(shape).numel() * dtype.itemsize)
+        for name, (dtype, shape) in sorted(outlines.items(), key=lambda item: (-item[1][0].itemsize, item[0]))
+    ]
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    alike = one.dtype == other.dtype and one.shape == other.shape
-    return alike and np.array_equal(_bytes(one), _bytes(other))
+def _require_form(name: str, tensor: torch.Tensor, outline: Outline) -> None:
+    if (tensor.dtype, tuple(tensor.shape)) != outline:
+        raise ValueError(f"tensor '{name}' is {tensor.dtype} {tuple(tensor.shape)}, not {outline[0]} {outline[1]}")
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    data = memory_of(tensor.detach().cpu().contiguous())
+    for start in range(0, len(data), BLOCK_BYTES):
+        yield data[start : start + BLOCK_BYTES]
+
+
+def _write(path: Path, file: BinaryIO, at: int, blocks: Iterable[bytes | memoryview]) -> None:
+    with writing(path):
+        file.seek(at)
+        for block in blocks:
+            file.write(block)
+        file.flush()
+
+
+def _read_back(
+    draft: Path, header: bytes, placed: Iterable[Placed], where: Mapping[str, int], outlines: Mapping[str, Outline]
+) -> str:
+    """The digest of what is in the file; nothing where it does not begin and end as it should."""
+    sizes = {tensor.key: tensor.size_bytes for tensor in placed}
+    if draft.stat().st_size != len(header) + sum(sizes.values()):
+        return ""
+    digest = WeightsDigest()
+    with draft.open("rb") as file:
+
+        def blocks(name: str) -> Iterator[bytes]:
+            file.seek(where[name])
+            for start in range(0, sizes[name], BLOCK_BYTES):
+                yield file.read(min(BLOCK_BYTES, sizes[name] - start))
+
+        if file.read(len(header)) != header:
+            return ""
+        for name in sorted(outlines):
+            digest.add_blocks(name, outlines[name], blocks(name))
+    return digest.hexdigest()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.checkpoint.drafts import write_whole
+from distbelief.checkpoint.drafts import drafted, write_whole
 from distbelief.errors import DistBeliefError
 
 
@@ -45,6 +45,17 @@ def test_a_failure_leaves_the_old_file_and_no_draft(tmp_path: Path, write: objec
         write_whole(file, write, check)  # type: ignore[arg-type]
     assert file.read_text() == "old"
     assert names(tmp_path) == ["file"]
+
+
+def test_a_draft_is_removed_whatever_happens(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with drafted(tmp_path / "file") as draft:
+            draft.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("place", ["nowhere/file", "/proc/file"])

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from distbelief.checkpoint.faults import CheckpointDamaged, CheckpointFormat, CheckpointUnusable, StorageFailed
 from distbelief.checkpoint.manifest import decode
-from distbelief.checkpoint.parts import Slice, _Stream
+from distbelief.checkpoint.partreading import _Stream
+from distbelief.checkpoint.parts import Slice
 from distbelief.checkpoint.reading import newest_sound, read_manifest, read_tensors, verify
 from distbelief.checkpoint.retention import delete
 from distbelief.checkpoint.saving import seal, write_part
@@ -170,7 +171,7 @@ def test_a_part_that_is_not_needed_is_not_read(folder: Path) -> None:
         read_tensors(folder, manifest, ["w2"])
 
 
-@pytest.mark.parametrize(("version", "word", "advice"), [(0, "older", "save it anew"), (2, "newer", "upgrade")])
+@pytest.mark.parametrize(("version", "word", "advice"), [(0, "older", "save it anew"), (3, "newer", "upgrade")])
 def test_another_format_version(folder: Path, version: int, word: str, advice: str) -> None:
     path = newest(folder) / "manifest.json"
 
@@ -180,7 +181,7 @@ def test_another_format_version(folder: Path, version: int, word: str, advice: s
 
     rewritten(path, change)
     message = refused(folder, CheckpointFormat)
-    assert message == f"{path} is in the {word} checkpoint format {version}; this version reads format 1"
+    assert message == f"{path} is in the {word} checkpoint format {version}; this version reads formats 1 to 2"
     with pytest.raises(CheckpointFormat) as caught:
         read_manifest(folder, 200)
     assert advice in caught.value.hint
@@ -251,7 +252,7 @@ def test_a_fault_of_the_disk_itself_is_damage_of_that_file() -> None:
             unreadable.read(8)
         assert caught.value.errno == errno.EIO
         with pytest.raises(CheckpointDamaged, match="part-1 cannot be read: the disk reports a fault"):
-            _Stream(unreadable, "part-1", 100).fill(None, 100)
+            _Stream(unreadable, "part-1", 100).fill((), 100)
 
 
 def test_a_folder_that_cannot_be_listed_is_no_reason_to_start_anew(tmp_path: Path) -> None:

@@ -17,13 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from distbelief.checkpoint.coverage import Stretch, coverage_fault
 from distbelief.checkpoint.faults import (
     CheckpointExists,
     CheckpointIncomplete,
     CheckpointMissing,
     StorageFailed,
 )
-from distbelief.checkpoint.manifest import Facts, Stretch, coverage_fault
+from distbelief.checkpoint.manifest import Facts
 from distbelief.checkpoint.parts import Slice
 from distbelief.checkpoint.reading import (
     list_checkpoints,

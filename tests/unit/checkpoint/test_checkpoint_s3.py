@@ -8,15 +8,18 @@ from collections.abc import Iterator
 import fsspec
 import pytest
 import s3fs
+import safetensors.torch
 import torch
 from checkpoint_samples import FACTS, cut, same_bits, save, state
 from s3_server import Gate, s3_server
 
 from distbelief.checkpoint.faults import CheckpointDamaged, StorageFailed
 from distbelief.checkpoint.parts import Slice
-from distbelief.checkpoint.reading import list_checkpoints, newest_sound, read_tensors, verify
+from distbelief.checkpoint.reading import list_checkpoints, newest_sound, open_checkpoint, read_tensors, verify
 from distbelief.checkpoint.retention import delete, tidy
 from distbelief.checkpoint.saving import seal, write_part
+from distbelief.checkpoint.sources import read_source
+from distbelief.checkpoint.weightsfile import open_weights
 
 FOLDER = "s3://training/runs/digits/checkpoints"
 MIB = 1 << 20
@@ -174,3 +177,44 @@ def test_a_bucket_that_is_not_there_is_not_made() -> None:
         write_part("s3://misspelt/checkpoints", 1, 1, 1, cut(state(), 1)[0])
     assert "check the address" in caught.value.hint
     assert "misspelt" not in fsspec.filesystem("s3").ls("")
+
+
+@pytest.mark.usefixtures("gate")
+def test_a_box_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = torch.randn(256, 8192)
+    halves = [[Slice.of_box("w", w[:, a:b], w.shape, ((0, 256), (a, b)))] for a, b in ((0, 4096), (4096, 8192))]
+    records = [write_part(FOLDER, 1, k, 2, part) for k, part in enumerate(halves, start=1)]
+    assert seal(FOLDER, 1, FACTS, records) == verify(FOLDER, 1)
+    fetched: list[int] = []
+
+    async def counted(self: s3fs.S3FileSystem, *asked: object, **more: object) -> bytes:
+        data = await fetch(self, *asked, **more)
+        fetched.append(len(data))
+        return data
+
+    fetch = s3fs.S3FileSystem._cat_file
+    monkeypatch.setattr(s3fs.S3FileSystem, "_cat_file", counted)
+    s3fs.S3FileSystem.clear_instance_cache()
+    _, lazy = open_checkpoint(FOLDER, 1, check=False)
+    fetched.clear()  # the manifest
+    assert torch.equal(lazy.read_box("w", ((10, 12), (4000, 4200))), w[10:12, 4000:4200])
+    rows = sum(fetched) - 2 * (1 << 16)  # beside the headers: all that lies between two short rows
+    assert 0 < rows < 2 * 2 * 4096 * 4
+    assert torch.equal(open_checkpoint(FOLDER, 1)[1].read_box("w", ((0, 256), (1, 8000))), w[:, 1:8000])
+
+
+@pytest.mark.usefixtures("gate")
+def test_a_file_of_weights() -> None:
+    saved = {"w": torch.randn(64, 32), "n": torch.tensor(7)}
+    fsspec.filesystem("s3").pipe_file("training/w.safetensors", safetensors.torch.save(saved))
+    lazy = open_weights("s3://training/w.safetensors")
+    assert torch.equal(lazy.read_box("w", ((3, 9), (4, 5))), saved["w"][3:9, 4:5])
+    assert same_bits(read_source("s3://training/w.safetensors").tensors, saved)
+
+
+def test_the_server_goes_before_a_box_is_read(gate: Gate) -> None:
+    save(FOLDER, 1)
+    _, lazy = open_checkpoint(FOLDER, 1, check=False)
+    gate.shut()
+    with pytest.raises(StorageFailed, match=r"cannot (list|read) s3://training"):
+        lazy["float64"]

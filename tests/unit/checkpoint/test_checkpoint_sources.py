@@ -15,9 +15,12 @@ from torch import nn
 
 from distbelief.checkpoint import reading
 from distbelief.checkpoint.faults import CheckpointDamaged, CheckpointMissing, CheckpointUnusable, StorageFailed
+from distbelief.checkpoint.lazy import LazyTensors
 from distbelief.checkpoint.manifest import Facts
+from distbelief.checkpoint.parts import Slice
 from distbelief.checkpoint.retention import delete
-from distbelief.checkpoint.sources import RecordedJob, read_source, recorded_job
+from distbelief.checkpoint.saving import seal, write_part
+from distbelief.checkpoint.sources import RecordedJob, open_source, read_source, recorded_job
 from distbelief.checkpoint.weights import named_tensors, persistent_tensors, save_tensors
 from distbelief.errors import DistBeliefError
 
@@ -154,6 +157,34 @@ def test_a_damaged_newest_is_skipped_and_named(tmp_path: Path) -> None:
     with pytest.raises(DistBeliefError, match=r"no checkpoint in .* is sound: .*step-000000030") as caught:
         read_source(tmp_path)
     assert len(caught.value.details.splitlines()) == 4
+
+
+def test_opened_the_same_is_there_but_not_read_yet(tmp_path: Path, store: str) -> None:
+    net = Net()
+    save_tensors(persistent_tensors(net), tmp_path / "w.safetensors")
+    for step in (10, 20):
+        save_net(tmp_path / "checkpoints", step, net)
+        save_net(store, step, net)
+    part = flip_a_bit(tmp_path / "checkpoints", 20)
+    for where in (tmp_path / "w.safetensors", tmp_path / "checkpoints", store, f"{store}/step-000000010"):
+        source = open_source(where)
+        assert isinstance(source.tensors, LazyTensors)
+        assert same_bits(dict(source.tensors.items()), persistent_tensors(net))
+        rows = source.tensors.read_boxes({"enter.weight": ((2, 4), (1, 3)), "leave.weight": ((2, 4), (1, 3))})
+        assert torch.equal(rows["enter.weight"], net.enter.weight[2:4, 1:3])
+        assert torch.equal(rows["leave.weight"], rows["enter.weight"])
+    assert open_source(tmp_path / "checkpoints").skipped == (f"{part} is damaged: its checksum differs",)
+    with pytest.raises(CheckpointDamaged, match="its checksum differs"):
+        open_source(tmp_path / "checkpoints" / "step-000000020")
+
+
+def test_parts_without_weights_are_not_read(tmp_path: Path) -> None:
+    slices = [Slice.whole("model/w", torch.ones(2))], [Slice.whole("optimizer/exp_avg/w", torch.ones(2))]
+    records = [write_part(tmp_path, 1, k, 2, part) for k, part in enumerate(slices, start=1)]
+    seal(tmp_path, 1, Facts(), records)
+    (tmp_path / "step-000000001" / records[1].file).unlink()
+    assert same_bits(read_source(tmp_path).tensors, {"w": torch.ones(2)})
+    assert same_bits(dict(open_source(tmp_path).tensors), {"w": torch.ones(2)})
 
 
 def test_a_checkpoint_that_vanishes_while_it_is_read(store: str, monkeypatch: pytest.MonkeyPatch) -> None:

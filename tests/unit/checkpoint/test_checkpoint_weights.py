@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,19 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from distbelief.checkpoint.weights import save_weights, weights_sha256
+from distbelief.checkpoint import weights
+from distbelief.checkpoint.lazy import Outline, outlines_of
+from distbelief.checkpoint.weights import (
+    WeightsDigest,
+    named_tensors,
+    persistent_tensors,
+    save_tensors,
+    save_weights,
+    weights_sha256,
+    weights_sha256_of,
+    write_weights,
+)
+from distbelief.errors import DistBeliefError
 
 
 class Net(nn.Module):
@@ -61,3 +75,113 @@ def test_the_file_is_what_load_state_dict_wants(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="nowhere"):
         save_weights(Net(), tmp_path / "nowhere" / "weights.safetensors")
+
+
+def one_by_one(net: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """As a first rank gathers them: each is gone when the next one comes."""
+    for name, tensor in named_tensors(net).items():
+        gathered = tensor.clone()
+        yield name, gathered
+        gathered.zero_()
+
+
+def test_a_stream_of_tensors_makes_the_same_file_and_the_same_hash(tmp_path: Path) -> None:
+    net = Net()
+    whole, streamed = tmp_path / "whole.safetensors", tmp_path / "streamed.safetensors"
+    assert save_weights(net, whole) == weights_sha256(net)
+    digest = write_weights(streamed, outlines_of(persistent_tensors(net)), one_by_one(net))
+    assert digest == weights_sha256(net) == weights_sha256_of(one_by_one(net))
+    assert streamed.read_bytes() == whole.read_bytes()
+    assert "mask" not in load_file(streamed)
+    assert load_file(streamed)["second.weight"].equal(net.first.weight)
+
+
+def test_every_type_of_a_file_is_one_of_safetensors(tmp_path: Path) -> None:
+    saved = {name: torch.ones(2, 3, dtype=torch.uint8).to(getattr(torch, name)) for name in weights.KINDS}
+    save_tensors(saved, tmp_path / "w.safetensors")
+    found = load_file(tmp_path / "w.safetensors")
+    for name, tensor in saved.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
+    with pytest.raises(DistBeliefError, match="'w' cannot be saved: its type is complex128"):
+        save_tensors({"w": torch.ones(1, dtype=torch.complex128)}, tmp_path / "other.safetensors")
+
+
+def test_tensors_of_any_strides(tmp_path: Path) -> None:
+    saved = {"turned": torch.arange(6.0).view(2, 3).t(), "scalar": torch.tensor(2), "none": torch.empty(0, 3)}
+    save_tensors(saved, tmp_path / "w.safetensors")
+    found = load_file(tmp_path / "w.safetensors")
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+
+
+F32 = torch.float32
+
+
+@pytest.mark.parametrize(
+    ("outlines", "said"),
+    [
+        ({"a": (F32, (2,)), "b": (F32, (2,)), "c": (F32, (2,))}, "these tensors never came: c"),
+        ({"a": (F32, (3,)), "b": (F32, (2,))}, r"'a' is torch.float32 \(2,\), not torch.float32 \(3,\)"),
+        ({"a": (torch.int32, (2,)), "b": (F32, (2,))}, "'a' is torch.float32 .* not torch.int32"),
+    ],
+)
+def test_a_stream_that_is_not_as_announced_leaves_no_file(
+    tmp_path: Path, outlines: dict[str, Outline], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        write_weights(tmp_path / "w.safetensors", outlines, [("a", torch.ones(2)), ("b", torch.ones(2))])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_come_in_order(tmp_path: Path) -> None:
+    pairs = [("b", torch.ones(2)), ("a", torch.ones(2))]
+    for order in (pairs, [pairs[0], pairs[0]]):
+        with pytest.raises(ValueError, match="tensors come in name order"):
+            weights_sha256_of(order)
+        with pytest.raises(ValueError, match="tensors come in name order"):
+            write_weights(tmp_path / "w.safetensors", outlines_of(dict(order)), order)
+    assert WeightsDigest().hexdigest() == weights_sha256_of([])
+
+
+def test_a_stream_that_fails_is_not_called_a_failure_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "w.safetensors").write_text("old")
+
+    def lost() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(2)
+        raise ConnectionError("a member is gone")
+
+    with pytest.raises(ConnectionError, match="a member is gone"):
+        write_weights(tmp_path / "w.safetensors", {"a": (F32, (2,)), "b": (F32, (2,))}, lost())
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("w.safetensors", "old")]
+
+
+@pytest.mark.parametrize("position", [0, 20, -1])
+def test_a_byte_that_is_not_what_was_written_is_noticed(tmp_path: Path, position: int) -> None:
+    """Between the writing and the reading back, the last tensor's generator changes the draft."""
+
+    def meddling() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(2)
+        draft = next(tmp_path.iterdir())
+        content = bytearray(draft.read_bytes())
+        content[position] ^= 1
+        draft.write_bytes(content)
+
+    with pytest.raises(DistBeliefError, match=r"w.safetensors reads back otherwise"):
+        write_weights(tmp_path / "w.safetensors", {"a": (F32, (2,))}, meddling())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_one_of_the_tensors_is_in_memory(tmp_path: Path) -> None:
+    names = [f"w{k}" for k in range(4)]
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def counted() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            assert not alive
+            made = [torch.ones(4)]
+            alive.add(made[0])
+            yield name, made.pop()
+
+    write_weights(tmp_path / "w.safetensors", dict.fromkeys(names, (F32, (4,))), counted())
+    weights_sha256_of(counted())
