@@ -16,15 +16,20 @@ if TYPE_CHECKING:
     from distbelief.errors import DistBeliefError, JobError, RunFailed
     from distbelief.job import Job
     from distbelief.strategies.allreduce import AllReduce
+    from distbelief.strategies.hybrid import Hybrid, Pipeline, Sharded, Tensor
     from distbelief.worker.metrics import accuracy
 
 _HOME = {
     "AllReduce": "distbelief.strategies.allreduce",
     "DistBeliefError": "distbelief.errors",
+    "Hybrid": "distbelief.strategies.hybrid",
     "Job": "distbelief.job",
     "JobError": "distbelief.errors",
+    "Pipeline": "distbelief.strategies.hybrid",
     "Result": "distbelief.api",
     "RunFailed": "distbelief.errors",
+    "Sharded": "distbelief.strategies.hybrid",
+    "Tensor": "distbelief.strategies.hybrid",
     "accuracy": "distbelief.worker.metrics",
     "idx": "distbelief.data.idx",
     "resume": "distbelief.api",
@@ -34,10 +39,14 @@ _HOME = {
 __all__ = [
     "AllReduce",
     "DistBeliefError",
+    "Hybrid",
     "Job",
     "JobError",
+    "Pipeline",
     "Result",
     "RunFailed",
+    "Sharded",
+    "Tensor",
     "__version__",
     "accuracy",
     "idx",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from distbelief.engines.launch import Launch
     from distbelief.job import Job
     from distbelief.observe.view import View
-    from distbelief.strategies.allreduce import AllReduce
+    from distbelief.strategies import AnyStrategy
 
 MOST_BY_DEFAULT = 8  # workers, when the user names no number: the most shards that a job has by default
 
@@ -38,6 +38,8 @@ class Result:
     wall_s: float
     workers: int
     recoveries: int
+    reexecuted: int = 0
+    """Steps that were executed again, since no member had the state after them any more (in divided models)."""
 
     def state_dict(self) -> dict[str, Any]:
         """The trained weights, for `model.load_state_dict`."""
@@ -50,7 +52,7 @@ def train(
     job: Job,
     *,
     workers: int | None = None,
-    strategy: str | AllReduce = "allreduce",
+    strategy: str | AnyStrategy = "allreduce",
     run_dir: str | Path | None = None,
     threads: int = 1,
     device: str = "cpu",
@@ -114,7 +116,7 @@ def resume(
     job: Job | None = None,
     *,
     workers: int | None = None,
-    strategy: str | AllReduce | None = None,
+    strategy: str | AnyStrategy | None = None,
     quiet: bool = False,
 ) -> Result:
     """Go on with a run that was stopped, or that died, from its newest sound checkpoint.
@@ -146,7 +148,7 @@ def resume_run(
     run_dir: Path,
     *,
     workers: int | None,
-    strategy: str | AllReduce | None,
+    strategy: str | AnyStrategy | None,
     view: View,
     job: Job | None = None,
 ) -> Result:
@@ -206,7 +208,7 @@ def _check_workers(count: int, least: int) -> None:
 
 def _launch(
     name: str,
-    strategy: str | AllReduce,
+    strategy: str | AnyStrategy,
     workers: int | None,
     run_dir: str | Path | None,
     shares: Sequence[float],
@@ -302,6 +304,7 @@ def _result(record: dict[str, Any], run_dir: Path, started: float) -> Result:
         wall_s=time.monotonic() - started,
         workers=result["workers"],
         recoveries=result["recoveries"],
+        reexecuted=result.get("reexecuted", 0),  # a run of an earlier version has none
     )
 
 

@@ -72,6 +72,10 @@ class Job:
     shuffle: bool = True
     drop_last: bool = False
     name: str = ""
+    split: Sequence[str] = ()
+    """For pipelines, where the model cannot be cut automatically: names of modules that each may begin a stage."""
+    tensor_plan: Mapping[str, str] = field(default_factory=dict)
+    """For tensor parallelism: pattern of module names -> column, row or whole; what it says goes before the plan."""
 
     def __post_init__(self) -> None:
         problem = self._problem()

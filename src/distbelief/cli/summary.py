@@ -24,6 +24,7 @@ KEYS = (
     "wall_s",
     "workers",
     "recoveries",
+    "reexecuted",
 )
 
 
@@ -40,6 +41,8 @@ def rows(result: Result) -> list[tuple[str, str]]:
     ]
     if result.recoveries:
         found.append(("recoveries", str(result.recoveries)))
+    if result.reexecuted:
+        found.append(("executed again", text.count(result.reexecuted, "step")))
     return [*found, ("weights sha256", result.weights_sha256), ("run", result.run_dir)]
 
 

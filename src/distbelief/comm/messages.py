@@ -48,6 +48,8 @@ class Timing(Struct, frozen=True):
     compute_s: float = 0.0
     comm_s: float = 0.0
     shards: int = 0
+    waits: dict[int, float] = {}
+    """Rank -> seconds that this member has waited for that one; a part of `comm_s`."""
 
 
 class StepReport(Struct, frozen=True):
@@ -82,13 +84,17 @@ class Member(Struct, frozen=True):
     shards: Range
     """The contiguous range of shards it computes. Its rank is its place in the list of members."""
     pid: int = 0
+    place: str = ""
+    """Which part of a divided model it has, for people."""
 
 
 class PastGeneration(Struct, frozen=True):
-    """One whose unfinished step the next may have to take over."""
+    """One whose unfinished step the next may have to take over, or whose state."""
 
     generation: int
     members: list[Member]
+    degrees: list[int] = []
+    """As in StartGeneration."""
 
 
 class WrittenPart(Struct, frozen=True):
@@ -189,6 +195,28 @@ class StepTakenOver(Struct, frozen=True, tag=True):
     """Shards that are computed again; the partial sums of the others were there."""
     broken: list[BrokenShard] = []
     """What dead members were computing when they died, as far as it can be seen."""
+
+
+class RolledBack(Struct, frozen=True, tag=True):
+    """No member had a part of the state after `reached` steps any more: the run goes on from an earlier one. From the
+    member of rank 0."""
+
+    worker: int
+    generation: int
+    reached: int
+    """Steps that had been applied."""
+    step: int
+    """Steps applied in the state from which it goes on."""
+    source: str
+    """snapshots (in the memory of neighbours) · checkpoint"""
+
+
+class PlanShown(Struct, frozen=True, tag=True):
+    """How the model is divided among the members of this generation, for people. From the member of rank 0."""
+
+    worker: int
+    generation: int
+    lines: list[str]
 
 
 class PeerDied(Struct, frozen=True, tag=True):
@@ -303,6 +331,8 @@ Event = (
     | WorkerFailed
     | WorkerExited
     | StepTakenOver
+    | RolledBack
+    | PlanShown
     | PeerDied
     | CollectiveFailed
     | LeaveRequested
@@ -335,6 +365,8 @@ class StartGeneration(Struct, frozen=True, tag=True):
     """The coordinator knows of all steps before this one."""
     sealed: int = 0
     """The newest checkpoint."""
+    degrees: list[int] = []
+    """Of a mesh of members: pipeline, data, sharded, tensor. Empty: each has the whole model."""
 
 
 class Refuse(Struct, frozen=True, tag=True):

@@ -42,6 +42,7 @@ def complete(state: State, now: float) -> Result:
         "samples_per_s": first.samples_per_s,
         "workers": len(state.members),
         "recoveries": state.recoveries,
+        "reexecuted": state.reexecuted,
     }
     line = workers_line(state.progress, state.members, state.generation, now)
     state, outputs = end(state, "completed", f"all {len(ends)} members have finished", now, result=result)

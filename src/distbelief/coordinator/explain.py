@@ -116,13 +116,13 @@ def not_ready(waited_s: float, expected: int, loading: Iterable[str], absent: It
     return f"waited {waited_s:.0f} s for {expected} workers to be ready: {'; '.join(parts)}"
 
 
-def spares(workers: int, shards: int, numbers: list[int]) -> str:
+def spares(workers: int, what_for: str, numbers: list[int]) -> str:
     """
-    >>> spares(5, 4, [4])
+    >>> spares(5, "4 shards", [4])
     '5 workers for 4 shards: worker 4 is a spare'
     """
     if len(numbers) == 1:
         who_are = f"worker {numbers[0]} is a spare"
     else:
         who_are = f"workers {', '.join(map(str, numbers))} are spares"
-    return f"{workers} workers for {shards} shard{'s' if shards > 1 else ''}: {who_are}"
+    return f"{workers} workers for {what_for}: {who_are}"

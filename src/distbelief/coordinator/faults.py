@@ -281,7 +281,7 @@ def returned(state: State, worker: Worker, now: float) -> Result:
 
 def _look(state: State, now: float) -> Result:
     """Would the step be shorter with the shards divided otherwise?"""
-    if not state.config.balance or state.paused or state.finished:
+    if not state.config.balances or state.paused or state.finished:
         return state, []
     ranges = [member.shards for member in state.members]
     members = [member.worker for member in state.members]

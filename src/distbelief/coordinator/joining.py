@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from distbelief.comm import messages as m
-from distbelief.coordinator import explain
+from distbelief.coordinator import explain, membership
 from distbelief.coordinator.ending import Result, fail, record, say, with_worker
 from distbelief.coordinator.regroup import hire, regroup, release, start_when_complete
 from distbelief.coordinator.vocabulary import ENGINE, Output, ProtocolError, Reply, Send, State, Worker
@@ -95,11 +95,14 @@ def _refuse(state: State, worker: Worker, reason: str, now: float) -> Result:
 def _seat(state: State, worker: Worker, now: float) -> Result:
     """A worker that is ready after the start: a seat at the next boundary, if there is one, else it is a spare."""
     assert state.start is not None
-    assert state.reference is not None
-    shards = state.reference.job.shards
-    if len(state.members) < shards or any(state.workers[member.worker].gone for member in state.members):
+    there = sum(1 for one in state.workers.values() if one.ready and one.counts)
+    if membership.takes(state, there) or any(state.workers[member.worker].gone for member in state.members):
         return regroup(state, "join", f"{worker.name} has joined", now)
-    reason = f"{worker.name} has joined: it is a spare, since there are {shards} shards for {shards} other members"
+    members = len(state.members)
+    why = f"there are {members} shards for {members} other members"
+    if state.degrees:
+        why = f"{there} workers make no more than {state.degrees}"
+    reason = f"{worker.name} has joined: it is a spare, since {why}"
     return state, [
         record(state, now, "spare", reason, worker=worker.number),
         Send(worker.number, state.start),
@@ -138,7 +141,7 @@ def scaled(state: State, event: m.ScaleRequested, now: float) -> Result:
     there = [worker for worker in state.workers.values() if worker.counts]
     # Those on their way go first, then spares, then the members of the highest ranks: those at the front keep their
     # shards and what is cached.
-    there.sort(key=lambda worker: (state.seats.get(worker.number, len(state.seats)), worker.number))
+    there.sort(key=lambda worker: (_standing(state, worker.number), worker.number))
     surplus = [*there, *(Worker(number) for number in sorted(state.hired))][event.workers :]
     leaving = [worker.number for worker in surplus]
     reason = f"{event.workers} workers were asked for instead of {state.target}"
@@ -156,6 +159,14 @@ def scaled(state: State, event: m.ScaleRequested, now: float) -> Result:
         state, more = start_when_complete(state, now)
         outputs += more
     return state, outputs
+
+
+def _standing(state: State, worker: int) -> tuple[int, int]:
+    """The lower, the longer it stays. In a mesh whole copies of the model go, so that one of them is left."""
+    rank = state.seats.get(worker, len(state.seats))
+    if state.degrees and state.is_member(worker):
+        return state.degrees.place(rank).data, rank
+    return (len(state.seats) if state.degrees else 0), rank
 
 
 def _scaling(there: int, target: int) -> str:

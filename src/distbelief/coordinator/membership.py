@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from distbelief.comm.messages import Member
 from distbelief.coordinator import assignment
-from distbelief.coordinator.vocabulary import RunConfig, Worker
+from distbelief.coordinator.seating import seat
+from distbelief.coordinator.vocabulary import RunConfig, State, Worker
 from distbelief.shards import Range
+from distbelief.strategies.degrees import Degrees, fit, ranges
 
 
 @dataclass(frozen=True)
@@ -19,13 +21,15 @@ class Plan:
     transport: str
     problem: str = ""
     """Why this generation cannot be; the other fields still say what it would have been."""
+    degrees: Degrees | None = None
+    """Of a mesh."""
 
 
-def plan(config: RunConfig, shards: int, workers: Sequence[Worker], ranges: Sequence[Range] | None = None) -> Plan:
+def plan(config: RunConfig, shards: int, workers: Sequence[Worker], cut: Sequence[Range] | None = None) -> Plan:
     """`workers` are all that can take part, in the order of their ranks; those beyond `shards` are spares."""
     seated = workers[:shards]
-    if ranges is None:
-        ranges = _ranges(config, shards, seated)
+    if cut is None:
+        cut = _ranges(config, shards, seated)
     hosts = sorted({worker.host for worker in seated})
     transport = config.transport
     problem = ""
@@ -34,11 +38,33 @@ def plan(config: RunConfig, shards: int, workers: Sequence[Worker], ranges: Sequ
     elif transport == "shm" and len(hosts) > 1:
         problem = f"shared memory was asked for, but the workers are on {len(hosts)} hosts: {', '.join(hosts)}"
     return Plan(
-        members=[Member(w.number, w.host, mine, w.pid) for w, mine in zip(seated, ranges, strict=True)],
+        members=[Member(w.number, w.host, mine, w.pid) for w, mine in zip(seated, cut, strict=True)],
         spares=[worker.number for worker in workers[shards:]],
         transport=transport,
         problem=problem,
     )
+
+
+def plan_mesh(state: State, shards: int, workers: Sequence[Worker]) -> Plan:
+    """The mesh that so many workers can form; those for whom there is no place are spares."""
+    wish = state.config.wish
+    assert wish is not None
+    degrees = fit(wish, len(workers), shards)
+    order = seat(degrees, state.degrees, [state.seats.get(worker.number) for worker in workers])
+    members = [
+        Member(workers[one].number, workers[one].host, mine, workers[one].pid, degrees.describe(rank))
+        for rank, (one, mine) in enumerate(zip(order, ranges(degrees, shards), strict=True))
+    ]
+    spares = [worker.number for index, worker in enumerate(workers) if index not in set(order)]
+    return Plan(members, spares, "gloo", degrees=degrees)
+
+
+def takes(state: State, workers: int) -> bool:
+    """Whether so many workers give a larger generation than the present one."""
+    assert state.reference is not None
+    shards, wish = state.reference.job.shards, state.config.wish
+    largest = shards if wish is None else fit(wish, workers, shards).size
+    return len(state.members) < largest
 
 
 def _ranges(config: RunConfig, shards: int, seated: Sequence[Worker]) -> list[Range]:

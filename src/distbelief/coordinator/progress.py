@@ -35,15 +35,20 @@ class Seen:
             step += 1
         return step
 
-    def add(self, reports: Sequence[tuple[int, str]]) -> tuple[Seen, list[bool], list[str | None]]:
-        """For each (step, value): is it new, and which other value was reported for that step before?"""
+    def before(self, step: int) -> Seen:
+        """Without that step and those after it, which may come again."""
+        return Seen({one: value for one, value in self.values.items() if one < step}, min(self.floor, step))
+
+    def add(self, reports: Sequence[tuple[int, str]], last: bool = False) -> tuple[Seen, list[bool], list[str | None]]:
+        """For each (step, value): is it new, and which other value was reported for that step before? `last`: another
+        value for the same step is new, and takes the place of the one before."""
         values, floor = dict(self.values), self.floor
         fresh: list[bool] = []
         conflicts: list[str | None] = []
         for step, value in reports:
             known = values.get(step)
             conflicts.append(known if known is not None and known != value else None)
-            fresh.append(known is None and step >= floor)
+            fresh.append((known is None and step >= floor) or (last and conflicts[-1] is not None))
             if fresh[-1]:
                 values[step] = value
                 if len(values) > REMEMBERED:
@@ -60,12 +65,27 @@ class Progress:
     timings: Paged[Timing] = field(default_factory=Paged)
     reported: Seen = field(default_factory=Seen)
     evaluated: Seen = field(default_factory=Seen)
+    redone: int = 0
+    """Steps before this one were executed once already, and were lost."""
     lined_at: float = -math.inf
     """When the last workers line was made."""
 
 
-def absorb(progress: Progress, members: Sequence[Member], beat: Heartbeat, now: float) -> tuple[Progress, list[Line]]:
-    """Take in one member's heartbeat; the lines it gives rise to, in order."""
+def forget(progress: Progress, step: int, reached: int) -> Progress:
+    """The run goes back to the state after `step` steps: what comes after it is reported again."""
+    return replace(
+        progress,
+        reported=progress.reported.before(step),
+        evaluated=progress.evaluated.before(step + 1),  # an evaluation names the steps that were applied
+        redone=max(progress.redone, reached),
+    )
+
+
+def absorb(
+    progress: Progress, members: Sequence[Member], beat: Heartbeat, now: float, exact: bool = True
+) -> tuple[Progress, list[Line]]:
+    """Take in one member's heartbeat; the lines it gives rise to, in order. Where results are not `exact`, a step with
+    another result than before was executed again, and its last report counts."""
     progress = replace(
         progress,
         steps=progress.steps.set(beat.worker, beat.step),
@@ -73,7 +93,9 @@ def absorb(progress: Progress, members: Sequence[Member], beat: Heartbeat, now: 
     )
     lines: list[Line] = []
     if beat.reports:
-        reported, fresh, conflicts = progress.reported.add([(r.step, r.fingerprint) for r in beat.reports])
+        reported, fresh, conflicts = progress.reported.add(
+            [(r.step, r.fingerprint) for r in beat.reports], last=not exact
+        )
         progress = replace(progress, reported=reported)
         for report, new, other in zip(beat.reports, fresh, conflicts, strict=True):
             if new:
@@ -102,7 +124,7 @@ def workers_line(progress: Progress, members: Sequence[Member], generation: int,
         "generation": generation,
         # A step is committed as soon as one member has applied it.
         "step": max((progress.steps.get(member.worker, 0) for member in members), default=0),
-        "workers": [_worker(progress, member) for member in members],
+        "workers": [_worker(progress, members, member) for member in members],
     }
 
 
@@ -110,9 +132,9 @@ def notice(text: str, now: float) -> Line:
     return {"kind": "notice", "text": text, "at": now}
 
 
-def _worker(progress: Progress, member: Member) -> Line:
+def _worker(progress: Progress, members: Sequence[Member], member: Member) -> Line:
     timing = progress.timings.get(member.worker, Timing())
-    return {
+    line: Line = {
         "worker": member.worker,
         "host": member.host,
         "first": member.shards[0],
@@ -123,6 +145,11 @@ def _worker(progress: Progress, member: Member) -> Line:
         "comm_s": timing.comm_s,
         "shards": timing.shards,
     }
+    if member.place:
+        line["place"] = member.place
+    if timing.waits:  # ranks are other workers in the next generation
+        line["waits"] = {members[rank].worker: s for rank, s in timing.waits.items() if 0 <= rank < len(members)}
+    return line
 
 
 def _step_line(report: StepReport) -> Line:

@@ -2,7 +2,8 @@
 
 The rule that everything rests on: a member of the present generation is left out of the next only when it is certain
 that it does nothing in the present one any more: its process is gone, or it has said that it let go. So nobody ever
-writes where a newer generation works.
+writes where a newer generation works. In a mesh a member may also become a spare while it is alive: nothing is shared
+there, it has its own part of the state only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from distbelief.coordinator import balance, explain, membership
 from distbelief.coordinator.ending import Result, fail_without_culprit, record, say, with_worker
 from distbelief.coordinator.vocabulary import ENGINE, Output, Send, State, Troubles, Worker
 from distbelief.shards import Range
+from distbelief.strategies.degrees import Degrees
+from distbelief.strategies.degrees import problem as degrees_problem
 
 PAST = 4
 """So many earlier generations are remembered: a step that is interrupted more often is computed anew in part."""
@@ -55,16 +58,24 @@ def _start(
 ) -> Result:
     assert state.reference is not None
     shards = state.reference.job.shards
-    plan = membership.plan(state.config, shards, candidates, ranges or _ranges(state, shards, candidates))
+    problem = _wrong_start(state, len(candidates), shards) if cause == "start" else ""
+    if problem:
+        return fail_without_culprit(state, "job", problem, "", now)
+    if state.config.wish:
+        plan = membership.plan_mesh(state, shards, candidates)
+    else:
+        plan = membership.plan(state.config, shards, candidates, ranges or _ranges(state, shards, candidates))
     if plan.problem:
         return fail_without_culprit(state, "job", plan.problem, 'use transport "auto" or "gloo"', now)
     past = list(state.start.past) if state.start else []
     if state.start:
-        past = [m.PastGeneration(state.generation, state.members), *past][:PAST]
+        past = [m.PastGeneration(state.generation, state.members, state.start.degrees), *past][:PAST]
     generation = state.generation + 1
     reported = state.progress.reported.complete
     sealed = state.saves.sealed
-    start = m.StartGeneration(state.epoch, generation, plan.members, plan.transport, past, reported, sealed)
+    degrees = plan.degrees.as_list() if plan.degrees else []
+    start = m.StartGeneration(state.epoch, generation, plan.members, plan.transport, past, reported, sealed, degrees)
+    was = state.degrees
     facts = {
         "generation": generation,
         "members": msgspec.to_builtins(plan.members),
@@ -73,6 +84,7 @@ def _start(
         "cause": cause,
         "lost": list(state.lost),
         "past": msgspec.to_builtins(past),
+        "degrees": degrees,
     }
     for worker in candidates:
         if worker.finished:
@@ -97,16 +109,30 @@ def _start(
     outputs: list[Output] = [record(state, now, "generation", reason, **facts)]
     outputs += [Send(worker.number, start) for worker in candidates]
     if cause != "start":
-        outputs.append(say(f"{reason}; the others go on" if cause in ("death", "leave", "cut") else reason, now))
+        outputs.append(say(_change(cause, reason, was, plan.degrees), now))
     if plan.spares:
-        outputs.append(say(explain.spares(len(candidates), shards, plan.spares), now))
+        what_for = str(plan.degrees or f"{shards} shard{'s' if shards > 1 else ''}")
+        outputs.append(say(explain.spares(len(candidates), what_for, plan.spares), now))
     return state, outputs
+
+
+def _wrong_start(state: State, workers: int, shards: int) -> str:
+    """What was asked for must fit. If workers have come or gone meanwhile, the best is made of those that are there."""
+    wish = state.config.wish
+    return degrees_problem(wish, workers, shards) if wish and workers == state.config.workers else ""
+
+
+def _change(cause: str, reason: str, was: Degrees | None, now: Degrees | None) -> str:
+    fewer = cause in ("death", "leave", "cut")
+    if was == now:
+        return f"{reason}; the others go on" if fewer else reason
+    return f"{reason}; {'the others' if fewer else 'the members'} go on as {now} (was {was})"
 
 
 def _ranges(state: State, shards: int, candidates: list[Worker]) -> Sequence[Range] | None:
     """By measured speed, once there is any; None: by the user's shares, or equal."""
     seated = [worker.number for worker in candidates[:shards]]
-    if not state.config.balance or not any(state.speeds.shard_s(number) for number in seated):
+    if not state.config.balances or not any(state.speeds.shard_s(number) for number in seated):
         return None
     return balance.assign(shards, seated, state.speeds)
 

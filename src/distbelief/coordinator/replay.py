@@ -59,6 +59,12 @@ def replay(state: State, entry: Entry, now: float) -> State:
             # It is the newest there is, whatever was sealed before: newer ones were found damaged.
             saves = replace(state.saves, loaded_by=entry["worker"], sealed=entry["step"], sealed_at=now)
             return replace(state, saves=saves)
+        case "rolled_back":
+            reexecuted = state.reexecuted + max(entry["reached"] - entry["step"], 0)
+            progress = replace(state.progress, redone=max(state.progress.redone, entry["reached"]))
+            return replace(state, rolled_back=entry["generation"], reexecuted=reexecuted, progress=progress)
+        case "plan":
+            return replace(state, plan=tuple(entry["lines"]))
         case "resumed":
             return _resumed(state, entry, now)
         case "ended":
@@ -108,6 +114,8 @@ def _resumed(state: State, entry: Entry, now: float) -> State:
         # As if they had been asked for long ago: the engine is told of them as soon as it is there.
         hired=dict.fromkeys(workers, -math.inf),
         recoveries=state.recoveries,
+        rolled_back=state.rolled_back,
+        reexecuted=state.reexecuted,
     )
 
 

@@ -40,6 +40,8 @@ _FROM_WORKERS = (
     m.WorkerReady,
     m.Heartbeat,
     m.StepTakenOver,
+    m.RolledBack,
+    m.PlanShown,
     m.PeerDied,
     m.CollectiveFailed,
     m.LeaveRequested,
@@ -111,6 +113,7 @@ def reported(path: Path) -> tuple[Seen, Seen]:
     """The last steps and evaluations, and what was said of them, from the metrics file of the coordinator before us."""
     steps: list[tuple[int, str]] = []
     evaluations: list[tuple[int, str]] = []
+    floor = 0
     with path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         for line in file.read(_TAIL_BYTES).split(b"\n"):
@@ -122,12 +125,16 @@ def reported(path: Path) -> tuple[Seen, Seen]:
                 steps.append((int(entry["step"]), str(entry["fingerprint"])))
             elif isinstance(entry, dict) and entry.get("kind") == "evaluation":
                 evaluations.append((int(entry["step"]), ""))
-    return _seen(steps), _seen(evaluations)
+            elif isinstance(entry, dict) and entry.get("kind") == "rollback":  # what came after it comes again
+                floor = int(entry["step"])
+                steps = [one for one in steps if one[0] < floor]
+                evaluations = [one for one in evaluations if one[0] <= floor]
+    return _seen(steps, floor), _seen(evaluations, 0)
 
 
-def _seen(found: list[tuple[int, str]]) -> Seen:
+def _seen(found: list[tuple[int, str]], floor: int) -> Seen:
     found = found[-REMEMBERED:]
-    return Seen(dict(found), min(step for step, _ in found)) if found else Seen()
+    return Seen(dict(found), min(step for step, _ in found)) if found else Seen(floor=floor)
 
 
 class Wakeup(Protocol):

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from distbelief.comm import messages as m
-from distbelief.coordinator import faults, joining, saving
+from distbelief.coordinator import faults, joining, rollback, saving
 from distbelief.coordinator.ending import Result, end, fail
 from distbelief.coordinator.progress import Seen, absorb
 from distbelief.coordinator.regroup import committed
@@ -125,11 +125,12 @@ def _heartbeat(state: State, event: m.Heartbeat, now: float) -> Result:
         state = replace(state, pulse=state.pulse.alive(event.worker, now))
         return state, _told_again(state, worker, event.generation)
     before = state.progress.reported
-    progress, lines = absorb(state.progress, state.members, event, now)
+    progress, lines = absorb(state.progress, state.members, event, now, exact=state.config.exact)
     pulse = state.pulse.heard(event.worker, event.step, event.waiting, now)
     if progress.reported is not before:
         pulse = pulse.committed([report.at for report in event.reports], now)
-        state = committed(state)
+        if any(report.step >= progress.redone for report in event.reports):  # else it is where it was before
+            state = committed(state)
     speeds = state.speeds.observe(event.worker, event.timing, now)
     state = replace(state, progress=progress, pulse=pulse, speeds=speeds)
     outputs: list[Output] = [Report(line) for line in lines]
@@ -235,6 +236,8 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.WorkerReady: joining.ready,
         m.Heartbeat: _heartbeat,
         m.StepTakenOver: faults.taken_over,
+        m.RolledBack: rollback.rolled_back,
+        m.PlanShown: rollback.plan_shown,
         m.PeerDied: faults.peer_died,
         m.CollectiveFailed: faults.collective_failed,
         m.WorkerFinished: _finished,
@@ -260,6 +263,8 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.WorkerReady: _ignored,
         m.Heartbeat: _too_late,
         m.StepTakenOver: _ignored,
+        m.RolledBack: _ignored,
+        m.PlanShown: _ignored,
         m.PeerDied: _ignored,
         m.CollectiveFailed: _ignored,
         m.WorkerFinished: _ignored,

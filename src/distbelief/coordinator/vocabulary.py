@@ -18,6 +18,8 @@ from distbelief.coordinator.detector import STUCK_S, Pulse
 from distbelief.coordinator.paged import Paged
 from distbelief.coordinator.progress import Progress
 from distbelief.errors import DistBeliefError
+from distbelief.strategies import wish_of
+from distbelief.strategies.degrees import Degrees, Wish
 
 REPORTED_GRACE_S: Final = 5.0
 EXIT_GRACE_S: Final = 0.3
@@ -35,6 +37,8 @@ class ProtocolError(DistBeliefError):
 
 class RunConfig(Struct, frozen=True, forbid_unknown_fields=True):
     workers: int
+    strategy: str = ""
+    """Its string form. Empty: one in which every member has the whole model."""
     shares: list[float] = []
     """One number per worker, in the order of their numbers; empty: all equal."""
     transport: Literal["auto", "shm", "gloo"] = "auto"
@@ -64,6 +68,17 @@ class RunConfig(Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"{len(self.shares)} shares for {self.workers} workers: give one for each, or none")
         if any(not 0 < share < float("inf") for share in self.shares):
             raise ValueError(f"every share must be a finite number above 0, not {self.shares}")
+        _ = self.wish  # an unknown strategy is found out now
+
+    @property
+    def wish(self) -> Wish | None:
+        """Of a strategy that divides the model."""
+        return wish_of(self.strategy) if self.strategy else None
+
+    @property
+    def balances(self) -> bool:
+        """In a mesh members of one data index depend on each other: no shard can move to one of them alone."""
+        return self.balance and self.wish is None
 
 
 # --- events that are not messages, and outputs -----------------------------------------------------------------------
@@ -265,11 +280,22 @@ class State:
     recoveries: int = 0
     taken_over: int = 0
     """The newest generation that told what it took over."""
+    rolled_back: int = 0
+    """The newest generation that had to go back to an earlier state."""
+    reexecuted: int = 0
+    """Steps that were executed again for that reason."""
+    plan: tuple[str, ...] = ()
+    """How the model is divided, as it was last said."""
     outcome: m.EndRun | None = None
 
     @property
     def members(self) -> list[m.Member]:
         return self.start.members if self.start else []
+
+    @property
+    def degrees(self) -> Degrees | None:
+        """Of the present mesh, if the model is divided."""
+        return Degrees(*self.start.degrees) if self.start and self.start.degrees else None
 
     def is_member(self, worker: int) -> bool:
         return worker in self.seats

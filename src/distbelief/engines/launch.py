@@ -16,6 +16,7 @@ from distbelief.coordinator.detector import STUCK_S
 from distbelief.engines.rundir import check_idle
 from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST, best, interval
 from distbelief.errors import DistBeliefError
+from distbelief.strategies import degrees, wish_of
 from distbelief.worker.spec import Origin, SavePlan, WorkerSpec
 
 LOADING_S = 1800.0  # the longest silence while workers load their job; their exits are noticed at once anyway
@@ -69,6 +70,20 @@ class Launch:
     resumed: bool = False
     """Go on with the run that is in the run directory."""
 
+    def __post_init__(self) -> None:
+        """What can be known before any process is started; the shards are known to the workers only."""
+        wish = wish_of(self.strategy)
+        if wish is None:
+            return
+        problem = degrees.problem(wish, self.workers, shards=None)
+        if problem:
+            raise DistBeliefError(problem)
+        if self.shares:
+            raise DistBeliefError(
+                f"shares cannot be given with {self.strategy}, in which all groups have equally many shards",
+                hint="leave --shares out",
+            )
+
     @property
     def save_plan(self) -> SavePlan | None:
         every = interval(self.save_every)
@@ -100,6 +115,7 @@ class Launch:
         """What the coordinator is told of the run (its RunConfig)."""
         return {
             "workers": self.workers,
+            "strategy": self.strategy,
             "shares": list(self.shares),
             "transport": self.usable_transport,
             "exact": self.exact,

@@ -38,6 +38,12 @@ class WorkerLoad:
     compute: float = 0.0
     comm: float = 0.0
     shard_s: float | None = None
+    place: str = ""
+    """Which part of a divided model it has: "stage 2/4"."""
+    waiting: float = 0.0
+    """The part of its time (of `comm`) in which it waited for others: bubbles."""
+    waits_for: int | None = None
+    """The worker for which it has waited longest."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +157,9 @@ def _workers(progress: Progress, record: Record) -> Progress:
     while len(snapshots) > 2 and snapshots[1][0] <= at - WINDOW_S:
         snapshots = snapshots[1:]
     before: Mapping[int, Record] = snapshots[0][1] if len(snapshots) > 1 else {}
-    loads = tuple(_load(worker, before.get(number, {})) for number, worker in sorted(now.items()))
+    divided = any(worker.get("place") for worker in now.values())
+    order = now if divided else sorted(now)  # by their places, if they have any: as they are in the record
+    loads = tuple(_load(now[number], before.get(number, {})) for number in order)
     return replace(progress, generation=generation, snapshots=snapshots, workers=loads)
 
 
@@ -160,6 +168,7 @@ def _load(now: Record, before: Record) -> WorkerLoad:
         return max(float(now[name]) - float(before.get(name, 0)), 0.0)
 
     data_s, compute_s, comm_s, shards = since("data_s"), since("compute_s"), since("comm_s"), since("shards")
+    waits = _waits(now, before)
     whole = data_s + compute_s + comm_s
     if not whole and before:  # nothing happened lately: the whole generation says more than zeros
         return _load(now, {})
@@ -174,7 +183,17 @@ def _load(now: Record, before: Record) -> WorkerLoad:
         compute=compute_s / whole,
         comm=comm_s / whole,
         shard_s=compute_s / shards if shards else None,
+        place=str(now.get("place", "")),
+        waiting=min(sum(waits.values()) / whole, 1.0),
+        waits_for=max(waits, key=lambda worker: waits[worker], default=None),
     )
+
+
+def _waits(now: Record, before: Record) -> dict[int, float]:
+    """Seconds by the worker that was waited for; JSON has their numbers as text."""
+    earlier = before.get("waits", {})
+    since = {int(worker): float(s) - float(earlier.get(worker, 0.0)) for worker, s in now.get("waits", {}).items()}
+    return {worker: s for worker, s in since.items() if s > 0}
 
 
 class Tail:

@@ -24,6 +24,10 @@ COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "bright_red")
 TIME_COLOURS = {"data": "yellow", "compute": "green", "comm": "magenta"}
 TIME_MARKS = {"data": "░", "compute": "█", "comm": "▒"}  # told apart without colour too
 BAR_WIDTH = 12
+PLACES = " · "
+"""Between the parts of a member's place."""
+MOST_WITH_BAR = 2
+"""With more parts than these in a place there is no room for bars in 80 columns."""
 OTHER_LINES = 9
 """Lines of the view besides the rows of workers."""
 
@@ -132,18 +136,14 @@ def _figures(progress: Progress) -> list[RenderableType]:
 
 def _table(progress: Progress, rows: int) -> RenderableType:
     slowest = progress.slowest
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column("worker", justify="right", no_wrap=True)
-    table.add_column("host", max_width=12, overflow="ellipsis")  # the one that gives way on a narrow terminal
-    table.add_column("shards", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("time", min_width=BAR_WIDTH, no_wrap=True)
-    for name, colour in TIME_COLOURS.items():
-        table.add_column(Text(f"{TIME_MARKS[name]} {name}", colour), justify="right", no_wrap=True)
+    places = progress.workers[0].place
+    table = _divided_table(places) if places else _plain_table()
     shown = _listed(progress, rows)
     for load in shown:
         marked = slowest is not None and load.worker == slowest.worker
-        table.add_row(*_row(load, "▶ " if marked else ""), style="bold yellow" if marked else "")
+        name = f"{'▶ ' if marked else ''}{load.worker}"
+        row = _divided_row(load, len(table.columns)) if places else _row(load)
+        table.add_row(name, *row, style="bold yellow" if marked else "")
     notes = []
     if len(shown) < len(progress.workers):
         notes.append(Text(f"… and {text.count(len(progress.workers) - len(shown), 'more worker')}", style="dim"))
@@ -157,25 +157,83 @@ def _listed(progress: Progress, rows: int) -> list[WorkerLoad]:
     if len(progress.workers) <= rows:
         return list(progress.workers)
     worst = progress.slowest.worker if progress.slowest is not None else -1
-    first = [load for load in progress.workers if load.worker != worst][: rows - (worst >= 0)]
-    return sorted([*first, *(load for load in progress.workers if load.worker == worst)], key=lambda load: load.worker)
+    others = [load.worker for load in progress.workers if load.worker != worst]
+    listed = {worst, *others[: rows - (worst >= 0)]}
+    return [load for load in progress.workers if load.worker in listed]
 
 
-def _row(load: WorkerLoad, mark: str) -> list[RenderableType]:
+def _empty_table() -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("worker", justify="right", no_wrap=True)
+    return table
+
+
+def _plain_table() -> Table:
+    table = _empty_table()
+    table.add_column("host", max_width=12, overflow="ellipsis")  # the one that gives way on a narrow terminal
+    table.add_column("shards", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("time", min_width=BAR_WIDTH, no_wrap=True)
+    _add_shares(table)
+    return table
+
+
+def _add_shares(table: Table) -> None:
+    for name, colour in TIME_COLOURS.items():
+        table.add_column(Text(f"{TIME_MARKS[name]} {name}", colour), justify="right", no_wrap=True)
+
+
+def _row(load: WorkerLoad) -> list[RenderableType]:
     shards = "spare" if load.first == load.end else str(load.first)
     if load.end - load.first > 1:
         shards = f"{load.first}–{load.end - 1}"
-    times = {"data": load.data, "compute": load.compute, "comm": load.comm}
-    shares: list[RenderableType] = [Text(text.percent(share), TIME_COLOURS[name]) for name, share in times.items()]
-    return [f"{mark}{load.worker}", load.host, shards, str(load.step), _time_bar(times), *shares]
+    return [load.host, shards, str(load.step), _time_bar(load), *_shares(load)]
 
 
-def _time_bar(times: dict[str, float]) -> Text:
+def _shares(load: WorkerLoad) -> list[RenderableType]:
+    return [Text(text.percent(share), TIME_COLOURS[name]) for name, share in _times(load).items()]
+
+
+def _times(load: WorkerLoad) -> dict[str, float]:
+    return {"data": load.data, "compute": load.compute, "comm": load.comm}
+
+
+def _time_bar(load: WorkerLoad) -> Text:
     """Three colours that fill the bar together; rounding at the cuts, so that the widths always add up."""
     bar, done, share = Text(), 0, 0.0
-    for name, part in times.items():
+    for name, part in _times(load).items():
         share += part
         width = round(share * BAR_WIDTH) - done
         bar.append(TIME_MARKS[name] * width, TIME_COLOURS[name])
         done += width
     return bar
+
+
+# --- a divided model: a member's place says more than its shards, and all are at the same step -----------------------
+
+
+def _divided_table(place: str) -> Table:
+    """What the places have in common is in the head: "stage · data" over "1/2 · 2/2"."""
+    table = _empty_table()
+    table.add_column(_place(place, 0), no_wrap=True)
+    if place.count(PLACES) < MOST_WITH_BAR:
+        table.add_column("time", min_width=BAR_WIDTH, no_wrap=True)
+    _add_shares(table)
+    table.add_column("waits for", no_wrap=True)
+    return table
+
+
+def _divided_row(load: WorkerLoad, columns: int) -> list[RenderableType]:
+    most = [_place(load.place, 2), _time_bar(load), *_shares(load), _waits(load)]
+    return most if len(most) + 1 == columns else [most[0], *most[2:]]
+
+
+def _place(place: str, part: int) -> str:
+    return PLACES.join(one.rpartition(" ")[part] for one in place.split(PLACES))
+
+
+def _waits(load: WorkerLoad) -> str:
+    """For whom it waits most, and how much of its time it waits at all."""
+    if load.waits_for is None or load.waiting < text.WORTH_SAYING:
+        return "–"
+    return f"{load.waits_for} ({text.percent(load.waiting)})"

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+WORTH_SAYING = 0.005
+"""A share of time below it is shown as 0 %."""
+
 
 def number(value: float | None) -> str:
     """A loss or a metric.
@@ -44,6 +47,16 @@ def percent(fraction: float) -> str:
     '23 %'
     """
     return f"{fraction:.0%}".replace("%", " %")
+
+
+def waiting(share: float, whom: int | None) -> str:
+    """A member's bubbles, and who they are owed to.
+
+    >>> waiting(0.31, 0), waiting(0.001, 2), waiting(0.0, None)
+    ('waits 31 %, mostly for worker 0', 'waits 0 %', 'waits 0 %')
+    """
+    told = f"waits {percent(share)}"
+    return f"{told}, mostly for worker {whom}" if whom is not None and share >= WORTH_SAYING else told
 
 
 def count(n: int, noun: str) -> str:

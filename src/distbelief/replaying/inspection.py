@@ -11,8 +11,8 @@ import torch
 from distbelief.replaying.findings import MODEL, Count, Finding, in_state, layer_of, not_finite
 from distbelief.replaying.forward import Passed, ShardWork, pass_through
 from distbelief.shards import Range, shard_seed, split
-from distbelief.strategies.base import Replica
 from distbelief.strategies.layout import trainable
+from distbelief.strategies.replica import DataParallelReplica
 from distbelief.worker.loading import Loaded
 
 Gradients = list[torch.Tensor | None]
@@ -103,7 +103,7 @@ class Question:
     """Buffers that are not finite from the beginning."""
 
 
-def inspect(loaded: Loaded, replica: Replica, asked: Question) -> Inspection:
+def inspect(loaded: Loaded, replica: DataParallelReplica, asked: Question) -> Inspection:
     """Look into a step that is about to be executed. The replica's state is left as it is."""
     step = asked.step
     replica.synchronise()
@@ -131,7 +131,7 @@ def inspect(loaded: Loaded, replica: Replica, asked: Question) -> Inspection:
     return Inspection(step, tuple(shards[v] for v in sorted(shards)), layers, tuple(findings))
 
 
-def _pass(loaded: Loaded, replica: Replica, view: ShardView, step: int, debug: bool) -> Passed:
+def _pass(loaded: Loaded, replica: DataParallelReplica, view: ShardView, step: int, debug: bool) -> Passed:
     try:
         batch, _ = loaded.watch.fetch(step, view.shard, view.shard + 1)
     except Exception as error:  # of the data set's own code, in a reader

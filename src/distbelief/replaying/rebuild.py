@@ -16,7 +16,9 @@ from distbelief.comm.segment import Segment
 from distbelief.errors import DistBeliefError, RunFailed
 from distbelief.replaying.records import RecordedRun
 from distbelief.strategies import parse
-from distbelief.strategies.base import Replica, Saved, Seat
+from distbelief.strategies.base import BeginFrom, Saved, Seat, nothing_saved
+from distbelief.strategies.prepared import PreparedAllReduce
+from distbelief.strategies.replica import DataParallelReplica
 from distbelief.worker.failure import describe_failure
 from distbelief.worker.loading import Loaded, load
 from distbelief.worker.origin import saved_at, weights_of
@@ -113,11 +115,13 @@ class Rebuilt:
         self._seat = Seat(0, self._ranges, min(until, loaded.steps))
         self._kept: Segment | None = None
         loaded.feed.expect([(v, v + 1) for v in range(loaded.schedule.shards)], until=self._seat.steps)
-        self._exchange = AloneExchange(loaded.prepared.geometry(self._ranges))
-        self.replica = self._build(lambda: saved)
+        assert isinstance(loaded.prepared, PreparedAllReduce)  # whatever the run's own strategy was
+        self._prepared = loaded.prepared
+        self._exchange = AloneExchange(self._prepared.geometry(self._ranges))
+        self.replica = self._build(lambda step=-1: saved)
 
-    def _build(self, begin_from: Callable[[], Saved | None] = lambda: None) -> Replica:
-        return self._loaded.prepared.build(self._seat, self._exchange, self._loaded.watch.fetch, begin_from)
+    def _build(self, begin_from: BeginFrom = nothing_saved) -> DataParallelReplica:
+        return self._prepared.build(self._seat, self._exchange, self._loaded.watch.fetch, begin_from)
 
     def keep(self) -> None:
         """Remember the present state, in place of the one that was remembered before."""
@@ -131,5 +135,5 @@ class Rebuilt:
         """Go back to the state that was kept."""
         assert self._kept is not None
         kept, self._kept = self._kept, None
-        self._exchange = AloneExchange(self._loaded.prepared.geometry(self._ranges), kept)
+        self._exchange = AloneExchange(self._prepared.geometry(self._ranges), kept)
         self.replica = self._build()

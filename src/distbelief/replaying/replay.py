@@ -16,7 +16,8 @@ from distbelief.replaying.inspection import Inspection, Question, inspect
 from distbelief.replaying.rebuild import Rebuilt, Start, in_words, is_exact, loaded_here, nearest
 from distbelief.replaying.records import RecordedRun, canary_differs, chosen_step, read_run
 from distbelief.replaying.verdict import Verdict, judge
-from distbelief.strategies.base import NonFiniteLoss, Replica, Saved, StepResult
+from distbelief.strategies.base import NonFiniteLoss, Saved, StepResult
+from distbelief.strategies.replica import DataParallelReplica
 from distbelief.worker.loading import Loaded
 
 
@@ -162,7 +163,7 @@ def _is_finite(saved: Saved, on_purpose: Collection[str]) -> bool:
     return not any(map(not_finite, model))
 
 
-def _execute(replica: Replica, step: int) -> tuple[StepResult | None, Exception | None]:
+def _execute(replica: DataParallelReplica, step: int) -> tuple[StepResult | None, Exception | None]:
     try:
         replica.compute(step)
         return replica.commit(step), None
@@ -170,7 +171,7 @@ def _execute(replica: Replica, step: int) -> tuple[StepResult | None, Exception 
         return None, error
 
 
-def _judge_update(run: RecordedRun, loaded: Loaded, replica: Replica, step: int) -> Verdict:
+def _judge_update(run: RecordedRun, loaded: Loaded, replica: DataParallelReplica, step: int) -> Verdict:
     """The fingerprint of a step knows its losses, which come before its update. The update shows in the next step's."""
     if step + 1 == loaded.steps:
         replica.synchronise()

@@ -2,22 +2,64 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from typing import Any
+
 from distbelief.errors import JobError
 from distbelief.strategies.allreduce import AllReduce
+from distbelief.strategies.degrees import Wish
+from distbelief.strategies.hybrid import SCHEDULES, Hybrid, Meshed, Pipeline, Sharded, Tensor
 
-NAMES = ("allreduce",)
+AnyStrategy = AllReduce | Pipeline | Tensor | Sharded | Hybrid
+
+KNOWN = "allreduce, pipeline:4, tensor:2, sharded, or degrees such as dp2.tp2.pp2 and dp2.fsdp2"
+_DEGREES = {"dp": "data", "fsdp": "sharded", "tp": "tensor", "pp": "pipeline"}
+_PART = re.compile(r"([a-z]+)(\d*)")
 
 
-def parse(text: str) -> AllReduce:
+def parse(text: str) -> AnyStrategy:
     """The strategy that a command line names: its name, then options after colons.
 
     >>> parse("allreduce:inexact:gloo")
     AllReduce(exact=False, transport='gloo')
+    >>> parse("pipeline:4:zbv")
+    Pipeline(stages=4, schedule='zbv', snapshots=None)
+    >>> parse("dp2.tp2.pp2:snapshots=50")
+    Hybrid(data=2, tensor=2, pipeline=2, sharded=1, schedule='1f1b', snapshots=50)
     """
     name, *options = text.split(":")
-    if name not in NAMES:
-        raise JobError(f"unknown strategy '{text}'", hint=f"known strategies: {', '.join(NAMES)}")
-    values: dict[str, object] = {}
+    if name == "allreduce":
+        return _allreduce(text, options)
+    if name == "pipeline":
+        stages, rest = _degree(text, options)
+        return Pipeline(stages, **_options(text, rest, scheduled=True))
+    if name == "tensor":
+        degree, rest = _degree(text, options)
+        return Tensor(degree, **_options(text, rest, scheduled=False))
+    if name == "sharded":
+        if options and options[0].isdigit():
+            raise JobError(
+                f"the strategy '{text}' gives sharded a degree, but it divides the model among all workers",
+                hint=f"groups of {options[0]} workers that divide it are fsdp{options[0]}",
+            )
+        return Sharded(**_options(text, options, scheduled=False))
+    degrees = _degrees(text, name)
+    return Hybrid(**degrees, **_options(text, options, scheduled=degrees.get("pipeline", 1) > 1))
+
+
+def wish_of(text: str) -> Wish | None:
+    """What a strategy asks of its workers if it divides the model, else None.
+
+    >>> wish_of("dp2.pp2"), wish_of("allreduce")
+    (Wish(data=2, sharded=1, tensor=1, pipeline=2), None)
+    """
+    strategy = parse(text)
+    return strategy.wish() if isinstance(strategy, Meshed) else None
+
+
+def _allreduce(text: str, options: Sequence[str]) -> AllReduce:
+    values: dict[str, Any] = {}
     for option in options:
         if option == "inexact":
             values["exact"] = False
@@ -28,4 +70,64 @@ def parse(text: str) -> AllReduce:
                 f"unknown option '{option}' in the strategy '{text}'",
                 hint="options of allreduce: inexact, shm, gloo (as in allreduce:gloo)",
             )
-    return AllReduce(**values)  # type: ignore[arg-type]
+    return AllReduce(**values)
+
+
+def _degree(text: str, options: Sequence[str]) -> tuple[int, Sequence[str]]:
+    name = text.partition(":")[0]
+    if not options or not options[0].isdigit():
+        raise JobError(f"the strategy '{text}' needs a degree", hint=f"write it after a colon, as in {name}:2")
+    return _positive(text, options[0]), options[1:]
+
+
+def _degrees(text: str, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for part in name.split("."):
+        match = _PART.fullmatch(part)
+        if match is None or match[1] not in _DEGREES:
+            if not found and "." not in name:
+                raise JobError(f"unknown strategy '{text}'", hint=f"known strategies: {KNOWN}")
+            raise JobError(
+                f"'{part}' in the strategy '{text}' is no degree",
+                hint="degrees are dp (data), fsdp (sharded), tp (tensor) and pp (pipeline), as in dp2.tp2.pp2",
+            )
+        if not match[2]:
+            raise JobError(f"'{part}' in the strategy '{text}' needs a number", hint=f"for example {part}2")
+        if _DEGREES[match[1]] in found:
+            raise JobError(f"{match[1]} is there twice in the strategy '{text}'", hint="give each degree once")
+        found[_DEGREES[match[1]]] = _positive(text, match[2])
+    return found
+
+
+def _positive(text: str, number: str) -> int:
+    if not int(number):
+        raise JobError(f"a degree in the strategy '{text}' is 0", hint="a degree is at least 1; 1 divides nothing")
+    return int(number)
+
+
+def _options(text: str, options: Sequence[str], *, scheduled: bool) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for option in options:
+        key, equals, number = option.partition("=")
+        name: str
+        value: str | int
+        if key == "snapshots" and equals and number.isdigit():
+            name, value = "snapshots", int(number)
+        elif key == "snapshots":
+            raise JobError(
+                f"'{option}' in the strategy '{text}' is not of the form snapshots=50",
+                hint="the number is that of steps between two snapshots; 0 takes none",
+            )
+        elif option in SCHEDULES and scheduled:
+            name, value = "schedule", option
+        elif option in SCHEDULES:
+            raise JobError(f"the schedule {option} is for pipelines, and the strategy '{text}' has none")
+        else:
+            schedules = f"{', '.join(SCHEDULES)}, " if scheduled else ""
+            raise JobError(
+                f"unknown option '{option}' in the strategy '{text}'", hint=f"options: {schedules}snapshots=STEPS"
+            )
+        if name in values:
+            raise JobError(f"the strategy '{text}' gives its {name} twice", hint="give it once")
+        values[name] = value
+    return values

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from distbelief.checkpoint.manifest import PartEntry
 from distbelief.checkpoint.parts import Slice
-from distbelief.comm.exchange import Exchange, Geometry
+from distbelief.comm.exchange import Geometry, Group
 from distbelief.comm.segment import Segment
 from distbelief.errors import DistBeliefError
 from distbelief.job import Job
@@ -21,6 +22,18 @@ from distbelief.shards import Range, Schedule
 
 Fetch = Callable[[int, int, int], tuple[Any, int]]
 """(step, first shard, end shard) -> the batch of those shards together, and how many samples it has."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A shard to compute."""
+
+    number: int
+    samples: int
+    seed: int
+    fetch: Callable[[], tuple[Any, int]]
+    counts: bool = True
+    """Members that must do as much as others, and have fewer shards, fill up with some that do not count."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +72,25 @@ class Saved:
     """The note that was kept with this state, if there was one."""
 
 
-BeginFrom = Callable[[], Saved | None]
-"""Called by the member that writes the first state of a run; None: the job's own initial values."""
+class BeginFrom(Protocol):
+    """Called where nobody has the run's state, by the member that leads; None: the job's own initial values."""
+
+    def __call__(self, step: int = -1) -> Saved | None:
+        """`step`: that of the checkpoint that the leading member has found, for others who read from it too."""
+
+
+def nothing_saved(step: int = -1) -> Saved | None:
+    return None
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    reached: int
+    """Steps that had been applied."""
+    step: int
+    """Steps that are applied now."""
+    source: str
+    """snapshots · checkpoint"""
 
 
 class Portion(Protocol):
@@ -122,11 +152,14 @@ class Seat:
     steps: int
     """How many steps the run has: what lies beyond is not looked at."""
     generation: int = 0
+    degrees: Sequence[int] = ()
+    """Of the mesh that the members form, where the strategy divides the model."""
 
 
 class Replica(Protocol):
-    model: torch.nn.Module
-    exchange: Exchange
+    @property
+    def exchange(self) -> Group: ...
+
     comm_s: float
     """Seconds spent on adding up and on waiting for others, since it was built."""
 
@@ -157,8 +190,24 @@ class Replica(Protocol):
         """A copy of my portion of the state after so many steps, which I have just applied. It must be finished before
         this member lets go of its generation."""
 
-    def synchronise(self) -> None:
-        """Bring the model's buffers to the committed values (before evaluation, hashing, saving)."""
+    def measure(self, tasks: Sequence[Task], measure: Callable[[Task, Any, Any], None]) -> None:
+        """Forward passes at the committed state, of all these shards over all members. `measure` is called with (task,
+        output, target) on the members that have the outputs."""
+
+    def save_weights(self, path: Path) -> None:
+        """Every member calls it; the one of rank 0 writes."""
+
+    def weights_sha256(self) -> str:
+        """Every member calls it; nothing, where this one has no weights of its own to tell of."""
+
+    def waits(self) -> Mapping[int, float]:
+        """Seconds that were spent waiting for each rank, where that is known."""
+
+    def plan_lines(self) -> Sequence[str]:
+        """How the model is divided, for people."""
+
+    def rolled_back(self) -> RolledBack | None:
+        """That it had to go back to an earlier step, because nobody had the last one any more."""
 
 
 class Prepared(Protocol):
@@ -177,14 +226,15 @@ class Prepared(Protocol):
 
     def canary(self, fetch: Fetch) -> str: ...
 
-    def geometry(self, ranges: Sequence[Range]) -> Geometry: ...
+    def geometry(self, ranges: Sequence[Range]) -> Geometry | None:
+        """Of the exchange that it wants; None: a group will do."""
 
     def frozen(self) -> list[str]:
         """Parameters that are not trained, as `model/NAME`. Every member has its own."""
 
     def set_frozen(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
-    def build(self, seat: Seat, exchange: Exchange, fetch: Fetch, begin_from: BeginFrom = lambda: None) -> Replica: ...
+    def build(self, seat: Seat, exchange: Any, fetch: Fetch, begin_from: BeginFrom = nothing_saved) -> Replica: ...
 
 
 class Strategy(Protocol):

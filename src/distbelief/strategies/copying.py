@@ -1,31 +1,34 @@
-"""A copy of some tiles that is made while training goes on.
+"""A copy of a state that is made while training goes on.
 
-Tiles are written to only when a step is applied. Until then, while the next step's shards are computed, a thread can
-copy them; what it has not copied by then the training thread copies itself, before it writes. So the copy is always
-that of one step, and training hardly waits for it.
+A state is written to only when a step is applied. Until then, while the next step's shards are computed, a thread can
+copy it, piece by piece; what it has not copied by then the training thread copies itself, before it writes. So the copy
+is always that of one step, and training hardly waits for it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from distbelief.comm.segment import Segment
-from distbelief.strategies.state import ReplicaState
+
+CopyPiece = Callable[[int, Segment, int], None]
+"""Copies the piece of that number into memory, from that byte on."""
 
 
-class TileCopy:
+class Copy:
     """See `Copying`."""
 
     def __init__(
-        self, state: ReplicaState, starts: Mapping[int, int], into: Segment, outside: Mapping[str, torch.Tensor]
+        self, copy: CopyPiece, starts: Mapping[int, int], into: Segment, outside: Mapping[str, torch.Tensor]
     ) -> None:
+        """`starts`: piece -> its first byte in the copy."""
         self.outside = outside
         self.waited_s = 0.0
-        self._state = state
+        self._copy = copy
         self._into = into
         self._left = list(starts.items())
         self._missing = len(self._left)
@@ -39,8 +42,8 @@ class TileCopy:
             with self._lock:
                 if not self._left:
                     return
-                tile, at_bytes = self._left.pop()
-            self._state.copy_tile(tile, self._into, at_bytes)
+                piece, at_bytes = self._left.pop()
+            self._copy(piece, self._into, at_bytes)
             with self._lock:
                 self._missing -= 1
                 if not self._missing:

@@ -173,7 +173,7 @@ def frozen(model: torch.nn.Module) -> list[str]:
 def set_frozen(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Nothing is written unless all of it fits."""
     own = {f"{MODEL}{name}": p for name, p in model.named_parameters() if not p.requires_grad}
-    _require_fit(forms({name: tensor for name, tensor in tensors.items() if name in own}), forms(own))
+    require_fit(forms({name: tensor for name, tensor in tensors.items() if name in own}), forms(own))
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(tensors[name])
@@ -198,11 +198,12 @@ def _fitting(saved: Saved, computer: ShardComputer, recipe: Recipe) -> dict[str,
         every = range(len(computer.layout.tiles))
         portion = TilePortion(computer.layout, recipe, every, [])
         wanted |= {e.tensor: form(e.dtype, e.shape) for e in portion.entries()}
-    _require_fit(forms(given), wanted)
+    require_fit(forms(given), wanted)
     return given
 
 
-def _require_fit(given: Forms, wanted: Forms) -> None:
+def require_fit(given: Forms, wanted: Forms) -> None:
+    """Raise an error that names what differs."""
     if lines := differences(given, "what is to be loaded", wanted, "the job"):
         raise misfit(
             "that state is of another model or optimizer",

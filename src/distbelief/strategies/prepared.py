@@ -12,7 +12,7 @@ import torch
 from distbelief.comm.exchange import Exchange, Geometry
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
-from distbelief.strategies.base import BeginFrom, Fetch, Replica, Seat
+from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
 from distbelief.strategies.compute import ShardComputer, make_model
 from distbelief.strategies.layout import lay_out, trainable
 from distbelief.strategies.named import frozen, set_frozen
@@ -74,7 +74,9 @@ class PreparedAllReduce:
     def set_frozen(self, tensors: Mapping[str, torch.Tensor]) -> None:
         set_frozen(self.model, tensors)
 
-    def build(self, seat: Seat, exchange: Exchange, fetch: Fetch, begin_from: BeginFrom = lambda: None) -> Replica:
+    def build(
+        self, seat: Seat, exchange: Exchange, fetch: Fetch, begin_from: BeginFrom = nothing_saved
+    ) -> DataParallelReplica:
         return DataParallelReplica(
             self._computer, self._recipe, self._schedule, seat, exchange, fetch, self._exact, begin_from
         )

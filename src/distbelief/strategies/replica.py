@@ -5,24 +5,38 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from distbelief.checkpoint.weights import save_weights, weights_sha256
 from distbelief.comm.backups import Backup
 from distbelief.comm.exchange import ROW, Exchange, Gift, StepPlan
 from distbelief.comm.segment import Segment
 from distbelief.data.seeding import seed_everything
+from distbelief.data.sources import split_batch
 from distbelief.errors import JobError
 from distbelief.shards import Range, Schedule, mix, shard_seed
 from distbelief.strategies.agreement import agree_on_state
-from distbelief.strategies.base import Applied, BeginFrom, Fetch, NonFiniteLoss, Seat, StepResult, Takeover
-from distbelief.strategies.compute import ShardComputer
-from distbelief.strategies.copying import TileCopy
+from distbelief.strategies.base import (
+    Applied,
+    BeginFrom,
+    Fetch,
+    NonFiniteLoss,
+    RolledBack,
+    Seat,
+    StepResult,
+    Takeover,
+    Task,
+    nothing_saved,
+)
+from distbelief.strategies.compute import ShardComputer, move
+from distbelief.strategies.copying import Copy
 from distbelief.strategies.helping import Helper
 from distbelief.strategies.named import TilePortion, outside_of_tiles, whole_entries
 from distbelief.strategies.partials import ShardWork, slots_needed
@@ -38,7 +52,7 @@ class DataParallelReplica:
 
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: Exchange, fetch: Fetch,
-        exact: bool, begin_from: BeginFrom = lambda: None,
+        exact: bool, begin_from: BeginFrom = nothing_saved,
     ) -> None:  # fmt: skip
         self.model = computer.model
         self.exchange = exchange
@@ -64,7 +78,7 @@ class DataParallelReplica:
         self._elementwise = recipe.elementwise
         sets = [memory] if recipe.elementwise else [[one] for one in memory]
         self._optimizers = [(tiles[0].tile, TileOptimizer(recipe, computer.layout, tiles)) for tiles in sets if tiles]
-        self._copies: list[TileCopy] = []
+        self._copies: list[Copy] = []
         self._ahead: tuple[int, Any] = (-1, None)
         self._work = lru_cache(maxsize=4)(self._plan)
         self._slot_tiles: dict[int, list[torch.Tensor]] = {}
@@ -325,11 +339,50 @@ class DataParallelReplica:
     def portions(self) -> Sequence[TilePortion]:
         return self._portions
 
-    def copy_portion(self, applied: int, into: Segment) -> TileCopy:
+    def copy_portion(self, applied: int, into: Segment) -> Copy:
         rank = self.exchange.rank
-        copying = TileCopy(self._state, self._portions[rank].starts, into, self._outside(applied) if rank == 0 else {})
+        copying = Copy(
+            self._state.copy_tile, self._portions[rank].starts, into, self._outside(applied) if rank == 0 else {}
+        )
         self._copies.append(copying)
         return copying
 
+    def measure(self, tasks: Sequence[Task], measure: Callable[[Task, Any, Any], None]) -> None:
+        rank, size = self.exchange.rank, self.exchange.size
+        self.synchronise()
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                for task in tasks[rank * len(tasks) // size : (rank + 1) * len(tasks) // size]:
+                    batch, _ = task.fetch()
+                    seed_everything(task.seed)
+                    args, kwargs, target = split_batch(move(batch, self._computer.device))
+                    with self._computer.forward_context():
+                        output = self.model(*args, **kwargs)
+                    measure(task, output, target)
+        finally:
+            self.model.train()
+
+    def save_weights(self, path: Path) -> None:
+        if self.exchange.rank == 0:
+            self.synchronise()
+            save_weights(self.model, path)
+
+    def weights_sha256(self) -> str:
+        if self.exchange.rank > 0 and self.exchange.shares_state:
+            return ""
+        self.synchronise()
+        return weights_sha256(self.model)
+
+    def waits(self) -> Mapping[int, float]:
+        return {}
+
+    def plan_lines(self) -> Sequence[str]:
+        return ()
+
+    def rolled_back(self) -> RolledBack | None:
+        return None
+
     def synchronise(self) -> None:
+        """Bring the model's buffers to the committed values."""
         self._computer.restore_buffers(self._committed)

@@ -52,6 +52,7 @@ class TrainGeneration:
     past: tuple[PastGeneration, ...] = ()
     reported: int = 0
     sealed: int = 0
+    degrees: tuple[int, ...] = ()
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -166,6 +167,7 @@ def _start(state: WorkerState, event: StartGeneration) -> tuple[WorkerState, lis
                 past,
                 event.reported,
                 event.sealed,
+                tuple(event.degrees),
             )
         )
     return state, actions

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import safetensors.torch
 import torch
 
-from distbelief.comm.exchange import Exchange
 from distbelief.data.seeding import seed_everything
 from distbelief.data.sources import InMemory, MapStyle, split_batch
 from distbelief.job import Job
 from distbelief.shards import Schedule, shard_seed
-from distbelief.strategies.base import Replica
+from distbelief.strategies.base import Replica, Task
 from distbelief.strategies.compute import loss_sum, move
 from distbelief.worker.feed import Feed
 from distbelief.worker.metrics import ShardMetrics
@@ -32,39 +34,44 @@ class Evaluator:
 
     def rehearse(self, model: torch.nn.Module) -> None:
         """Measure one shard and forget it: a metric that fails does so before the training, not after it."""
+        task = self._tasks()[0]
+        args, kwargs, target = split_batch(move(task.fetch()[0], self._device))
         model.eval()
-        with torch.no_grad():
-            self._metrics.combine(1, self._measure(model, 0))
+        with torch.no_grad(), self._autocast():
+            seed_everything(task.seed)
+            output = model(*args, **kwargs)
+            self._metrics.combine(1, self._measure(task, output, target))
         model.train()
 
     def evaluate(self, replica: Replica) -> dict[str, float]:
         """Every member computes its part; all return the same values."""
-        exchange: Exchange = replica.exchange
-        first = exchange.rank * self.shards // exchange.size
-        end = (exchange.rank + 1) * self.shards // exchange.size
-        self._feed.expect([(0, 1)], until=end)
-        replica.synchronise()
-        replica.model.eval()
+        self._feed.expect([(0, 1)], until=self.shards)
         measured: dict[str, torch.Tensor] = {}
-        try:
-            with torch.no_grad():
-                for shard in range(first, end):
-                    measured.update(self._measure(replica.model, shard))
-        finally:
-            replica.model.train()
+
+        def measure(task: Task, output: Any, target: Any) -> None:
+            with torch.no_grad(), self._autocast():
+                measured.update(self._measure(task, output, target))
+
+        replica.measure(self._tasks(), measure)
         everything: dict[str, torch.Tensor] = {}
-        for payload in exchange.gather(safetensors.torch.save(measured)):
+        for payload in replica.exchange.gather(safetensors.torch.save(measured)):
             everything.update(safetensors.torch.load(payload))
         return self._metrics.combine(self.shards, everything)
 
-    def _measure(self, model: torch.nn.Module, shard: int) -> dict[str, torch.Tensor]:
-        batch, samples = self._feed.fetch(shard, 0, 1)
-        seed_everything(shard_seed(self._job.seed, -1, shard))
-        args, kwargs, target = split_batch(move(batch, self._device))
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._job.precision == "bf16"):
-            output = model(*args, **kwargs)
-            total, weight = loss_sum(self._job.loss(output, target), samples)
-        return self._metrics.measure(shard, output, target, (float(total), weight))
+    def _tasks(self) -> list[Task]:
+        found = []
+        for shard in range(self.shards):
+            _, low, high = self._schedule.shard(shard, 0)
+            seed = shard_seed(self._job.seed, -1, shard)
+            found.append(Task(shard, high - low, seed, partial(self._feed.fetch, shard, 0, 1)))
+        return found
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._job.precision == "bf16")
+
+    def _measure(self, task: Task, output: Any, target: Any) -> dict[str, torch.Tensor]:
+        total, weight = loss_sum(self._job.loss(output, target), task.samples)
+        return self._metrics.measure(task.number, output, target, (float(total), weight))
 
     def close(self) -> None:
         self._feed.close()

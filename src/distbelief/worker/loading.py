@@ -106,7 +106,7 @@ def load(spec: WorkerSpec, keeper: KeeperClient | None) -> Loaded:
     prepared = strategy.prepare(job, schedule, device)
     require_memory("gradients, parameters and optimizer state", prepared.least_bytes())
     canary = Canary(prepared.canary(watch.fetch), prepared.facts())
-    if evaluator:
+    if evaluator and not next(prepared.model.parameters()).is_meta:
         evaluator.rehearse(prepared.model)
     watch.data_s, watch.shards, watch.step, watch.shard = 0.0, 0, -1, -1  # the canary's do not count
     return Loaded(job, schedule, steps, strategy, prepared, watch, feed, evaluator, canary)

@@ -11,9 +11,10 @@ import msgspec
 import torch
 
 from distbelief.checkpoint.faults import CheckpointMissing, CheckpointUnusable
+from distbelief.checkpoint.lazy import LazyTensors, Renamed
 from distbelief.checkpoint.manifest import Facts, Manifest
-from distbelief.checkpoint.reading import newest_sound, read_manifest, read_tensors
-from distbelief.checkpoint.sources import MODEL, read_source
+from distbelief.checkpoint.reading import newest_sound, open_checkpoint, read_manifest, read_tensors
+from distbelief.checkpoint.sources import MODEL, open_source, read_source
 from distbelief.checkpoint.storage import Where
 from distbelief.strategies.base import Applied, Replica, Saved
 from distbelief.worker.spec import Origin
@@ -48,15 +49,32 @@ def saved_at(folder: Where, step: int) -> Saved:
     return _saved(folder, read_manifest(folder, step))
 
 
-def newest_saved(folder: str) -> tuple[Saved | None, list[tuple[int, str]]]:
-    """The newest checkpoint that can be used, and the newer ones that cannot: (step, why). None: there is none."""
-    return _newest(folder, saved_at)
+def opened_at(folder: Where, step: int) -> Saved:
+    """The same without its values: they are read, and checked, when they are asked for."""
+    manifest, tensors = open_checkpoint(folder, step)
+    return _described(folder, manifest, tensors)
 
 
-def weights_of(where: str) -> Saved:
+def newest_saved(folder: str, lazily: bool = False) -> tuple[Saved | None, list[tuple[int, str]]]:
+    """The newest checkpoint that can be used, and the newer ones that cannot: (step, why). None: there is none.
+    `lazily`: all of it is checked, and nothing kept in memory."""
+    return _newest(folder, _checked_at if lazily else saved_at)
+
+
+def _checked_at(folder: Where, step: int) -> Saved:
+    manifest, tensors = open_checkpoint(folder, step)
+    tensors.check()
+    return _described(folder, manifest, tensors)
+
+
+def weights_of(where: str, lazily: bool = False) -> Saved:
     """Weights alone, from wherever `read_source` finds them: a run, a checkpoint, a safetensors file."""
-    source = read_source(where if "://" in where else Path(where))
-    return Saved(0, {f"{MODEL}{name}": tensor for name, tensor in source.tensors.items()})
+    place = where if "://" in where else Path(where)
+    if lazily:
+        tensors = open_source(place).tensors
+        assert isinstance(tensors, LazyTensors)
+        return Saved(0, Renamed(tensors, {f"{MODEL}{name}": name for name in tensors}))
+    return Saved(0, {f"{MODEL}{name}": tensor for name, tensor in read_source(place).tensors.items()})
 
 
 def frozen_of(origin: Origin, names: Collection[str]) -> Mapping[str, torch.Tensor]:
@@ -83,9 +101,13 @@ def _newest(folder: str, read: Callable[[Where, int], Found]) -> tuple[Found | N
 
 
 def _saved(folder: Where, manifest: Manifest) -> Saved:
+    return _described(folder, manifest, read_tensors(folder, manifest))
+
+
+def _described(folder: Where, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Saved:
     try:
         position = msgspec.convert(manifest.data, DataPosition)
     except msgspec.ValidationError as error:
         message = f"the checkpoint of step {manifest.step} in {folder} does not say where the data stood: {error}"
         raise CheckpointUnusable(message, hint="it was not written by a run; use its weights with --from") from error
-    return Saved(manifest.step, read_tensors(folder, manifest), position.history, position.note.encode())
+    return Saved(manifest.step, tensors, position.history, position.note.encode())

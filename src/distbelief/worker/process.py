@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from distbelief.comm.exchange import Exchange
+from distbelief.comm.exchange import Group
+from distbelief.comm.group import Rendezvous, TorchGroup
 from distbelief.comm.ledger import Past
 from distbelief.comm.messages import (
     EXIT_REPORTED,
@@ -23,6 +24,8 @@ from distbelief.comm.messages import (
     Event,
     LeaveRequested,
     PeerDied,
+    PlanShown,
+    RolledBack,
     StepTakenOver,
     WorkerFailed,
     WorkerJoined,
@@ -32,7 +35,7 @@ from distbelief.comm.messages import (
 from distbelief.comm.network import interface_to
 from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.shared import SharedExchange
-from distbelief.comm.torchgroup import Rendezvous, TorchExchange
+from distbelief.comm.torchgroup import TorchExchange
 from distbelief.comm.words import Abort, Aborted
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.base import Replica, Saved, Seat
@@ -40,7 +43,7 @@ from distbelief.worker.control import Leave, StandDown, TrainGeneration
 from distbelief.worker.failure import describe_failure
 from distbelief.worker.link import ControlLink
 from distbelief.worker.loading import Loaded, load, write_job_json
-from distbelief.worker.origin import frozen_of, newest_saved, weights_of
+from distbelief.worker.origin import frozen_of, newest_saved, opened_at, weights_of
 from distbelief.worker.saving import Saver
 from distbelief.worker.spec import WorkerSpec
 from distbelief.worker.training import Assignment, report_again, train
@@ -131,7 +134,7 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
     start = Beginning(spec, action, link.send)
     link.progress.waiting = lambda: exchange.waiting or start.reading
     try:
-        seat = Seat(action.rank, action.ranges, loaded.steps, action.generation)
+        seat = Seat(action.rank, action.ranges, loaded.steps, action.generation, action.degrees)
         replica = loaded.prepared.build(seat, exchange, loaded.watch.fetch, start)
         link.progress.step = replica.steps_applied()
         if place.saver:
@@ -144,6 +147,7 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
         if action.rank == 0:
             write_job_json(spec, loaded, len(action.members))
             _report_takeover(link, replica, action)
+            _report_plan(link, replica, action)
         task = Assignment(
             spec.worker,
             action.generation,
@@ -187,23 +191,29 @@ class Beginning:
         self._spec = spec
         self._has_run = bool(action.past) or (spec.origin is not None and spec.origin.resumed)
         self._tell = tell
+        self._divided = bool(action.degrees)
+        """Then every member reads its part, and none reads all."""
         self.reading = False
         self.step = 0
         """Of the checkpoint that it was."""
 
-    def __call__(self) -> Saved | None:
+    def __call__(self, step: int = -1) -> Saved | None:
         origin = self._spec.origin
         if origin is None:
             return None
         self.reading = True  # however long it takes, this member is not stuck
         try:
-            saved = self._newest(origin.checkpoints) if origin.checkpoints and self._has_run else None
-            return saved or (weights_of(origin.weights) if origin.weights else None)
+            if step > 0:
+                return opened_at(origin.checkpoints, step)
+            saved = None
+            if step < 0 and origin.checkpoints and self._has_run:
+                saved = self._newest(origin.checkpoints)
+            return saved or (weights_of(origin.weights, self._divided) if origin.weights else None)
         finally:
             self.reading = False
 
     def _newest(self, folder: str) -> Saved | None:
-        saved, skipped = newest_saved(folder)
+        saved, skipped = newest_saved(folder, self._divided)
         self.step = saved.step if saved else 0
         self._tell(CheckpointLoaded(self._spec.worker, self.step, folder, skipped))
         return saved
@@ -243,18 +253,30 @@ def _report_takeover(link: ControlLink, replica: Replica, action: TrainGeneratio
         link.flush()  # before a shard that kills whoever computes it kills us
 
 
-def _exchange(place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort) -> Exchange:
+def _report_plan(link: ControlLink, replica: Replica, action: TrainGeneration) -> None:
+    me = action.members[action.rank].worker
+    if lines := replica.plan_lines():
+        link.send(PlanShown(me, action.generation, list(lines)))
+    if back := replica.rolled_back():
+        link.send(RolledBack(me, action.generation, back.reached, back.step, back.source))
+
+
+def _exchange(place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort) -> Group:
     geometry = loaded.prepared.geometry(action.ranges)
     name = _group_name(action.generation)
-    if action.transport == "shm" and place.keeper is not None:
+    if geometry is not None and action.transport == "shm" and place.keeper is not None:
         past = [
-            Past(_group_name(one.generation), loaded.prepared.geometry([member.shards for member in one.members]))
+            Past(_group_name(one.generation), before)
             for one in action.past
+            if (before := loaded.prepared.geometry([member.shards for member in one.members]))
         ]
         return SharedExchange(place.keeper, name, action.rank, geometry, abort, past)
     if place.spec.store is None:
         raise DistBeliefError("the members are on several hosts, but this worker was told of no rendezvous store")
-    return TorchExchange(Rendezvous(*place.spec.store, name), action.rank, geometry, abort, place.own_memory)
+    meeting = Rendezvous(*place.spec.store, name)
+    if geometry is None:
+        return TorchGroup(meeting, action.rank, len(action.members), abort)
+    return TorchExchange(meeting, action.rank, geometry, abort, place.own_memory)
 
 
 def _group_name(generation: int) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from distbelief.checkpoint.manifest import Facts
-from distbelief.checkpoint.weights import save_weights, weights_sha256
 from distbelief.comm.messages import Evaluation, StepReport, Timing, WorkerFinished
 from distbelief.job import Job
 from distbelief.strategies.base import Replica
@@ -95,25 +94,21 @@ def train(
             watch.speed.samples += last.samples
         progress.step = step + 1
         compute_s = busy_s - watch.data_s - replica.comm_s
-        progress.timing = Timing(watch.data_s, compute_s, replica.comm_s, watch.shards)
+        progress.timing = Timing(watch.data_s, compute_s, replica.comm_s, watch.shards, dict(replica.waits()))
         if leads:
             progress.reports.append(
                 StepReport(step, last.loss, last.samples, last.fingerprint, time.time(), task.generation)
             )
-        if leads and step + 1 == task.steps:  # before the last evaluation, which may fail
-            replica.synchronise()
-            save_weights(replica.model, task.run_dir / "weights.safetensors")
+        if step + 1 == task.steps:  # before the last evaluation, which may fail
+            replica.save_weights(task.run_dir / "weights.safetensors")
         if evaluator and _is_due(job, step + 1, task):
             metrics = _evaluate(evaluator, replica, progress, step + 1)
         _save_if_due(replica, step + 1, task)
-    if not leads and replica.exchange.shares_state:
-        return WorkerFinished(task.worker, task.generation, task.steps)
-    replica.synchronise()
-    digest = weights_sha256(replica.model)
-    if not leads:  # it has a replica of its own, which must be the same as all others
-        return WorkerFinished(task.worker, task.generation, task.steps, weights_sha256=digest)
     if last is None:  # the steps were done before this generation; whoever led may have died before it had saved
-        save_weights(replica.model, task.run_dir / "weights.safetensors")
+        replica.save_weights(task.run_dir / "weights.safetensors")
+    digest = replica.weights_sha256()
+    if not leads:  # one that has a replica of its own must have the same as all others
+        return WorkerFinished(task.worker, task.generation, task.steps, weights_sha256=digest)
     loss = last.loss if last else replica.remembered(task.steps - 1)[-1].loss
     return WorkerFinished(
         task.worker,

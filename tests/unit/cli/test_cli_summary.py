@@ -27,6 +27,7 @@ def result(**changes: object) -> Result:
         "wall_s": 12.34,
         "workers": 2,
         "recoveries": 0,
+        "reexecuted": 0,
     }
     return Result(**{**usual, **changes})  # type: ignore[arg-type]
 
@@ -49,6 +50,12 @@ def test_recoveries_are_told_when_there_were_some() -> None:
     stream = io.StringIO()
     print_summary(result(recoveries=1, metrics={}), stream)
     assert "recoveries: 1" in stream.getvalue().splitlines()
+
+
+def test_steps_that_were_executed_again_are_told() -> None:
+    stream = io.StringIO()
+    print_summary(result(recoveries=1, reexecuted=7), stream)
+    assert "executed again: 7 steps" in stream.getvalue().splitlines()
 
 
 def test_on_a_terminal_the_hash_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:

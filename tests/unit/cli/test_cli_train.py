@@ -76,6 +76,15 @@ def test_ill_formed_settings(tmp_path: Path, text: str) -> None:
     assert "is not of the form name=value" in result.stderr
 
 
+def test_degrees_that_do_not_fit_the_workers_are_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "fine.py"
+    path.write_text("raise AssertionError('this must not run')")
+    result = train(path, "--strategy", "pipeline:2", "--workers", 3, "--run-dir", tmp_path / "run")
+    assert result.exit_code == 1
+    assert "pipeline:2 takes a multiple of 2 workers, not 3: use --workers 2 or 4, or pipeline:3" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_settings_are_texts_and_the_last_wins() -> None:
     assert parse_settings(["lr=1", " lr = 3e-4 ", "note=a=b", "empty="]) == {"lr": "3e-4", "note": "a=b", "empty": ""}
 

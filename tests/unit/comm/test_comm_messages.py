@@ -23,6 +23,7 @@ EVENTS: list[m.Event] = [
         m.Canary("abcdef", {"threads": "1", "torch": "2.13"}),
     ),
     m.Heartbeat(1, 2, 3, 4, m.Timing()),
+    m.Heartbeat(1, 2, 3, 4, m.Timing(0.1, 0.2, 0.3, 5, {0: 0.25, 3: 0.0})),
     m.Heartbeat(
         1,
         2,
@@ -38,6 +39,8 @@ EVENTS: list[m.Event] = [
     m.WorkerExited(1, -9),
     m.StepTakenOver(0, 3, 7, 2),
     m.StepTakenOver(0, 3, 7, 2, [m.BrokenShard(1, 7, 3)]),
+    m.RolledBack(0, 3, reached=57, step=50, source="snapshots"),
+    m.PlanShown(0, 3, ["stage 1/2: embedding, blocks.0–2"]),
     m.CollectiveFailed(1, 3, "connection reset"),
     m.PeerDied(worker=1, generation=3, dead=2),
     m.LeaveRequested(2),
@@ -58,6 +61,14 @@ COMMANDS: list[m.Command] = [
     m.StartGeneration(1, 2, [], "gloo"),
     m.StartGeneration(
         1, 2, [m.Member(0, "here", (0, 8), 4711)], "shm", [m.PastGeneration(1, [m.Member(1, "here", (0, 8))])], 17
+    ),
+    m.StartGeneration(
+        1,
+        2,
+        [m.Member(0, "here", (0, 8), 4711, "stage 1/2"), m.Member(3, "here", (0, 8), 4712, "stage 2/2")],
+        "gloo",
+        [m.PastGeneration(1, [m.Member(1, "here", (0, 8))], [1, 1, 1, 1])],
+        degrees=[2, 1, 1, 1],
     ),
     m.Refuse(1, "another thread count"),
     m.Retire(1, 2),

@@ -60,5 +60,5 @@ def test_endings() -> None:
 
 
 def test_spares() -> None:
-    assert explain.spares(5, 4, [4]) == "5 workers for 4 shards: worker 4 is a spare"
-    assert explain.spares(3, 1, [1, 2]) == "3 workers for 1 shard: workers 1, 2 are spares"
+    assert explain.spares(5, "4 shards", [4]) == "5 workers for 4 shards: worker 4 is a spare"
+    assert explain.spares(3, "1 shard", [1, 2]) == "3 workers for 1 shard: workers 1, 2 are spares"

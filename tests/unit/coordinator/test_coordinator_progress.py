@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from distbelief.comm.messages import Evaluation, Heartbeat, Member, StepReport, Timing
-from distbelief.coordinator.progress import REMEMBERED, Progress, absorb, workers_line
+from distbelief.coordinator.progress import REMEMBERED, Progress, absorb, forget, workers_line
 
 MEMBERS = [Member(0, "here", (0, 2)), Member(1, "here", (2, 4))]
 
@@ -109,3 +109,40 @@ def test_absorbing_changes_nothing_in_place() -> None:
     absorb(before, MEMBERS, beat(1, 7, reports=[report(1)]), 0.5)
     assert dict(before.reported.values) == {0: "aa"}
     assert workers_line(before, MEMBERS, 1, 0.0)["step"] == 0
+
+
+def test_where_results_are_not_exact_a_step_with_another_one_was_executed_again_and_the_last_report_counts() -> None:
+    progress, _ = absorb(Progress(), MEMBERS, beat(reports=[report(3, "aa")]), 10.0, exact=False)
+    progress, lines = absorb(progress, MEMBERS, beat(reports=[report(3, "bb")]), 10.1, exact=False)
+    assert [(line["kind"], line["fingerprint"]) for line in lines] == [("step", "bb")]
+    _, lines = absorb(progress, MEMBERS, beat(reports=[report(3, "bb")]), 10.2, exact=False)
+    assert lines == [], "a repeat is still a repeat"
+
+
+def test_what_comes_after_a_state_to_which_the_run_goes_back_is_reported_again() -> None:
+    evaluations = [Evaluation(step, {"accuracy": 0.5}) for step in (2, 4)]
+    reports = [report(step) for step in range(5)]
+    progress, _ = absorb(Progress(), MEMBERS, beat(reports=reports, evaluations=evaluations), 10.0)
+    progress = forget(progress, step=2, reached=5)
+    assert (progress.reported.complete, progress.redone) == (2, 5)
+    progress, lines = absorb(progress, MEMBERS, beat(reports=reports, evaluations=evaluations), 10.1)
+    assert [(line["kind"], line["step"]) for line in lines] == [
+        ("step", 2), ("step", 3), ("step", 4), ("evaluation", 4)
+    ]  # fmt: skip
+    assert progress.reported.complete == 5
+
+
+def test_a_run_may_go_back_further_than_is_remembered() -> None:
+    progress = Progress()
+    for first in range(0, REMEMBERED + 200, 100):
+        progress, _ = absorb(progress, MEMBERS, beat(reports=[report(first + n) for n in range(100)]), 10.0)
+    progress, lines = absorb(forget(progress, 7, 1300), MEMBERS, beat(reports=[report(6), report(7)]), 10.1)
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [7]
+
+
+def test_a_workers_line_names_places_and_whom_a_member_waits_for_by_the_number_of_the_worker() -> None:
+    members = [Member(4, "here", (0, 4), 1, "stage 1/2"), Member(9, "here", (0, 4), 2, "stage 2/2")]
+    progress, _ = absorb(Progress(), members, beat(9, 3, Timing(1.0, 2.0, 3.0, 8, {0: 2.5, 7: 1.0})), 10.0)
+    first, second = workers_line(progress, members, 1, 10.0)["workers"]
+    assert (first["place"], "waits" in first) == ("stage 1/2", False)
+    assert (second["place"], second["waits"]) == ("stage 2/2", {4: 2.5})

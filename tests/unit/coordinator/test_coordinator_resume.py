@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from distbelief.comm import messages as m
 from distbelief.coordinator import state as s
 from distbelief.coordinator.progress import Seen
+from distbelief.strategies.degrees import fit
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=100)
 
@@ -174,6 +175,17 @@ stories = st.lists(
     st.tuples(st.sampled_from(ACTIONS), st.integers(0, 7), st.none() | st.integers(0, 6)), min_size=1, max_size=14
 )
 Story = list[tuple[str, int, int | None]]
+kinds = st.sampled_from(["", "pipeline:3", "tensor:3", "sharded", "dp1.fsdp3"])
+
+
+def world_of(strategy: str) -> World:
+    return World(3, strategy=strategy, exact=False, transport="gloo") if strategy else World(3)
+
+
+def size(state: s.State, workers: int) -> int:
+    """How many members so many workers make, of a job with 4 shards."""
+    wish = state.config.wish
+    return fit(wish, workers, 4).size if wish else min(workers, 4)
 
 
 def happen(world: World, action: str, number: int, crash_after: int | None) -> None:
@@ -204,16 +216,16 @@ def happen(world: World, action: str, number: int, crash_after: int | None) -> N
 
 
 @patient
-@given(stories)
-def test_the_journal_tells_what_the_living_coordinator_knows(story: Story) -> None:
+@given(stories, kinds)
+def test_the_journal_tells_what_the_living_coordinator_knows(story: Story, strategy: str) -> None:
     """Whatever happened: a restart changes none of the numbers, and no generation's number is used twice."""
-    world = World(workers=3)
+    world = world_of(strategy)
     for action, number, _ in story:
         happen(world, action, number, None)
         live = world.coordinator
         found = s.resume(world.config, live.epoch + 1, world.now, world.journal)
         assert (found.phase, found.generation) == (live.phase, live.generation)
-        assert [one.worker for one in found.members] == [one.worker for one in live.members]
+        assert (found.members, found.degrees) == (live.members, live.degrees)
         assert (found.target, found.next_worker) == (live.target, live.next_worker)
         assert found.recoveries == live.recoveries
         there = {worker.number for worker in live.workers.values() if worker.counts} | live.hired.keys()
@@ -223,9 +235,9 @@ def test_the_journal_tells_what_the_living_coordinator_knows(story: Story) -> No
 
 
 @patient
-@given(stories)
-def test_wherever_the_coordinator_dies_the_run_comes_to_the_number_that_was_wanted(story: Story) -> None:
-    world = World(workers=3)
+@given(stories, kinds)
+def test_wherever_the_coordinator_dies_the_run_comes_to_the_number_that_was_wanted(story: Story, strategy: str) -> None:
+    world = world_of(strategy)
     for action, number, crash_after in story:
         happen(world, action, number, crash_after)
         assert world.generations == list(range(1, len(world.generations) + 1)), "a generation's number is used once"
@@ -236,7 +248,7 @@ def test_wherever_the_coordinator_dies_the_run_comes_to_the_number_that_was_want
     # Who asked for a seat and was not answered, because the coordinator died, does not come.
     assert len(world.actors) + len(state.hired) == state.target
     assert {one.worker for one in state.members} <= world.actors.keys()
-    assert len(state.members) == min(len(world.actors), 4)
+    assert len(state.members) == size(state, len(world.actors))
     assert {actor.state.generation for actor in world.actors.values()} == {state.generation}
     assert {actor.state.epoch for actor in world.actors.values()} == {state.epoch}
     before = world.committed

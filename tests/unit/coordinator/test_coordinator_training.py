@@ -74,6 +74,7 @@ def test_the_run_is_complete_when_all_members_have_finished() -> None:
         "samples_per_s": 1e4,
         "workers": 4,
         "recoveries": 0,
+        "reexecuted": 0,
     }
     assert [worker for worker, _ in sends(outputs)] == [0, 1, 2, 3, 4, s.ENGINE]
 
@@ -157,7 +158,7 @@ def test_step_never_changes_the_state_it_was_given() -> None:
 
 def test_every_event_has_a_place_in_the_table() -> None:
     events = {*get_args(m.Event), s.Ticked, s.CoordinatorFailed}
-    only_members = {m.WorkerFinished, m.StepTakenOver, m.PeerDied, m.CollectiveFailed}
+    only_members = {m.WorkerFinished, m.StepTakenOver, m.PeerDied, m.CollectiveFailed, m.RolledBack, m.PlanShown}
     only_members |= {m.CheckpointLoaded, m.PartSaved, m.CheckpointSealed, m.SaveFailed, m.SaveMissed}
     assert events - s.TRANSITIONS["gathering"].keys() == only_members
     assert events == s.TRANSITIONS["training"].keys() == s.TRANSITIONS["ended"].keys()

@@ -177,3 +177,32 @@ def test_every_worker_is_told_its_own_number_of_threads_and_its_own_address(tmp_
     assert (one.threads, two.threads) == (2, 4)
     assert (one.address, two.address) == ("tcp://there/1", "tcp://there/2")
     assert (two.saves, two.origin, two.most_steps) == (launch.save_plan, launch.origin, 100)
+
+
+# --- strategies that divide the model --------------------------------------------------------------------------------
+
+
+def divided(strategy: str, workers: int, **more: object) -> Launch:
+    return Launch(Path("/nowhere"), workers, strategy, exact=False, transport="gloo", **more)
+
+
+def test_the_coordinator_is_told_of_the_strategy() -> None:
+    config = msgspec.convert(divided("dp2.pp2:zbv", 4).run_config(), RunConfig)
+    assert config.strategy == "dp2.pp2:zbv"
+    assert config.wish is not None
+    assert (config.wish.data, config.wish.pipeline) == (2, 2)
+    assert msgspec.convert(FULL.run_config(), RunConfig).wish is None
+
+
+def test_a_number_of_workers_that_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    text = "pipeline:2 takes a multiple of 2 workers, not 3: use --workers 2 or 4, or pipeline:3"
+    with pytest.raises(DistBeliefError) as caught:
+        divided("pipeline:2", 3)
+    assert (caught.value.message, caught.value.exit_code) == (text, 1)
+    with pytest.raises(DistBeliefError, match="takes a multiple of 2 workers, not 5"):
+        replace(divided("pipeline:2", 4), workers=5)  # a run that is resumed
+
+
+def test_shares_are_not_for_divided_models() -> None:
+    with pytest.raises(DistBeliefError, match="shares cannot be given with sharded"):
+        divided("sharded", 2, shares=(1.0, 2.0))

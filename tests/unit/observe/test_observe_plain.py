@@ -89,3 +89,30 @@ def test_logs_come_before_the_start_and_closing_without_one_is_fine() -> None:
     view.refresh()
     view.close()
     assert stream.getvalue() == "[worker 0] importing\n"
+
+
+def test_at_the_end_every_member_of_a_divided_model_says_where_its_time_went(tmp_path: Path) -> None:
+    view, stream = started(tmp_path)
+    times = {"data_s": 0.1, "compute_s": 6.0, "comm_s": 3.9, "shards": 8}
+    rows = [
+        {
+            "worker": w,
+            "host": "h",
+            "first": 0,
+            "end": 8,
+            "step": 9,
+            "place": f"stage {w + 1}/2",
+            "waits": waits,
+            **times,
+        }
+        for w, waits in enumerate([{}, {"0": 3.1}])
+    ]
+    append(tmp_path, step(1, 1000.1), {"kind": "workers", "at": 1000.2, "generation": 1, "step": 9, "workers": rows})
+    view.refresh()
+    assert "stage" not in stream.getvalue()
+    view.close()
+    view.close()
+    assert stream.getvalue().splitlines()[-2:] == [
+        "worker 0  stage 1/2  compute 60 %  data 1 %  waits 0 %",
+        "worker 1  stage 2/2  compute 60 %  data 1 %  waits 31 %, mostly for worker 0",
+    ]

@@ -128,6 +128,36 @@ def test_a_worker_that_did_nothing_yet() -> None:
     assert (idle.data, idle.compute, idle.comm, idle.shard_s) == (0.0, 0.0, 0.0, None)
 
 
+def test_waiting_is_of_the_recent_window_and_names_the_one_it_is_owed_to() -> None:
+    early = {**timing(1, 0.0, 5.0, 5.0, 8), "place": "stage 2/3", "waits": {"0": 4.0, "2": 1.0}}
+    late = {**timing(1, 0.0, 10.0, 10.0, 16), "place": "stage 2/3", "waits": {"0": 4.5, "2": 3.0}}
+    (found,) = fold(workers(1000.0, early), workers(1010.0, late)).workers
+    assert (found.place, found.waiting, found.waits_for) == ("stage 2/3", 0.25, 2)
+    (found,) = fold(workers(1000.0, early)).workers
+    assert (found.waiting, found.waits_for) == (0.5, 0)
+
+
+def test_members_of_a_divided_model_are_in_the_order_of_their_places() -> None:
+    rows = [
+        {**timing(worker, 0.0, 5.0, 5.0, 8), "place": f"stage {n}/3"} for n, worker in enumerate((0, 7, 2), start=1)
+    ]
+    assert [one.worker for one in fold(workers(1000.0, *rows)).workers] == [0, 7, 2]
+    plain = [timing(worker, 0.0, 5.0, 5.0, 8) for worker in (0, 7, 2)]
+    assert [one.worker for one in fold(workers(1000.0, *plain)).workers] == [0, 2, 7]
+
+
+def test_who_waits_for_nobody() -> None:
+    (found,) = fold(workers(1000.0, timing(1, 0.0, 5.0, 5.0, 8))).workers
+    assert (found.place, found.waiting, found.waits_for) == ("", 0.0, None)
+
+
+def test_a_run_that_goes_back_shows_the_step_that_it_is_at() -> None:
+    state = fold(*(step(n, 1000.0 + n) for n in range(1, 8)), {"kind": "rollback", "step": 5, "at": 1008.0})
+    state = fold(step(6, 1010.0, loss=0.5), start=state)
+    assert (state.step, state.loss) == (6, 0.5)
+    assert len(state.intervals) == 6, "the way back is no measurement"
+
+
 def test_the_slowest_is_named_only_when_it_is_clear() -> None:
     assert find_slowest((load(0, 1.0), load(1, 1.05), load(2, 1.0))) is None
     found = find_slowest((load(0, 1.0), load(1, 1.3), load(2, 1.1)))

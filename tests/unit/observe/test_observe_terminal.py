@@ -128,3 +128,40 @@ def test_the_view_fits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(open_view(terminal, plain=True), PlainView)
         monkeypatch.setenv("TERM", "dumb")
         assert isinstance(open_view(terminal), PlainView)
+
+
+def divided(*places: str) -> Progress:
+    rows = [
+        {
+            "worker": w,
+            "host": "here",
+            "first": 0,
+            "end": 8,
+            "step": 120,
+            "data_s": 0.1,
+            "compute_s": 6.0,
+            "comm_s": 3.9,
+            "shards": 240,
+            "place": place,
+            "waits": {str((w + 1) % len(places)): 3.0, str(w): 0.1} if w else {"1": 0.01},
+        }
+        for w, place in enumerate(places)
+    ]
+    state = describe(Progress(), {"name": "gpt", "strategy": "dp2.pp2", "steps": 400})
+    return advance(state, {"kind": "workers", "at": 1.0, "generation": 1, "step": 120, "workers": rows})
+
+
+def test_of_a_divided_model_places_and_bubbles_are_shown() -> None:
+    *_, header, first, second = draw(divided("stage 1/2", "stage 2/2"))
+    assert header.split() == ["worker", "stage", "time", "░", "data", "█", "compute", "▒", "comm", "waits", "for"]
+    assert first.split() == ["0", "1/2", "███████▒▒▒▒▒", "1", "%", "60", "%", "39", "%", "–"]
+    assert second.rstrip().endswith("39 %  0 (31 %)")
+
+
+def test_a_place_in_four_dimensions_fits_80_columns() -> None:
+    places = [f"stage {p}/2 · data {d}/2 · sharded {s}/2 · tensor 1/2" for p in (1, 2) for d in (1, 2) for s in (1, 2)]
+    lines = draw(divided(*places))
+    assert max(map(len, lines)) <= 80
+    assert "stage · data · sharded · tensor" in lines[-9]
+    assert lines[-1].split()[:8] == ["7", "2/2", "·", "2/2", "·", "2/2", "·", "1/2"]
+    assert lines[-1].rstrip().endswith("0 (31 %)"), "nothing is cut off"

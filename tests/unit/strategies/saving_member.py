@@ -13,9 +13,10 @@ from distbelief.checkpoint.manifest import Facts, PartRecord
 from distbelief.checkpoint.saving import write_part
 from distbelief.checkpoint.weights import weights_sha256
 from distbelief.comm.exchange import Exchange
+from distbelief.comm.group import Rendezvous
 from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.shared import SharedExchange
-from distbelief.comm.torchgroup import Rendezvous, TorchExchange
+from distbelief.comm.torchgroup import TorchExchange
 from distbelief.comm.words import Abort
 from distbelief.data.sources import as_source
 from distbelief.shards import Schedule

@@ -9,10 +9,10 @@ import torch
 from saved_states import Trainer, job_with
 
 from distbelief.comm.segment import Segment
-from distbelief.strategies.copying import TileCopy
+from distbelief.strategies.copying import Copy
 
 
-def begun(trainer: Trainer) -> tuple[TileCopy, Segment, bytes]:
+def begun(trainer: Trainer) -> tuple[Copy, Segment, bytes]:
     """A copy of the present state that nobody has made yet, its memory, and what must be in it."""
     portion = trainer.replica.portions()[0]
     memory = Segment.private(portion.size_bytes)
@@ -21,7 +21,7 @@ def begun(trainer: Trainer) -> tuple[TileCopy, Segment, bytes]:
         for values, optimizer in zip(trainer.state.values, trainer.state.optimizer, strict=True)
     )
     copying = trainer.replica.copy_portion(trainer.replica.steps_applied(), memory)
-    assert isinstance(copying, TileCopy)
+    assert isinstance(copying, Copy)
     return copying, memory, expected
 
 
@@ -77,7 +77,7 @@ def test_it_is_finished_when_all_of_it_is_there(trainer: Trainer) -> None:
             assert go_on.wait(60)
         copy_tile(tile, into, at_bytes)
 
-    trainer.state.copy_tile = slowly  # type: ignore[method-assign]
+    copying._copy = slowly
     thread = threading.Thread(target=copying.run)
     thread.start()
     assert at_it.wait(60)

@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 from distbelief.checkpoint.weights import weights_sha256
 from distbelief.comm.exchange import Exchange
+from distbelief.comm.group import Rendezvous
 from distbelief.comm.segment import KeeperClient
 from distbelief.comm.shared import SharedExchange
-from distbelief.comm.torchgroup import Rendezvous, TorchExchange
+from distbelief.comm.torchgroup import TorchExchange
 from distbelief.comm.words import Abort
 from distbelief.data.sources import as_source
 from distbelief.job import Job

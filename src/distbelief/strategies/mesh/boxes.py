@@ -1,0 +1,102 @@
+"""How boxes of tensors get from those who hold them to those who want them. Pure.
+
+Members hold boxes (checkpoint/boxes.py) of named tensors; checkpoints, new plans and snapshots are all questions about
+who holds which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from distbelief.checkpoint.boxes import Box, common, volume
+
+
+@dataclass(frozen=True)
+class Move:
+    """A box of a tensor goes from one member to another, or stays with the same one."""
+
+    tensor: str
+    box: Box
+    holding: int
+    """The number of the holding that it is taken from."""
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a member has of the tensors of one state. It may have several: its own, and a copy of a neighbour's."""
+
+    rank: int
+    boxes: Mapping[str, Box]
+
+
+class Missing(Exception):
+    """Nobody holds this part of this tensor."""
+
+    def __init__(self, tensor: str) -> None:
+        super().__init__(tensor)
+        self.tensor = tensor
+
+
+def moves(held: Sequence[Holding], wanted: Sequence[Mapping[str, Box]]) -> list[Move]:
+    """Who gives what to whom, so that every member has what it wants (`wanted` is by rank). Raises Missing.
+
+    A member that holds all that it wants of a tensor gives it to itself. Otherwise several members that hold the same
+    take turns in giving. Boxes of one tensor are the same or apart, since they come from one plan.
+
+    >>> for move in moves([Holding(0, {"w": ((0, 2),)}), Holding(1, {"w": ((2, 4),)})], [{"w": ((1, 4),)}, {}]):
+    ...     print(move.box, "from", move.source, "to", move.target)
+    ((1, 2),) from 0 to 0
+    ((2, 4),) from 1 to 0
+    """
+    holders: dict[str, dict[Box, list[int]]] = {}
+    for number, holding in enumerate(held):
+        for name, box in holding.boxes.items():
+            holders.setdefault(name, {}).setdefault(box, []).append(number)
+    found: list[Move] = []
+    for target, boxes in enumerate(wanted):
+        for name, box in boxes.items():
+            missing = volume(box)
+            for theirs, numbers in holders.get(name, {}).items():
+                shared = common(box, theirs)
+                if shared is not None:
+                    own = [number for number in numbers if held[number].rank == target]
+                    number = own[0] if own else numbers[len(found) % len(numbers)]
+                    found.append(Move(name, shared, number, held[number].rank, target))
+                    missing -= volume(shared)
+            if missing:
+                raise Missing(name)
+    return found
+
+
+def covered(held: Iterable[Mapping[str, Box]], shapes: Mapping[str, Sequence[int]]) -> str:
+    """The first tensor that is not there whole; nothing, when all of them are."""
+    there: dict[str, set[Box]] = {}
+    for boxes in held:
+        for name, box in boxes.items():
+            there.setdefault(name, set()).add(box)
+    for name, shape in shapes.items():
+        if sum(volume(box) for box in there.get(name, ())) < prod(shape):
+            return name
+    return ""
+
+
+def writers(held: Sequence[Mapping[str, Box]]) -> list[set[str]]:
+    """By rank: the tensors whose boxes this member writes to a checkpoint. Of those that hold the same box one does;
+    they take turns.
+
+    >>> writers([{"a": ((0, 2),), "b": ()}, {"a": ((0, 2),), "b": ()}])
+    [{'a'}, {'b'}]
+    """
+    holders: dict[tuple[str, Box], list[int]] = {}
+    for rank, boxes in enumerate(held):
+        for name, box in boxes.items():
+            if volume(box):
+                holders.setdefault((name, box), []).append(rank)
+    mine: list[set[str]] = [set() for _ in held]
+    for turn, ((name, _), ranks) in enumerate(holders.items()):
+        mine[ranks[turn % len(ranks)]].add(name)
+    return mine

@@ -1,0 +1,41 @@
+"""Who a member talks to: the groups of ranks that differ from it in some dimensions of the mesh only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from distbelief.comm.group import TorchGroup
+from distbelief.strategies.degrees import DIMENSIONS, Degrees, Place
+
+
+class Groups:
+    """All members make them together, when a generation begins."""
+
+    def __init__(self, world: TorchGroup, degrees: Degrees) -> None:
+        self.world = world
+        self.degrees = degrees
+        self.place: Place = degrees.place(world.rank)
+        with world.guard():
+            self.mesh: DeviceMesh = init_device_mesh("cpu", tuple(degrees.as_list()), mesh_dim_names=DIMENSIONS)
+            self.data: dist.ProcessGroup = self.mesh.get_group("data")
+            """Those who hold the same part, and have other data."""
+            self.samples: dist.ProcessGroup = self._group_of("data", "sharded")
+            """Those who run the same stages on other data, whether they hold the same part or not."""
+        world.know_sockets()
+
+    def _group_of(self, *dimensions: str) -> dist.ProcessGroup:
+        mine: dist.ProcessGroup | None = None
+        for ranks in self.degrees.groups(*dimensions):  # everybody takes part in making every group
+            group = dist.new_group(list(ranks))
+            if self.world.rank in ranks:
+                mine = group
+        assert mine is not None
+        return mine
+
+    @property
+    def pipeline(self) -> Sequence[int]:
+        """The ranks of my pipeline, by stage."""
+        return next(ranks for ranks in self.degrees.groups("pipeline") if self.world.rank in ranks)

@@ -1,0 +1,164 @@
+"""A member's part of the model: made on meta, divided, cut, wrapped; and given memory for what it holds, no more."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from distbelief.checkpoint.boxes import Box, whole
+from distbelief.checkpoint.sources import MODEL
+from distbelief.job import Job
+from distbelief.strategies.degrees import Degrees
+from distbelief.strategies.layout import trainable
+from distbelief.strategies.mesh.balance import UnitCost, cut
+from distbelief.strategies.mesh.balance import explain as explain_stages
+from distbelief.strategies.mesh.cutting import Blueprint, draw
+from distbelief.strategies.mesh.headdropout import whole_masks
+from distbelief.strategies.mesh.optimizer import Local
+from distbelief.strategies.mesh.running import Pipeline, Stage, WholeModel
+from distbelief.strategies.mesh.tensorapply import apply, held_box
+from distbelief.strategies.mesh.tensorplan import explain as explain_tensor
+from distbelief.strategies.mesh.tensorplan import plan
+from distbelief.strategies.named import tied
+
+Around = Callable[[], AbstractContextManager[None]]
+
+Example = tuple[tuple[object, ...], Mapping[str, object]]
+"""Inputs of the model, on meta."""
+
+_SMALLEST_BLOCK = 1 / 64  # of the model's parameters: what is smaller is not worth a collective of its own
+
+
+@dataclass(frozen=True)
+class Part:
+    stages: Mapping[int, Stage]
+    held: Sequence[Local]
+    """Its trainable parameters."""
+    others: Mapping[str, tuple[Box, torch.Tensor]]
+    """`model/NAME` of its frozen parameters and buffers: the box, and the memory."""
+    sources: Sequence[torch.nn.Parameter]
+    """The modules' own parameters, in the order of `held`: where gradients appear."""
+    lines: Sequence[str]
+    """The plan, for people."""
+    around: Around
+    """Goes around every call of a stage."""
+
+    def tensors(self) -> dict[str, tuple[Box, torch.Tensor]]:
+        """All of the model's tensors that this member has."""
+        mine = {f"{MODEL}{one.name}": (one.box, one.value.detach()) for one in self.held}
+        return {**mine, **self.others}
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """What the backward passes have left, piece by piece; and forget it."""
+        found: list[torch.Tensor | None] = []
+        for parameter in self.sources:
+            gradient, parameter.grad = parameter.grad, None
+            if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+                if gradient.placements != parameter.placements:  # torch leaves some of them whole, or not added up
+                    gradient = gradient.redistribute(placements=parameter.placements)
+                gradient = gradient._local_tensor
+            found.append(gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient)
+        return found
+
+
+def build_part(
+    model: torch.nn.Module, job: Job, degrees: Degrees, mesh: DeviceMesh, pipeline: Pipeline,
+    example: Callable[[], Example], costs: Callable[[Blueprint], Sequence[UnitCost]],
+) -> Part:  # fmt: skip
+    """`model` is on meta and stays as it is. `costs` tells all members the same about the units of the model."""
+    numbers = {name: number for number, (name, _) in enumerate(trainable(model))}
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    first_name = tied(model)
+    model = copy.deepcopy(model)
+    lines: list[str] = []
+    around: Around = nullcontext
+    if degrees.tensor > 1:
+        divided = plan(model, degrees.tensor, *example(), job.tensor_plan)
+        lines += explain_tensor(divided, model)
+        around = partial(whole_masks, apply(model, divided, mesh["tensor"]))
+    stages: dict[int, Stage] = {0: WholeModel(model)}
+    has_modules = True
+    if degrees.pipeline > 1:
+        with around():
+            blueprint = draw(model, *example(), split=job.split, at_least=pipeline.stages)
+            found = costs(blueprint)
+        has_modules = blueprint.way == "torch.fx"  # torch.export leaves none that could be called
+        ranges = cut(found, pipeline.stages)
+        lines += explain_stages(found, ranges, [unit.name for unit in blueprint.units])
+        stages = {number: blueprint.stage(*ranges[number]) for number in pipeline.mine}
+    for stage in stages.values():
+        if degrees.sharded > 1:
+            _shard(stage.module, _blocks(stage.module, model) if has_modules else [], mesh["sharded"])
+        stage.module.to_empty(device="cpu")
+        stage.module.train()
+    _tie_again([stage.module for stage in stages.values()], first_name)
+    held: dict[str, tuple[Local, torch.nn.Parameter]] = {}
+    others: dict[str, tuple[Box, torch.Tensor]] = {}
+    for stage in stages.values():
+        for any_name, parameter in stage.module.named_parameters():
+            name = first_name.get(any_name, any_name)
+            box, memory = held_box(parameter), _memory(parameter)
+            if name not in numbers:
+                others[f"{MODEL}{name}"] = (box, memory)
+            elif name not in held:
+                value = torch.nn.Parameter(memory)
+                held[name] = (Local(name, numbers[name], shapes[name], box, value), parameter)
+        for any_name, buffer in stage.module.named_buffers():
+            name = first_name.get(any_name, any_name)
+            others[f"{MODEL}{name}"] = (whole(buffer.shape), buffer)
+    return Part(stages, [one for one, _ in held.values()], others, [p for _, p in held.values()], lines, around)
+
+
+def _memory(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def _tie_again(modules: Sequence[torch.nn.Module], first_name: Mapping[str, str]) -> None:
+    """Giving memory to modules one by one makes two of a tensor that has two names, or is in two stages."""
+    parameters: dict[str, torch.nn.Parameter] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    for module in modules:
+        for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+            owner, _, key = name.rpartition(".")
+            module.get_submodule(owner)._parameters[key] = parameters.setdefault(first_name.get(name, name), parameter)
+        for name, buffer in list(module.named_buffers(remove_duplicate=False)):
+            owner, _, key = name.rpartition(".")
+            module.get_submodule(owner)._buffers[key] = buffers.setdefault(first_name.get(name, name), buffer)
+
+
+def _shard(module: torch.nn.Module, blocks: Iterable[torch.nn.Module], mesh: DeviceMesh) -> None:
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    for wrapped in module.modules():
+        if isinstance(wrapped, FSDPModule):
+            wrapped.set_gradient_divide_factor(1.0)  # shards' gradients are sums; the whole batch's weight divides them
+            wrapped.set_force_sum_reduction_for_comms(True)
+
+
+def _blocks(module: torch.nn.Module, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The elements of the model's lists and sequences of modules: each is gathered when it is needed, and let go."""
+    total = sum(p.numel() for p in module.parameters())
+    present = {id(one) for one in module.modules()}
+    users: dict[int, int] = {}
+    for one in module.modules():
+        for parameter in one._parameters.values():
+            users[id(parameter)] = users.get(id(parameter), 0) + 1
+    taken: set[int] = set()
+    for container in model.modules():
+        if isinstance(container, torch.nn.ModuleList | torch.nn.Sequential) and id(container) not in taken:
+            for element in container:
+                parameters = list(element.parameters())
+                shared = any(users.get(id(p), 0) > 1 for p in parameters)  # it belongs to something outside as well
+                large = sum(p.numel() for p in parameters) >= total * _SMALLEST_BLOCK
+                if id(element) in present and id(element) not in taken and large and not shared:
+                    taken.update(id(one) for one in element.modules())
+                    yield element

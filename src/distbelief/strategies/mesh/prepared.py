@@ -1,0 +1,144 @@
+"""A strategy that divides the model, on one worker before it has a seat: the model is known, but not in memory."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import torch
+
+from distbelief.checkpoint.sources import MODEL
+from distbelief.comm.exchange import Geometry
+from distbelief.comm.group import TorchGroup
+from distbelief.data.sources import InMemory, as_source, split_batch
+from distbelief.errors import JobError
+from distbelief.job import Job
+from distbelief.shards import Range, Schedule
+from distbelief.strategies.base import BeginFrom, Fetch, Replica, Seat, nothing_saved
+from distbelief.strategies.degrees import Degrees, Wish
+from distbelief.strategies.hybrid import DEFAULT_SCHEDULE, Meshed
+from distbelief.strategies.layout import trainable
+from distbelief.strategies.mesh.balance import UnitCost
+from distbelief.strategies.mesh.birth import watch_birth
+from distbelief.strategies.mesh.cutting import Blueprint
+from distbelief.strategies.mesh.groups import Groups
+from distbelief.strategies.mesh.livestate import LiveState
+from distbelief.strategies.mesh.optimizer import LocalOptimizer
+from distbelief.strategies.mesh.part import Example, build_part
+from distbelief.strategies.mesh.profile import measure
+from distbelief.strategies.mesh.replica import MeshReplica
+from distbelief.strategies.mesh.running import Pipeline, Runner
+from distbelief.strategies.mesh.seated import Seated, exchange_boxes, take_over
+from distbelief.strategies.mesh.snapshots import Forms, Snapshots
+from distbelief.strategies.mesh.wires import Wires
+from distbelief.strategies.tileoptimizer import Recipe
+
+
+class PreparedMesh:
+    """See `Prepared`. It keeps this worker's state from one generation to the next."""
+
+    def __init__(self, job: Job, schedule: Schedule, device: torch.device, wish: Wish, strategy: Meshed) -> None:
+        if device.type != "cpu":
+            raise JobError(f"{strategy} does not run on '{device}' yet", hint="use --device cpu")
+        given = job.model
+        self._birth = watch_birth((lambda: given) if isinstance(given, torch.nn.Module) else given, job.seed)
+        self.model = self._birth.model.train()
+        if not trainable(self.model):
+            raise JobError("the model has no trainable parameters")
+        self._job = job
+        self._schedule = schedule
+        self._order = getattr(strategy, "schedule", DEFAULT_SCHEDULE)
+        self._same_shapes = isinstance(as_source(job.data, job.collate), InMemory)
+        # An optimizer looks at shapes when it is made: these have the shapes, and no memory.
+        stand_ins = [
+            torch.nn.Parameter(torch.zeros(1, dtype=p.dtype).expand(p.shape)) for _, p in trainable(self.model)
+        ]
+        self._recipe = Recipe(job.optimizer, stand_ins)
+        self._state: LiveState | None = None
+        self._snapshots = Snapshots(strategy.snapshots)
+        self._costs: dict[int, Sequence[UnitCost]] = {}
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(p.numel() for _, p in trainable(self.model))
+
+    def least_bytes(self) -> int:
+        """What a part takes is known when there is one."""
+        return 0
+
+    def facts(self) -> dict[str, str]:
+        return {
+            "threads": str(torch.get_num_threads()),
+            "torch": str(torch.__version__),
+            "instruction_set": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+            "device": "cpu",
+            "optimizer": self._recipe.describe(),
+        }
+
+    def canary(self, fetch: Fetch) -> str:
+        """Nothing to compare: members add in other orders, so that their bits differ anyway."""
+        return ""
+
+    def geometry(self, ranges: Sequence[Range]) -> Geometry | None:
+        return None
+
+    def frozen(self) -> list[str]:
+        return []  # they are part of the state
+
+    def set_frozen(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        raise NotImplementedError("frozen parameters are part of the state here")
+
+    def build(self, seat: Seat, exchange: TorchGroup, fetch: Fetch, begin_from: BeginFrom = nothing_saved) -> Replica:
+        degrees = Degrees(*seat.degrees)
+        groups = Groups(exchange, degrees)
+        cut = self._order if degrees.pipeline > 1 else DEFAULT_SCHEDULE
+        pipeline = Pipeline(groups.pipeline, groups.place.pipeline, cut)
+
+        def batch() -> Any:
+            return fetch(0, 0, 1)[0]
+
+        def example() -> Example:
+            args, kwargs, _ = split_batch(batch())
+            on_meta: Example = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
+            return on_meta
+
+        def costs(blueprint: Blueprint) -> Sequence[UnitCost]:
+            return self._agreed_costs(exchange, blueprint, batch)
+
+        part = build_part(self.model, self._job, degrees, groups.mesh, pipeline, example, costs)
+        whole_parts = degrees.tensor == degrees.sharded == 1
+        wires = Wires(exchange, self._same_shapes)
+        halves = cut == "zbv" and whole_parts
+        runner = Runner(self._job, part.stages, pipeline, wires, halves, part.around)
+        state = LiveState(self._job, part, LocalOptimizer(self._recipe, part.held), runner.buffers)
+        held = exchange_boxes(groups, state.boxes())
+        seated = Seated(self._job, groups, state, self._recipe, self.model, self._forms, held)
+        rolled_back = take_over(seated, self._state, self._snapshots, begin_from, self._birth)
+        self._state = state
+        self._snapshots.begin(state, seated.has_single_holders())
+        return MeshReplica(seated, self._schedule, seat, runner, self._snapshots, fetch, rolled_back)
+
+    def _agreed_costs(self, group: TorchGroup, blueprint: Blueprint, batch: Any) -> Sequence[UnitCost]:
+        """Rank 0 measures, once in its life; everybody cuts by the same numbers."""
+        units = len(blueprint.units)
+        if group.rank == 0 and units not in self._costs:
+            args, kwargs, _ = split_batch(batch())
+            self._costs[units] = measure(blueprint, args, kwargs, torch.device("cpu"))
+        mine = [(one.seconds, one.bytes) for one in self._costs[units]] if group.rank == 0 else []
+        told = group.gather(msgspec.msgpack.encode(mine))[0]
+        return [UnitCost(*one) for one in msgspec.msgpack.decode(told, type=list[tuple[float, int]])]
+
+    @cached_property
+    def _forms(self) -> Forms:
+        """The names of a whole state, with types and shapes."""
+        found = {f"{MODEL}{name}": (p.dtype, tuple(p.shape)) for name, p in self.model.named_parameters()}
+        found |= {f"{MODEL}{name}": (b.dtype, tuple(b.shape)) for name, b in self.model.named_buffers()}
+        for number, (name, parameter) in enumerate(trainable(self.model)):
+            for field in self._recipe.fields(number, parameter.numel()):
+                shape = tuple(parameter.shape) if self._recipe.elementwise and field.shape else field.shape
+                found[f"optimizer/{field.key}/{name}"] = (field.dtype, shape)
+            found[f"begun/{name}"] = (torch.uint8, ())
+        return found

@@ -1,0 +1,126 @@
+"""Snapshots in memory: every member keeps a copy of its own state, and one of its neighbour's.
+
+A part that only one member holds dies with it. Then everybody goes back to the last snapshot, and the neighbour gives
+what the dead one had. How often one is taken follows from what it costs, unless the user says.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from distbelief.checkpoint.boxes import Box, sizes, volume
+from distbelief.comm.group import TorchGroup
+from distbelief.strategies.mesh.livestate import LiveState
+
+PRICE = 0.03
+"""The share of the time that snapshots may take, where the user does not say how often."""
+FIRST_INTERVAL = 10  # steps, before anything is known about how long they take
+LONGEST_INTERVAL = 1000
+_CHUNK_BYTES = 64 << 20
+_ALIGN = 64
+
+Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Tensor -> its type, and the shape of the whole."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A state, or a part of one, in one block of memory."""
+
+    step: int
+    boxes: Mapping[str, Box]
+    memory: torch.Tensor
+    pieces: Mapping[str, tuple[Box, torch.Tensor]]
+
+    @classmethod
+    def empty(cls, step: int, boxes: Mapping[str, Box], forms: Forms) -> Snapshot:
+        places, at = {}, 0
+        for name, box in boxes.items():
+            places[name] = at
+            size = volume(box) * forms[name][0].itemsize
+            at += -(-size // _ALIGN) * _ALIGN
+        memory = torch.empty(at, dtype=torch.uint8)
+        pieces = {}
+        for name, box in boxes.items():
+            dtype = forms[name][0]
+            part = memory[places[name] : places[name] + volume(box) * dtype.itemsize]
+            pieces[name] = (box, part.view(dtype).view(sizes(box)))
+        return cls(step, boxes, memory, pieces)
+
+
+class Snapshots:
+    """What a worker keeps from one generation to the next."""
+
+    def __init__(self, every: int | None) -> None:
+        """`every`: steps; None: by their cost; 0: never."""
+        self.every = every
+        self.kept: list[Snapshot] = []
+        """My own, and my neighbour's, of one step."""
+        self.took_s = 0.0
+        self.interval = 0
+        self._next = -1
+        self._since = (0, 0.0)
+
+    def begin(self, state: LiveState, needed: bool) -> None:
+        """A generation begins. `needed`: some part is held by one member only."""
+        wanted = needed and self.every != 0
+        self._next = state.applied if wanted else -1
+        if not wanted:
+            self.kept = []
+        self._since = (state.applied, time.perf_counter())
+
+    def is_due(self, applied: int) -> bool:
+        return applied == self._next
+
+    def take(self, group: TorchGroup, state: LiveState, held: Sequence[Mapping[str, Box]], forms: Forms) -> None:
+        """All members at once, between two steps. What was kept before is kept until all of the new one is there."""
+        first, since = self._since
+        steps = state.applied - first
+        step_s = (time.perf_counter() - since) / steps if steps else 0.0
+        started = time.perf_counter()
+        mine = Snapshot.empty(state.applied, held[group.rank], forms)
+        for name, (_, values) in state.tensors().items():
+            mine.pieces[name][1].copy_(values)
+        before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+        theirs = Snapshot.empty(state.applied, held[before], forms)
+        with group.network():
+            works = [dist.isend(part, after) for part in torch.split(mine.memory, _CHUNK_BYTES) if part.numel()]
+            works += [dist.irecv(part, before) for part in torch.split(theirs.memory, _CHUNK_BYTES) if part.numel()]
+            for work in works:
+                if work is not None:
+                    work.wait()
+        took_s = time.perf_counter() - started
+        told = group.gather(f"{took_s} {step_s}".encode())  # and everybody has what it needs
+        self.kept = [mine, theirs]
+        self.took_s = max(float(one.split()[0]) for one in told)
+        self.interval = self.every or interval(self.took_s, float(told[0].split()[1]))
+        self._next = state.applied + self.interval
+        self._since = (state.applied, time.perf_counter())
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(one.memory.numel() for one in self.kept)
+
+    def describe(self) -> str:
+        how = "as asked for" if self.every else f"so that they take at most {PRICE:.0%} of the time"
+        return (
+            f"snapshots: every {self.interval} steps a neighbour gets a copy of each part ({how}); one takes "
+            f"{1e3 * self.took_s:.0f} ms, and the copies {self.size_bytes / 1e6:.1f} MB of each worker's memory"
+        )
+
+
+def interval(took_s: float, step_s: float) -> int:
+    """How many steps to the next one.
+
+    >>> interval(0.03, 0.1), interval(0.01, 0.0)
+    (10, 10)
+    """
+    if not step_s:
+        return FIRST_INTERVAL
+    return min(max(math.ceil(took_s / (PRICE * step_s)), 1), LONGEST_INTERVAL)

@@ -1,0 +1,300 @@
+"""What a model computes, written down: one forward on the meta device, operation by operation.
+
+Linear and embedding layers are single entries, and so are attention, dropout and matrix products: torch would take
+them apart into steps that hide what is divided. Everything else appears as torch's own small set of operations. Nothing
+here knows how anything is divided; no value is computed and no memory is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+RANDOM = ("attention", "dropout")
+_NAMES: dict[Any, tuple[str, tuple[str, ...]]] = {
+    F.scaled_dot_product_attention: ("attention", ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")),
+    F.dropout: ("dropout", ("input", "p", "training", "inplace")),
+    torch.dropout: ("dropout", ("input", "p", "training")),
+    torch.matmul: ("matmul", ("self", "other")),
+    torch.bmm: ("matmul", ("self", "other")),
+    torch.Tensor.matmul: ("matmul", ("self", "other")),
+    torch.Tensor.bmm: ("matmul", ("self", "other")),
+    torch.Tensor.__matmul__: ("matmul", ("self", "other")),
+    # Whether these copy depends on the strides, which a member's part may have others of.
+    torch.reshape: ("reshape", ("self",)),
+    torch.flatten: ("reshape", ("self",)),
+    torch.Tensor.reshape: ("reshape", ("self",)),
+    torch.Tensor.flatten: ("reshape", ("self",)),
+    torch.Tensor.contiguous: ("contiguous", ("self",)),
+}
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor among an operation's arguments."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that appeared. `trained`: gradients flow back through it. `order`: its dimensions as memory has them."""
+
+    shape: tuple[int, ...]
+    trained: bool
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Operation:
+    name: str  # "layer", "attention", "dropout", "matmul", "einsum", or torch's own, e.g. "transpose.int"
+    arguments: Mapping[str, Any]
+    reads: tuple[int, ...]
+    gives: tuple[int, ...]
+    layer: str = ""
+    pointwise: bool = False
+    random: bool = False
+
+    def plain_arguments(self) -> list[str]:
+        """Everything but the tensors."""
+        return [str(leaf) for leaf in tree_leaves(dict(self.arguments)) if not isinstance(leaf, Ref)]
+
+
+class TraceFailed(Exception):
+    """The forward ended with an error; `trace` is what came before it."""
+
+    def __init__(self, error: Exception, trace: Trace) -> None:
+        super().__init__(str(error).splitlines()[0] if str(error) else type(error).__name__)
+        self.trace = trace
+
+
+@dataclass
+class Trace:
+    operations: list[Operation] = field(default_factory=list)
+    values: dict[int, Value] = field(default_factory=dict)
+    parameters: dict[int, str] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
+    by_keyword: set[str] = field(default_factory=set)
+    """Layers that were called with anything but one positional tensor."""
+    outputs: set[int] = field(default_factory=set)
+
+    @cached_property
+    def readers(self) -> dict[int, list[int]]:
+        """For each value, the operations that read it."""
+        found: dict[int, list[int]] = {}
+        for index, operation in enumerate(self.operations):
+            for number in operation.reads:
+                found.setdefault(number, []).append(index)
+        return found
+
+    @cached_property
+    def calls(self) -> dict[str, list[int]]:
+        """For each layer, the operations that are calls of it."""
+        found: dict[str, list[int]] = {}
+        for index, operation in enumerate(self.operations):
+            if operation.layer:
+                found.setdefault(operation.layer, []).append(index)
+        return found
+
+    @cached_property
+    def _makers(self) -> dict[int, list[Operation]]:
+        found: dict[int, list[Operation]] = {}
+        for operation in self.operations:
+            for given in operation.gives:
+                found.setdefault(given, []).append(operation)
+        return found
+
+    def sources(self, number: int) -> frozenset[str]:
+        """The layers whose outputs this value is made of."""
+        found, seen, waiting = set(), {number}, [number]
+        while waiting:
+            for maker in self._makers.get(waiting.pop(), ()):
+                if maker.layer:
+                    found.add(maker.layer)
+                    continue
+                waiting += [read for read in maker.reads if read not in seen]
+                seen.update(maker.reads)
+        return frozenset(found)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module computes exactly what torch's linear or embedding layers do."""
+    return type(module).forward in (nn.Linear.forward, nn.Embedding.forward)
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    training: bool,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> Trace:
+    """One forward of `model` on meta, perhaps with other `shapes` of some parameters. The model is left as it was."""
+    swapped = {
+        name: torch.empty((shapes or {}).get(name, p.shape), dtype=p.dtype, device="meta")
+        for name, p in model.named_parameters()
+    }
+    buffers = {name: torch.empty_like(b, device="meta") for name, b in model.named_buffers()}
+    recorder = _Recorder()
+    for name, parameter in model.named_parameters():
+        recorder.note(swapped[name], trained=parameter.requires_grad)
+        recorder.trace.parameters[recorder.number(swapped[name])] = name
+
+    def on_meta(leaf: Any) -> Any:
+        return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+    inputs, named = tree_map(on_meta, args), tree_map(on_meta, dict(kwargs))
+    with contextlib.ExitStack() as stack:
+        for context in (torch.no_grad(), torch.device("meta"), _mode(model, training), recorder.watching(model)):
+            stack.enter_context(context)
+        stack.enter_context(_Functions(recorder))
+        stack.enter_context(_Dispatch(recorder))
+        try:
+            output = torch.func.functional_call(model, {**swapped, **buffers}, inputs, named)
+        except Exception as error:
+            raise TraceFailed(error, recorder.trace) from error
+    recorder.trace.outputs = {recorder.number(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)}
+    return recorder.trace
+
+
+class _Recorder:
+    def __init__(self) -> None:
+        self.trace = Trace()
+        self.muted = 0
+        self._kept: list[torch.Tensor] = []  # so that no identity is used twice
+        self._numbers: dict[int, int] = {}
+
+    def number(self, tensor: torch.Tensor) -> int:
+        return self._numbers[id(tensor)] if id(tensor) in self._numbers else self.note(tensor, trained=False)
+
+    def note(self, tensor: torch.Tensor, *, trained: bool) -> int:
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = len(self._kept)
+            self._kept.append(tensor)
+        number = self._numbers[id(tensor)]
+        before = self.trace.values.get(number)
+        order = tuple(sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True))
+        trained = trained or (before is not None and before.trained)
+        self.trace.values[number] = Value(tuple(tensor.shape), trained, order)
+        return number
+
+    def write(self, name: str, arguments: Mapping[str, Any], output: Any, **more: Any) -> None:
+        reads: list[int] = []
+
+        def refer(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            reads.append(self.number(leaf))
+            return Ref(reads[-1])
+
+        kept = {key: tree_map(refer, argument) for key, argument in arguments.items()}
+        trained = name != "detach.default" and (name == "layer" or any(self.trace.values[r].trained for r in reads))
+        gives = [self.note(t, trained=trained) for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+        self.trace.operations.append(Operation(name, kept, tuple(reads), tuple(gives), **more))
+
+    @contextlib.contextmanager
+    def quietly(self) -> Iterator[None]:
+        self.muted += 1
+        try:
+            yield
+        finally:
+            self.muted -= 1
+
+    @contextlib.contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Layers become single entries, and every module that is called is known."""
+        handles = []
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(self._begin(name), with_kwargs=True))
+            if is_layer(module):
+                handles.append(module.register_forward_hook(self._end(name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begin(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.trace.called.add(name)
+            if is_layer(module):
+                self.muted += 1
+                if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor):
+                    self.trace.by_keyword.add(name)
+
+        return hook
+
+    def _end(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self.muted -= 1
+            self.write("layer", {"input": args[0] if args else None}, output, layer=name)
+
+        return hook
+
+
+class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if not self._recorder.muted:
+            names = [argument.name for argument in func._schema.arguments]
+            self._recorder.write(
+                func.name().removeprefix("aten::") + ("" if "." in func.name() else ".default"),
+                {**dict(zip(names, args, strict=False)), **kwargs},
+                output,
+                pointwise=torch.Tag.pointwise in func.tags,
+                random=torch.Tag.nondeterministic_seeded in func.tags,
+            )
+        return output
+
+
+class _Functions(TorchFunctionMode):
+    """Writes those functions down as one entry that torch would take apart."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._recorder.muted or (func not in _NAMES and func is not torch.einsum):
+            return func(*args, **kwargs)
+        with self._recorder.quietly():
+            output = func(*args, **kwargs)
+        if func is torch.einsum:
+            operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
+            self._recorder.write("einsum", {"equation": args[0], "operands": list(operands)}, output)
+            return output
+        name, order = _NAMES[func]
+        arguments = {**dict(zip(order, args, strict=False)), **kwargs}
+        if "input" in arguments and "self" in order:
+            arguments["self"] = arguments.pop("input")
+        self._recorder.write(name, arguments, output)
+        return output
+
+
+@contextlib.contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    before = [(module, module.training) for module in model.modules()]
+    if not training:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, was in before:
+            module.training = was

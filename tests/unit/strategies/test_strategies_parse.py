@@ -1,0 +1,109 @@
+"""The string form of every strategy, both ways, and what is said of those that make no sense."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distbelief.errors import JobError
+from distbelief.strategies import AnyStrategy, parse, wish_of
+from distbelief.strategies.allreduce import AllReduce
+from distbelief.strategies.degrees import Wish
+from distbelief.strategies.hybrid import SCHEDULES, Hybrid, Pipeline, Sharded, Tensor
+
+degree = st.integers(1, 64)
+snapshots = st.none() | st.integers(0, 1000)
+schedule = st.sampled_from(SCHEDULES)
+hybrids = st.builds(
+    Hybrid, data=degree | st.none(), tensor=degree, pipeline=st.integers(2, 64), sharded=degree, schedule=schedule,
+    snapshots=snapshots,
+) | st.builds(Hybrid, data=degree, tensor=degree, sharded=degree)  # fmt: skip
+
+
+@given(
+    st.builds(Pipeline, degree, schedule, snapshots)
+    | st.builds(Tensor, degree, snapshots)
+    | st.builds(Sharded, snapshots)
+    | hybrids
+    | st.builds(AllReduce, st.booleans(), st.sampled_from(["auto", "shm", "gloo"]))
+)
+def test_every_value_is_what_its_string_form_says(strategy: AnyStrategy) -> None:
+    assert parse(str(strategy)) == strategy
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "wish"),
+    [
+        ("pipeline:4", Pipeline(4), Wish(None, 1, pipeline=4)),
+        ("pipeline:4:zbv", Pipeline(4, "zbv"), Wish(None, 1, pipeline=4)),
+        ("tensor:2", Tensor(2), Wish(None, 1, tensor=2)),
+        ("sharded", Sharded(), Wish(1, None)),
+        ("dp2.tp2.pp2", Hybrid(2, 2, 2), Wish(2, 1, 2, 2)),
+        ("pp2.dp2", Hybrid(2, 1, 2), Wish(2, 1, 1, 2)),
+        ("dp2.fsdp2", Hybrid(2, sharded=2), Wish(2, 2)),
+        ("tp2.pp2:gpipe", Hybrid(None, 2, 2, schedule="gpipe"), Wish(None, 1, 2, 2)),
+        ("fsdp2:snapshots=50", Hybrid(None, sharded=2, snapshots=50), Wish(None, 2)),
+        ("pipeline:2:snapshots=0:interleaved", Pipeline(2, "interleaved", 0), Wish(None, 1, pipeline=2)),
+    ],
+)
+def test_string_forms(text: str, value: AnyStrategy, wish: Wish) -> None:
+    assert parse(text) == value
+    assert wish_of(text) == wish
+    assert (value.exact, value.transport) == (False, "gloo")
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("pipelines:2", "unknown strategy 'pipelines:2'", "pipeline:4"),
+        ("hybrid", "unknown strategy 'hybrid'", "dp2.tp2.pp2"),
+        ("", "unknown strategy ''", "known strategies"),
+        ("pipeline", "'pipeline' needs a degree", "pipeline:2"),
+        ("pipeline:zbv", "needs a degree", "pipeline:2"),
+        ("tensor:-2", "needs a degree", "tensor:2"),
+        ("pipeline:0", "is 0", "at least 1"),
+        ("dp2.pp0", "is 0", "at least 1"),
+        ("dp2.dp3", "dp is there twice", "once"),
+        ("dp2.pipeline2", "'pipeline2' in the strategy 'dp2.pipeline2' is no degree", "pp (pipeline)"),
+        ("dp2.pp", "'pp' in the strategy 'dp2.pp' needs a number", "pp2"),
+        ("dp2..pp2", "'' in the strategy 'dp2..pp2' is no degree", "dp (data)"),
+        ("sharded:2", "among all workers", "fsdp2"),
+        ("sharded:zbv", "is for pipelines", ""),
+        ("tp2:gpipe", "is for pipelines", ""),
+        ("pipeline:2:zb", "unknown option 'zb'", "gpipe, 1f1b, interleaved, zbv, snapshots=STEPS"),
+        ("tensor:2:fast", "unknown option 'fast'", "snapshots=STEPS"),
+        ("pipeline:2:zbv:gpipe", "gives its schedule twice", "once"),
+        ("sharded:snapshots", "not of the form snapshots=50", "0 takes none"),
+        ("sharded:snapshots=-1", "not of the form snapshots=50", "0 takes none"),
+        ("allreduce:fast", "unknown option 'fast'", "inexact"),
+    ],
+)
+def test_what_makes_no_sense_is_said_with_what_would(text: str, message: str, hint: str) -> None:
+    with pytest.raises(JobError) as caught:
+        parse(text)
+    assert message in caught.value.message
+    assert hint in caught.value.hint
+
+
+def test_values_check_themselves() -> None:
+    for make, message in [
+        (lambda: Pipeline(0), "stages must be a whole number of at least 1, not 0"),
+        (lambda: Tensor(True), "degree must be a whole number of at least 1, not True"),
+        (lambda: Sharded(snapshots=-1), "snapshots must be a whole number of at least 0, not -1"),
+        (lambda: Pipeline(2, "zb"), "unknown schedule 'zb'"),  # type: ignore[arg-type]
+        (lambda: Hybrid(), "must divide something"),
+        (lambda: Hybrid(data=0, tensor=2), "data must be a whole number of at least 1, not 0"),
+        (lambda: Hybrid(tensor=2, schedule="zbv"), "tp2:zbv has none"),
+    ]:
+        with pytest.raises(JobError, match=message):
+            make()
+
+
+def test_no_torch_is_needed_to_read_one() -> None:
+    code = "import sys; from distbelief.strategies import parse; parse('dp2.pp2').wish(); print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
