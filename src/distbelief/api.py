@@ -215,10 +215,12 @@ def _launch(
     **options: Any,
 ) -> Launch:
     from distbelief.engines.launch import Launch
-    from distbelief.strategies import parse
+    from distbelief.strategies import parse, usual_workers
 
     how = parse(strategy) if isinstance(strategy, str) else strategy
-    count = workers if workers is not None else min(MOST_BY_DEFAULT, os.cpu_count() or 1)
+    count = workers
+    if count is None:
+        count = usual_workers(str(strategy), min(MOST_BY_DEFAULT, os.cpu_count() or 1))
     _check_workers(count, options.get("min_workers", 1))
     threads = options.get("threads", 1)
     if threads < 1:

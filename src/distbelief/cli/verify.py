@@ -17,6 +17,11 @@ from distbelief.cli.failures import MACHINE_OUTPUT
 from distbelief.cli.train import check_job_file, parse_settings
 
 STEPS = 50
+STEPS_INEXACT = 10
+_STEPS_HELP = (
+    f"Stop both after so many steps, if the job has as many. Default: {STEPS}; {STEPS_INEXACT} for strategies that "
+    "do not promise the same bits, since training makes small differences large."
+)
 _TOLERANCE_HELP = (
     "How far apart weights that count as equal may be: for each tensor, the largest difference over the largest "
     "number in it. Default: 1e-4; 2e-2 where bf16 or fp16 is at work."
@@ -30,10 +35,13 @@ def verify(
     against: Annotated[
         str, typer.Option(help="Another strategy, or plain: one process with an ordinary PyTorch loop.")
     ] = "plain",
-    steps: Annotated[
-        int, typer.Option(min=1, metavar="K", help="Stop both after so many steps, if the job has as many.")
-    ] = STEPS,
-    workers: Annotated[int, typer.Option(min=1, help="Worker processes of a strategy.")] = 2,
+    steps: Annotated[int | None, typer.Option(min=1, metavar="K", help=_STEPS_HELP, show_default=False)] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Worker processes of a strategy. Default: 2, or as many as it needs.", show_default=False
+        ),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Set a hyper-parameter of the job. May be repeated."),
@@ -53,10 +61,11 @@ def verify(
     check_job_file(job)
     values = parse_settings(settings or [])
 
-    from distbelief.strategies import parse  # after the checks, which need none of it
+    from distbelief.strategies import parse, usual_workers  # after the checks, which need none of it
 
-    for name in (strategy, *([against] if against != "plain" else [])):
-        parse(name)
+    exact = [parse(name).exact for name in (strategy, *([against] if against != "plain" else []))]
+    steps = steps or (STEPS if all(exact) else STEPS_INEXACT)
+    workers = workers or usual_workers(strategy, 2)
 
     from distbelief.verification.report import as_json, print_report
     from distbelief.verification.trial import Plan

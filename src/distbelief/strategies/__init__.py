@@ -48,6 +48,18 @@ def parse(text: str) -> AnyStrategy:
     return Hybrid(**degrees, **_options(text, options, scheduled=degrees.get("pipeline", 1) > 1))
 
 
+def usual_workers(text: str, wanted: int) -> int:
+    """About so many workers, such that the strategy can be: at least as many as it needs, and a multiple of that.
+
+    >>> usual_workers("pipeline:4", 2), usual_workers("dp2.tp2", 8), usual_workers("sharded", 3)
+    (4, 4, 3)
+    """
+    wish = wish_of(text)
+    if wish is None:
+        return wanted
+    return max(wanted // wish.unit, 1) * wish.unit if wish.is_open else wish.unit
+
+
 def wish_of(text: str) -> Wish | None:
     """What a strategy asks of its workers if it divides the model, else None.
 

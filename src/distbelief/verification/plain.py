@@ -108,6 +108,16 @@ def make_model(job: Job) -> torch.nn.Module:
     return model.train()
 
 
+def nudge(model: torch.nn.Module) -> None:
+    """Move every parameter to the next number above or below it: the least that rounding can do."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            up = torch.rand(parameter.shape, generator=generator) < 0.5
+            away = torch.where(up, torch.inf, -torch.inf).to(parameter.dtype)
+            parameter.copy_(torch.nextafter(parameter, away))
+
+
 def open_data(job: Job) -> tuple[Schedule, Fetch]:
     source = as_source(job.data, job.collate)
     schedule = Schedule(len(source), job.global_batch, job.resolved_shards, job.drop_last)

@@ -32,6 +32,8 @@ class Order(msgspec.Struct, frozen=True):
     folder: str
     sys_path: list[str]
     parent: int
+    nudged: bool = False
+    """Begin with weights that are one rounding away from the job's."""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -43,10 +45,10 @@ class Failure(msgspec.Struct, frozen=True):
     of_job: bool
 
 
-def run_plain(job_file: Path, settings: Mapping[str, str], most_steps: int, folder: Path) -> None:
+def run_plain(job_file: Path, settings: Mapping[str, str], most_steps: int, folder: Path, nudged: bool = False) -> None:
     """Train the job of a file with the plain loop, into `folder`. What it prints goes to `plain.log` there."""
     folder.mkdir(parents=True)
-    order = Order(str(job_file.resolve()), dict(settings), most_steps, str(folder), sys.path, os.getpid())
+    order = Order(str(job_file.resolve()), dict(settings), most_steps, str(folder), sys.path, os.getpid(), nudged)
     with (folder / "plain.log").open("wb") as log:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "distbelief.verification.process"],
@@ -91,7 +93,7 @@ def _train(order: Order) -> None:
 
     from distbelief.checkpoint.weights import save_weights
     from distbelief.data.seeding import seed_everything
-    from distbelief.verification.plain import make_model, train_plainly
+    from distbelief.verification.plain import make_model, nudge, train_plainly
     from distbelief.worker.jobfile import load_job
 
     torch.set_num_threads(THREADS)
@@ -99,6 +101,8 @@ def _train(order: Order) -> None:
     seed_everything(0)  # a job file that makes random data makes the data that workers have
     job = load_job(Path(order.job_file), order.settings)
     model = make_model(job)
+    if order.nudged:
+        nudge(model)
     with (Path(order.folder) / "metrics.jsonl").open("w") as metrics:
         for step, loss in enumerate(train_plainly(job, model, order.most_steps)):
             print(json.dumps({"kind": "step", "step": step, "loss": loss}), file=metrics, flush=True)

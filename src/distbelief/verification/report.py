@@ -7,11 +7,12 @@ from typing import Any, TextIO
 
 from distbelief.observe import text
 from distbelief.strategies import parse
-from distbelief.verification.compare import Comparison
+from distbelief.strategies.allreduce import AllReduce
+from distbelief.verification.compare import ABOVE_NOISE, Comparison, Difference
 from distbelief.verification.trial import PLAIN, Plan
 
 WORST = 10
-HEADINGS = ("worst parameters", "largest difference", "relative")
+HEADINGS = ("worst parameters", "largest difference", "relative", "rounding alone")
 
 
 def as_json(plan: Plan, found: Comparison) -> dict[str, Any]:
@@ -36,21 +37,34 @@ def lines(plan: Plan, found: Comparison) -> list[str]:
     if found.first_step is None:
         return [*told, f"All weights ({tensors}) have the same bits."]
     limit = f"{found.tolerance:g} of the tensor's largest number"
-    told += [
-        f"{len(found.differences)} of {tensors} differ, by {'at most' if found.verdict == 'equal' else 'more than'} "
-        f"{limit}. It first shows at step {found.first_step}.",
-        *_meaning(plan, found),
-        "",
-    ]
-    return told + _table(found)
+    shows = f"It first shows at step {found.first_step}."
+    if found.differences[0].noise is None:
+        by = "at most" if found.verdict == "equal" else "more than"
+        told.append(f"{len(found.differences)} of {tensors} differ, by {by} {limit}. {shows}")
+    else:
+        beyond = sum(not one.explained(found.tolerance) for one in found.differences)
+        what = f"{beyond} of them by more than" if beyond else "all of them by less than"
+        told.append(
+            f"{len(found.differences)} of {tensors} differ, {what} {ABOVE_NOISE} times what rounding alone does. "
+            f"{shows}"
+        )
+    return [*told, *_meaning(plan, found), "", *_table(found)]
 
 
 def _meaning(plan: Plan, found: Comparison) -> list[str]:
     if all(how == PLAIN or parse(how).exact for how in (plan.strategy, plan.against)):
         return ["Both promise the same bits, so something is wrong, if only in the order of a sum."]
-    if found.verdict == "different":
+    if found.noisy:
+        return [
+            "After so many steps rounding alone leads elsewhere, so nothing can be said. Use fewer: --steps 10.",
+        ]
+    if found.verdict == "different" and any(isinstance(parse(how), AllReduce) for how in _strategies(plan)):
         return ["An inexact strategy takes shards together: dropout draws other numbers, BatchNorm sees other batches."]
     return []
+
+
+def _strategies(plan: Plan) -> list[str]:
+    return [how for how in (plan.strategy, plan.against) if how != PLAIN]
 
 
 def print_report(plan: Plan, found: Comparison, stream: TextIO) -> None:
@@ -60,15 +74,20 @@ def print_report(plan: Plan, found: Comparison, stream: TextIO) -> None:
 
 
 def _table(found: Comparison) -> list[str]:
-    rows = [(one.name, f"{one.largest:.3g}", f"{one.relative:.3g}") for one in found.differences[:WORST]]
-    table = [HEADINGS, *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(HEADINGS))]
+    rows = [_row(one) for one in found.differences[:WORST]]
+    table = [HEADINGS[: len(rows[0])], *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(rows[0]))]
     shown = [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
         for row in table
     ]
     left = len(found.differences) - len(rows)
     return [*shown, *([f"and {left} more"] if left else [])]
+
+
+def _row(one: Difference) -> tuple[str, ...]:
+    row = (one.name, f"{one.largest:.3g}", f"{one.relative:.3g}")
+    return row if one.noise is None else (*row, f"{one.noise:.3g}")
 
 
 def _finite(value: float) -> float | None:

@@ -1,7 +1,8 @@
 """What the members of a new generation do before their first step: agree on a state, and get their parts of it.
 
-In this order: the state of the survivors, if they still have all of it between them; the newest snapshots that are all
-there, each member's own and those that its neighbour keeps of it; a checkpoint; the job's initial values.
+The newest that is whole: the state of the survivors, if they still have all of it between them; snapshots, each
+member's own and those that its neighbour keeps of it; then a checkpoint; then the job's initial values. A worker that
+was not in the last generations may tell of a state that is old, or later than one that the others went back to.
 """
 
 from __future__ import annotations
@@ -56,28 +57,33 @@ def tell(group: TorchGroup, position: Position) -> list[Position]:
 def choose(positions: Sequence[Position], shapes: Mapping[str, Sequence[int]]) -> Choice:
     """Pure. `shapes`: every tensor that the state consists of."""
     reached = max(position.reached for position in positions)
-    top = max(position.applied for position in positions)
-    if top >= 0:
-        held = [Holding(r, p.boxes) for r, p in enumerate(positions) if will_have(p, top)]
-        if not covered([one.boxes for one in held], shapes):
-            return Choice("members", top, reached, held)
-    steps = {step for position in positions for step, _ in position.snapshots}
+    steps = {position.applied for position in positions if position.applied >= 0}
+    steps |= {step for position in positions for step, _ in position.snapshots}
     for step in sorted(steps, reverse=True):
-        held = [Holding(r, boxes) for r, p in enumerate(positions) for at, boxes in p.snapshots if at == step]
-        if not covered([one.boxes for one in held], shapes):
-            return Choice("snapshots", step, reached, held)
+        living = [Holding(r, p.boxes) for r, p in enumerate(positions) if will_have(p, step, positions)]
+        kept = [Holding(r, boxes) for r, p in enumerate(positions) for at, boxes in p.snapshots if at == step]
+        origins: tuple[tuple[Origin, list[Holding]], ...] = ("members", living), ("snapshots", kept)
+        for origin, held in origins:
+            if held and not covered([one.boxes for one in held], shapes):
+                return Choice(origin, step, reached, held)
     return Choice("outside", 0, reached)
 
 
-def will_have(position: Position, step: int) -> bool:
+def will_have(position: Position, step: int, positions: Sequence[Position]) -> bool:
     """Whether a member has the state after so many steps, or can make it by itself."""
-    return position.applied == step or (position.applied == step - 1 and position.pending == step - 1)
+    waits = position.applied == step - 1 and position.pending == step - 1
+    return position.applied == step or (waits and _verdict_on(step - 1, positions) is not None)
+
+
+def _verdict_on(step: int, positions: Sequence[Position]) -> Verdict | None:
+    """Who has applied a step keeps the verdict on it until its part is divided anew."""
+    return next((p.last for p in positions if p.last is not None and p.last.step == step), None)
 
 
 def catch_up(state: LiveState, positions: Sequence[Position], top: int) -> None:
     """Apply the step that others have applied and this member was called away from."""
-    if state.applied == top - 1 and state.pending == top - 1:
-        verdict = next(p.last for p in positions if p.applied == top and p.last is not None)
+    verdict = _verdict_on(top - 1, positions)
+    if verdict is not None and state.applied == top - 1 and state.pending == top - 1:
         state.apply(verdict)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from distbelief.checkpoint.boxes import Box, common, volume
+from distbelief.checkpoint.boxes import Box, common, volume, whole
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,9 @@ class Missing(Exception):
 def moves(held: Sequence[Holding], wanted: Sequence[Mapping[str, Box]]) -> list[Move]:
     """Who gives what to whom, so that every member has what it wants (`wanted` is by rank). Raises Missing.
 
-    A member that holds all that it wants of a tensor gives it to itself. Otherwise several members that hold the same
-    take turns in giving. Boxes of one tensor are the same or apart, since they come from one plan.
+    A member takes from itself what it holds; for the rest, several members that hold the same take turns in giving.
+    Boxes of one plan are the same or apart; they may overlap where some members have their parts of a new plan already,
+    and others were called away with those of the old.
 
     >>> for move in moves([Holding(0, {"w": ((0, 2),)}), Holding(1, {"w": ((2, 4),)})], [{"w": ((1, 4),)}, {}]):
     ...     print(move.box, "from", move.source, "to", move.target)
@@ -59,16 +60,33 @@ def moves(held: Sequence[Holding], wanted: Sequence[Mapping[str, Box]]) -> list[
     found: list[Move] = []
     for target, boxes in enumerate(wanted):
         for name, box in boxes.items():
-            missing = volume(box)
-            for theirs, numbers in holders.get(name, {}).items():
-                shared = common(box, theirs)
-                if shared is not None:
-                    own = [number for number in numbers if held[number].rank == target]
-                    number = own[0] if own else numbers[len(found) % len(numbers)]
+            missing = [box] if volume(box) else []
+            own = [number for number, one in enumerate(held) if one.rank == target and name in one.boxes]
+            givers = [(held[number].boxes[name], [number]) for number in own]
+            for theirs, numbers in [*givers, *holders.get(name, {}).items()]:
+                for shared in [part for one in missing if (part := common(one, theirs)) is not None]:
+                    number = numbers[len(found) % len(numbers)]
                     found.append(Move(name, shared, number, held[number].rank, target))
-                    missing -= volume(shared)
+                missing = [rest for one in missing for rest in without(one, theirs)]
             if missing:
                 raise Missing(name)
+    return found
+
+
+def without(box: Box, other: Box) -> list[Box]:
+    """What is left of a box outside of another one, as boxes.
+
+    >>> without(((0, 4), (0, 4)), ((1, 2), (2, 9)))
+    [((0, 1), (0, 4)), ((2, 4), (0, 4)), ((1, 2), (0, 2))]
+    """
+    shared = common(box, other)
+    if shared is None:
+        return [box]
+    found = []
+    for dimension, ((start, end), (low, high)) in enumerate(zip(box, shared, strict=True)):
+        for part in ((start, low), (high, end)):
+            if part[0] < part[1]:
+                found.append((*shared[:dimension], part, *box[dimension + 1 :]))
     return found
 
 
@@ -79,7 +97,10 @@ def covered(held: Iterable[Mapping[str, Box]], shapes: Mapping[str, Sequence[int
         for name, box in boxes.items():
             there.setdefault(name, set()).add(box)
     for name, shape in shapes.items():
-        if sum(volume(box) for box in there.get(name, ())) < prod(shape):
+        missing = [whole(shape)] if prod(shape) else []
+        for box in there.get(name, ()):
+            missing = [rest for one in missing for rest in without(one, box)]
+        if missing:
             return name
     return ""
 

@@ -24,6 +24,7 @@ from distbelief.strategies.mesh.cutting import Blueprint, draw
 from distbelief.strategies.mesh.headdropout import whole_masks
 from distbelief.strategies.mesh.optimizer import Local
 from distbelief.strategies.mesh.running import Pipeline, Stage, WholeModel
+from distbelief.strategies.mesh.stages import hold
 from distbelief.strategies.mesh.tensorapply import apply, held_box
 from distbelief.strategies.mesh.tensorplan import explain as explain_tensor
 from distbelief.strategies.mesh.tensorplan import plan
@@ -94,6 +95,8 @@ def build_part(
         ranges = cut(found, pipeline.stages)
         lines += explain_stages(found, ranges, [unit.name for unit in blueprint.units])
         stages = {number: blueprint.stage(*ranges[number]) for number in pipeline.mine}
+        if 0 in stages:
+            hold(stages[0].module, model, _unused(model, blueprint.stage(0, len(blueprint.units)).module))
     for stage in stages.values():
         if degrees.sharded > 1:
             _shard(stage.module, _blocks(stage.module, model) if has_modules else [], mesh["sharded"])
@@ -115,6 +118,13 @@ def build_part(
             name = first_name.get(any_name, any_name)
             others[f"{MODEL}{name}"] = (whole(buffer.shape), buffer)
     return Part(stages, [one for one, _ in held.values()], others, [p for _, p in held.values()], lines, around)
+
+
+def _unused(model: torch.nn.Module, used: torch.nn.Module) -> list[str]:
+    """What no stage uses is part of the state all the same: somebody must keep it."""
+    there = {id(tensor) for tensor in (*used.parameters(), *used.buffers())}
+    every = (*model.named_parameters(), *model.named_buffers())
+    return [name for name, tensor in every if id(tensor) not in there]
 
 
 def _memory(parameter: torch.nn.Parameter) -> torch.Tensor:

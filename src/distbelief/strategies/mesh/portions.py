@@ -10,6 +10,7 @@ import torch
 from distbelief.checkpoint.boxes import Box, sizes, volume
 from distbelief.checkpoint.manifest import PartEntry
 from distbelief.checkpoint.parts import Slice, dtype_name
+from distbelief.checkpoint.sources import MODEL
 from distbelief.comm.segment import Segment
 from distbelief.strategies.copying import Copy
 from distbelief.strategies.mesh.boxes import writers
@@ -63,7 +64,9 @@ def portions(held: Sequence[Mapping[str, Box]], forms: Forms) -> list[MeshPortio
 
 def _is_large(name: str, forms: Forms) -> bool:
     """Parameters and their state: these are written to only when a step is applied. Buffers change before that."""
-    return (name.startswith("optimizer/") and bool(forms[name][1])) or f"begun/{name.partition('/')[2]}" in forms
+    if name.startswith(MODEL):
+        return f"begun/{name.removeprefix(MODEL)}" in forms
+    return name.startswith("optimizer/") and bool(forms[name][1])
 
 
 def copy_of(portion: MeshPortion, state: LiveState, into: Segment) -> Copy:

@@ -35,10 +35,14 @@ class ShardBuffers:
         self._after = [buffer.clone() for buffer in self.integers]
 
     def restore(self) -> None:
+        for owner, key, buffer in self._places:  # one that does not count may have replaced some
+            owner._buffers[key] = buffer
+        # Through `data`: the backward pass of an earlier shard is still to come, and autograd would take this for a
+        # change of what it has saved. What it reads there is the committed values, which are the same ones.
         for buffer, value in zip(self.floats, self._floats, strict=True):
-            buffer.copy_(value)
+            buffer.data.copy_(value)
         for buffer, value in zip(self.integers, self._integers, strict=True):
-            buffer.copy_(value)
+            buffer.data.copy_(value)
 
     def begin(self) -> None:
         """A step begins."""

@@ -96,8 +96,9 @@ class Snapshots:
                 if work is not None:
                     work.wait()
         took_s = time.perf_counter() - started
-        told = group.gather(f"{took_s} {step_s}".encode())  # and everybody has what it needs
-        self.kept = [mine, theirs]
+        self.kept = [*self.kept, mine, theirs]
+        told = group.gather(f"{took_s} {step_s}".encode())
+        self.kept = [mine, theirs]  # everybody has what it needs: before, others may have nothing but the older one
         self.took_s = max(float(one.split()[0]) for one in told)
         self.interval = self.every or interval(self.took_s, float(told[0].split()[1]))
         self._next = state.applied + self.interval
