@@ -4,13 +4,13 @@
 
 Four workers train a GPT of 79 million parameters with AdamW (parameters, gradients and the optimizer's state: 1.26 GB)
 for a few steps through DistBelief's command line; one process trains it with a plain loop over the same shards. What
-counts is the most memory that a worker has had in its life, as the kernel keeps it (VmHWM of /proc/PID/status), from the
-start to the end of the run: building its part, activations, messages and writing the weights are all in it.
+counts is the most memory that a worker has had in its life, as the kernel keeps it (VmHWM of /proc/PID/status): to
+build its part, activations, messages and writing the weights at the end are all in it.
 
 The interpreter, torch and the other libraries do not count: from each peak that of the same run with a tiny model of as
 many layers is taken off, worker by worker. Memory that glibc keeps after it was freed does count, on both sides.
 Checkpoints are not taken (`--save-every never`). With snapshots, a worker also keeps a copy of its own state and one of
-its neighbour's: 1.5 times as much again as its part of the state, which is why there is a column for it.
+its neighbour's: 1.5 times its share of state and gradients again, which is why there is a column for it.
 
 The exit status is 2 when a run failed, else 0, whether goals are met or not.
 """
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def main() -> int:
         content["layouts"][layout] = found
     content["took_s"] = round(time.monotonic() - began, 1)
     content["load"]["after"] = machine.load()
-    _show(console, one, content["layouts"], args.snapshots)
+    _show(console, one, content["layouts"])
     for name, reason in content["failed"].items():
         console.print(f"{name} failed: {reason}", markup=False)
     console.print(f"load after: {content['load']['after']}, took {content['took_s']:.0f} s")
@@ -113,9 +114,7 @@ def main() -> int:
 
 def one_process(width: int) -> int:
     command = [sys.executable, str(BENCH / "memory_job.py"), "--width", str(width), "--steps", str(STEPS)]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )  # fmt: skip
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if done.returncode:
         raise DriverFailed(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr[-4000:]}")
     return int(done.stdout.split()[-1])
@@ -128,7 +127,7 @@ def measure(layout: str, snapshots: int, width: int) -> Peaks:
     edges = [0.0, large.commits[0], large.commits[-1], float("inf")]
     spans = [
         max(life.highest(first, end) - less for life, less in zip(large.workers, libraries, strict=True))
-        for first, end in zip(edges[:-1], edges[1:], strict=True)
+        for first, end in pairwise(edges)
     ]
     return Peaks(own, *(max(0, span) for span in spans))
 
@@ -161,7 +160,7 @@ def _as_json(peaks: Peaks, one: int) -> dict[str, Any]:
     return {**asdict(peaks), "largest": peaks.largest, "share": peaks.largest / one}
 
 
-def _show(console: Console, one: int, layouts: dict[str, dict[str, Any]], columns: list[str]) -> None:
+def _show(console: Console, one: int, layouts: dict[str, dict[str, Any]]) -> None:
     rows = {"one process": [_mb(one), "1.00", *[""] * 7]}
     for layout, found in layouts.items():
         row: list[str] = []

@@ -218,23 +218,30 @@ def _least_disturbed(measure: Callable[[], Measured], patience: Patience) -> Mea
 def _show(console: Console, systems: dict[str, dict[str, Any]], size: Size) -> None:
     rows = {}
     for found in systems.values():
-        mine, theirs = (_ms(found["mean_step_s"][driver]) for driver in (OURS, PEER))
         goal, median = found["ratios"]
-        held = f"{goal['median']:.3f}  ({goal['low']:.3f} – {goal['high']:.3f})"
         others = max(one["high"] for one in found["others_cpu_share"].values())
-        verdict = f"[{report.STYLE[goal['verdict']]}]{goal['verdict']}"
-        rows[found["strategy"]] = [mine, theirs, held, f"{median['median']:.3f}", verdict, f"{others:.0%}"]
-    columns = ["ours, ms", "bare torch, ms", "ratio", "median step's", f"≤ {figures.GOAL:g}", "others' CPU"]
+        rows[found["strategy"]] = [
+            *(f"{1000 * found['mean_step_s'][driver]['median']:.0f}" for driver in (OURS, PEER)),
+            *(f"{goal[name]:.3f}" for name in ("median", "low", "high")),
+            f"[{report.STYLE[goal['verdict']]}]{goal['verdict']}",
+            f"{median['median']:.3f}",
+            f"{others:.0%}",
+        ]
+    columns = [
+        "ours, ms",
+        "torch, ms",
+        "ratio",
+        "lowest",
+        "highest",
+        f"≤ {figures.GOAL:g}",
+        "median step",
+        "others' CPU",
+    ]
     title = (
-        f"\nA step: median of {size.repetitions} repetitions (lowest – highest); "
-        f"{size.timed} steps after {size.warm_up} of warm-up"
+        f"\nA step: medians of {size.repetitions} repetitions; {size.timed} steps after {size.warm_up} of warm-up. "
+        "Ratio: ours over bare torch"
     )
     report.show_figures(console, title, columns, rows)
-
-
-def _ms(found: dict[str, float]) -> str:
-    median, low, high = (1000 * found[name] for name in ("median", "low", "high"))
-    return f"{median:.0f}  ({low:.0f} – {high:.0f})"
 
 
 def _arguments() -> argparse.Namespace:

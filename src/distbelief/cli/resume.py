@@ -22,7 +22,8 @@ def resume(
         typer.Option(min=1, help="Worker processes. Default: as many as before.", show_default=False),
     ] = None,
     strategy: Annotated[
-        str | None, typer.Option(help="How to learn it. Default: as before.", show_default=False)
+        str | None,
+        typer.Option(help="How to learn it; any strategy that `train` takes. Default: as before.", show_default=False),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines even on a terminal.")] = False,

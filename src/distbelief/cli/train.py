@@ -23,6 +23,11 @@ from distbelief.errors import JobError
 from distbelief.observe.view import open_view
 from distbelief.worker.jobfile import compile_job
 
+STRATEGY_HELP = (
+    "How to learn it: allreduce, pipeline:K, tensor:K, sharded, or degrees such as dp2.tp2.pp2 and dp2.fsdp2; options "
+    "follow after colons, as in allreduce:gloo or pipeline:4:zbv."
+)
+
 
 def train(
     ctx: typer.Context,
@@ -31,7 +36,7 @@ def train(
         int | None,
         typer.Option(min=1, help="Worker processes. Default: chosen for this machine.", show_default=False),
     ] = None,
-    strategy: Annotated[str, typer.Option(help="How to learn it.")] = "allreduce",
+    strategy: Annotated[str, typer.Option(help=STRATEGY_HELP)] = "allreduce",
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Set a hyper-parameter of the job. May be repeated."),

@@ -31,7 +31,9 @@ _TOLERANCE_HELP = (
 def verify(
     ctx: typer.Context,
     job: Annotated[Path, typer.Argument(help="The job file: Python that defines `job`.", show_default=False)],
-    strategy: Annotated[str, typer.Option(help="The strategy to be verified.")] = "allreduce",
+    strategy: Annotated[
+        str, typer.Option(help="The strategy to be verified, as for `train`: allreduce, pipeline:2, dp2.tp2, …")
+    ] = "allreduce",
     against: Annotated[
         str, typer.Option(help="Another strategy, or plain: one process with an ordinary PyTorch loop.")
     ] = "plain",

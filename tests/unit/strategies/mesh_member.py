@@ -177,7 +177,7 @@ def awkward(model: Callable[[], nn.Module] = Awkward) -> Job:
 
 
 def with_adam() -> Job:
-    """Few rows: of three members one has nothing of the last layers. The optimizer also keeps a number per parameter."""
+    """Few rows: of three members one has nothing of the last layers. The optimizer keeps a number per parameter too."""
 
     def model() -> nn.Module:
         return nn.Sequential(
@@ -190,7 +190,7 @@ def with_adam() -> Job:
         model=model,
         loss=F.mse_loss,
         optimizer=adam,
-        data=(torch.randn(64, 6, generator=generator), torch.randn(64, 2, generator=generator)),
+        data=(torch.randn(66, 6, generator=generator), torch.randn(66, 2, generator=generator)),
         global_batch=12,
         shards=4,
         steps=12,
@@ -296,6 +296,8 @@ def _train(worker: int, meeting: Rendezvous, script: Script) -> list[Held | None
         )
         if not generation.called_away:
             group.gather(b"")
+        del replica
+        import gc; gc.collect()
         group.close()
     return found
 

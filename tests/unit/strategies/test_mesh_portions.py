@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from distbelief.checkpoint.boxes import sizes
 from distbelief.comm.segment import Segment
+from distbelief.strategies.copying import Copy
 from distbelief.strategies.mesh.livestate import LiveState, Verdict
 from distbelief.strategies.mesh.portions import MeshPortion, copy_of, portions
 from distbelief.strategies.mesh.snapshots import Forms
@@ -63,10 +64,8 @@ def begun(state: LiveState) -> tuple[MeshPortion, Segment, dict[str, torch.Tenso
     return portion, Segment.private(portion.size_bytes), pieces_of(state)
 
 
-def check(
-    portion: MeshPortion, memory: Segment, outside: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]
-) -> None:
-    found = {one.tensor: one.values for one in portion.slices(memory, outside)}
+def check(portion: MeshPortion, memory: Segment, copying: Copy, kept: dict[str, torch.Tensor]) -> None:
+    found = {one.tensor: one.values for one in portion.slices(memory, copying.outside)}
     assert found.keys() == kept.keys()
     for name, value in kept.items():
         assert torch.equal(found[name], value), name

@@ -14,13 +14,17 @@ from distbelief.strategies.degrees import DIMENSIONS, Degrees, Place
 class Groups:
     """All members make them together, when a generation begins."""
 
-    def __init__(self, world: TorchGroup, degrees: Degrees) -> None:
+    def __init__(self, world: TorchGroup, degrees: Degrees, generation: int) -> None:
         self.world = world
         self.degrees = degrees
         self.place: Place = degrees.place(world.rank)
+        # torch remembers what it has worked out for a mesh, and takes one with equal names for the same one; but this
+        # process may have had another place in it, and its groups are gone.
+        self._names = {dimension: f"{dimension} {generation}" for dimension in DIMENSIONS}
         with world.guard():
-            self.mesh: DeviceMesh = init_device_mesh("cpu", tuple(degrees.as_list()), mesh_dim_names=DIMENSIONS)
-            self.data: dist.ProcessGroup = self.mesh.get_group("data")
+            sizes = tuple(degrees.as_list())
+            self._mesh: DeviceMesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(self._names.values()))
+            self.data: dist.ProcessGroup = self._mesh.get_group(self._names["data"])
             """Those who hold the same part, and have other data."""
             self.samples: dist.ProcessGroup = self._group_of("data", "sharded")
             """Those who run the same stages on other data, whether they hold the same part or not."""
@@ -34,6 +38,9 @@ class Groups:
                 mine = group
         assert mine is not None
         return mine
+
+    def mesh(self, dimension: str) -> DeviceMesh:
+        return self._mesh[self._names[dimension]]
 
     @property
     def pipeline(self) -> Sequence[int]:

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from distbelief.checkpoint.boxes import Box, whole
 from distbelief.checkpoint.sources import MODEL
 from distbelief.job import Job
-from distbelief.strategies.degrees import Degrees
 from distbelief.strategies.layout import trainable
 from distbelief.strategies.mesh.balance import UnitCost, cut
 from distbelief.strategies.mesh.balance import explain as explain_stages
 from distbelief.strategies.mesh.cutting import Blueprint, draw
+from distbelief.strategies.mesh.groups import Groups
 from distbelief.strategies.mesh.headdropout import whole_masks
 from distbelief.strategies.mesh.optimizer import Local
 from distbelief.strategies.mesh.running import Pipeline, Stage, WholeModel
@@ -71,10 +71,11 @@ class Part:
 
 
 def build_part(
-    model: torch.nn.Module, job: Job, degrees: Degrees, mesh: DeviceMesh, pipeline: Pipeline,
+    model: torch.nn.Module, job: Job, groups: Groups, pipeline: Pipeline,
     example: Callable[[], Example], costs: Callable[[Blueprint], Sequence[UnitCost]],
 ) -> Part:  # fmt: skip
     """`model` is on meta and stays as it is. `costs` tells all members the same about the units of the model."""
+    degrees = groups.degrees
     numbers = {name: number for number, (name, _) in enumerate(trainable(model))}
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     first_name = tied(model)
@@ -84,7 +85,7 @@ def build_part(
     if degrees.tensor > 1:
         divided = plan(model, degrees.tensor, *example(), job.tensor_plan)
         lines += explain_tensor(divided, model)
-        around = partial(whole_masks, apply(model, divided, mesh["tensor"]))
+        around = partial(whole_masks, apply(model, divided, groups.mesh("tensor")))
     stages: dict[int, Stage] = {0: WholeModel(model)}
     has_modules = True
     if degrees.pipeline > 1:
@@ -99,7 +100,7 @@ def build_part(
             hold(stages[0].module, model, _unused(model, blueprint.stage(0, len(blueprint.units)).module))
     for stage in stages.values():
         if degrees.sharded > 1:
-            _shard(stage.module, _blocks(stage.module, model) if has_modules else [], mesh["sharded"])
+            _shard(stage.module, _blocks(stage.module, model) if has_modules else [], groups.mesh("sharded"))
         stage.module.to_empty(device="cpu")
         stage.module.train()
     _tie_again([stage.module for stage in stages.values()], first_name)

@@ -93,7 +93,7 @@ class PreparedMesh:
 
     def build(self, seat: Seat, exchange: TorchGroup, fetch: Fetch, begin_from: BeginFrom = nothing_saved) -> Replica:
         degrees = Degrees(*seat.degrees)
-        groups = Groups(exchange, degrees)
+        groups = Groups(exchange, degrees, seat.generation)
         cut = self._order if degrees.pipeline > 1 else DEFAULT_SCHEDULE
         pipeline = Pipeline(groups.pipeline, groups.place.pipeline, cut)
 
@@ -108,7 +108,7 @@ class PreparedMesh:
         def costs(blueprint: Blueprint) -> Sequence[UnitCost]:
             return self._agreed_costs(exchange, blueprint, batch)
 
-        part = build_part(self.model, self._job, degrees, groups.mesh, pipeline, example, costs)
+        part = build_part(self.model, self._job, groups, pipeline, example, costs)
         whole_parts = degrees.tensor == degrees.sharded == 1
         wires = Wires(exchange, self._same_shapes)
         halves = cut == "zbv" and whole_parts
