@@ -28,7 +28,7 @@ def resume(
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines even on a terminal.")] = False,
 ) -> None:
-    """Go on with a run that was stopped or that died. The result is the same, bit for bit."""
+    """Go on with a run that was stopped or that died. The result is that of a run that was never interrupted."""
     ctx.meta[MACHINE_OUTPUT] = json
     from distbelief.api import resume_run
     from distbelief.engines.rundir import is_complete

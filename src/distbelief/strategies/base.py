@@ -204,7 +204,7 @@ class Replica(Protocol):
         """Seconds that were spent waiting for each rank, where that is known."""
 
     def plan_lines(self) -> Sequence[str]:
-        """How the model is divided, for people."""
+        """How the model is divided, for people: what is new since it was last asked."""
 
     def rolled_back(self) -> RolledBack | None:
         """That it had to go back to an earlier step, because nobody had the last one any more."""

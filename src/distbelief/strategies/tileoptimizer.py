@@ -68,7 +68,7 @@ class Recipe:
             raise JobError(f"`optimizer` made a {type(template).__name__}, not a torch.optim.Optimizer")
         if isinstance(template, optim.LBFGS | optim.SparseAdam):
             raise JobError(
-                f"allreduce cannot run {type(template).__name__}",
+                f"no strategy can run {type(template).__name__}",
                 hint="SparseAdam: use Adam, Adagrad or SGD (sparse gradients are added up densely); LBFGS: use Adam",
             )
         self.factory = factory

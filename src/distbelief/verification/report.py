@@ -27,6 +27,8 @@ def as_json(plan: Plan, found: Comparison) -> dict[str, Any]:
         "steps": found.steps,
         "tolerance": found.tolerance,
         "differences": {one.name: _finite(one.largest) for one in found.differences[:WORST]},
+        "beyond_tolerance": sum(one.relative > found.tolerance for one in found.differences),
+        "noisy": found.noisy,
     }
 
 

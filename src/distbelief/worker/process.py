@@ -128,14 +128,19 @@ def _obey(place: Place, loaded: Loaded) -> int:
 def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort) -> None:
     spec, link = place.spec, place.link
     mine = action.ranges[action.rank]
-    units = [(v, v + 1) for v in range(*mine)] if loaded.strategy.exact else [mine]
+    one_by_one = loaded.strategy.exact or action.degrees  # else a member takes its shards together
+    units = [(v, v + 1) for v in range(*mine)] if one_by_one else [mine]
     loaded.feed.expect(units, until=loaded.steps)
     exchange = _exchange(place, loaded, action, abort)
     start = Beginning(spec, action, link.send)
     link.progress.waiting = lambda: exchange.waiting or start.reading
     try:
         seat = Seat(action.rank, action.ranges, loaded.steps, action.generation, action.degrees)
-        replica = loaded.prepared.build(seat, exchange, loaded.watch.fetch, start)
+        try:
+            replica = loaded.prepared.build(seat, exchange, loaded.watch.fetch, start)
+        except Exception:
+            loaded.watch.step = loaded.watch.shard = -1  # it is no step that has failed
+            raise
         link.progress.step = replica.steps_applied()
         if place.saver:
             place.saver.prepare(replica)
@@ -147,7 +152,7 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
         if action.rank == 0:
             write_job_json(spec, loaded, len(action.members))
             _report_takeover(link, replica, action)
-            _report_plan(link, replica, action)
+            _report_rollback(link, replica, action)
         task = Assignment(
             spec.worker,
             action.generation,
@@ -158,6 +163,7 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             max(action.sealed, start.step) if action.past else replica.steps_applied(),
             place.saver,
             loaded.checkpoint_facts,
+            lambda lines: link.send(PlanShown(spec.worker, action.generation, list(lines))),
         )
         try:
             finished = train(loaded.job, replica, loaded.evaluator, loaded.watch, link.progress, task)
@@ -253,10 +259,8 @@ def _report_takeover(link: ControlLink, replica: Replica, action: TrainGeneratio
         link.flush()  # before a shard that kills whoever computes it kills us
 
 
-def _report_plan(link: ControlLink, replica: Replica, action: TrainGeneration) -> None:
+def _report_rollback(link: ControlLink, replica: Replica, action: TrainGeneration) -> None:
     me = action.members[action.rank].worker
-    if lines := replica.plan_lines():
-        link.send(PlanShown(me, action.generation, list(lines)))
     if back := replica.rolled_back():
         link.send(RolledBack(me, action.generation, back.reached, back.step, back.source))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ class Assignment:
     saver: Saver | None = None
     facts: Facts = field(default_factory=Facts)
     """What checkpoints say of the job."""
+    show: Callable[[Sequence[str]], None] = lambda lines: None
+    """Tells people how the model is divided."""
 
 
 def train(
@@ -80,6 +83,8 @@ def train(
         metrics = _evaluate(evaluator, replica, progress, first)
     if first > task.sealed:  # whoever saved it may have died on the way
         _save_if_due(replica, first, task)
+    if leads and (lines := replica.plan_lines()):
+        task.show(lines)
     busy_s = 0.0
     last = None
     watch.data_s, watch.shards = 0.0, 0
@@ -99,6 +104,8 @@ def train(
             progress.reports.append(
                 StepReport(step, last.loss, last.samples, last.fingerprint, time.time(), task.generation)
             )
+        if leads and (lines := replica.plan_lines()):
+            task.show(lines)
         if step + 1 == task.steps:  # before the last evaluation, which may fail
             replica.save_weights(task.run_dir / "weights.safetensors")
         if evaluator and _is_due(job, step + 1, task):

@@ -296,8 +296,6 @@ def _train(worker: int, meeting: Rendezvous, script: Script) -> list[Held | None
         )
         if not generation.called_away:
             group.gather(b"")
-        del replica
-        import gc; gc.collect()
         group.close()
     return found
 

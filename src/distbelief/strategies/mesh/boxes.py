@@ -82,11 +82,10 @@ def without(box: Box, other: Box) -> list[Box]:
     shared = common(box, other)
     if shared is None:
         return [box]
-    found = []
+    found: list[Box] = []
     for dimension, ((start, end), (low, high)) in enumerate(zip(box, shared, strict=True)):
-        for part in ((start, low), (high, end)):
-            if part[0] < part[1]:
-                found.append((*shared[:dimension], part, *box[dimension + 1 :]))
+        sides = [side for side in ((start, low), (high, end)) if side[0] < side[1]]
+        found += [(*shared[:dimension], side, *box[dimension + 1 :]) for side in sides]
     return found
 
 

@@ -95,12 +95,21 @@ def build_part(
         has_modules = blueprint.way == "torch.fx"  # torch.export leaves none that could be called
         ranges = cut(found, pipeline.stages)
         lines += explain_stages(found, ranges, [unit.name for unit in blueprint.units])
+        if len(pipeline.mine) > 1:
+            members = range(len(pipeline.members))
+            lines += [f"member {m + 1} of a pipeline has the stages {pipeline.stages_of(m)}" for m in members]
         stages = {number: blueprint.stage(*ranges[number]) for number in pipeline.mine}
         if 0 in stages:
             hold(stages[0].module, model, _unused(model, blueprint.stage(0, len(blueprint.units)).module))
     for stage in stages.values():
         if degrees.sharded > 1:
-            _shard(stage.module, _blocks(stage.module, model) if has_modules else [], groups.mesh("sharded"))
+            blocks = list(_blocks(stage.module, model)) if has_modules else []
+            _shard(stage.module, blocks, groups.mesh("sharded"))
+            lines.append(
+                f"every parameter is divided by {degrees.sharded}; members gather "
+                + (f"{len(blocks)} blocks one at a time, and the rest" if blocks else "the whole part")
+                + " when they need it"
+            )
         stage.module.to_empty(device="cpu")
         stage.module.train()
     _tie_again([stage.module for stage in stages.values()], first_name)

@@ -59,6 +59,7 @@ class MeshReplica:
         self._wholes = WholeTensors(seated)
         self._portions = portions(seated.held, seated.forms)
         self._copies: list[Copy] = []
+        self._news = list(self._state.part.lines)
         if snapshots.is_due(self._state.applied):
             self._take_snapshot()
 
@@ -142,6 +143,7 @@ class MeshReplica:
 
     def _take_snapshot(self) -> None:
         self._snapshots.take(self._groups.world, self._state, self._seated.held, self._seated.forms)
+        self._news += self._snapshots.news()
 
     # --- what it is asked for ----------------------------------------------------------------------------------------
 
@@ -185,7 +187,6 @@ class MeshReplica:
         finally:
             for module in modules:
                 module.train()
-            self._waited()  # that was not for a step
 
     def save_weights(self, path: Path) -> None:
         self._wholes.save(path)
@@ -197,8 +198,10 @@ class MeshReplica:
         return self._runner.waited_s
 
     def plan_lines(self) -> Sequence[str]:
-        lines = list(self._state.part.lines)
-        return [*lines, self._snapshots.describe()] if self._snapshots.kept else lines
+        if not self._news:
+            return ()
+        lines, self._news = self._news, []
+        return lines
 
     def rolled_back(self) -> RolledBack | None:
         return self._rolled_back

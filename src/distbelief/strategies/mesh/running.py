@@ -63,6 +63,10 @@ class Pipeline:
     def mine(self) -> list[int]:
         return stages_of(self.schedule, len(self.members), self.me)
 
+    def stages_of(self, member: int) -> str:
+        """For people, who count from 1."""
+        return " and ".join(str(stage + 1) for stage in stages_of(self.schedule, len(self.members), member))
+
     def rank_of(self, stage: int) -> int:
         return self.members[member_of(self.schedule, len(self.members), stage)]
 
@@ -133,6 +137,7 @@ class Runner:
 
     def measure(self, tasks: Sequence[Task], measure: Callable[[Task, Any, Any], None]) -> None:
         """Forward only; `measure` is given (task, output, target) where the last stage is."""
+        waited = dict.fromkeys(self._pipeline.members, 0.0) | self._wires.waited_s
         actions = order(self._pipeline.schedule, len(self._pipeline.members), self._pipeline.me, len(tasks))
         for action in actions:
             if action.kind == "forward":
@@ -147,6 +152,7 @@ class Runner:
                 else:
                     self._pass_on(action, task, list(output), training=False)
         self._wires.settle()
+        self._wires.waited_s.update(waited)  # what counts is the waiting in steps
 
     # --- forward -----------------------------------------------------------------------------------------------------
 

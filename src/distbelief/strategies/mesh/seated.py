@@ -102,7 +102,8 @@ def take_over(
             own = [old.tensors()] if old.applied == choice.step else []
         elif choice.origin == "snapshots":
             own = [one.pieces for one in snapshots.kept if one.step == choice.step]
-            rolled_back = RolledBack(choice.reached, choice.step, "snapshots")
+            if choice.reached > choice.step:
+                rolled_back = RolledBack(choice.reached, choice.step, "snapshots")
         agreement.fetch(world, choice, own, seated.held, into)
         state.history.extend(agreement.merged_history(positions, choice.step))
         state.note = max((p.note for p in positions if p.note[0] <= choice.step), default=state.note)

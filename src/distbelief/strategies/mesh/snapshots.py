@@ -59,17 +59,20 @@ class Snapshots:
 
     def __init__(self, every: int | None) -> None:
         """`every`: steps; None: by their cost; 0: never."""
-        self.every = every
         self.kept: list[Snapshot] = []
         """My own, and my neighbour's, of one step."""
-        self.took_s = 0.0
-        self.interval = 0
+        self._every = every
+        self._took_s = 0.0
+        self._interval = 0
+        self._measured = False
+        self._told = 0
+        """The interval that people have been told of."""
         self._next = -1
         self._since = (0, 0.0)
 
     def begin(self, state: LiveState, needed: bool) -> None:
         """A generation begins. `needed`: some part is held by one member only."""
-        wanted = needed and self.every != 0
+        wanted = needed and self._every != 0
         self._next = state.applied if wanted else -1
         if not wanted:
             self.kept = []
@@ -97,23 +100,31 @@ class Snapshots:
                     work.wait()
         took_s = time.perf_counter() - started
         self.kept = [*self.kept, mine, theirs]
-        told = group.gather(f"{took_s} {step_s}".encode())
+        told = [
+            one.split() for one in group.gather(f"{took_s} {step_s} {self._interval} {int(self._measured)}".encode())
+        ]
         self.kept = [mine, theirs]  # everybody has what it needs: before, others may have nothing but the older one
-        self.took_s = max(float(one.split()[0]) for one in told)
-        self.interval = self.every or interval(self.took_s, float(told[0].split()[1]))
-        self._next = state.applied + self.interval
+        self._took_s = max(float(one[0]) for one in told)
+        # Rank 0 is right: newcomers know less, and all must take the next one at the same step.
+        step_s, known, measured = float(told[0][1]), int(told[0][2]), bool(int(told[0][3]))
+        goes_on = measured and step_s == 0  # a new generation, with what the last one has found out
+        self._interval = self._every or (known if goes_on else interval(self._took_s, step_s))
+        self._measured = measured or step_s > 0
+        self._next = state.applied + self._interval
         self._since = (state.applied, time.perf_counter())
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(one.memory.numel() for one in self.kept)
-
-    def describe(self) -> str:
-        how = "as asked for" if self.every else f"so that they take at most {PRICE:.0%} of the time"
-        return (
-            f"snapshots: every {self.interval} steps a neighbour gets a copy of each part ({how}); one takes "
-            f"{1e3 * self.took_s:.0f} ms, and the copies {self.size_bytes / 1e6:.1f} MB of each worker's memory"
-        )
+    def news(self) -> list[str]:
+        """A line for people, when there is a first figure to tell, or a very different one."""
+        settled = self._every is not None or self._measured
+        if not settled or self._told / 2 < self._interval < self._told * 2:
+            return []
+        self._told = self._interval
+        how = "as asked for" if self._every else f"so that they take at most {100 * PRICE:.0f} % of the time"
+        size_bytes = sum(one.memory.numel() for one in self.kept)
+        return [
+            f"snapshots: every {self._interval} steps a neighbour gets a copy of each part ({how}); one takes "
+            f"{1e3 * self._took_s:.0f} ms, and the copies {size_bytes / 1e6:.1f} MB of a worker's memory"
+        ]
 
 
 def interval(took_s: float, step_s: float) -> int:
