@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from distbelief.chaos.verdict import FaultOutcome, Verdict
+from distbelief.chaos.verdict import Closeness, FaultOutcome, Verdict
 from distbelief.observe import text
 
 HEADINGS = ("fault", "at step", "noticed", "next commit", "shards recomputed")
@@ -18,6 +19,8 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
         "steps_lost": verdict.steps_lost,
         "exactly_once": verdict.exactly_once,
         "goodput": None if verdict.goodput is None else round(verdict.goodput, 4),
+        "reexecuted": verdict.reexecuted,
+        "difference": _finite(verdict.closeness),
         "faults": [{key: getattr(fault, key) for key in FAULT_KEYS} for fault in verdict.faults],
     }
 
@@ -27,12 +30,11 @@ def rows(verdict: Verdict) -> list[tuple[str, ...]]:
 
 
 def totals(verdict: Verdict) -> list[tuple[str, str]]:
-    weights = "equal to the twin's" if verdict.weights_equal else "NOT equal to the twin's"
-    if not verdict.weights_equal and not verdict.exact:
-        weights = "not equal to the twin's; this strategy does not promise it"
+    again = [("executed again", text.count(verdict.reexecuted, "step"))] if verdict.reexecuted else []
     return [
-        ("weights", weights),
+        ("weights", _weights(verdict)),
         ("steps lost", str(verdict.steps_lost)),
+        *again,
         ("samples", "visited exactly once" if verdict.exactly_once else "NOT visited exactly once"),
         ("goodput", "–" if verdict.goodput is None else f"{text.percent(verdict.goodput)} of the twin's"),
     ]
@@ -46,8 +48,9 @@ def sentence(verdict: Verdict, missed: Sequence[str]) -> str:
     struck = text.count(len(verdict.faults), "fault")
     began = f"After {struck} the run" if verdict.faults else "No fault was carried out; the run"
     bad = []
-    if not verdict.weights_equal and verdict.exact:
-        bad.append("came to other weights than its twin")
+    if not verdict.weights_equal and verdict.promise != "nothing":
+        noisy = verdict.closeness is not None and verdict.closeness.noisy
+        bad.append("cannot be compared with its twin" if noisy else "came to other weights than its twin")
     if verdict.steps_lost:
         bad.append(f"lost {text.count(verdict.steps_lost, 'step')}")
     if not verdict.exactly_once:
@@ -55,6 +58,10 @@ def sentence(verdict: Verdict, missed: Sequence[str]) -> str:
     if bad:
         return f"{began} {', '.join(bad)}."
     weights = "came to the weights of its twin" if verdict.weights_equal else "came to its end"
+    if verdict.closeness is not None:
+        weights += " within rounding"
+    if verdict.reexecuted:
+        weights += f", {text.count(verdict.reexecuted, 'step')} executed again"
     left = f"; {text.count(len(missed), 'fault')} came to nothing" if missed else ""
     return f"{began} {weights}, no step lost, every sample visited once{left}."
 
@@ -97,6 +104,25 @@ def _print_rich(verdict: Verdict, missed: Sequence[str], stream: TextIO) -> None
     console.print(grid)
     mark, style = ("✓", "bold green") if verdict.sound else ("✗", "bold red")
     console.print(Text(f"{mark} {sentence(verdict, missed)}", style=style))
+
+
+def _weights(verdict: Verdict) -> str:
+    near = verdict.closeness
+    if near is None and not verdict.weights_equal and verdict.promise == "nothing":
+        return "not equal to the twin's; this strategy does not promise it"
+    if near is None:
+        return "equal to the twin's" if verdict.weights_equal else "NOT equal to the twin's"
+    if near.noisy:
+        return "not comparable: after so many steps rounding alone leads elsewhere; train fewer"
+    apart = f"at most {near.relative:.2g} of a tensor's largest number apart"
+    if near.equal:
+        return f"equal to the twin's within rounding ({apart})" if near.relative else "equal to the twin's"
+    return f"NOT equal to the twin's ({apart})"
+
+
+def _finite(near: Closeness | None) -> float | None:
+    """JSON has no infinity: null stands for a difference between a number and none, too."""
+    return near.relative if near is not None and math.isfinite(near.relative) else None
 
 
 def _row(fault: FaultOutcome) -> tuple[str, ...]:

@@ -10,9 +10,13 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 Record = dict[str, Any]
+
+Promise = Literal["bits", "rounding", "nothing"]
+"""What a strategy says of the weights of two runs of one job: the same bits, equal within rounding (it divides the
+model, and adds in another order on other members), or nothing."""
 
 ENDS_A_WORKER = ("kill worker", "freeze worker", "cut worker")
 """After these a worker may be given up: it is fenced, or counted among the lost."""
@@ -42,6 +46,18 @@ class Evidence:
 
 
 @dataclass(frozen=True)
+class Closeness:
+    """How far the weights of a run are from its twin's, where rounding may part them."""
+
+    equal: bool
+    """Rounding may be all there is to it."""
+    relative: float
+    """The worst tensor's largest difference over its largest number."""
+    noisy: bool = False
+    """Rounding alone leads elsewhere after so many steps: nothing can be said."""
+
+
+@dataclass(frozen=True)
 class FaultOutcome:
     kind: str
     text: str
@@ -61,53 +77,70 @@ class Verdict:
     exactly_once: bool
     goodput: float | None
     """Samples per second of the committed steps, over those of the twin; None for runs of a single step."""
-    exact: bool = True
-    """Whether the strategy promises the same weights."""
+    promise: Promise = "bits"
+    closeness: Closeness | None = None
+    """None: bits were compared."""
+    reexecuted: int = 0
+    """Steps that were committed and then done again, since the only holder of a part of the model had died."""
     faults: tuple[FaultOutcome, ...] = field(default_factory=tuple)
 
     @property
     def sound(self) -> bool:
-        return self.steps_lost == 0 and self.exactly_once and (self.weights_equal or not self.exact)
+        return self.steps_lost == 0 and self.exactly_once and (self.weights_equal or self.promise == "nothing")
 
 
-def judge(twin: Evidence, faulty: Evidence, notes: Sequence[Note], *, exact: bool = True) -> Verdict:
-    expected, found = _steps(twin), _steps(faulty)
+def judge(
+    twin: Evidence,
+    faulty: Evidence,
+    notes: Sequence[Note],
+    promise: Promise = "bits",
+    closeness: Closeness | None = None,
+) -> Verdict:
+    """`closeness` must be there where weights are promised within rounding: hashes say nothing of that."""
+    expected, found = _lasting(twin.metrics, promise), _lasting(faulty.metrics, promise)
     # Fingerprints are compared where the strategy promises the same bits; a twin that lacks a step proves nothing.
-    fingerprints = {int(r["step"]): r.get("fingerprint") for r in expected} if exact else {}
+    fingerprints = {int(r["step"]): r.get("fingerprint") for r in expected} if promise == "bits" else {}
     times = Counter(int(record["step"]) for record in found)
     strange = {
         int(r["step"]) for r in found if fingerprints.get(int(r["step"]), r.get("fingerprint")) != r.get("fingerprint")
     }
     lost = {step for step in range(twin.steps) if times[step] != 1} | strange
     once = set(times) == set(range(twin.steps)) and all(count == 1 for count in times.values())
-    speeds = _samples_per_s(expected), _samples_per_s(found)
+    speeds = _samples_per_s(_steps(twin.metrics)), _samples_per_s(_steps(faulty.metrics))
+    same_bits = bool(faulty.weights_sha256) and faulty.weights_sha256 == twin.weights_sha256
     return Verdict(
-        weights_equal=bool(faulty.weights_sha256) and faulty.weights_sha256 == twin.weights_sha256,
+        weights_equal=same_bits if closeness is None else closeness.equal,
         steps_lost=len(lost),
         exactly_once=once and _samples(found) == _samples(expected),
         goodput=speeds[1] / speeds[0] if speeds[0] and speeds[1] else None,
-        exact=exact,
-        faults=tuple(_outcome(note, notes, faulty) for note in notes),
+        promise=promise,
+        closeness=closeness,
+        reexecuted=0 if promise == "bits" else _reexecuted(faulty.metrics),
+        faults=tuple(_outcome(note, notes, faulty, promise) for note in notes),
     )
 
 
 def together(verdicts: Sequence[Verdict]) -> Verdict:
     """Several runs against one twin as one verdict: each promise holds if it held every time."""
     goodputs = [verdict.goodput for verdict in verdicts if verdict.goodput is not None]
+    distances = [verdict.closeness for verdict in verdicts if verdict.closeness is not None]
     return Verdict(
         weights_equal=all(verdict.weights_equal for verdict in verdicts),
         steps_lost=sum(verdict.steps_lost for verdict in verdicts),
         exactly_once=all(verdict.exactly_once for verdict in verdicts),
         goodput=statistics.median(goodputs) if goodputs else None,
-        exact=all(verdict.exact for verdict in verdicts),
+        promise=verdicts[0].promise,
+        closeness=max(distances, key=lambda one: (not one.equal, one.relative), default=None),
+        reexecuted=sum(verdict.reexecuted for verdict in verdicts),
         faults=tuple(fault for verdict in verdicts for fault in verdict.faults),
     )
 
 
-def _outcome(note: Note, notes: Sequence[Note], run: Evidence) -> FaultOutcome:
+def _outcome(note: Note, notes: Sequence[Note], run: Evidence, promise: Promise) -> FaultOutcome:
     answers = _answers(note, notes, run.journal)
     answer = next((r for r in answers if r["kind"] == "generation"), None)
-    steps = _steps(run)
+    steps = _steps(run.metrics)
+    before = [r for r in run.metrics if float(r.get("at", math.inf)) < note.at]
     following = [r for r in steps if float(r["at"]) >= note.at]
     if answer is not None and note.kind not in ("join", "scale"):
         # A newcomer is asked for long before it is there, and nobody waits for it; the others are waited for. A step
@@ -119,7 +152,7 @@ def _outcome(note: Note, notes: Sequence[Note], run: Evidence) -> FaultOutcome:
     return FaultOutcome(
         kind=note.kind,
         text=note.text,
-        at_step=sum(float(r["at"]) < note.at for r in steps),
+        at_step=len(_lasting(before, promise)),
         noticed_ms=_ms(note.at, float(answers[0]["at"]) if answers else None),
         next_commit_ms=_ms(note.at, commits_at),
         shards_recomputed=None if answer is None else _recomputed(run.metrics, int(answer["generation"])),
@@ -171,8 +204,26 @@ def _recomputed(metrics: Sequence[Record], generation: int) -> int:
     return sum(int(r["recomputed"]) for r in found)
 
 
-def _steps(run: Evidence) -> list[Record]:
-    return [record for record in run.metrics if record.get("kind") == "step"]
+def _steps(metrics: Sequence[Record]) -> list[Record]:
+    return [record for record in metrics if record.get("kind") == "step"]
+
+
+def _lasting(metrics: Sequence[Record], promise: Promise) -> list[Record]:
+    """The steps that count. Where the members went back, and said so, what they had done after that point does not."""
+    if promise == "bits":  # nobody may go back there
+        return _steps(metrics)
+    kept: list[Record] = []
+    for record in metrics:
+        if record.get("kind") == "rollback":
+            kept = [one for one in kept if int(one["step"]) < int(record["step"])]
+        elif record.get("kind") == "step":
+            kept.append(record)
+    return kept
+
+
+def _reexecuted(metrics: Sequence[Record]) -> int:
+    back = [record for record in metrics if record.get("kind") == "rollback"]
+    return sum(max(int(record["reached"]) - int(record["step"]), 0) for record in back)
 
 
 def _samples(steps: Sequence[Record]) -> int:

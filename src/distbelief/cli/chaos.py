@@ -23,7 +23,9 @@ from distbelief.cli.train import check_job_file, parse_settings
 
 if TYPE_CHECKING:
     from distbelief.chaos.trial import Plan, Struck
-    from distbelief.chaos.verdict import Evidence, Verdict
+    from distbelief.chaos.verdict import Evidence, Promise, Verdict
+
+WORKERS = 4
 
 
 def chaos(
@@ -33,7 +35,14 @@ def chaos(
         str,
         typer.Option(metavar="SENTENCES", help='As in "kill worker every 3s, join at step 80".', show_default=False),
     ] = "",
-    workers: Annotated[int, typer.Option(min=1, help="Worker processes to begin with.")] = 4,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Worker processes to begin with. Default: 4, or as many as the strategy needs.",
+            show_default=False,
+        ),
+    ] = None,
     random: Annotated[
         int, typer.Option(metavar="N", min=0, help="Instead of --faults: N random schedules, one after another.")
     ] = 0,
@@ -53,21 +62,22 @@ def chaos(
     ctx.meta[MACHINE_OUTPUT] = json
     check_job_file(job)
     values = parse_settings(settings or [])
+    from distbelief.strategies import usual_workers
+
+    workers = workers or usual_workers(strategy, WORKERS)
     schedule = wanted_faults(faults, random, workers)
 
     from distbelief.chaos.report import as_json, print_table  # after the checks, which need none of it
     from distbelief.chaos.trial import Plan, run_twin
     from distbelief.chaos.verdict import together
-    from distbelief.strategies import parse as parse_strategy
 
-    exact = parse_strategy(strategy).exact
     plan = Plan(job, values, workers, strategy, run_dir or _new_run_dir(job))
     stream = sys.stderr if json else sys.stdout
     # With --json, stdout holds the object alone, whatever else prints in this process.
     with contextlib.redirect_stdout(stream):
         _say(stream, "the fault-free twin:")
         twin = run_twin(plan, stream)
-        tried = list(_trials(plan, twin, schedule, random, seed, exact, stream))
+        tried = list(_trials(plan, twin, schedule, random, seed, stream))
         verdict = together([verdict for _, _, verdict in tried])
         missed = [fault for _, struck, _ in tried for fault in struck.missed]
         print_table(verdict, missed, stream)
@@ -95,14 +105,16 @@ def wanted_faults(text: str, random: int, workers: int) -> tuple[Fault, ...]:
 
 
 def _trials(
-    plan: Plan, twin: Evidence, schedule: tuple[Fault, ...], random: int, seed: int, exact: bool, stream: TextIO
+    plan: Plan, twin: Evidence, schedule: tuple[Fault, ...], random: int, seed: int, stream: TextIO
 ) -> Iterator[tuple[str, Struck, Verdict]]:
     """Each schedule with its run and verdict; a bad verdict is the last."""
+    from distbelief.chaos.closeness import how_close
     from distbelief.chaos.report import totals
     from distbelief.chaos.schedule import write
     from distbelief.chaos.trial import run_under_faults
     from distbelief.chaos.verdict import judge
 
+    promise = _promise(plan.strategy)
     for number in range(random or 1):
         if random:
             text = random_schedule(seed + number, plan.workers, twin.steps)
@@ -112,12 +124,22 @@ def _trials(
             text, name = write(schedule), "faults"
             _say(stream, f"under faults: {text}")
         struck = run_under_faults(plan, name, parse(text), seed + number, stream)
-        verdict = judge(twin, struck.evidence, struck.notes, exact=exact)
+        closeness = how_close(plan, twin, struck.evidence, stream) if promise == "rounding" else None
+        verdict = judge(twin, struck.evidence, struck.notes, promise, closeness)
         if random:
             _say(stream, "; ".join(f"{label} {value}" for label, value in totals(verdict)))
         yield text, struck, verdict
         if not verdict.sound:
             return
+
+
+def _promise(strategy: str) -> Promise:
+    from distbelief.strategies import parse as parse_strategy
+    from distbelief.strategies import wish_of
+
+    if parse_strategy(strategy).exact:
+        return "bits"
+    return "rounding" if wish_of(strategy) else "nothing"
 
 
 def _schedule(text: str, struck: Struck, verdict: Verdict) -> dict[str, Any]:
@@ -128,6 +150,7 @@ def _schedule(text: str, struck: Struck, verdict: Verdict) -> dict[str, Any]:
         "steps_lost": verdict.steps_lost,
         "exactly_once": verdict.exactly_once,
         "goodput": None if verdict.goodput is None else round(verdict.goodput, 4),
+        "reexecuted": verdict.reexecuted,
         "carried_out": [{"fault": note.text, "worker": note.worker, "at": note.at} for note in struck.notes],
     }
 

@@ -107,6 +107,7 @@ class History:
         self.steps: list[Step] = []
         self._constants: dict[int, _Constant] = {}
         self._written: set[int] = set()
+        self._sizes: dict[int, int] = {}
         self._states: dict[int, torch.Tensor] = {}
         self._drawn = 0
         self._numbers = itertools.count()
@@ -129,6 +130,7 @@ class History:
     def append(self, step: Step) -> None:
         self.steps.append(step)
         self._written |= step.writes
+        self._sizes.update({output.piece.storage: output.size_bytes for output in step.outputs})
 
     def attempt(self, step: Step) -> Any:
         """What `step` would give if it were the next one. Nothing is changed by it."""
@@ -172,10 +174,12 @@ class History:
         """The steps to execute, in order, and whether only the numbers that a step draws are wanted of it."""
         storages = set(wanted)
         states = {state for state in wanted_states if state not in self._states}
+        overwritten: set[int] = set()  # a later step fills all of it: until then only its memory is wanted
         plan = []
         for i in range(len(self.steps) - 1, -1, -1):
             step = self.steps[i]
-            changes = not storages.isdisjoint(step.writes) or not storages.isdisjoint(step.creates)
+            contents = any(number in storages and number not in overwritten for number in step.writes)
+            changes = contents or not storages.isdisjoint(step.creates)
             if not changes and (step.after is None or step.after not in states):
                 continue
             scratch = step.fills and not changes
@@ -183,9 +187,15 @@ class History:
             if not scratch:
                 storages |= step.touches
                 storages -= step.creates
+                overwritten -= step.touches
+                if step.fills and self._is_whole(step.args[0]):
+                    overwritten.add(step.args[0].storage)
             if step.before is not None and step.before not in self._states:
                 states.add(step.before)
         return plan[::-1]
+
+    def _is_whole(self, piece: Piece) -> bool:
+        return torch.Size(piece.size).numel() * piece.dtype.itemsize == self._sizes.get(piece.storage)
 
     def _run(self, step: Step, live: dict[int, torch.UntypedStorage], passing: dict[int, torch.Tensor]) -> Any:
         def real(leaf: Any) -> Any:

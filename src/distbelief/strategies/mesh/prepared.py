@@ -21,6 +21,7 @@ from distbelief.strategies.base import BeginFrom, Fetch, Replica, Seat, nothing_
 from distbelief.strategies.degrees import Degrees, Wish
 from distbelief.strategies.hybrid import DEFAULT_SCHEDULE, Meshed
 from distbelief.strategies.layout import trainable
+from distbelief.strategies.mesh.allocator import return_large_blocks
 from distbelief.strategies.mesh.balance import UnitCost
 from distbelief.strategies.mesh.birth import watch_birth
 from distbelief.strategies.mesh.cutting import Blueprint
@@ -93,6 +94,8 @@ class PreparedMesh:
 
     def build(self, seat: Seat, exchange: TorchGroup, fetch: Fetch, begin_from: BeginFrom = nothing_saved) -> Replica:
         degrees = Degrees(*seat.degrees)
+        if degrees.sharded > 1:
+            return_large_blocks()
         groups = Groups(exchange, degrees, seat.generation)
         cut = self._order if degrees.pipeline > 1 else DEFAULT_SCHEDULE
         pipeline = Pipeline(groups.pipeline, groups.place.pipeline, cut)
