@@ -83,16 +83,18 @@ class Stage(nn.Module):
 
     def __init__(self, model: GPT, first: int, end: int) -> None:
         super().__init__()
-        self.symbols, self.places = (model.symbols, model.places) if first == 0 else (None, None)
+        self.symbols = model.symbols if first == 0 else None
+        self.places = model.places if first == 0 else None
         self.blocks = model.blocks[first:end]
         last = end == len(model.blocks)
-        self.norm, self.head = (model.norm, model.head) if last else (None, None)
+        self.norm = model.norm if last else None
+        self.head = model.head if last else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.symbols is not None and self.places is not None:
             x = self.symbols(x) + self.places.weight
         x = self.blocks(x)
-        return x if self.norm is None or self.head is None else self.head(self.norm(x))  # type: ignore[no-any-return]
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
 
 def pipeline(model: GPT, name: str) -> Step:

@@ -64,6 +64,10 @@ class Run:
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
+    def status(self) -> int | None:
+        """None while it goes on."""
+        return self._process.poll()
+
     def wait(self, timeout_s: float = 200) -> Outcome:
         stdout, stderr = self._process.communicate(timeout=timeout_s)
         return Outcome(self._process.returncode, stdout, stderr)

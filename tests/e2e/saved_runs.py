@@ -40,7 +40,7 @@ def until(condition: Callable[[], object], run: Run, limit_s: float = 120) -> No
     """Wait for it while that run goes on."""
     deadline = time.monotonic() + limit_s
     while not condition():
-        assert run._process.poll() is None, run.wait()
+        assert run.status() is None, run.wait()
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.01)
 

@@ -9,69 +9,14 @@ import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 from conftest import JOBS, REPOSITORY, Outcome, Run
+from watched import Watched
 
 Start = Callable[..., Run]
 Cli = Callable[..., Outcome]
 Wait = Callable[[Callable[[], object]], None]
-
-
-class Watched:
-    """A run and its files."""
-
-    def __init__(self, start: Start, tmp_path: Path, wait_until: Wait, *arguments: object) -> None:
-        self.folder = tmp_path / "run"
-        self._brake = tmp_path / "brake"
-        self._brake.touch()
-        self.run = start("train", *arguments, "--run-dir", "run", "--json")
-        self._wait_until = wait_until
-
-    def journal(self, kind: str) -> list[dict[str, Any]]:
-        return [entry for entry in self._lines("journal.jsonl") if entry["kind"] == kind]
-
-    def metrics(self, kind: str) -> list[dict[str, Any]]:
-        return [entry for entry in self._lines("metrics.jsonl") if entry["kind"] == kind]
-
-    def _lines(self, name: str) -> list[dict[str, Any]]:
-        path = self.folder / name
-        whole = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in whole if line]
-
-    def step(self) -> int:
-        return len(self.metrics("step"))
-
-    def after(self, steps: int) -> None:
-        self._wait_until(lambda: self.step() >= steps)
-
-    def members(self) -> dict[int, int]:
-        """Worker -> process, of the newest generation."""
-        found = self.journal("generation")
-        return {member["worker"]: member["pid"] for member in found[-1]["members"]} if found else {}
-
-    def has_members(self, count: int) -> None:
-        """That many, and they have committed a step together."""
-        self._wait_until(lambda: len(self.members()) == count)
-        self._wait_until(lambda: self.metrics("step")[-1]["generation"] == self.journal("generation")[-1]["generation"])
-
-    def signal(self, worker: int, number: signal.Signals) -> None:
-        pid = self.members()[worker]
-        assert any("distbelief" in part for part in psutil.Process(pid).cmdline())
-        os.kill(pid, number)
-
-    def coordinator(self) -> int:
-        return int(json.loads((self.folder / "coordinator.json").read_text())["pid"])
-
-    def result(self) -> dict[str, Any]:
-        self._brake.unlink()
-        outcome = self.run.wait().json
-        steps = [entry["step"] for entry in self.metrics("step")]
-        assert sorted(steps) == list(range(outcome["steps"]))  # every step was committed and reported exactly once
-        assert not [n for n in self.metrics("notice") if "different results" in n["text"]]
-        return outcome
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ SYMBOLS, LENGTH = 64, 12
 def model(kind: str) -> torch.nn.Module:
     if kind == "gpt2":
         return GPT2LMHeadModel(
-            GPT2Config(vocab_size=SYMBOLS, n_positions=LENGTH, n_embd=32, n_layer=3, n_head=4, use_cache=False)
+            GPT2Config(vocab_size=SYMBOLS, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=4, use_cache=False)
         )
     return BertForMaskedLM(
         BertConfig(
             vocab_size=SYMBOLS,
             hidden_size=32,
-            num_hidden_layers=3,
+            num_hidden_layers=2,
             num_attention_heads=4,
             intermediate_size=64,
             max_position_embeddings=LENGTH,

@@ -12,7 +12,7 @@ import pytest
 
 from distbelief.chaos import report
 from distbelief.chaos.report import as_json, print_table, sentence
-from distbelief.chaos.verdict import Evidence, Note, Record, Verdict, judge, together
+from distbelief.chaos.verdict import Closeness, Evidence, Note, Record, Verdict, judge, together
 
 BEGAN = 1000.0
 
@@ -78,7 +78,7 @@ def test_other_weights() -> None:
     verdict = judge(TWIN, faulty(*ALL, sha="b" * 64), [])
     assert (verdict.weights_equal, verdict.steps_lost, verdict.exactly_once) == (False, 0, True)
     assert not verdict.sound
-    assert judge(TWIN, faulty(*ALL, sha="b" * 64), [], exact=False).sound
+    assert judge(TWIN, faulty(*ALL, sha="b" * 64), [], "nothing").sound
     assert not judge(replace(TWIN, weights_sha256=""), faulty(*ALL, sha=""), []).weights_equal
 
 
@@ -95,7 +95,7 @@ def test_a_missing_step_a_step_too_many_and_a_step_done_twice() -> None:
 def test_a_step_with_another_result_is_lost_where_results_are_promised() -> None:
     other = [*ALL[:3], {**ALL[3], "fingerprint": "x"}, *ALL[4:]]
     assert judge(TWIN, faulty(*other), []).steps_lost == 1
-    assert judge(TWIN, faulty(*other), [], exact=False).steps_lost == 0
+    assert judge(TWIN, faulty(*other), [], "nothing").steps_lost == 0
 
 
 def test_a_step_over_fewer_samples() -> None:
@@ -107,6 +107,97 @@ def test_several_runs_together() -> None:
     good, bad = Verdict(True, 0, True, 0.9), Verdict(True, 2, False, 0.5)
     assert together([good, good]) == Verdict(True, 0, True, 0.9)
     assert together([good, bad, Verdict(False, 1, True, None)]) == Verdict(False, 3, False, pytest.approx(0.7))
+
+
+# --- a divided model: members may go back ---------------------------------------------------------------------------
+
+NEAR = Closeness(True, 3e-7)
+
+
+def rollback(number: int, step: int, reached: int, at: float) -> Record:
+    facts = {"generation": number, "step": step, "reached": reached, "source": "snapshots"}
+    return {"kind": "rollback", **facts, "at": BEGAN + at}
+
+
+WENT_BACK = (
+    *steps(0.0, 0.1, 0.2, 0.3),
+    rollback(2, 1, 4, 0.35),
+    *[{**one, "fingerprint": "other"} for one in steps(0.4, 0.5, 0.6, 0.8, 1.0, first=1, generation=2)],
+)
+
+
+def test_steps_executed_again_after_going_back_are_not_lost() -> None:
+    verdict = judge(TWIN, faulty(*WENT_BACK, sha="b" * 64), [], "rounding", NEAR)
+    assert (verdict.steps_lost, verdict.exactly_once, verdict.reexecuted) == (0, True, 3)
+    assert verdict.weights_equal
+    assert verdict.sound
+    assert verdict.goodput == pytest.approx(0.5)  # what was done again is time, but no work
+
+
+def test_going_back_to_the_first_step_and_going_back_twice() -> None:
+    records = [
+        *steps(0.0, 0.1),
+        rollback(2, 0, 2, 0.15),
+        *steps(0.2, 0.3, 0.4, generation=2),
+        rollback(3, 2, 3, 0.45),
+        *steps(0.5, 0.6, 0.7, 0.8, first=2, generation=3),
+    ]
+    verdict = judge(TWIN, faulty(*records), [], "rounding", NEAR)
+    assert (verdict.steps_lost, verdict.exactly_once, verdict.reexecuted) == (0, True, 3)
+
+
+def test_a_step_that_does_not_come_again_after_going_back_is_lost() -> None:
+    short = [record for record in WENT_BACK if (record.get("step"), record.get("generation")) != (3, 2)]
+    verdict = judge(TWIN, faulty(*short), [], "rounding", NEAR)
+    assert (verdict.steps_lost, verdict.exactly_once) == (1, False)
+    unsaid = [record for record in WENT_BACK if record["kind"] != "rollback"]
+    verdict = judge(TWIN, faulty(*unsaid), [], "rounding", NEAR)
+    assert (verdict.steps_lost, verdict.exactly_once, verdict.reexecuted) == (3, False, 0)
+
+
+def test_nobody_goes_back_where_the_same_bits_are_promised() -> None:
+    verdict = judge(TWIN, faulty(*WENT_BACK), [])
+    assert not verdict.sound
+    assert not verdict.exactly_once
+
+
+def test_a_fault_after_going_back_is_at_the_step_that_counts() -> None:
+    notes = [note("kill worker", 0.32, 1), note("slow worker", 0.55, 0)]
+    run = faulty(*WENT_BACK, journal=(generation(2, 0.34, "death", (1,)),))
+    killed, slowed = judge(TWIN, run, notes, "rounding", NEAR).faults
+    assert (killed.at_step, slowed.at_step) == (4, 3)
+    assert killed.next_commit_ms == pytest.approx(80, abs=0.01)
+
+
+def test_weights_further_away_than_rounding_are_no_success() -> None:
+    for away in (Closeness(False, 0.3), Closeness(False, 0.3, noisy=True)):
+        verdict = judge(TWIN, faulty(*WENT_BACK), [], "rounding", away)
+        assert not verdict.weights_equal  # whatever the hashes say
+        assert not verdict.sound
+    both = together([judge(TWIN, faulty(*WENT_BACK), [], "rounding", near) for near in (NEAR, away)])
+    assert (both.closeness, both.reexecuted, both.sound) == (away, 6, False)
+
+
+def test_what_is_said_of_a_run_that_went_back() -> None:
+    verdict = judge(TWIN, faulty(*WENT_BACK), [], "rounding", NEAR)
+    stream = io.StringIO()
+    print_table(verdict, [], stream)
+    assert stream.getvalue().splitlines() == [
+        "weights: equal to the twin's within rounding (at most 3e-07 of a tensor's largest number apart)",
+        "steps lost: 0",
+        "executed again: 3 steps",
+        "samples: visited exactly once",
+        "goodput: 50 % of the twin's",
+        "No fault was carried out; the run came to the weights of its twin within rounding, 3 steps executed again, "
+        "no step lost, every sample visited once.",
+    ]
+    shown = as_json(verdict)
+    assert (shown["weights_equal"], shown["reexecuted"], shown["difference"]) == (True, 3, 3e-7)
+    away = replace(verdict, weights_equal=False, closeness=Closeness(False, float("inf")))
+    assert json.loads(json.dumps(as_json(away), allow_nan=False))["difference"] is None
+    assert "came to other weights than its twin" in sentence(away, [])
+    noisy = replace(away, closeness=Closeness(False, 0.2, noisy=True))
+    assert "cannot be compared with its twin" in sentence(noisy, [])
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -218,7 +309,16 @@ def verdict_of_a_kill() -> Verdict:
 
 def test_the_object_has_the_promised_keys() -> None:
     shown = json.loads(json.dumps(as_json(verdict_of_a_kill()), allow_nan=False))
-    assert list(shown) == ["weights_equal", "steps_lost", "exactly_once", "goodput", "faults"]
+    assert list(shown) == [
+        "weights_equal",
+        "steps_lost",
+        "exactly_once",
+        "goodput",
+        "reexecuted",
+        "difference",
+        "faults",
+    ]
+    assert (shown["reexecuted"], shown["difference"]) == (0, None)
     (fault,) = shown["faults"]
     assert list(fault) == ["kind", "at_step", "noticed_ms", "next_commit_ms", "shards_recomputed"]
     assert (fault["kind"], fault["at_step"], fault["shards_recomputed"]) == ("kill worker", 3, 3)
@@ -245,7 +345,7 @@ def test_the_sentence_says_what_went_wrong() -> None:
         "No fault was carried out; the run came to other weights than its twin, lost 2 steps, "
         "did not visit every sample exactly once."
     )
-    assert "came to its end" in sentence(Verdict(False, 0, True, None, exact=False), [])
+    assert "came to its end" in sentence(Verdict(False, 0, True, None, promise="nothing"), [])
 
 
 def test_the_examples_in_the_docstrings() -> None:

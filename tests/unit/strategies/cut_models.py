@@ -21,20 +21,37 @@ def on_meta(value: Any) -> Any:
 
 
 def without_memory(model: nn.Module) -> nn.Module:
-    """A copy on meta; tied parameters stay tied, which `Module.to` does not see to."""
+    """A copy on meta, plain attributes included; tied parameters stay tied, which `Module.to` does not see to."""
     memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (*model.parameters(), *model.buffers(), *plain_attributes(model).values()):
         other = tensor.detach().to("meta")
         memo[id(tensor)] = nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
     return copy.deepcopy(model, memo)
+
+
+def plain_attributes(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors that modules keep without registering them, under all of their names."""
+    return {
+        f"{path}.{key}" if path else key: value
+        for path, module in model.named_modules(remove_duplicate=False)
+        for key, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def blueprint_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] = {}, **options: Any) -> Blueprint:
     return draw(without_memory(model), on_meta(args), on_meta(dict(kwargs)), **options)
 
 
-def give_values(stage: Stage, parameters: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
-    """Let the stage's modules hold the given tensors, by name."""
+def give_values(stage: Stage, model: nn.Module) -> None:
+    """Let the stage's modules hold the tensors of `model`, by name; plain attributes as members of a mesh set them."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    modules = dict(stage.module.named_modules())
+    for name, value in plain_attributes(model).items():
+        owner, _, key = name.rpartition(".")
+        if owner in modules:
+            setattr(modules[owner], key, value)
     for name, _ in list(stage.module.named_parameters(remove_duplicate=False)):
         owner, _, key = name.rpartition(".")
         stage.module.get_submodule(owner)._parameters[key] = parameters[name]
@@ -87,7 +104,7 @@ def assert_same_bits(make: Callable[[], nn.Module], *batches: Given, **options: 
     for part in parts:
         part.module.to_empty(device="cpu")
     for part in parts:  # only now: a module that two stages use is emptied twice
-        give_values(part, parameters, buffers)
+        give_values(part, mine)
     for args, kwargs in batches:
         for training in (True, False, True):
             whole.train(training).zero_grad()
@@ -306,12 +323,89 @@ class DataDependent(nn.Module):
 
 
 class Router(nn.Module):
-    """The same control flow, inside one module."""
+    """The same control flow, inside one module, with a normalisation and a table that it makes when it first runs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
+        self.linear, self.norm, self.other = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.table: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.linear(x)
-        return -x if x.device.type != "meta" and bool(x.sum() > 0) else x
+        if self.table is None:
+            self.table = torch.linspace(0.5, 1.5, 8)
+        x = self.linear(x) * self.table
+        return self.norm(x) if x.sum() > 0 else self.other(x)
+
+
+class Routed(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Router() for _ in range(layers)), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+class Scaled(nn.Module):
+    """Tensors that are plain attributes: of its own, and one that all blocks share."""
+
+    def __init__(self, width: int, shared: torch.Tensor) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.factor, self.shared = torch.rand(width) + 0.5, shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.two(torch.relu(self.one(x + self.shared))) * self.factor
+
+
+class Shift(nn.Module):
+    """No modules inside: a parameter and a plain attribute."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.offset = nn.Parameter(torch.rand(width)), torch.rand(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight + self.offset
+
+
+class PlainAttributes(nn.Module):
+    """`over_shapes`: with control flow that only torch.export can follow."""
+
+    def __init__(self, over_shapes: bool = False) -> None:
+        super().__init__()
+        self.offset, self.over_shapes = torch.rand(8), over_shapes
+        self.blocks = nn.ModuleList(Scaled(8, self.offset) for _ in range(3))
+        self.shift, self.head = Shift(8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(x.shape[1] - 5) if self.over_shapes else range(3):
+            x = self.blocks[number](x)
+        return self.head(self.shift(x - self.offset)) + self.shift.offset[:2]
+
+
+class FrozenNorm(nn.Module):
+    """Its statistics are those of another time: the model sees to it that the normalisations are never trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(3))
+        self.norm = nn.BatchNorm1d(8)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                nn.init.uniform_(module.running_mean)
+                nn.init.uniform_(module.running_var, 0.5, 2.0)
+
+    def train(self, mode: bool = True) -> FrozenNorm:
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm1d) and module is not self.norm:
+                module.eval()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)

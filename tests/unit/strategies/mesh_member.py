@@ -247,14 +247,15 @@ def follow(keeper: KeeperClient, worker: int, port: int, scripts: Sequence[Scrip
     found = []
     for number, script in enumerate(scripts):
         try:
-            found.append(_train(worker, Rendezvous("127.0.0.1", port, str(number), timeout_s=60), script))
+            found.append(_train(worker, Rendezvous("127.0.0.1", port, str(number), timeout_s=60), script, 100 * number))
         except Exception as error:
             raise RuntimeError(f"worker {worker} in {script}") from error
     return found
 
 
-def _train(worker: int, meeting: Rendezvous, script: Script) -> list[Held | None]:
-    """Generation by generation with one and the same prepared model, as a worker does it in a run."""
+def _train(worker: int, meeting: Rendezvous, script: Script, before: int) -> list[Held | None]:
+    """Generation by generation with one and the same prepared model, as a worker does it in a run. No two generations
+    of a process have the same number: torch would take their meshes for the same."""
     job = JOBS[script.case]()
     source = as_source(job.data)
     schedule = Schedule(len(source), job.global_batch, job.resolved_shards)
@@ -271,7 +272,7 @@ def _train(worker: int, meeting: Rendezvous, script: Script) -> list[Held | None
         feed.expect([(v, v + 1) for v in range(*spans[rank])], until=1000)
         abort = Abort()
         group = TorchGroup(replace(meeting, name=f"{meeting.name} {number}"), rank, size, abort)
-        seat = Seat(rank, spans, 1000, number + 1, generation.degrees.as_list())
+        seat = Seat(rank, spans, 1000, before + number + 1, generation.degrees.as_list())
         replica = prepared.build(seat, group, feed.fetch)
         assert isinstance(replica, MeshReplica)
         began_at = replica.steps_applied()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import cut_models as models
@@ -19,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from distbelief.errors import JobError
 from distbelief.strategies.mesh.cutting import Blueprint, Stage, draw
 from distbelief.strategies.mesh.profile import measure
+from distbelief.strategies.mesh.shardbuffers import ShardBuffers
 
 
 def names(cut: Blueprint) -> list[str]:
@@ -37,7 +39,7 @@ def stages_of(cut: Blueprint, model: nn.Module) -> list[Stage]:
     """One stage per unit, with the values and the mode of `model`."""
     stages = [cut.stage(number, number + 1) for number in range(len(cut.units))]
     for stage in stages:
-        give_values(stage, dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers()))
+        give_values(stage, model)
         stage.module.train(model.training)
     return stages
 
@@ -268,6 +270,28 @@ def test_divided_layers_stay_divided(two_members: DeviceMesh, at_least: int) -> 
     assert out.shape == (4, 8, 16)
 
 
+def test_divided_layers_inside_a_module_that_looks_at_values(two_members: DeviceMesh) -> None:
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.two(self.one(x)) if x.sum() > 0 else self.two(-self.one(x))
+
+    model = without_memory(nn.Sequential(Looking(), Looking()))
+    styles: dict[str, ParallelStyle] = {}
+    for number in range(2):
+        styles |= {f"{number}.one": ColwiseParallel(), f"{number}.two": RowwiseParallel()}
+    parallelize_module(model, two_members, styles)
+    args, _ = rows(4)
+    cut = draw(model, on_meta(args), {}, split=["1"])
+    assert names(cut) == ["0", "1"]
+    assert len(measure(cut, args, {}, "cpu")) == 2
+    assert model[0].one._forward_pre_hooks
+    assert isinstance(model[0].one.weight, DTensor)
+
+
 def test_divided_layers_are_measured_with_the_part_held_here(two_members: DeviceMesh) -> None:
     ids = torch.randint(0, 20, (4, 8))
     whole = measure(blueprint_of(models.GPT(), (ids,)), (ids,), {}, "cpu")
@@ -301,16 +325,149 @@ def test_control_flow_over_values_is_shown_with_its_line_and_the_way_out() -> No
     assert "split=" in caught.value.hint
 
 
+@pytest.mark.filterwarnings("ignore:The tensor attribute")
+def test_the_reason_is_no_talk_of_meta_and_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(JobError, match=r"values are needed.*cut_models\.py:\d+: .*if x\.sum\(\) > 0") as caught:
+        blueprint_of(models.Routed(), *rows(4), at_least=2)
+    assert "data-dependent" in caught.value.details  # export was tried as well
+    assert "meta" not in str(caught.value)
+    printed = capfd.readouterr()
+    assert (printed.out, printed.err) == ("", "")
+
+
 def test_control_flow_inside_named_modules_is_no_obstacle() -> None:
+    taken = {bool(models.Router()(rows(4)[0][0]).grad_fn.name().startswith("NativeBatch")) for _ in range(40)}
+    assert taken == {True, False}, "both branches are taken"
+    batches = [rows(4), rows(3), rows(5), rows(2)]
+    cut = assert_same_bits(models.Routed, *batches, split=["blocks.2", "blocks.1"])
+    assert names(cut) == ["blocks.0", "blocks.1", "blocks.2 + head"]
+
+
+def test_modules_that_look_at_values_may_change_and_share_what_they_are_given() -> None:
+    class Doubling(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if x.abs().sum() > 0:
+                x *= 2
+            return x, x[:, :4]
+
+    class Net(nn.Module):
+        def __init__(self, late: bool = False) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8), Doubling(), nn.Linear(4, 8), nn.Linear(8, 8)])
+            self.late = late
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, doubling, second, last = self.layers
+            x, part = doubling(first(x))
+            if not self.late:
+                part += 1  # and so a part of the whole
+            y = second(part)
+            if self.late:
+                part += 1
+            return last(y + x)
+
+    with pytest.raises(JobError, match="changes in place what layers_0 made"):
+        blueprint_of(Net(), *rows(4), split=["layers.1"])
+    with pytest.raises(JobError, match="iadd changes in place what layers_0 made"):
+        blueprint_of(Net(late=True), *rows(4), split=["layers.2"])
+    assert names(assert_same_bits(Net, rows(4), rows(3), split=["layers.2"])) == [
+        "layers.0 + layers.1",
+        "layers.2 + layers.3",
+    ]
+
+
+def test_a_buffer_that_such_a_module_may_change_keeps_its_uses_together() -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.sum() > 1e9:
+                self.seen += 1
+            return x + self.seen
+
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two, self.head = models.Router(), models.Router(), nn.Linear(8, 2)
+            self.layers = nn.ModuleList([Sometimes(), nn.Linear(8, 8)])
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.two(self.one(x)))
+            return self.layers[0](self.layers[1](self.layers[0](x)))
 
-    assert names(assert_same_bits(Net, rows(4), rows(3), split=["two"])) == ["one", "two + head"]
+    with pytest.raises(JobError, match="changes in place"):
+        blueprint_of(Net(), *rows(4), split=["layers.1"])
+
+
+def test_a_tensor_in_a_list_has_no_name_to_be_read_by() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.tables = nn.Linear(8, 8), nn.Linear(8, 8), [torch.ones(8, device="meta")]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x) * self.tables[0])
+
+    with pytest.raises(JobError, match="register them as buffers"):
+        blueprint_of(Net(), *rows(4))
+
+
+def test_plain_attributes_are_read_by_their_names() -> None:
+    cut = assert_same_bits(models.PlainAttributes, rows(4), rows(3))
+    assert names(cut) == ["blocks.0", "blocks.1", "blocks.2", "head"]
+    deep = assert_same_bits(models.PlainAttributes, rows(4), rows(3), at_least=7)
+    assert len(deep.units) == 7
+    assert deep.way == "torch.fx"
+    held = [name for name, _ in deep.stage(len(deep.units) - 1, len(deep.units)).module.named_parameters()]
+    assert held == ["head.weight", "head.bias"]  # the offset of another module comes without its weights
+
+
+def test_plain_attributes_are_read_by_their_names_in_exported_graphs() -> None:
+    cut = assert_same_bits(lambda: models.PlainAttributes(over_shapes=True), rows(4), rows(3), at_least=3)
+    assert cut.way == "torch.export"
+
+
+def test_modules_that_the_model_keeps_from_training_are_not_trained() -> None:
+    cut = assert_same_bits(models.FrozenNorm, rows(4), rows(3))
+    frozen = names(cut).index("blocks.1.1")
+    stage = cut.stage(frozen, frozen + 1)
+    assert not stage.module.train().get_submodule("blocks.1.1").training
+
+
+@pytest.mark.parametrize("make", [models.FrozenNorm, models.digits])
+def test_forward_of_all_shards_before_any_backward_gives_the_gradients_of_one_after_the_other(
+    make: Callable[[], nn.Module],
+) -> None:
+    """Backward of a frozen normalisation reads its running statistics, and these are put back before each shard."""
+    torch.manual_seed(0)
+    model = make().train()
+    shards = [torch.randn(size, *((8,) if make is models.FrozenNorm else (1, 8, 8))) for size in (4, 3, 5)]
+    cut = blueprint_of(model, (shards[0],))
+    stages = stages_of(cut, copy.deepcopy(model))
+    buffers = [ShardBuffers(stage.module) for stage in stages]
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for number, x in enumerate(shards):
+        torch.manual_seed(number)
+        model.load_state_dict(before, strict=False)
+        model(x).square().sum().backward()
+    passages = []
+    for number, x in enumerate(shards):
+        torch.manual_seed(number)
+        for one in buffers:
+            one.restore()
+        passages.append(models.run(stages, (x,), {}))
+        for one in buffers:
+            one.collect()
+    for output, crossed in passages:
+        models.backward(output.square().sum(), crossed)
+    mine = {name: parameter for stage in stages for name, parameter in stage.module.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, mine[name].grad), name
+    for one in buffers:
+        one.commit(len(shards))
+    after = {name: buffer for stage in stages for name, buffer in stage.module.named_buffers()}
+    moved = {name for name, buffer in after.items() if not torch.equal(buffer, before[name])}
+    assert {name.rpartition(".")[0] for name in moved} == ({"norm"} if make is models.FrozenNorm else {"1", "4.1"})
 
 
 def test_hooks_of_the_model_itself_are_refused() -> None:

@@ -70,6 +70,38 @@ def test_the_whole_model_is_never_in_memory() -> None:
     assert 0 < peak.most < whole / 2
 
 
+class Looking(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.sum() > 0 else -super().forward(x)
+
+
+def test_modules_that_look_at_values_are_run_one_at_a_time() -> None:
+    model = without_memory(nn.Sequential(*(Looking(256, 256) for _ in range(6))))
+    x = torch.randn(2, 256)
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    with Peak() as peak:
+        cut = draw(model, on_meta((x,)), {}, split=["1", "2", "3", "4", "5"])
+        costs = measure(cut, (x,), {}, "cpu")
+    assert whole / 6 < peak.most < whole / 2
+    assert len(costs) == 6
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_what_modules_keep_in_attributes_is_left_as_it_was() -> None:
+    x = torch.randn(4, 8)
+    model = without_memory(models.Routed())
+    measure(draw(model, on_meta((x,)), {}, split=["blocks.1"]), (x,), {}, "cpu")
+    assert all(block.table is None for block in model.blocks)
+    other = without_memory(models.PlainAttributes())
+    kept = other.offset
+    for at_least in (2, 7):
+        assert all(
+            cost.seconds > 0 for cost in measure(draw(other, on_meta((x,)), {}, at_least=at_least), (x,), {}, "cpu")
+        )
+    assert other.offset is kept
+    assert all(block.shared is kept for block in other.blocks)
+
+
 def test_more_work_takes_longer() -> None:
     model = without_memory(nn.Sequential(nn.Linear(64, 2048), nn.Linear(2048, 2048), nn.Linear(2048, 8)))
     x = torch.randn(64, 64)

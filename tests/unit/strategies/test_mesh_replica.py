@@ -106,7 +106,8 @@ def test_tensors_that_are_plain_attributes_have_their_values(stage: Stage) -> No
 
 
 def test_a_layer_that_some_shards_use_and_others_do_not(stage: Stage) -> None:
-    check_layouts(stage, "sometimes", [("dp2", Degrees(data=2))])
+    layouts = [("dp2", Degrees(data=2)), ("sharded", Degrees(sharded=2)), ("sharded", Degrees(sharded=3))]
+    check_layouts(stage, "sometimes", layouts)
 
 
 def test_the_reference_has_what_is_awkward() -> None:

@@ -13,6 +13,7 @@ from distbelief.verification.compare import (
     TOLERANCE_FP32,
     Comparison,
     Trained,
+    allow_for_noise,
     compare,
     default_tolerance,
 )
@@ -84,3 +85,36 @@ def test_16_bits_have_a_larger_tolerance() -> None:
     assert default_tolerance(weights, "fp32") == TOLERANCE_FP32
     assert default_tolerance(weights, "bf16") == TOLERANCE_BF16
     assert default_tolerance({"w": torch.zeros(2, dtype=torch.float16)}, "fp32") == TOLERANCE_BF16
+
+
+def trained(**weights: list[float]) -> Trained:
+    return Trained({name: torch.tensor(values) for name, values in weights.items()}, {0: 1.0})
+
+
+PLAIN = trained(weight=[1.0] * 50, bias=[0.5])
+
+
+def test_a_difference_of_the_size_of_rounding_is_none() -> None:
+    other, nudged = trained(weight=[1.003] * 50, bias=[0.5]), trained(weight=[1.001] * 50, bias=[0.5])
+    found = compare(other, PLAIN, 1e-4)
+    assert found.verdict == "different"
+    assert allow_for_noise(found, PLAIN, nudged).verdict == "equal"
+
+
+def test_a_difference_that_rounding_does_not_explain_stays_one() -> None:
+    other, nudged = trained(weight=[1.1] * 50, bias=[0.5]), trained(weight=[1.001] * 50, bias=[0.5])
+    judged = allow_for_noise(compare(other, PLAIN, 1e-4), PLAIN, nudged)
+    assert judged.verdict == "different"
+    assert not judged.noisy
+
+
+def test_a_tensor_that_rounding_moves_about_says_nothing() -> None:
+    other, nudged = trained(weight=[1.0] * 50, bias=[-0.5]), trained(weight=[1.0] * 50, bias=[0.4])
+    assert allow_for_noise(compare(other, PLAIN, 1e-4), PLAIN, nudged).verdict == "equal"
+
+
+def test_where_rounding_moves_much_nothing_can_be_said() -> None:
+    other, nudged = trained(weight=[1.5] * 50, bias=[0.5]), trained(weight=[0.8] * 50, bias=[0.5])
+    judged = allow_for_noise(compare(other, PLAIN, 1e-4), PLAIN, nudged)
+    assert judged.verdict == "different"
+    assert judged.noisy

@@ -19,6 +19,7 @@ from distbelief.errors import JobError
 from distbelief.strategies.mesh.borders import Anchor, anchors_at, borders
 from distbelief.strategies.mesh.exported import export, label_calls
 from distbelief.strategies.mesh.film import Film
+from distbelief.strategies.mesh.keeping import in_mode
 from distbelief.strategies.mesh.stages import Stage, build, write
 from distbelief.strategies.mesh.tracing import (
     EVERYTHING,
@@ -26,7 +27,6 @@ from distbelief.strategies.mesh.tracing import (
     Recording,
     flat_inputs,
     has_hooks,
-    in_mode,
     leaves_around,
     leaves_at,
     met,
@@ -116,7 +116,7 @@ def draw(
             "the model itself has forward hooks, which no stage of it can run",
             hint="register them on modules inside the model",
         )
-    attempt = _Attempt(model, (args, dict(kwargs)))
+    attempt = _Attempt(model, (args, dict(kwargs)), bool(split))
     found = _named(attempt, tuple(split)) if split else _automatic(attempt, at_least)
     if found is None:
         raise JobError(
@@ -197,10 +197,14 @@ def _too_few(found: Blueprint, attempt: _Attempt, at_least: int, named: bool) ->
 
 
 class _Attempt:
-    """The model and its example inputs, followed in one way or another; remembers why a way failed."""
+    """The model and its example inputs, followed in one way or another; remembers why a way failed.
 
-    def __init__(self, model: torch.nn.Module, inputs: Inputs) -> None:
+    Where the user has named modules, these may do whatever they want inside, also look at values.
+    """
+
+    def __init__(self, model: torch.nn.Module, inputs: Inputs, named: bool) -> None:
         self.model = model
+        self._named = named
         self.failures: list[str] = []
         self._inputs = inputs
         self._export: Mapping[bool, Film] | None = None
@@ -221,9 +225,10 @@ class _Attempt:
             with in_mode(self.model, training):
                 try:
                     recording = record()
-                    facts = observe(self.model, recording, flat_inputs(*self._inputs)[0])
+                    facts = observe(self.model, recording, flat_inputs(*self._inputs)[0], self._named)
                 except Exception as error:  # whatever the model's own code raises when it is followed
                     self.failures.append(f"{way}: {met(error)}")
                     return None
-            films[training] = Film(recording, facts)
+                modes = {path: module.training for path, module in self.model.named_modules(remove_duplicate=False)}
+            films[training] = Film(recording, facts, modes)
         return films

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import io
+import logging
+import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, redirect_stderr
+from typing import Any, TextIO
 
 import torch
 from torch import fx
@@ -21,6 +25,7 @@ from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from distbelief.strategies.mesh.keeping import kept
 from distbelief.strategies.mesh.tracing import Call, Inputs, Recording, flat_inputs
 
 _aten = torch.ops.aten
@@ -41,8 +46,14 @@ def export(model: torch.nn.Module, inputs: Inputs) -> Recording:
         for found in (model.named_parameters, model.named_buffers)
         for name, tensor in found(remove_duplicate=False)
     }
+    loose = {
+        f"{path}.{key}" if path else key
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and value.is_meta
+    }
     args, kwargs = _example(inputs, mode)
-    with _without_memory(model, mode), _plain_output(model), torch.random.fork_rng(devices=[]):
+    with _quiet(), _without_memory(model, mode), _plain_output(model), torch.random.fork_rng(devices=[]):
         bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
         program = torch.export.export(model, args, kwargs, dynamic_shapes=_open_shapes(bound), strict=False)
         module = program.module(check_guards=False)
@@ -51,7 +62,7 @@ def export(model: torch.nn.Module, inputs: Inputs) -> Recording:
     for node in graph.nodes:
         if node.op == "get_attr" and node.target in first:
             node.target = first[node.target]
-    found = {str(node.target) for node in graph.nodes if node.op == "get_attr"} - set(first.values())
+    found = {str(node.target) for node in graph.nodes if node.op == "get_attr"} - set(first.values()) - loose
     constants = {name: program.constants[name] for name in found}
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     examples = {node: node.meta.get("val") for node in placeholders}
@@ -91,23 +102,51 @@ def label_calls(recording: Recording, leaves: frozenset[str]) -> tuple[Call, ...
 def _without_memory(model: torch.nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """The model's tensors stand in for ones on the CPU for a while. One tensor under two names stays one."""
     made: dict[int, torch.Tensor] = {}
-    before = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
-    try:
-        for module, parameters, buffers in before:
-            for name, tensor in (*parameters.items(), *buffers.items()):
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    with mode:
-                        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_HOST)
-                    own = isinstance(tensor, torch.nn.Parameter)
-                    made[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if own else fake
-                (module._parameters if name in parameters else module._buffers)[name] = made[id(tensor)]  # type: ignore[assignment]
+    with kept(model):
+        for module in model.modules():
+            places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+            for place in places:
+                for name, tensor in list(place.items()):
+                    if not isinstance(tensor, torch.Tensor) or not tensor.is_meta:
+                        continue
+                    if id(tensor) not in made:
+                        with mode:
+                            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_HOST)
+                        own = isinstance(tensor, torch.nn.Parameter)
+                        made[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if own else fake
+                    place[name] = made[id(tensor)]
         yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Export prints its graph when it fails, and logs a warning; what it raises says enough. Only for this thread."""
+    thread = threading.get_ident()
+    shapes = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+
+    def of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    shapes.addFilter(of_others)
+    try:
+        with redirect_stderr(_Others(sys.stderr, thread)):
+            yield
     finally:
-        for module, parameters, buffers in before:
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
+        shapes.removeFilter(of_others)
+
+
+class _Others(io.TextIOBase):
+    """Passes on what other threads write."""
+
+    def __init__(self, stream: TextIO, thread: int) -> None:
+        self._stream = stream
+        self._thread = thread
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -34,9 +35,11 @@ def operation(node: fx.Node) -> str:
 class Film:
     """One recording with all that a cut needs to know of it."""
 
-    def __init__(self, recording: Recording, facts: Facts) -> None:
+    def __init__(self, recording: Recording, facts: Facts, modes: Mapping[str, bool]) -> None:
         self.recording = recording
         self.facts = facts
+        self.modes = modes
+        """Which modules were in training mode: a model may see to it that some never are."""
         self.nodes = list(recording.graph.nodes)
         self.place = {node: place for place, node in enumerate(self.nodes)}
         self.last_use = {node: max((self.place[user] for user in node.users), default=-1) for node in self.nodes}

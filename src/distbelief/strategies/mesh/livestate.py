@@ -36,6 +36,8 @@ class Verdict(msgspec.Struct, frozen=True):
     """On every gradient: one over the batch's weight, and clipping. 0: no parameter is touched."""
     shards: int
     """That had samples: buffers are averaged over them."""
+    untouched: list[int] = []
+    """The numbers of parameters to which no shard gave a gradient."""
 
 
 class LiveState:
@@ -73,6 +75,10 @@ class LiveState:
         gradients = self._gradients
         if verdict.factor == 0:  # nothing to learn from: as if no parameter had a gradient; buffers have seen samples
             gradients = [None] * len(gradients)
+        if verdict.untouched:
+            skipped = set(verdict.untouched)
+            held = zip(self.optimizer.held, gradients, strict=True)
+            gradients = [None if one.number in skipped else gradient for one, gradient in held]
         given = [gradient for gradient in gradients if gradient is not None]
         if given:
             torch._foreach_mul_(given, verdict.factor)

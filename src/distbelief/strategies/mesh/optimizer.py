@@ -30,6 +30,9 @@ class LocalOptimizer:
     """One torch optimizer over all of them. Optimizers that look at whole parameters are given whole ones only."""
 
     def __init__(self, recipe: Recipe, held: Sequence[Local]) -> None:
+        for one in held:
+            if tuple(one.value.shape) != sizes(one.box):  # a fused kernel would write beyond its state
+                raise RuntimeError(f"'{one.name}' is held as {tuple(one.value.shape)}, and not as the box {one.box}")
         self.held = held
         self._recipe = recipe
         pieces = [one for one in held if one.value.numel() < torch.Size(one.shape).numel()]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -51,11 +52,21 @@ class Part:
     """The plan, for people."""
     around: Around
     """Goes around every call of a stage."""
+    real: set[int] | None = None
+    """Which of `sources` have got a gradient of their own (by identity); None: those that have one at all."""
 
     def tensors(self) -> dict[str, tuple[Box, torch.Tensor]]:
         """All of the model's tensors that this member has."""
         mine = {f"{MODEL}{one.name}": (one.box, one.value.detach()) for one in self.held}
         return {**mine, **self.others}
+
+    def touched(self) -> list[bool]:
+        """Whether my shards gave a parameter a gradient. Ask before `gradients`, which forgets it."""
+        if self.real is None:
+            return [parameter.grad is not None for parameter in self.sources]
+        found = [id(parameter) in self.real for parameter in self.sources]
+        self.real.clear()
+        return found
 
     def gradients(self) -> list[torch.Tensor | None]:
         """What the backward passes have left, piece by piece; and forget it."""
@@ -86,6 +97,7 @@ def build_part(
         divided = plan(model, degrees.tensor, *example(), job.tensor_plan)
         lines += explain_tensor(divided, model)
         around = partial(whole_masks, apply(model, divided, groups.mesh("tensor")))
+    real: set[int] = set()
     stages: dict[int, Stage] = {0: WholeModel(model)}
     has_modules = True
     if degrees.pipeline > 1:
@@ -104,7 +116,7 @@ def build_part(
     for stage in stages.values():
         if degrees.sharded > 1:
             blocks = list(_blocks(stage.module, model)) if has_modules else []
-            _shard(stage.module, blocks, groups.mesh("sharded"))
+            _shard(stage.module, blocks, groups.mesh("sharded"), real)
             lines.append(
                 f"every parameter is divided by {degrees.sharded}; members gather "
                 + (f"{len(blocks)} blocks one at a time, and the rest" if blocks else "the whole part")
@@ -127,7 +139,8 @@ def build_part(
         for any_name, buffer in stage.module.named_buffers():
             name = first_name.get(any_name, any_name)
             others[f"{MODEL}{name}"] = (whole(buffer.shape), buffer)
-    return Part(stages, [one for one, _ in held.values()], others, [p for _, p in held.values()], lines, around)
+    mine, sources = [one for one, _ in held.values()], [parameter for _, parameter in held.values()]
+    return Part(stages, mine, others, sources, lines, around, real if degrees.sharded > 1 else None)
 
 
 def _unused(model: torch.nn.Module, used: torch.nn.Module) -> list[str]:
@@ -154,7 +167,7 @@ def _tie_again(modules: Sequence[torch.nn.Module], first_name: Mapping[str, str]
             module.get_submodule(owner)._buffers[key] = buffers.setdefault(first_name.get(name, name), buffer)
 
 
-def _shard(module: torch.nn.Module, blocks: Iterable[torch.nn.Module], mesh: DeviceMesh) -> None:
+def _shard(module: torch.nn.Module, blocks: Iterable[torch.nn.Module], mesh: DeviceMesh, real: set[int]) -> None:
     for block in blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(module, mesh=mesh)
@@ -162,6 +175,23 @@ def _shard(module: torch.nn.Module, blocks: Iterable[torch.nn.Module], mesh: Dev
         if isinstance(wrapped, FSDPModule):
             wrapped.set_gradient_divide_factor(1.0)  # shards' gradients are sums; the whole batch's weight divides them
             wrapped.set_force_sum_reduction_for_comms(True)
+            # A parameter that only some shards use gets zeros of the others, else members would add up different sets.
+            wrapped.set_reduce_scatter_unused_params(True, recurse=False)
+            for group in wrapped._get_fsdp_state()._fsdp_param_groups:
+                _note_real(group, real)
+
+
+def _note_real(group: Any, real: set[int]) -> None:
+    """Those zeros are no gradient: what nobody has touched is left alone by the optimizer."""
+    post_backward = group.post_backward
+
+    def noting(*unused: Any) -> None:
+        for one in group.fsdp_params:
+            if hasattr(one, "_unsharded_param") and one.unsharded_param.grad is not None:
+                real.add(id(one.sharded_param))
+        post_backward(*unused)
+
+    group.post_backward = noting
 
 
 def _blocks(module: torch.nn.Module, model: torch.nn.Module) -> Iterator[torch.nn.Module]:

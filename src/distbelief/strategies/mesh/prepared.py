@@ -94,8 +94,7 @@ class PreparedMesh:
 
     def build(self, seat: Seat, exchange: TorchGroup, fetch: Fetch, begin_from: BeginFrom = nothing_saved) -> Replica:
         degrees = Degrees(*seat.degrees)
-        if degrees.sharded > 1:
-            return_large_blocks()
+        return_large_blocks()
         groups = Groups(exchange, degrees, seat.generation)
         cut = self._order if degrees.pipeline > 1 else DEFAULT_SCHEDULE
         pipeline = Pipeline(groups.pipeline, groups.place.pipeline, cut)

@@ -19,6 +19,7 @@ from distbelief.shards import Schedule, mix, shard_seed
 from distbelief.strategies.base import Applied, Fetch, NonFiniteLoss, RolledBack, Seat, StepResult, Takeover, Task
 from distbelief.strategies.copying import Copy
 from distbelief.strategies.degrees import Degrees
+from distbelief.strategies.layout import trainable
 from distbelief.strategies.mesh.gradients import DataParallelSum, TiedSum
 from distbelief.strategies.mesh.groups import Groups
 from distbelief.strategies.mesh.livestate import LiveState, Verdict
@@ -52,6 +53,8 @@ class MeshReplica:
         self._fetch = fetch
         self._rolled_back = rolled_back
         self._outcome = Outcome()
+        self._parameters = len(trainable(seated.model))
+        self._touched: list[bool] = []
         self._waited_s = 0.0
         self._shares = seated.shares()
         self._tied = TiedSum(self._groups, seated.held, self._state.optimizer.held)
@@ -88,6 +91,7 @@ class MeshReplica:
     def commit(self, step: int) -> StepResult:
         started = time.perf_counter()
         with self._groups.world.guard():
+            self._touched = self._state.part.touched()
             gradients = self._state.part.gradients()
             self._tied.add(gradients)
             gradients = self._sum.add(gradients, self._schedule, self._seat.ranges, step)
@@ -107,10 +111,13 @@ class MeshReplica:
         return StepResult(verdict.loss, verdict.samples, verdict.fingerprint)
 
     def _vote(self) -> torch.Tensor:
-        """(loss, weight, samples) of every shard, then the square of the gradient's norm, then whether anybody has
-        drawn random numbers. The last thing that members of a step do together."""
+        """(loss, weight, samples) of every shard, then how many have touched each parameter, then the square of the
+        gradient's norm, then whether anybody has drawn random numbers. The last thing that members of a step do
+        together."""
         shards = self._schedule.shards
-        votes = torch.zeros(3 * shards + 2, dtype=torch.float64)
+        votes = torch.zeros(3 * shards + self._parameters + 2, dtype=torch.float64)
+        for one, touched in zip(self._state.optimizer.held, self._touched, strict=True):
+            votes[3 * shards + one.number] = float(touched)
         if self._groups.place.tensor == 0:
             for shard, row in self._outcome.rows.items():
                 votes[3 * shard : 3 * shard + 3] = torch.tensor(row, dtype=torch.float64)
@@ -123,7 +130,9 @@ class MeshReplica:
 
     def _judge(self, step: int, votes: torch.Tensor) -> Verdict:
         """The same on every member: all have the same votes."""
-        rows = votes[:-2].view(-1, 3).numpy()
+        shards = self._schedule.shards
+        rows = votes[: 3 * shards].view(-1, 3).numpy()
+        untouched = (votes[3 * shards : -2] == 0).nonzero().flatten().tolist()
         for shard, (loss, weight, _) in enumerate(rows.tolist()):
             if not (math.isfinite(loss) and math.isfinite(weight)):
                 raise NonFiniteLoss(loss, step, shard)
@@ -133,8 +142,9 @@ class MeshReplica:
         if self._job.clip_norm is not None:
             factor *= min(1.0, self._job.clip_norm / (math.sqrt(float(votes[-2])) * factor + 1e-6))
         fingerprint = hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest()
-        samples, shards = int(rows[:, _COUNT].sum()), self._schedule.occupied(step)
-        return Verdict(step, loss, samples, fingerprint, self._seat.generation, time.time(), factor, shards)
+        samples, occupied = int(rows[:, _COUNT].sum()), self._schedule.occupied(step)
+        generation, now = self._seat.generation, time.time()
+        return Verdict(step, loss, samples, fingerprint, generation, now, factor, occupied, untouched)
 
     def _waited(self) -> float:
         """For other stages, since it was last asked."""

@@ -17,6 +17,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from distbelief.data.seeding import seed_everything
 from distbelief.data.sources import split_batch
 from distbelief.job import Job
+from distbelief.shards import mix
 from distbelief.strategies.base import Task
 from distbelief.strategies.compute import loss_sum
 from distbelief.strategies.mesh.orders import Action, Schedule, member_of, order, stage_count, stages_of
@@ -211,8 +212,9 @@ class Runner:
         return task.samples * 4 + 2 * training + self.carries_random_state
 
     def _seed(self, stage: int, task: Task, state: torch.Tensor | None) -> None:
-        if stage == 0 or state is not None:
-            seed_everything(task.seed)
+        # Where nothing travels along, nobody has drawn a number so far; should a stage do so now, it is at least a
+        # function of the shard.
+        seed_everything(task.seed if stage == 0 or state is not None else mix(task.seed, stage) >> 1)
         if state is not None:
             torch.set_rng_state(state)
 

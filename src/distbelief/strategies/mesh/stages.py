@@ -35,6 +35,14 @@ class StageModule(torch.nn.Module):
         """What it does in training, by name: the same for stages that do the same with other weights."""
         return self._codes[True].operations
 
+    def train(self, mode: bool = True) -> StageModule:
+        """Each module in the mode in which the model's own `train` puts it."""
+        super().train(mode)
+        for path, module in self.named_modules():
+            if path:
+                module.training = self._codes[mode].modes.get(path, mode)
+        return self
+
     def forward(self, received: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         code = self._codes[self.training]
         given: list[Any] = []
@@ -64,6 +72,8 @@ class StageCode:
     places_device: bool
     targets: frozenset[str]
     """Modules, parameters and buffers of the model that it uses."""
+    modes: Mapping[str, bool]
+    """Which of the model's modules are in training mode."""
     output: pytree.TreeSpec | None
     """The structure of the model's output; None unless it is the last stage."""
     operations: tuple[str, ...]
@@ -106,12 +116,12 @@ def hold(holder: torch.nn.Module, model: torch.nn.Module, targets: Iterable[str]
     """Put the model's own objects into `holder`, under the model's names and in the model's order."""
     modules = {path: place for place, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
     wanted: set[str] = set()  # modules to hold as they are
-    loose: set[str] = set()  # parameters and buffers of modules that are not held
+    loose: set[str] = set()  # parameters, buffers and other tensors of modules that are not held
     for target in targets:
-        owner = target.rpartition(".")[0]
+        owner, _, key = target.rpartition(".")
         if target in modules:
             wanted.add(target)
-        elif owner and not any(model.get_submodule(owner).children()):
+        elif owner and key not in vars(origin := model.get_submodule(owner)) and not any(origin.children()):
             wanted.add(owner)
         else:
             loose.add(target)
@@ -129,7 +139,7 @@ def hold(holder: torch.nn.Module, model: torch.nn.Module, targets: Iterable[str]
                     key, origin._buffers[key], persistent=key not in origin._non_persistent_buffers_set
                 )
             else:
-                setattr(place, key, getattr(origin, key))
+                setattr(place, key, getattr(origin, key))  # read by this name, whatever is put there later
 
 
 def write(film: Film, first: int, end: int, name: str) -> StageCode:
@@ -151,6 +161,7 @@ def write(film: Film, first: int, end: int, name: str) -> StageCode:
         constants=tuple(recording.constants[str(node.target)] for node in writer.constants),
         places_device=writer.places_device,
         targets=frozenset(writer.targets),
+        modes=film.modes,
         output=recording.output if end == len(film.nodes) else None,
         operations=tuple(operation(node) for node in writer.graph.nodes if node.op in ("call_function", "call_method")),
     )

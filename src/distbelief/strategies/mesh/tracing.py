@@ -8,6 +8,7 @@ its order, in-place operations included. What `self.training` decides is fixed b
 from __future__ import annotations
 
 import operator
+import re
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+
+from distbelief.strategies.mesh.keeping import kept
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -38,6 +41,7 @@ _FACTORIES = (
     "zeros",
 )
 _TORCH, _HERE, _PYTHON = Path(torch.__file__).parent, Path(__file__).parent, Path(operator.__file__).parent
+_MISSING = re.compile("meta tensor|register_meta|meta device type", re.IGNORECASE)
 EVERYTHING = 1 << 10
 """A depth that opens blocks inside blocks, and torch's own layers where they are made of others."""
 
@@ -108,30 +112,20 @@ def is_block(model: torch.nn.Module, path: str) -> bool:
     return isinstance(model.get_submodule(path.rpartition(".")[0]), _CONTAINERS)
 
 
-@contextmanager
-def in_mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
-    """The model in training or evaluation mode for a while; afterwards each of its modules is as it was."""
-    before = [(module, module.training) for module in model.modules()]
-    try:
-        model.train(training)
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode
-
-
 def trace(model: torch.nn.Module, inputs: Inputs, leaves: frozenset[str]) -> Recording:
     """Raises whatever the model's code or the tracer raises where a value would be needed that is not there yet."""
     tracer = _Tracer(leaves, inputs)
     before = set(vars(model)) | set(model._buffers)
-    try:
+    with kept(model):
         with _factories_recorded(tracer):
             graph = tracer.trace(model)
-        fresh = [name for name in (*vars(model), *model._buffers) if name not in before]
+        for node in [node for node in graph.nodes if node.op == "get_attr" and not node.users]:
+            graph.erase_node(node)
+        read = {node.target for node in graph.nodes if node.op == "get_attr"}
+        fresh = read & {*vars(model), *model._buffers} - before
         constants = {name: getattr(model, name) for name in fresh}
-    finally:
-        for name in [name for name in (*vars(model), *model._buffers) if name not in before]:
-            delattr(model, name)
+    if any(constant.is_meta for constant in constants.values()):
+        raise ValueError("tensors that the model keeps in a list or dict have no names; register them as buffers")
     places = {node: place for place, node in enumerate(graph.nodes)}
     calls = [Call(str(node.target), place, place + 1) for node, place in places.items() if node.op == "call_module"]
     numbers = {node: tracer.numbers[str(node.target)] for node in places if node.op == "placeholder"}
@@ -185,12 +179,24 @@ class _Tracer(fx.Tracer):
             else:
                 values.append(leaf)
         args, kwargs = pytree.tree_unflatten(values, spec)
+        self._read_attributes_by_name()
 
         def flat(root: torch.nn.Module) -> list[Any]:
             output, self.spec = pytree.tree_flatten(root.forward(*args, **kwargs))
             return output
 
         return flat, [self.root]
+
+    def _read_attributes_by_name(self) -> None:
+        """Tensors that modules keep as plain attributes have no values yet, so nothing can be worked out from them."""
+        made: dict[int, fx.Proxy] = {}
+        for path, module in self.root.named_modules():
+            for key, value in list(vars(module).items()):
+                if isinstance(value, torch.Tensor):
+                    name = f"{path}.{key}" if path else key
+                    if id(value) not in made:
+                        made[id(value)] = self.create_proxy("get_attr", name, (), {})
+                    vars(module)[key] = made[id(value)]
 
 
 @contextmanager
@@ -223,6 +229,8 @@ def met(error: BaseException) -> str:
     """What stopped a tracer, and the last line of code outside torch, Python and DistBelief that it was in."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(Path(frame.filename))]
     said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if _MISSING.search(said):  # meta is nothing that the user knows of
+        said = "values are needed, and a model is cut before there are any"
     return f"{said} ({own[-1].filename}:{own[-1].lineno}: {own[-1].line})" if own else said
 
 

@@ -1,7 +1,8 @@
 """What the values of a recorded forward pass are: which are tensors, how large, which share memory, what changes them.
 
 Found by running the graph once on the meta device: no memory, no arithmetic, but every tensor's storage has an
-identity there and every in-place operation counts up a version. So nothing has to be guessed from names.
+identity there and every in-place operation counts up a version. So nothing has to be guessed from names. A module that
+looks at values cannot be run so; where that is allowed, it is run alone on throw-away ones.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from distbelief.strategies.mesh.standins import run_alone
 from distbelief.strategies.mesh.tracing import Recording
 
 
@@ -68,9 +70,9 @@ def rebuilt(value: Any, received: Iterator[Any]) -> Any:
     return value
 
 
-def observe(model: torch.nn.Module, recording: Recording, leaves: Sequence[Any]) -> Facts:
-    """`leaves`: the model's flat example inputs, on meta like the model."""
-    watcher = _Watcher(model, recording, leaves)
+def observe(model: torch.nn.Module, recording: Recording, leaves: Sequence[Any], may_look: bool = False) -> Facts:
+    """`leaves`: the model's flat example inputs, on meta like the model. `may_look`: modules may look at values."""
+    watcher = _Watcher(model, recording, may_look)
     state = torch.get_rng_state()
     try:
         with torch.no_grad(), torch.device("meta"):
@@ -81,8 +83,9 @@ def observe(model: torch.nn.Module, recording: Recording, leaves: Sequence[Any])
 
 
 class _Watcher(fx.Interpreter):
-    def __init__(self, model: torch.nn.Module, recording: Recording, leaves: Sequence[Any]) -> None:
+    def __init__(self, model: torch.nn.Module, recording: Recording, may_look: bool) -> None:
         super().__init__(model, garbage_collect_values=False, graph=recording.graph)
+        self._may_look = may_look
         self._constants = recording.constants
         self._device = recording.device
         self._places = {node: place for place, node in enumerate(recording.graph.nodes)}
@@ -112,6 +115,14 @@ class _Watcher(fx.Interpreter):
                     self._changes[_storage(tensor)].append(self._places[n])
         self._storages[n] = made
         return value
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return super().call_module(target, args, kwargs)
+        except Exception:  # whatever the module's own code raises where there are no values
+            if not self._may_look:
+                raise
+            return run_alone(self.fetch_attr(target), args, kwargs)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         args = super().fetch_args_kwargs_from_env(n)

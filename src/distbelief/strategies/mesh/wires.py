@@ -130,7 +130,7 @@ class Wires:
 
 
 def _tag(stage: int, shard: int, number: int) -> int:
-    return (stage * 4096 + shard) * 256 + number
+    return (stage << 23) + (shard << 8) + number
 
 
 def _form(value: Any) -> Form:
