@@ -47,7 +47,7 @@ def compute(state: LiveState, model: nn.Module, step: int = 0) -> list[torch.Ten
     buffers = state._buffers[0]
     buffers.begin()
     for shard in (DATA[:4], DATA[4:] + 1):
-        buffers.restore()
+        buffers.lend()
         model(shard).square().sum().backward()
         buffers.collect()
     gradients = state.part.gradients()

@@ -30,7 +30,7 @@ class Counting(nn.Module):
 def step(model: Counting, buffers: ShardBuffers, seen: list[float]) -> None:
     buffers.begin()
     for x in seen:
-        buffers.restore()
+        buffers.lend()
         model.see(x)
         buffers.collect()
     buffers.commit(len(seen))
@@ -65,8 +65,10 @@ def test_a_step_that_is_given_up_leaves_nothing() -> None:
     before = {name: b.clone() for name, b in model.named_buffers()}
     buffers = ShardBuffers(model)
     buffers.begin()
+    buffers.lend()
     model.see(4.0)
     buffers.collect()
+    buffers.lend()
     model.see(5.0)
     buffers.restore()
     assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
@@ -94,9 +96,10 @@ def test_an_integer_buffer_that_depends_on_the_samples_is_refused() -> None:
     model = Counting()
     buffers = ShardBuffers(model)
     buffers.begin()
+    buffers.lend()
     model.see(1.0)
     buffers.collect()
-    buffers.restore()
+    buffers.lend()
     model.count += 2
     with pytest.raises(JobError, match="integer buffer"):
         buffers.collect()
@@ -117,7 +120,25 @@ def test_a_buffer_under_two_names_is_one() -> None:
     model = Counting()
     model.register_buffer("again", model.mean)
     buffers = ShardBuffers(model)
-    assert len(buffers.floats) == 3
+    assert len(buffers.sums) == 3
     step(model, buffers, [1.0, 3.0])
     assert torch.allclose(model.mean, 0.5 * torch.tensor([0.1, 0.2]) + 1.0)
     assert model.again is model.mean
+
+
+def test_a_backward_pass_finds_what_its_own_forward_pass_has_left() -> None:
+    """Although other shards have gone forward since: all forward passes come first in some schedules."""
+    model = Counting()
+    buffers = ShardBuffers(model)
+    weight = torch.tensor([2.0, 3.0], requires_grad=True)
+    losses, expected = [], torch.zeros(2)
+    buffers.begin()
+    for x in (1.0, 5.0):
+        buffers.lend()
+        model.see(x)
+        losses.append((weight * model.mean).sum())
+        expected += model.mean
+        buffers.collect()
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(weight.grad, expected)

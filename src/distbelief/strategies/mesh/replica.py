@@ -197,6 +197,7 @@ class MeshReplica:
         finally:
             for module in modules:
                 module.train()
+            self._state.restore_buffers()
 
     def save_weights(self, path: Path) -> None:
         self._wholes.save(path)

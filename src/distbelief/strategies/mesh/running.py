@@ -144,6 +144,7 @@ class Runner:
             if action.kind == "forward":
                 task = tasks[action.shard]
                 values = self._values_for(action, task, training=False)
+                self.buffers[action.stage].lend()
                 self._seed(action.stage, task, None)
                 with autocast(self._job):
                     output, target = self._call(action, task, values)
@@ -163,7 +164,7 @@ class Runner:
         state = values.pop() if self.carries_random_state and stage > 0 else None
         self._seed(stage, task, state)
         before = torch.get_rng_state() if self._pipeline.stages > 1 else None
-        buffers.restore()
+        buffers.lend()
         with autocast(self._job):
             output, target = self._call(action, task, values)
             if stage == self._last:
