@@ -61,11 +61,10 @@ def test_the_same_weights_when_workers_are_killed(
 def test_all_workers_killed_at_once(watched: Callable[..., Watched], undisturbed: Callable[..., str]) -> None:
     run = watched(*SMALL, "--workers", 3)
     run.after(20)
-    for worker in run.members():
-        run.signal(worker, signal.SIGKILL)
+    run.kill_all()
     result = run.result()
     assert result["weights_sha256"] == undisturbed(*SMALL)
-    assert [n for n in run.metrics("notice") if n["text"].startswith("paused")]
+    assert [n for n in run.metrics("notice") if n["text"].startswith("paused")], run.metrics("notice")
 
 
 def test_the_only_worker_killed(watched: Callable[..., Watched], undisturbed: Callable[..., str]) -> None:

@@ -181,6 +181,7 @@ def test_a_step_of_a_pipeline_is_replayed_by_one_process(scaled: tuple[Path, dic
     step = sealed(run_dir)[-1] + 2  # after the first checkpoint, through steps that other plans may have executed
     found = distbelief("replay", run_dir, "--step", step, "--json").json
     assert found["error"] is None
+    assert (found["verdict"], found["update"]) == ("equal", "equal")
     assert found["loss"] == pytest.approx(recorded[step], rel=TOLERANCE)
     assert found["from_checkpoint"] is not None
 

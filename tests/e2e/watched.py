@@ -59,8 +59,16 @@ class Watched:
 
     def signal(self, worker: int, number: signal.Signals) -> None:
         pid = self.members()[worker]
-        assert any("distbelief" in part for part in psutil.Process(pid).cmdline())
+        expect_ours(pid)
         os.kill(pid, number)
+
+    def kill_all(self) -> None:
+        """All members in one moment: no replacement of the first may be there before the last is gone."""
+        pids = list(self.members().values())
+        for pid in pids:
+            expect_ours(pid)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
 
     def coordinator(self) -> int:
         return int(json.loads((self.folder / "coordinator.json").read_text())["pid"])
@@ -83,3 +91,7 @@ class Watched:
         assert outcome["reexecuted"] == sum(one["reached"] - one["step"] for one in self.metrics("rollback"))
         assert not [n for n in self.metrics("notice") if "different results" in n["text"]]
         return outcome
+
+
+def expect_ours(pid: int) -> None:
+    assert any("distbelief" in part for part in psutil.Process(pid).cmdline())

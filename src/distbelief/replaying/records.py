@@ -5,7 +5,7 @@ ended. And which step is to be replayed when nobody says.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class RecordedRun:
     """Of the trained weights, if it has completed."""
     strategies: tuple[str, ...] = ()
     """Those that it was trained with: it may have been resumed with another one."""
+    losses: Mapping[int, float] = field(default_factory=dict)
+    """Of each committed step. One that was executed again has that of the last time."""
 
     @property
     def reached(self) -> int:
@@ -71,16 +73,15 @@ def read_run(run_dir: Path) -> RecordedRun:
         )
     end = ended(run_dir) or {}
     failure = msgspec.convert(end["failure"], WorkerFailed) if "failure" in end else None
-    steps = {
-        int(record["step"]): str(record["fingerprint"])
-        for record in Tail(run_dir / "metrics.jsonl").read()
-        if record.get("kind") == "step"
-    }
+    records = [record for record in Tail(run_dir / "metrics.jsonl").read() if record.get("kind") == "step"]
+    steps = {int(record["step"]): str(record["fingerprint"]) for record in records}
+    losses = {int(record["step"]): float(record["loss"]) for record in records if record.get("loss") is not None}
     if not steps and (failure is None or failure.step < 0):
         why = f": {failure.message}" if failure else ""
         raise DistBeliefError(f"the run {run_dir} has not come to its first step, so there is none to replay{why}")
     facts = read_record(run_dir / "job.json", JobFacts)
-    return RecordedRun(run_dir, launch, facts, steps, failure, _weights_of(end), _strategies(run_dir, launch))
+    strategies = _strategies(run_dir, launch)
+    return RecordedRun(run_dir, launch, facts, steps, failure, _weights_of(end), strategies, losses)
 
 
 def _strategies(run_dir: Path, launch: Launch) -> tuple[str, ...]:

@@ -13,9 +13,17 @@ from distbelief.comm.messages import WorkerFailed
 from distbelief.errors import DistBeliefError
 from distbelief.replaying.findings import in_state, not_finite
 from distbelief.replaying.inspection import Inspection, Question, inspect
-from distbelief.replaying.rebuild import Rebuilt, Start, in_words, is_exact, loaded_here, nearest
+from distbelief.replaying.rebuild import (
+    Rebuilt,
+    Start,
+    in_words,
+    is_equal_within_rounding,
+    is_exact,
+    loaded_here,
+    nearest,
+)
 from distbelief.replaying.records import RecordedRun, canary_differs, chosen_step, read_run
-from distbelief.replaying.verdict import Verdict, judge
+from distbelief.replaying.verdict import Verdict, judge, judge_within_rounding
 from distbelief.strategies.base import NonFiniteLoss, Saved, StepResult
 from distbelief.strategies.replica import DataParallelReplica
 from distbelief.worker.loading import Loaded
@@ -66,6 +74,8 @@ class Replayed:
     failure: WorkerFailed | None
     """How the run failed, if that is why this step was chosen, or if it failed at this step."""
     clip_norm: float | None
+    recorded_loss: float | None = None
+    """What is compared where the run divided the model."""
 
     @property
     def same(self) -> bool:
@@ -99,10 +109,11 @@ def replay(asked: Asked, progress: Progress) -> Replayed:
             error=in_words(run, error) if error else None,
             recorded=recorded,
             committed=run.was_committed(step),
-            verdict=judge(result.fingerprint if result else None, recorded, exact),
+            verdict=_judge_step(run, result, step),
+            recorded_loss=run.losses.get(step),
             update=_judge_update(run, loaded, replica, step) if result else "unknown",
             exact=exact,
-            other_bits=canary_differs(run, loaded.canary),
+            other_bits=canary_differs(run, loaded.canary) if exact else "",
             failure=run.failure if asked.step is None else run.failure_at(step),
             clip_norm=loaded.job.clip_norm,
         )
@@ -171,6 +182,12 @@ def _execute(replica: DataParallelReplica, step: int) -> tuple[StepResult | None
         return None, error
 
 
+def _judge_step(run: RecordedRun, result: StepResult | None, step: int) -> Verdict:
+    if is_equal_within_rounding(run):
+        return judge_within_rounding(result.loss if result else None, run.losses.get(step))
+    return judge(result.fingerprint if result else None, run.recorded(step), is_exact(run))
+
+
 def _judge_update(run: RecordedRun, loaded: Loaded, replica: DataParallelReplica, step: int) -> Verdict:
     """The fingerprint of a step knows its losses, which come before its update. The update shows in the next step's."""
     if step + 1 == loaded.steps:
@@ -180,7 +197,9 @@ def _judge_update(run: RecordedRun, loaded: Loaded, replica: DataParallelReplica
     if recorded is None:
         return "unknown"
     result, _ = _execute(replica, step + 1)
-    return judge(result.fingerprint if result else "", recorded, is_exact(run))
+    if result is None and is_exact(run):
+        return "differs"
+    return _judge_step(run, result, step + 1)
 
 
 def _debugged(run: RecordedRun, loaded: Loaded, step: int, asked: Asked) -> int:

@@ -90,8 +90,12 @@ def _verdicts(found: Replayed) -> list[str]:
     here = found.result.fingerprint if found.result else ""
     if found.verdict == "matched":
         told = [f"matched, bit for bit: fingerprint {here}"]
-    elif found.verdict == "differs":
+    elif found.verdict == "differs" and found.exact:
         told = [f"differs: fingerprint {here} here, {found.recorded} in the run"]
+    elif found.verdict == "differs":
+        told = [f"differs: loss {found.recorded_loss!r} in the run, which is more than rounding explains"]
+    elif found.verdict == "equal":
+        told = [f"equal within rounding: loss {found.recorded_loss!r} in the run (it divided the model)"]
     elif not found.exact:
         told = ["unknown: the run was not exact, so its bits depended on who its members were"]
     elif found.recorded is None and found.committed:
