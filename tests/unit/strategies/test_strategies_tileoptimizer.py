@@ -350,8 +350,8 @@ class Odd(optim.Optimizer):
     [
         (lambda parameters: [optim.SGD(parameters, lr=0.1)], "made a list, not a torch.optim.Optimizer"),
         (lambda parameters: None, "made a NoneType"),
-        (optim.LBFGS, "cannot run LBFGS"),
-        (optim.SparseAdam, "cannot run SparseAdam"),
+        (optim.LBFGS, "can run LBFGS"),
+        (optim.SparseAdam, "can run SparseAdam"),
         (lambda parameters: optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1), "not among those it was called with"),
         (lambda parameters: Odd(parameters, lambda calls: {"history": [1, 2]}), "'history', a list"),
     ],
