@@ -96,7 +96,9 @@ def build_part(
     if degrees.tensor > 1:
         divided = plan(model, degrees.tensor, *example(), job.tensor_plan)
         lines += explain_tensor(divided, model)
-        around = partial(whole_masks, apply(model, divided, groups.mesh("tensor")))
+        masks = apply(model, divided, groups.mesh("tensor"))
+        if masks.sites:  # it looks at every call of torch, which takes time
+            around = partial(whole_masks, masks)
     real: set[int] = set()
     stages: dict[int, Stage] = {0: WholeModel(model)}
     has_modules = True

@@ -237,9 +237,14 @@ class Runner:
         return self._batches[action.shard] if later else self._batches.pop(action.shard)
 
     def _look_ahead(self, actions: Sequence[Action], tasks: Sequence[Task]) -> None:
-        """Ask for what the next forward pass needs, so that it arrives while this one is computed."""
+        """Ask for what the next passes need, so that it arrives while this one is computed."""
         for action in actions[:2]:
-            if action.kind == "forward" and action.stage > 0 and action.stage - 1 not in self.stages:
+            passage = self._passages.get((action.stage, action.shard))
+            if action.kind in ("backward", "backward_input") and passage and action.stage < self._last:
+                if action.stage + 1 not in self.stages:
+                    source = self._pipeline.rank_of(action.stage + 1)
+                    self._wires.expect_gradients(passage.outputs, source, action.stage, action.shard)
+            elif action.kind == "forward" and action.stage > 0 and action.stage - 1 not in self.stages:
                 source = self._pipeline.rank_of(action.stage - 1)
                 kind = self._kind(tasks[action.shard], True)
                 self._wires.expect(source, action.stage - 1, action.shard, kind)

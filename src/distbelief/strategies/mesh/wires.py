@@ -38,6 +38,7 @@ class Wires:
         self._known: dict[tuple[int, int, int], list[Form]] = {}
         self._sent: list[tuple[dist.Work | None, torch.Tensor]] = []
         self._early: dict[tuple[int, int], tuple[list[dist.Work | None], list[Any]]] = {}
+        self._early_gradients: dict[tuple[int, int], tuple[list[dist.Work | None], list[torch.Tensor]]] = {}
         self.waited_s: dict[int, float] = {}
         """By the rank that was waited for, since the generation's start."""
 
@@ -80,10 +81,17 @@ class Wires:
     def receive_gradients(
         self, like: Sequence[torch.Tensor], source: int, stage: int, shard: int
     ) -> list[torch.Tensor]:
-        found = [torch.empty(t.shape, dtype=t.dtype) for t in like]
-        works = [self._ask_for(t, source, _tag(stage, shard, 128 + n)) for n, t in enumerate(found)]
+        self.expect_gradients(like, source, stage, shard)
+        works, found = self._early_gradients.pop((stage, shard))
         self._await(works, source)
         return found
+
+    def expect_gradients(self, like: Sequence[torch.Tensor], source: int, stage: int, shard: int) -> None:
+        """Ask early for what `receive_gradients` will want."""
+        if (stage, shard) not in self._early_gradients:
+            found = [torch.empty(t.shape, dtype=t.dtype) for t in like]
+            works = [self._ask_for(t, source, _tag(stage, shard, 128 + n)) for n, t in enumerate(found)]
+            self._early_gradients[stage, shard] = (works, found)
 
     def settle(self) -> None:
         """Return when everything that was sent has been taken."""
