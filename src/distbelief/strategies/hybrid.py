@@ -6,6 +6,7 @@ who holds what is in degrees.py; what the members do is in mesh/.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -24,7 +25,7 @@ SCHEDULES: tuple[str, ...] = get_args(PipelineSchedule)
 DEFAULT_SCHEDULE: PipelineSchedule = "1f1b"
 
 
-class Meshed:
+class Meshed(ABC):
     """What all strategies that divide the model have in common."""
 
     snapshots: int | None
@@ -39,8 +40,9 @@ class Meshed:
     def transport(self) -> Literal["gloo"]:
         return "gloo"
 
+    @abstractmethod
     def wish(self) -> Wish:
-        raise NotImplementedError
+        """How many ways each thing is to be divided."""
 
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedMesh:
         from distbelief.strategies.mesh.prepared import PreparedMesh

@@ -62,12 +62,12 @@ class LiveState:
 
     def squares(self, shares: Mapping[str, float]) -> float:
         """My contribution to the square of the gradient's norm. `shares`: parameter -> 1 / how many members hold it."""
-        total = 0.0
-        for one, gradient in zip(self.optimizer.held, self._gradients, strict=True):
-            if gradient is not None:
-                norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
-                total += norm * norm * shares[one.name]
-        return total
+        held = zip(self.optimizer.held, self._gradients, strict=True)
+        given = [(gradient, shares[one.name]) for one, gradient in held if gradient is not None]
+        if not given:
+            return 0.0
+        norms = torch.stack(torch._foreach_norm([gradient for gradient, _ in given], 2, torch.float64))
+        return float(norms.square() @ torch.tensor([share for _, share in given], dtype=torch.float64))
 
     def apply(self, verdict: Verdict) -> None:
         """Apply the pending step. It needs nobody else."""

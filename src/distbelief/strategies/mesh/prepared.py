@@ -90,7 +90,7 @@ class PreparedMesh:
         return []  # they are part of the state
 
     def set_frozen(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        raise NotImplementedError("frozen parameters are part of the state here")
+        """There are none outside of the state."""
 
     def build(self, seat: Seat, exchange: TorchGroup, fetch: Fetch, begin_from: BeginFrom = nothing_saved) -> Replica:
         degrees = Degrees(*seat.degrees)

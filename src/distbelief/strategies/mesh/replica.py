@@ -54,6 +54,9 @@ class MeshReplica:
         self._rolled_back = rolled_back
         self._outcome = Outcome()
         self._parameters = len(trainable(seated.model))
+        # Where my parameters' marks are among the votes.
+        numbers = [one.number for one in seated.state.optimizer.held]
+        self._marks = 3 * schedule.shards + torch.tensor(numbers, dtype=torch.int64)
         self._touched: list[bool] = []
         self._waited_s = 0.0
         self._shares = seated.shares()
@@ -116,8 +119,7 @@ class MeshReplica:
         together."""
         shards = self._schedule.shards
         votes = torch.zeros(3 * shards + self._parameters + 2, dtype=torch.float64)
-        for one, touched in zip(self._state.optimizer.held, self._touched, strict=True):
-            votes[3 * shards + one.number] = float(touched)
+        votes[self._marks] = torch.tensor(self._touched, dtype=torch.float64)
         if self._groups.place.tensor == 0:
             for shard, row in self._outcome.rows.items():
                 votes[3 * shard : 3 * shard + 3] = torch.tensor(row, dtype=torch.float64)

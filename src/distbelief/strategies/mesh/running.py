@@ -123,7 +123,7 @@ class Runner:
             buffers.begin()
         actions = order(self._pipeline.schedule, len(self._pipeline.members), self._pipeline.me, len(tasks))
         for number, action in enumerate(actions):
-            self._look_ahead(actions[number + 1 :], tasks)
+            self._look_ahead(actions[number + 1 : number + 3], tasks)
             task = tasks[action.shard]
             if action.kind == "forward":
                 self._forward(action, task, outcome)
@@ -238,7 +238,7 @@ class Runner:
 
     def _look_ahead(self, actions: Sequence[Action], tasks: Sequence[Task]) -> None:
         """Ask for what the next passes need, so that it arrives while this one is computed."""
-        for action in actions[:2]:
+        for action in actions:
             passage = self._passages.get((action.stage, action.shard))
             if action.kind in ("backward", "backward_input") and passage and action.stage < self._last:
                 if action.stage + 1 not in self.stages:
