@@ -52,6 +52,10 @@ class Watched:
         found = self.journal("generation")
         return {member["worker"]: member["pid"] for member in found[-1]["members"]} if found else {}
 
+    def living(self) -> list[int]:
+        """Members that have not been killed: a generation without the last victim may not have been written yet."""
+        return sorted(worker for worker, pid in self.members().items() if _lives(pid))
+
     def has_members(self, count: int) -> None:
         """That many, and they have committed a step together."""
         self._wait_until(lambda: len(self.members()) == count)
@@ -95,3 +99,10 @@ class Watched:
 
 def expect_ours(pid: int) -> None:
     assert any("distbelief" in part for part in psutil.Process(pid).cmdline())
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
