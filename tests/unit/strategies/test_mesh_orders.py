@@ -72,10 +72,11 @@ def test_a_stage_takes_shards_in_their_order(schedule: Schedule, members: int) -
                     assert [a.shard for a in mine if a.stage == stage and a.kind in kinds] == list(range(shards))
 
 
-@pytest.mark.parametrize("members", range(2, 6))
+@pytest.mark.parametrize("members", [2, 4])
 def test_zero_bubble_has_halves_and_the_others_have_none(members: int) -> None:
+    """Where they do not follow each other: at the end, when there is nothing else left to do in between."""
     for schedule in SCHEDULES:
-        kinds = {a.kind for member in range(members) for a in order(schedule, members, member, 16)}
+        kinds = {a.kind for member in range(members) for a in order(schedule, members, member, 8)}
         assert ("backward_weight" in kinds) is (schedule == "zbv")
 
 

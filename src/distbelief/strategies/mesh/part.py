@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -169,9 +169,10 @@ def _tie_again(modules: Sequence[torch.nn.Module], first_name: Mapping[str, str]
             module.get_submodule(owner)._buffers[key] = buffers.setdefault(first_name.get(name, name), buffer)
 
 
-def _shard(module: torch.nn.Module, blocks: Iterable[torch.nn.Module], mesh: DeviceMesh, real: set[int]) -> None:
-    for block in blocks:
-        fully_shard(block, mesh=mesh)
+def _shard(module: torch.nn.Module, blocks: Sequence[torch.nn.Module], mesh: DeviceMesh, real: set[int]) -> None:
+    for number, block in enumerate(blocks):
+        # The last one is needed again at once, for its backward pass.
+        fully_shard(block, mesh=mesh, reshard_after_forward=number + 1 < len(blocks))
     fully_shard(module, mesh=mesh)
     for wrapped in module.modules():
         if isinstance(wrapped, FSDPModule):

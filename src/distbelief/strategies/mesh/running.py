@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from distbelief.data.seeding import seed_everything
@@ -122,8 +123,10 @@ class Runner:
         for buffers in self.buffers.values():
             buffers.begin()
         actions = order(self._pipeline.schedule, len(self._pipeline.members), self._pipeline.me, len(tasks))
+        last = {one.stage: number for number, one in enumerate(actions) if one.kind in ("backward", "backward_input")}
         for number, action in enumerate(actions):
             self._look_ahead(actions[number + 1 : number + 3], tasks)
+            self._keep_gathered(action.stage, number < last[action.stage])
             task = tasks[action.shard]
             if action.kind == "forward":
                 self._forward(action, task, outcome)
@@ -155,6 +158,13 @@ class Runner:
                     self._pass_on(action, task, list(output), training=False)
         self._wires.settle()
         self._wires.waited_s.update(waited)  # what counts is the waiting in steps
+
+    def _keep_gathered(self, stage: int, keep: bool) -> None:
+        """What a sharded stage has outside of its blocks is needed until the end of each pass: let go of it only after
+        the last one of the step, and save its gathering for the others."""
+        module = self.stages[stage].module
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_backward(not keep, recurse=False)
 
     # --- forward -----------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from distbelief.checkpoint.boxes import Box, sizes, volume
 from distbelief.comm.group import TorchGroup
 from distbelief.strategies.mesh.livestate import LiveState
 
-PRICE = 0.03
+PRICE = 0.01
 """The share of the time that snapshots may take, where the user does not say how often."""
 FIRST_INTERVAL = 10  # steps, before anything is known about how long they take
 LONGEST_INTERVAL = 1000
@@ -131,7 +131,7 @@ def interval(took_s: float, step_s: float) -> int:
     """How many steps to the next one.
 
     >>> interval(0.03, 0.1), interval(0.01, 0.0)
-    (10, 10)
+    (30, 10)
     """
     if not step_s:
         return FIRST_INTERVAL
