@@ -69,7 +69,7 @@ def test_every_kind_in_one_run_of_digits(distbelief: Cli, tmp_path: Path) -> Non
         "leave worker",
         "scale",
     ]
-    job = [REPOSITORY / "examples" / "digits.py", "--set", "epochs=12"]
+    job = [REPOSITORY / "examples" / "digits.py", "--set", "epochs=9"]
     shown = chaos(distbelief, job, faults, kinds, "--run-dir", "both")
     assert shown["runs"] == {"twin": "both/twin", "faults": ["both/faults"]}
     for name in ("twin", "faults"):

@@ -59,16 +59,14 @@ OVER_GLOO = ["--strategy", "allreduce:gloo"]
             "everything",
             [
                 ["--workers", 1],
-                ["--workers", 2],
                 ["--workers", 4],
-                ["--workers", 3, *OVER_GLOO],
                 ["--workers", 5, *OVER_GLOO],
                 ["--shares", "5,1,2"],
             ],
         ),
-        ("digits", [["--workers", 1], ["--workers", 3], ["--workers", 2, *OVER_GLOO]]),
+        ("digits", [["--workers", 3], ["--workers", 2, *OVER_GLOO]]),
         ("fashion", [["--workers", 1], ["--workers", 5]]),
-        ("gpt", [["--workers", 1], ["--workers", 3], ["--shares", "1,3", *OVER_GLOO]]),
+        ("gpt", [["--workers", 1], ["--shares", "1,3", *OVER_GLOO]]),
     ],
     indirect=["arguments"],
 )

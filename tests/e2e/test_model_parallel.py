@@ -87,7 +87,7 @@ def test_models_of_the_transformers_library(distbelief: Cli, kind: str, strategy
 # --- a member dies ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("strategy", "workers"), [("pipeline:3", 3), ("sharded", 3), ("dp2.pp2", 4), ("tp2.pp2", 4)])
+@pytest.mark.parametrize(("strategy", "workers"), [("pipeline:3", 3), ("sharded", 3), ("dp2.pp2", 4), ("tensor:2", 2)])
 def test_a_member_is_killed_at_any_moment(
     start: Start,
     tmp_path: Path,

@@ -95,7 +95,7 @@ class _Run:
         self._stack.callback(self._keeper.close)
         if launch.job_pickle:
             self._keeper.put("job", launch.job_pickle)
-        self._zygote = Zygote(self._log("zygote"))
+        self._zygote = Zygote(self._log("zygote"), self._launch.strategy)
         self._stack.callback(self._zygote.close)
         self._order = {
             "run_dir": str(launch.run_dir),

@@ -142,12 +142,12 @@ class CoordinatorProcess:
 class Zygote:
     """The engine's handle on the warm process (see zygote.py)."""
 
-    def __init__(self, log: LogPipe) -> None:
+    def __init__(self, log: LogPipe, strategy: str) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.early_exits: list[dict[str, Any]] = []
         """Exits that were reported while a fork was awaited."""
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "distbelief.engines.zygote", str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-P", "-m", "distbelief.engines.zygote", str(theirs.fileno()), str(os.getpid()), strategy],
             pass_fds=[theirs.fileno()],
             env={"PYTHONHASHSEED": "0", **os.environ, **WORKER_ENVIRONMENT},  # a set is iterated over in one order
             stdin=subprocess.DEVNULL,

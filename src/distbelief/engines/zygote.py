@@ -8,6 +8,7 @@ die with it.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import select
 import signal
@@ -21,12 +22,15 @@ import torch._dynamo  # noqa: F401 - the first optimizer of a process imports it
 
 from distbelief.comm.memfd import receive_message, send_message
 from distbelief.lifeline import die_with_parent
+from distbelief.strategies import wish_of
 from distbelief.worker.process import run_worker
 from distbelief.worker.spec import WorkerSpec
 
 
 def main() -> None:
     die_with_parent(int(sys.argv[2]))
+    if wish_of(sys.argv[3]):
+        importlib.import_module("distbelief.strategies.mesh.prepared")  # with much of torch, once and not per worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     engine = socket.socket(fileno=int(sys.argv[1]))
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from distbelief.checkpoint.weights import save_weights, weights_sha256
 from distbelief.comm.backups import Backup
 from distbelief.comm.exchange import ROW, Exchange, Gift, StepPlan
 from distbelief.comm.segment import Segment
 from distbelief.data.seeding import seed_everything
-from distbelief.data.sources import split_batch
 from distbelief.errors import JobError
 from distbelief.shards import Range, Schedule, mix, shard_seed
 from distbelief.strategies.agreement import agree_on_state
@@ -27,7 +24,6 @@ from distbelief.strategies.base import (
     Applied,
     BeginFrom,
     Fetch,
-    NonFiniteLoss,
     RolledBack,
     Seat,
     StepResult,
@@ -35,7 +31,8 @@ from distbelief.strategies.base import (
     Task,
     nothing_saved,
 )
-from distbelief.strategies.compute import ShardComputer, move
+from distbelief.strategies.committed import CommittedModel
+from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.copying import Copy
 from distbelief.strategies.helping import Helper
 from distbelief.strategies.named import TilePortion, outside_of_tiles, whole_entries
@@ -43,6 +40,7 @@ from distbelief.strategies.partials import ShardWork, slots_needed
 from distbelief.strategies.state import ReplicaState
 from distbelief.strategies.takeover import StepWork, plan_step, plan_takeover
 from distbelief.strategies.tileoptimizer import Recipe, TileMemory, TileOptimizer
+from distbelief.strategies.verdict import judge
 
 _LOSS, _WEIGHT, _INTEGERS, _COUNTS = range(ROW)
 
@@ -70,6 +68,7 @@ class DataParallelReplica:
         computer.commit_integers(self._state.integers(self._state.steps_applied))
         self._takeover = self._plan_takeover(self._state.steps_applied)
         self._committed = computer.committed_buffers(self._state.segment, self._state.values_at)
+        self._whole = CommittedModel(computer, self._committed)
         self._tiles = [t for t in exchange.tiles if t < computer.layout.parameter_tiles]
         self._buffer_tiles = [t for t in exchange.tiles if t >= computer.layout.parameter_tiles]
         memory = [TileMemory(t, self._state.values[t], self._state.optimizer[t]) for t in self._tiles]
@@ -259,19 +258,13 @@ class DataParallelReplica:
             self._ahead = (step, self._fetch(step, *self._shards_of(work[0])))
 
     def _judge(self, step: int, rows: np.ndarray) -> StepResult:
-        """The step's loss, or the reason not to apply it. The same verdict on every member: all see the same rows."""
-        bad = np.flatnonzero(~np.isfinite(rows[:, _LOSS]) | ~np.isfinite(rows[:, _WEIGHT]))
-        if len(bad):
-            raise NonFiniteLoss(float(rows[bad[0], _LOSS]), step, int(bad[0]))
+        found = judge(step, rows[:, _LOSS], rows[:, _WEIGHT], rows[:, _COUNTS], rows.tobytes())
         if len(set(rows[rows[:, _COUNTS] > 0, _INTEGERS])) > 1:
             raise JobError(
                 "an integer buffer of the model has other values after one shard than after another: it depends on the "
                 "samples, so there is no single value to go on with"
             )
-        weight = math.fsum(rows[:, _WEIGHT])
-        loss = math.fsum(rows[:, _LOSS]) / weight if weight else 0.0
-        fingerprint = hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest()
-        return StepResult(loss, int(rows[:, _COUNTS].sum()), fingerprint)
+        return found
 
     def _update(self, step: int, scale: float, units: int, untouched: np.ndarray) -> None:
         while self._copies:
@@ -349,30 +342,14 @@ class DataParallelReplica:
 
     def measure(self, tasks: Sequence[Task], measure: Callable[[Task, Any, Any], None]) -> None:
         rank, size = self.exchange.rank, self.exchange.size
-        self.synchronise()
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                for task in tasks[rank * len(tasks) // size : (rank + 1) * len(tasks) // size]:
-                    batch, _ = task.fetch()
-                    seed_everything(task.seed)
-                    args, kwargs, target = split_batch(move(batch, self._computer.device))
-                    with self._computer.forward_context():
-                        output = self.model(*args, **kwargs)
-                    measure(task, output, target)
-        finally:
-            self.model.train()
+        self._whole.measure(tasks[rank * len(tasks) // size : (rank + 1) * len(tasks) // size], measure)
 
     def save_weights(self, path: Path) -> None:
         if self.exchange.rank == 0:
-            self.synchronise()
-            save_weights(self.model, path)
+            self._whole.save(path)
 
     def weights_sha256(self) -> str:
-        if self.exchange.rank > 0 and self.exchange.shares_state:
-            return ""
-        self.synchronise()
-        return weights_sha256(self.model)
+        return "" if self.exchange.rank > 0 and self.exchange.shares_state else self._whole.sha256()
 
     def waits(self) -> Mapping[int, float]:
         return {}
@@ -385,4 +362,4 @@ class DataParallelReplica:
 
     def synchronise(self) -> None:
         """Bring the model's buffers to the committed values."""
-        self._computer.restore_buffers(self._committed)
+        self._whole.restore()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from distbelief.comm.segment import Segment
 from distbelief.data.seeding import seed_everything
 from distbelief.shards import Schedule, mix, shard_seed
-from distbelief.strategies.base import Applied, Fetch, NonFiniteLoss, RolledBack, Seat, StepResult, Takeover, Task
+from distbelief.strategies.base import Applied, Fetch, RolledBack, Seat, StepResult, Takeover, Task
 from distbelief.strategies.copying import Copy
 from distbelief.strategies.degrees import Degrees
 from distbelief.strategies.layout import trainable
@@ -28,6 +27,7 @@ from distbelief.strategies.mesh.running import Outcome, Runner
 from distbelief.strategies.mesh.seated import Seated
 from distbelief.strategies.mesh.snapshots import Snapshots
 from distbelief.strategies.mesh.wholes import WholeTensors
+from distbelief.strategies.verdict import judge
 
 _LOSS, _WEIGHT, _COUNT = range(3)
 
@@ -135,18 +135,13 @@ class MeshReplica:
         shards = self._schedule.shards
         rows = votes[: 3 * shards].view(-1, 3).numpy()
         untouched = (votes[3 * shards : -2] == 0).nonzero().flatten().tolist()
-        for shard, (loss, weight, _) in enumerate(rows.tolist()):
-            if not (math.isfinite(loss) and math.isfinite(weight)):
-                raise NonFiniteLoss(loss, step, shard)
+        told = judge(step, rows[:, _LOSS], rows[:, _WEIGHT], rows[:, _COUNT], rows.tobytes())
         weight = math.fsum(rows[:, _WEIGHT])
-        loss = math.fsum(rows[:, _LOSS]) / weight if weight else 0.0
         factor = 1.0 / weight if weight else 0.0
         if self._job.clip_norm is not None:
             factor *= min(1.0, self._job.clip_norm / (math.sqrt(float(votes[-2])) * factor + 1e-6))
-        fingerprint = hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest()
-        samples, occupied = int(rows[:, _COUNT].sum()), self._schedule.occupied(step)
-        generation, now = self._seat.generation, time.time()
-        return Verdict(step, loss, samples, fingerprint, generation, now, factor, occupied, untouched)
+        occupied, generation, now = self._schedule.occupied(step), self._seat.generation, time.time()
+        return Verdict(step, told.loss, told.samples, told.fingerprint, generation, now, factor, occupied, untouched)
 
     def _waited(self) -> float:
         """For other stages, since it was last asked."""
