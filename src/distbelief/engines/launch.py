@@ -15,7 +15,7 @@ from distbelief.comm.network import is_loopback
 from distbelief.coordinator.detector import STUCK_S
 from distbelief.engines.rundir import check_idle
 from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST, best, interval
-from distbelief.errors import DistBeliefError
+from distbelief.errors import DistBeliefError, JobError
 from distbelief.strategies import degrees, wish_of
 from distbelief.worker.spec import Origin, SavePlan, WorkerSpec
 
@@ -77,9 +77,9 @@ class Launch:
             return
         problem = degrees.problem(wish, self.workers, shards=None)
         if problem:
-            raise DistBeliefError(problem)
+            raise JobError(problem)
         if self.shares:
-            raise DistBeliefError(
+            raise JobError(
                 f"shares cannot be given with {self.strategy}, in which all groups have equally many shards",
                 hint="leave --shares out",
             )
