@@ -4,7 +4,7 @@
 
 Without DistBelief it trains in one process, with a plain loop over the same shards, and prints its own peak:
 
-    python bench/memory_job.py --width 640 --steps 3
+    python bench/memory_job.py --width 640 --steps 3 [--shards 1]
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--width", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--shards", type=int, default=SHARDS, help="1: the whole batch in one pass")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
@@ -55,8 +56,8 @@ def main() -> None:
     updates = optimizer(list(model.parameters()))
     for step in range(args.steps):
         batch = slice(step * BATCH, (step + 1) * BATCH)
-        for inputs, targets in zip(x[batch].chunk(SHARDS), y[batch].chunk(SHARDS), strict=True):
-            (loss(model(inputs), targets) / SHARDS).backward()  # type: ignore[no-untyped-call]
+        for inputs, targets in zip(x[batch].chunk(args.shards), y[batch].chunk(args.shards), strict=True):
+            (loss(model(inputs), targets) / args.shards).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         updates.step()
         updates.zero_grad()
