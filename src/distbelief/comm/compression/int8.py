@@ -1,0 +1,109 @@
+"""Block-wise int8: each block of the vector has one float32 scale, its largest magnitude / 127, and a byte per element.
+
+An element is off by at most half its block's scale, and zeros are exact. A block with a NaN or an infinity in it is NaN
+as a whole at the receiver: a wrong number is never made of it. No scale is below 2^-126.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distbelief.comm.compression.codec import CHUNK, Encoded, Header, checked, frame_for, output, received
+from distbelief.errors import JobError
+
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+_LEVELS = 127
+_SMALLEST = _LEVELS * 2.0**-126  # below it the scale would not be a normal number, and its inverse no number at all
+_BLOCKS = range(8, (1 << 20) + 1)
+
+
+@dataclass(frozen=True)
+class Int8:
+    """
+    >>> codec = Int8(block=8)
+    >>> sent = codec.encode(torch.tensor([127.0, -2.2, 0.0, 0.7]))
+    >>> sent.size_bytes, codec.decode(sent.header, sent.frames).tolist()
+    (8, [127.0, -2.0, 0.0, 1.0])
+    """
+
+    block: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.block not in _BLOCKS:
+            raise JobError(
+                f"int8 cannot have blocks of {self.block} elements", hint="block=8 to block=1048576; 1024 is usual"
+            )
+
+    def __str__(self) -> str:
+        return f"int8:block={self.block}"
+
+    def encode(self, vector: Tensor, reuse: Encoded | None = None) -> Encoded:
+        return self._encode(checked(vector), None, reuse)
+
+    def encode_keeping(self, rest: Tensor, vector: Tensor, reuse: Encoded | None = None) -> Encoded:
+        return self._encode(checked(vector), checked(rest), reuse)
+
+    def decode(self, header: Header, frames: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+        count = self._count(max(header.length, 0))
+        scales, levels = received(self, header, frames, (torch.float32, count), (torch.int8, header.length))
+        out = output(header, out)
+        for blocks, elements, shape in self._stretches(header.length):
+            out[elements].copy_(levels[elements]).view(shape).mul_(scales[blocks].unsqueeze(1))
+        return out
+
+    def _encode(self, vector: Tensor, rest: Tensor | None, reuse: Encoded | None) -> Encoded:
+        length = vector.numel()
+        scales = frame_for(reuse, 0, torch.float32, self._count(length))
+        levels = frame_for(reuse, 1, torch.int8, length)
+        scratch = torch.empty(min(max(CHUNK, self.block), length))
+        for blocks, elements, shape in self._stretches(length):
+            values = (vector[elements] if rest is None else rest[elements].add_(vector[elements])).view(shape)
+            room, scale = scratch[: values.numel()].view(shape), scales[blocks]
+            _largest_magnitudes(values, room, scale)
+            torch.mul(values, (_LEVELS / scale).unsqueeze(1), out=room)
+            levels[elements].view(shape).copy_(room.round_())
+            scale.div_(_LEVELS)
+            if rest is not None:
+                values.sub_(room.mul_(scale.unsqueeze(1)))
+        if not bool(scales.isfinite().all()):
+            self._spoil_broken(scales, levels)
+            if rest is not None:
+                rest.nan_to_num_(0.0, 0.0, 0.0)
+        return Encoded(Header(str(self), length), [scales, levels])
+
+    def _spoil_broken(self, scales: Tensor, levels: Tensor) -> None:
+        """A scale that is not finite becomes NaN, so that its block does; the levels beside it are made the same
+        everywhere, since what becomes of a NaN as an integer depends on the processor."""
+        for at in (~scales.isfinite()).nonzero().flatten().tolist():
+            scales[at] = torch.nan
+            levels[at * self.block : (at + 1) * self.block] = 1
+
+    def _count(self, length: int) -> int:
+        return -(-length // self.block)
+
+    def _stretches(self, length: int) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
+        """(blocks, elements, shape as rows of blocks): some whole blocks at a time, and at last the one that is cut."""
+        whole = length // self.block
+        at_a_time = max(1, CHUNK // self.block)
+        for first in range(0, whole, at_a_time):
+            last = min(first + at_a_time, whole)
+            yield slice(first, last), slice(first * self.block, last * self.block), (last - first, self.block)
+        if whole * self.block < length:
+            yield slice(whole, whole + 1), slice(whole * self.block, length), (1, length - whole * self.block)
+
+
+def _largest_magnitudes(values: Tensor, room: Tensor, out: Tensor) -> None:
+    """The largest magnitude of each row, at least `_SMALLEST`; `room` is written over.
+
+    It is found among the bits without their sign, as integers: there a NaN is above an infinity and that above all
+    numbers, and numpy does it ten times faster than torch finds the maximum of float32 rows.
+    """
+    bits = room.numpy().view(np.int32)
+    np.bitwise_and(values.numpy().view(np.int32), _MAGNITUDE, out=bits)
+    bits.max(axis=1, out=out.numpy().view(np.int32))
+    out.clamp_min_(_SMALLEST)

@@ -1,0 +1,125 @@
+"""Top-k: the k largest magnitudes of a vector, with their places; all else waits (see `feedback`) or is lost.
+
+NaN and infinities count as the largest of all, so one is always sent if there is any. Equal magnitudes are taken from
+the front, so the same vector gives the same message everywhere. Zeros are never sent: a vector with fewer than k other
+elements makes a smaller message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from distbelief.comm.compression.codec import CHUNK, Encoded, Header, checked, chunks, output, received
+from distbelief.errors import DistBeliefError, JobError
+
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+_SAMPLES = 1 << 15
+_LONGEST = 2**31 - 1
+
+Integers = NDArray[np.signedinteger[Any]]
+
+
+@dataclass(frozen=True)
+class TopK:
+    """
+    >>> codec = TopK(0.25)
+    >>> sent = codec.encode(torch.tensor([0.5, -4.0, 0.0, 4.0, 1.0, 0.0, 0.0, 0.1]))
+    >>> sent.size_bytes, codec.decode(sent.header, sent.frames).tolist()
+    (16, [0.0, -4.0, 0.0, 4.0, 0.0, 0.0, 0.0, 0.0])
+    """
+
+    fraction: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.fraction <= 0.5:
+            raise JobError(
+                f"top-k cannot send the fraction {self.fraction:g} of a vector",
+                hint="topk:0.01 sends one element in a hundred; above 0.5 the places cost more than is saved",
+            )
+
+    def __str__(self) -> str:
+        return f"topk:{self.fraction!r}"
+
+    def count(self, length: int) -> int:
+        """How many elements of so long a vector are sent: at least one, if there is one."""
+        return min(length, max(1, int(self.fraction * length + 0.5)))
+
+    def encode(self, vector: Tensor, reuse: Encoded | None = None) -> Encoded:
+        """`reuse` is of no use here: messages differ in length and are small."""
+        vector = checked(vector)
+        if vector.numel() > _LONGEST:
+            raise DistBeliefError(
+                f"top-k takes vectors of up to {_LONGEST} elements, not {vector.numel()}", hint="send it in slices"
+            )
+        places = _largest(vector.numpy().view(np.int32), self.count(vector.numel()))
+        # Not from_numpy: of an empty array it makes a tensor that cannot be viewed as bytes.
+        frames = [torch.empty(len(places), dtype=torch.int32), torch.empty(len(places))]
+        frames[0].numpy()[:] = places
+        np.take(vector.numpy(), places, out=frames[1].numpy(), mode="clip")
+        return Encoded(Header(str(self), vector.numel()), frames)
+
+    def decode(self, header: Header, frames: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+        sent = frames[0].numel() * frames[0].element_size() // 4 if frames else 0
+        places, values = received(self, header, frames, (torch.int32, sent), (torch.float32, sent))
+        if sent and not 0 <= int(places.min()) <= int(places.max()) < header.length:
+            raise DistBeliefError(f"a {self} message of {header.length} elements names places outside of it")
+        out = output(header, out).zero_()
+        return out.index_copy_(0, places.long(), values)
+
+    def encode_keeping(self, rest: Tensor, vector: Tensor, reuse: Encoded | None = None) -> Encoded:
+        encoded = self.encode(checked(rest).add_(checked(vector)))
+        places, values = encoded.frames
+        rest.index_fill_(0, places.long(), 0.0)
+        if not bool(values.isfinite().all()):
+            rest.nan_to_num_(0.0, 0.0, 0.0)
+        return encoded
+
+
+def _largest(bits: Integers, count: int) -> Integers:
+    """The places, in order, of the `count` largest magnitudes of float32 numbers that are given as their bits.
+
+    Integers without the sign bit are ordered as the magnitudes are, NaN above all. A sample says above which magnitude
+    there are probably enough; one pass finds those, and only among them is the exact limit searched. The sample
+    decides about time alone: with too few found, all are looked at.
+    """
+    found = _at_least(bits, _guess(bits, count))
+    if len(found) < count:
+        found = _at_least(bits, 1)
+    if len(found) <= count:
+        return found
+    magnitudes = bits[found] & _MAGNITUDE
+    limit = np.partition(magnitudes, len(found) - count)[len(found) - count]
+    chosen = magnitudes > limit
+    chosen[np.flatnonzero(magnitudes == limit)[: count - int(chosen.sum())]] = True
+    places: Integers = found[chosen]
+    return places
+
+
+def _guess(bits: Integers, count: int) -> int:
+    """A magnitude, as bits, that somewhat more than `count` of all elements probably have."""
+    if len(bits) <= _SAMPLES:
+        return 1
+    stride = len(bits) // _SAMPLES
+    sample = bits[::stride] & _MAGNITUDE
+    expected = count / stride
+    enough = int(1.1 * expected + 4 * expected**0.5 + 8)
+    if enough >= len(sample):
+        return 1
+    return max(1, int(np.partition(sample, len(sample) - enough)[len(sample) - enough]))
+
+
+def _at_least(bits: Integers, limit: int) -> Integers:
+    """The places of all elements of that magnitude or more, in order."""
+    scratch = np.empty(min(CHUNK, len(bits)), np.int32)
+    found = [np.empty(0, np.int64)]
+    for part in chunks(len(bits)):
+        magnitudes = np.bitwise_and(bits[part], _MAGNITUDE, out=scratch[: part.stop - part.start])
+        found.append(np.flatnonzero(magnitudes >= limit) + part.start)
+    return np.concatenate(found)

@@ -1,0 +1,425 @@
+"""Sparse tables against torch, against a dict, and against themselves with another history or another division."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distbelief.errors import DistBeliefError, JobError, NotEnoughMemory
+from distbelief.servers.rowarrays import RowArray
+from distbelief.servers.rowbuckets import BUCKETS, bucket_of, bucket_owners, server_of
+from distbelief.servers.rowinit import RowInit, TableForm, _normal, _signed
+from distbelief.servers.rowoptimizers import RowOptimizer
+from distbelief.servers.rowslots import RowSlots
+from distbelief.servers.tablecopies import ArrivingTable, TableCopy
+from distbelief.servers.tables import Table, added_up
+
+FORM = TableForm("words", rows=500, width=6, seed=3)
+OPTIMIZERS = {name: RowOptimizer(name, lr=0.1) for name in ("sgd", "adagrad", "adam")}
+Pushes = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def endless_pushes(seed: int, form: TableForm, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Few and many rows, some of them several times; now and then none."""
+    made = torch.Generator().manual_seed(seed)
+    while True:
+        size = int(torch.randint(0, most, (), generator=made))
+        among = int(torch.randint(1, form.rows + 1, (), generator=made))
+        rows = torch.randint(0, among, (size,), generator=made)
+        # Not randn: its bits depend on the processor.
+        whole = torch.randint(-(2**23), 2**23, (size, form.width), generator=made)
+        yield rows, whole.float() * 2**-21
+
+
+def random_pushes(seed: int, count: int, form: TableForm = FORM, most: int = 60) -> Pushes:
+    return list(islice(endless_pushes(seed, form, most), count))
+
+
+def pushed(pushes: Pushes, optimizer: RowOptimizer, form: TableForm = FORM) -> Table:
+    table = Table(form, optimizer)
+    for rows, gradients in pushes:
+        table.push(rows, gradients)
+    return table
+
+
+def contents(table: Table) -> dict[str, bytes]:
+    return {name: entry.numpy().tobytes() for name, entry in table.state().items()}
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_the_values_of_torch_with_an_embedding_of_sparse_gradients(name: str) -> None:
+    everything = torch.arange(FORM.rows)
+    table = Table(FORM, RowOptimizer(name, lr=0.1, initial=0.3))
+    module = torch.nn.Embedding(FORM.rows, FORM.width, sparse=True)
+    module.weight.data.copy_(table.pull(everything))
+    theirs: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    if name == "adagrad":
+        theirs = torch.optim.Adagrad(module.parameters(), lr=0.1, initial_accumulator_value=0.3)
+    for rows, gradients in random_pushes(1, 80):
+        module.zero_grad()
+        (module(rows) * gradients).sum().backward()
+        theirs.step()
+        table.push(rows, gradients)
+    assert 100 < table.resident < FORM.rows
+    torch.testing.assert_close(table.pull(everything), module.weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_adam_gives_the_values_of_sparse_adam_on_the_steps_of_each_row() -> None:
+    """One table of torch for every row: there, the table's count of steps is that row's."""
+    table = Table(FORM, OPTIMIZERS["adam"])
+    modules = [torch.nn.Embedding(1, FORM.width, sparse=True) for _ in range(12)]
+    optimizers = [torch.optim.SparseAdam(list(m.parameters()), lr=0.1) for m in modules]
+    for row, module in enumerate(modules):
+        module.weight.data.copy_(table.pull(torch.tensor([row])))
+    for rows, gradients in random_pushes(2, 60, TableForm("few", rows=12, width=FORM.width), most=12):
+        for row in rows.unique().tolist():
+            modules[row].zero_grad()
+            (
+                modules[row](torch.zeros(int((rows == row).sum()), dtype=torch.int64)) * gradients[rows == row]
+            ).sum().backward()
+            optimizers[row].step()
+        table.push(rows, gradients)
+    expected = torch.cat([m.weight.detach() for m in modules])
+    torch.testing.assert_close(table.pull(torch.arange(12)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_one_row_are_added_along_a_tree_in_the_order_given() -> None:
+    a, b, c, d, e = (np.float32(x) for x in (1e8, 1.0, -1e8, 3.0, 0.1))
+    rows = np.array([9, 4, 9, 9, 9, 4, 9])
+    gradients = np.array([a, 7, b, c, d, 8, e], np.float32)[:, None]
+    numbers, total = added_up(rows, gradients)
+    assert numbers.tolist() == [4, 9]
+    assert total[:, 0].tolist() == [15.0, ((a + b) + (c + d)) + e]
+    assert gradients[:, 0].tolist() == [a, 7, b, c, d, 8, e]  # what was given is left as it was
+
+
+@given(st.lists(st.integers(0, 30), max_size=200))
+@settings(max_examples=50, deadline=None)
+def test_every_gradient_is_added_once(rows: list[int]) -> None:
+    """Powers of two would need too many bits: whole numbers, whose sums are exact, and the count beside them."""
+    gradients = np.stack([np.arange(len(rows)), np.ones(len(rows))], axis=1).astype(np.float32)
+    numbers, total = added_up(np.array(rows, np.int64), gradients)
+    assert numbers.tolist() == sorted(set(rows))
+    for row, (places, count) in zip(numbers.tolist(), total.tolist(), strict=True):
+        mine = [place for place, other in enumerate(rows) if other == row]
+        assert (places, count) == (sum(mine), len(mine))
+
+
+def test_a_million_pushes_to_one_row_in_one_message_count_all() -> None:
+    table = Table(TableForm("hot", rows=3, width=1, init=RowInit("zeros")), RowOptimizer("sgd", lr=1.0))
+    table.push(torch.ones(1_000_000, dtype=torch.int64), torch.ones(1_000_000, 1))
+    assert table.pull(torch.tensor([0, 1, 2])).flatten().tolist() == [0.0, -1_000_000.0, 0.0]
+
+
+# --- the same bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_same_pushes_give_the_same_bits_also_where_the_backup_was_pulled_from_and_restarted(name: str) -> None:
+    pushes = random_pushes(4, 60)
+    primary, backup = Table(FORM, OPTIMIZERS[name]), Table(FORM, OPTIMIZERS[name])
+    for number, (rows, gradients) in enumerate(pushes):
+        primary.push(rows, gradients)
+        backup.pull(torch.arange(number, FORM.rows, 7))
+        backup.push(rows, gradients.clone())
+        if number % 20 == 10:
+            state, backup = backup.state(), Table(FORM, OPTIMIZERS[name])
+            backup.load(state)
+    assert contents(primary) == contents(backup)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_number_of_servers_gives_the_same_bits(name: str) -> None:
+    pushes = random_pushes(5, 40)
+    alone = pushed(pushes, OPTIMIZERS[name])
+    for servers in (2, 3, 7):
+        parts = [Table(FORM, OPTIMIZERS[name]) for _ in range(servers)]
+        for rows, gradients in pushes:
+            owner = server_of(rows, servers)
+            for server, part in enumerate(parts):
+                part.push(rows[owner == server], gradients[owner == server])
+        together = Table(FORM, OPTIMIZERS[name])
+        for part in parts:
+            together.add(part.state())
+        assert contents(together) == contents(alone)
+
+
+def test_equal_contents_give_equal_bytes_whatever_their_history() -> None:
+    rows, gradients = torch.tensor([30, 10, 20]), torch.randn(3, FORM.width)
+    one, other = pushed([(rows, gradients)], OPTIMIZERS["adam"]), Table(FORM, OPTIMIZERS["adam"])
+    for place in (2, 0, 1):
+        other.push(rows[place : place + 1], gradients[place : place + 1])
+    assert contents(one) == contents(other)
+    assert one.state()["rows"].tolist() == [10, 20, 30]
+
+
+def fingerprint() -> str:
+    told = hashlib.sha256()
+    for optimizer in OPTIMIZERS.values():
+        for entry in contents(pushed(random_pushes(7, 40), optimizer)).values():
+            told.update(entry)
+    return told.hexdigest()
+
+
+def test_another_instruction_set_gives_the_same_bits() -> None:
+    """This program again, with numpy and torch kept from all that not every processor has."""
+    beyond = np._core._multiarray_umath.__cpu_dispatch__
+    plain = {"NPY_DISABLE_CPU_FEATURES": " ".join(beyond), "ATEN_CPU_CAPABILITY": "default"}
+    program = (
+        "import numpy as np, test_tables as t; f = np._core._multiarray_umath.__cpu_features__;"
+        f"assert not any(f[name] for name in {beyond!r}); print(t.fingerprint())"
+    )
+    here = Path(__file__).parent
+    there = subprocess.run(
+        [sys.executable, "-c", program], cwd=here, env={**os.environ, **plain}, capture_output=True, text=True
+    )
+    assert there.stdout.strip() == fingerprint(), there.stderr
+
+
+# --- residence -------------------------------------------------------------------------------------------------------
+
+
+def test_a_pull_only_looks_unless_it_is_told_to_keep() -> None:
+    table, rows = Table(FORM, OPTIMIZERS["adagrad"]), torch.tensor([4, 9, 4, 0])
+    seen = table.pull(rows)
+    assert table.resident == 0
+    assert torch.equal(table.pull(rows, keep=True), seen)
+    assert table.resident == 3
+    assert torch.equal(table.pull(rows), seen)
+    assert table.pull(torch.empty(0, dtype=torch.int64)).shape == (0, FORM.width)
+    table.pull(rows).zero_()  # a copy: what is done to it is not done to the table
+    assert torch.equal(table.pull(rows), seen)
+
+
+def test_rows_kept_by_a_pull_learn_as_others_do() -> None:
+    pushes, optimizer = random_pushes(6, 30), RowOptimizer("adagrad", lr=0.1, initial=0.3)
+    kept = Table(FORM, optimizer)
+    for rows, gradients in pushes:
+        kept.pull(rows, keep=True)
+        kept.push(rows, gradients)
+    assert contents(kept) == contents(pushed(pushes, optimizer))
+
+
+def test_growth_keeps_every_row() -> None:
+    form = TableForm("large", rows=10**12, width=3, init=RowInit("zeros"))
+    table = Table(form, RowOptimizer("sgd", lr=1.0))
+    rows = torch.from_numpy(np.random.default_rng(0).choice(10**12, 30_000, replace=False))
+    for part in rows.split(999):
+        table.push(part, (part % 1000).float()[:, None].expand(-1, 3))
+    assert table.resident == 30_000
+    assert torch.equal(table.pull(rows), -(rows % 1000).float()[:, None].expand(-1, 3))
+    assert not table.pull(rows.add(1)[~torch.isin(rows + 1, rows)]).any()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_is_that_of_the_rows_touched() -> None:
+    table = Table(TableForm("users", rows=50_000_000, width=16), OPTIMIZERS["adagrad"])
+    rows = torch.from_numpy(np.random.default_rng(0).choice(50_000_000, 100_000, replace=False))
+    gradients = torch.ones(5_000, 16)
+    table.push(rows[:5_000], gradients)
+    before = resident_bytes()
+    for part in rows[5_000:].split(5_000):
+        table.push(part, gradients)
+    told, taken = table.size_bytes, resident_bytes() - before
+    assert 100_000 * (2 * 64 + 8 + 8) <= told <= 100_000 * (2 * 64 + 8 + 16)
+    assert taken < 1.5 * told  # the dense table would be 6,400,000,000
+    assert table.resident == 100_000
+
+
+@given(st.lists(st.lists(st.integers(0, 2**62), max_size=400), max_size=12), st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None)
+def test_slots_are_those_of_a_dict(batches: list[list[int]], seed: int) -> None:
+    slots, told = RowSlots(), {}
+    bulk = np.random.default_rng(seed).permutation(5_000)[:2_500] * 64  # more than the first table has room for
+    for batch in [*batches, bulk.tolist(), *batches]:
+        new = np.array(sorted({row for row in batch if row not in told}), np.int64)
+        told.update(zip(new.tolist(), slots.add(new).tolist(), strict=True))
+        asked = np.array([*batch, *[row + 1 for row in batch]], np.int64)
+        assert slots.find(asked).tolist() == [told.get(row, -1) for row in asked.tolist()]
+    assert slots.numbers.tolist() == sorted(told, key=told.__getitem__)
+
+
+def test_an_array_that_grows_moves_and_does_not_forget() -> None:
+    array = RowArray(None, np.int64)
+    for count in (1, 1024, 1025, 70_000):
+        array.reserve(count)
+        array.scatter(np.array([count - 1]), np.array([count]))
+    with pytest.raises(NotEnoughMemory, match="no memory for"):
+        array.reserve(2**52)
+    assert array.gather(np.array([0, 1023, 1024, 69_999, 5])).tolist() == [1, 1024, 1025, 70_000, 0]
+
+
+# --- initial values --------------------------------------------------------------------------------------------------
+
+
+def test_initial_values_depend_on_the_seed_the_name_and_the_row_alone() -> None:
+    rows = np.array([7, 0, 10**15, 7])
+    form = TableForm("a", rows=10**16, width=5, seed=1)
+    values = form.initial(rows)
+    assert np.array_equal(values[0], values[3])
+    assert np.array_equal(form.initial(rows[::-1]), values[::-1])
+    assert np.array_equal(msgspec.structs.replace(form, width=4, rows=10**17).initial(rows), values[:, :4])
+    for other in (msgspec.structs.replace(form, seed=2), msgspec.structs.replace(form, name="b")):
+        assert not (other.initial(rows) == values).any()
+    assert values[0, :3].tobytes().hex() == "9828ea3b86c730bb19531d3c"  # what was saved relies on it
+
+
+@pytest.mark.parametrize("rows", [np.arange(60_000), np.arange(60_000) * 4096])
+def test_initial_values_have_the_distribution_asked_for(rows: np.ndarray) -> None:
+    normal = TableForm("n", rows=10**9, width=7, init=RowInit("normal", 0.5)).initial(rows) / 0.5
+    uniform = TableForm("u", rows=10**9, width=7, init=RowInit("uniform", 0.5)).initial(rows)
+    count = normal.size
+    for moment, expected in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 3.0)):
+        spread = np.sqrt({1: 1.0, 2: 2.0, 3: 15.0, 4: 96.0}[moment] / count)
+        assert abs(np.mean(normal.astype(np.float64) ** moment) - expected) < 5 * spread
+    assert abs(uniform).max() < 0.5
+    assert np.histogram(uniform, 16, (-0.5, 0.5))[0].std() < 3 * np.sqrt(count / 16)
+    # Neighbours, in the row and in the column, know nothing of each other.
+    for left, right in ((normal[1:], normal[:-1]), (normal[:, 1:], normal[:, :-1]), (normal[::2], normal[1::2])):
+        assert abs(np.mean(left * right)) < 5 / np.sqrt(left.size)
+    assert not TableForm("z", rows=9, width=2, init=RowInit("zeros")).initial(np.arange(9)).any()
+
+
+def test_normal_numbers_are_those_of_the_inverse_error_function() -> None:
+    uniform = np.concatenate([_signed(1, np.arange(50_000), 4).ravel(), [1 - 2**-24, 2**-24 - 1, 2**-24]])
+    exact = torch.erfinv(torch.from_numpy(uniform).double()).numpy() * np.sqrt(2)
+    np.testing.assert_allclose(_normal(uniform.astype(np.float32)), exact, rtol=3e-6)
+
+
+# --- which server ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stride", [1, 2, 64, 1000, 1024, 2**20, 999_983])
+def test_rows_are_spread_evenly_also_where_their_numbers_are_not(stride: int) -> None:
+    rows = torch.arange(200_000) * stride
+    assert (torch.bincount(bucket_of(rows), minlength=BUCKETS) - 200_000 / BUCKETS).abs().max() < 6 * (
+        200_000 / BUCKETS
+    ) ** 0.5
+    for servers in (2, 3, 8):
+        counts = torch.bincount(server_of(rows, servers), minlength=servers)
+        assert counts.max() < 1.03 * 200_000 / servers
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3, 10, 100, 1023])
+def test_a_new_server_takes_its_share_and_nothing_else_moves(servers: int) -> None:
+    before, after = np.array(bucket_owners(servers)), np.array(bucket_owners(servers + 1))
+    moved = before != after
+    assert moved.sum() == BUCKETS // (servers + 1)
+    assert (after[moved] == servers).all()
+    assert np.ptp(np.bincount(after, minlength=servers + 1)) <= 1
+
+
+def test_no_server_or_too_many() -> None:
+    for servers in (0, BUCKETS + 1):
+        with pytest.raises(DistBeliefError, match=f"among {servers} servers"):
+            server_of(torch.tensor([1]), servers)
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@given(seed=st.integers(0, 2**32), piece_rows=st.integers(3, 200), before=st.integers(0, 12))
+@settings(max_examples=25, deadline=None)
+def test_a_copy_in_pieces_while_pushes_go_on_has_the_same_bits(
+    name: str, seed: int, piece_rows: int, before: int
+) -> None:
+    pushes = endless_pushes(seed, FORM, most=20)
+    original = pushed([next(pushes) for _ in range(before)], OPTIMIZERS[name])
+    arriving = ArrivingTable(Table(FORM, OPTIMIZERS[name]))
+    for piece in TableCopy(original, piece_rows):
+        assert len(piece.state["rows"]) <= piece_rows
+        arriving.take(piece)
+        for rows, gradients in (next(pushes), next(pushes)):
+            original.push(rows, gradients)
+            arriving.push(rows, gradients)
+    assert arriving.complete
+    assert contents(arriving.table) == contents(original)
+
+
+def test_a_piece_that_is_missing_or_comes_twice_is_refused() -> None:
+    pieces = list(TableCopy(pushed(random_pushes(1, 5), OPTIMIZERS["sgd"]), 10))
+    arriving = ArrivingTable(Table(FORM, OPTIMIZERS["sgd"]))
+    arriving.take(pieces[0])
+    for wrong in (pieces[0], pieces[2]):
+        with pytest.raises(DistBeliefError, match=f"begins at row {wrong.first}"):
+            arriving.take(wrong)
+    with pytest.raises(DistBeliefError, match="holds 10 rows"):
+        ArrivingTable(arriving.table)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_wrong_rows_and_gradients_are_refused_and_change_nothing() -> None:
+    table = pushed(random_pushes(1, 5), OPTIMIZERS["adam"])
+    before, good = contents(table), torch.ones(2, FORM.width)
+    for rows, gradients, told in (
+        (torch.tensor([1, 500]), good, "no row 500: it has 500 rows"),
+        (torch.tensor([-1, 3]), good, "no row -1"),
+        (torch.tensor([1, 2], dtype=torch.int32), good, "int32"),
+        (torch.tensor([[1, 2]]), good, r"shape \[1, 2\]"),
+        (torch.tensor([1, 2]), good[:1], r"shape \[1, 6\]"),
+        (torch.tensor([1, 2]), good.double(), "float64"),
+    ):
+        with pytest.raises(DistBeliefError, match=told) as caught:
+            table.push(rows, gradients)
+        assert caught.value.hint
+    assert contents(table) == before
+
+
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    table = pushed(random_pushes(1, 5), OPTIMIZERS["adam"])
+    before, state = contents(table), table.state()
+    for wrong, told in (
+        (pushed(random_pushes(1, 5), OPTIMIZERS["sgd"]).state(), "exp_avg"),
+        ({**state, "rows": state["rows"].flip(0)}, "ascending"),
+        ({**state, "rows": state["rows"] + 400}, "no row"),
+        ({**state, "values": state["values"][:, :3]}, "'values'"),
+        ({**state, "step": state["step"].float()}, "'step' is float32"),
+    ):
+        with pytest.raises(DistBeliefError, match=told):
+            table.load(wrong)
+        assert contents(table) == before
+    with pytest.raises(DistBeliefError, match="already"):
+        table.add(state)
+    assert contents(table) == before
+    state["values"].zero_()  # a copy
+    assert contents(table) == before
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda: TableForm("a", rows=0, width=3), "'a' has 0 rows"),
+        (lambda: TableForm("a", rows=3, width=-1), "of -1 numbers"),
+        (lambda: RowInit("xavier"), "'xavier'"),
+        (lambda: RowInit("normal", float("nan")), "nan"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(wrong, told: str) -> None:
+    with pytest.raises(JobError, match=told):
+        wrong()
+
+
+def test_a_form_travels_as_data() -> None:
+    form = TableForm("words", rows=5, width=2, init=RowInit("uniform", 0.1), seed=9)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(form), type=TableForm) == form
