@@ -31,7 +31,7 @@ lint: setup-dev
 
 test: lint
 	$(BIN)/python -m pytest --doctest-modules src
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 sim: setup-dev
 	PYTHONPATH=tests $(BIN)/python -m sim.run --seeds $(SEEDS) --jobs 2 $(if $(MEMBERS),--members $(MEMBERS)) --keep-going

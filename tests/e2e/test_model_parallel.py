@@ -125,7 +125,7 @@ def test_chaos_knows_that_members_may_go_back(distbelief: Cli) -> None:
     ).json
     assert found["weights_equal"], found
     assert (found["steps_lost"], found["exactly_once"]) == (0, True), found
-    assert 0 < found["difference"] < TOLERANCE
+    assert 0 <= found["difference"] < TOLERANCE  # 0: a new worker was there before one step without it
     (fault,) = found["faults"]
     assert fault["at_step"] >= 4
     assert found["reexecuted"] >= 4

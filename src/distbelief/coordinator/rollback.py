@@ -17,8 +17,9 @@ SOURCES = {"snapshots": "snapshots in the memory of neighbours", "checkpoint": "
 
 
 def rolled_back(state: State, event: m.RolledBack, now: float) -> Result:
-    if event.generation != state.generation or event.generation <= state.rolled_back:
-        return state, []  # of an old generation, or told again to a coordinator that has taken over
+    if event.generation <= state.rolled_back:
+        return state, []  # told again to a coordinator that has taken over
+    # It counts also if its generation is over by now: the next one went on from where it went back to.
     again = max(event.reached - event.step, 0)
     saves = replace(state.saves, open={})
     if event.source == "checkpoint":  # newer ones were found damaged, if it is not the newest

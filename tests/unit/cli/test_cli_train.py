@@ -80,7 +80,7 @@ def test_degrees_that_do_not_fit_the_workers_are_refused_at_once(tmp_path: Path)
     path = tmp_path / "fine.py"
     path.write_text("raise AssertionError('this must not run')")
     result = train(path, "--strategy", "pipeline:2", "--workers", 3, "--run-dir", tmp_path / "run")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "pipeline:2 takes a multiple of 2 workers, not 3: use --workers 2 or 4, or pipeline:3" in result.stderr
     assert not (tmp_path / "run").exists()
 

@@ -206,9 +206,11 @@ def test_a_single_step_and_a_checkpoint() -> None:
     assert texts(outputs) == "goes back from step 7 to 6 (a checkpoint): 1 step is executed again"
 
 
-def test_a_rollback_of_an_old_generation_is_none() -> None:
+def test_a_rollback_of_a_generation_that_is_over_counts_once() -> None:
     run = mesh("pipeline:2", 2).started(0, 1)
     run.kill(1)
+    run.feed(m.RolledBack(0, 1, reached=7, step=5, source="snapshots"))
+    assert run.state.reexecuted == 2
     assert run.feed(m.RolledBack(0, 1, reached=7, step=5, source="snapshots")) == []
 
 

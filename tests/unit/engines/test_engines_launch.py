@@ -198,7 +198,7 @@ def test_a_number_of_workers_that_cannot_be_is_refused_before_anything_starts(tm
     text = "pipeline:2 takes a multiple of 2 workers, not 3: use --workers 2 or 4, or pipeline:3"
     with pytest.raises(DistBeliefError) as caught:
         divided("pipeline:2", 3)
-    assert (caught.value.message, caught.value.exit_code) == (text, 1)
+    assert (caught.value.message, caught.value.exit_code) == (text, 2)
     with pytest.raises(DistBeliefError, match="takes a multiple of 2 workers, not 5"):
         replace(divided("pipeline:2", 4), workers=5)  # a run that is resumed
 
