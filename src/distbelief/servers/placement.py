@@ -15,9 +15,9 @@ from collections.abc import Collection, Mapping, Sequence
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.servers.roles import (
     NONE,
-    Change,
     Command,
     CopyTo,
+    Decision,
     Draft,
     Drop,
     Map,
@@ -30,9 +30,9 @@ from distbelief.servers.settling import Loads, choose, settle
 
 __all__ = [
     "NONE",
-    "Change",
     "Command",
     "CopyTo",
+    "Decision",
     "Drop",
     "Map",
     "Placement",
@@ -73,7 +73,7 @@ def first(slices: Sequence[Slice], hosts: Mapping[int, str], version: int = 1) -
     return draft.value(version)
 
 
-def without(placement: Placement, dead: Collection[int]) -> tuple[Placement, Change]:
+def without(placement: Placement, dead: Collection[int]) -> tuple[Placement, Decision]:
     """Servers have died, one or several at once. Their backups are promoted, and new backups get copies.
 
     >>> placed = first([Slice(0, 4), Slice(1, 4)], {0: "a", 1: "a", 2: "a"})
@@ -100,7 +100,7 @@ def without(placement: Placement, dead: Collection[int]) -> tuple[Placement, Cha
     return draft.done(reason if gone else "no server of the map died", lost)
 
 
-def with_server(placement: Placement, server: int, host: str) -> tuple[Placement, Change]:
+def with_server(placement: Placement, server: int, host: str) -> tuple[Placement, Decision]:
     """A server has come: it gets copies of its part, and is promoted where it is to be primary once it has them.
 
     >>> placed, change = with_server(first([Slice(0, 4), Slice(1, 4)], {0: "a"}), 1, "a")
@@ -120,10 +120,10 @@ def with_server(placement: Placement, server: int, host: str) -> tuple[Placement
     return draft.done(f"server {server} came: {_many(copies, 'copy', 'copies')} of {moved} bytes go out")
 
 
-def leave(placement: Placement, server: int) -> tuple[Placement, Change]:
+def leave(placement: Placement, server: int) -> tuple[Placement, Decision]:
     """A server wishes to leave: all that it has is handed over first. `Release` says, now or later, that it may go."""
     if server not in placement.hosts:
-        return placement, Change((), f"server {server} is not there, it cannot leave")
+        return placement, Decision((), f"server {server} is not there, it cannot leave")
     draft = Draft(placement)
     draft.leaving.add(server)
     for part in placement.slices:
@@ -136,7 +136,7 @@ def leave(placement: Placement, server: int) -> tuple[Placement, Change]:
     return draft.done(f"server {server} leaves: {_many(copies, 'copy', 'copies')} go to others first")
 
 
-def copied(placement: Placement, number: int, source: int, target: int) -> tuple[Placement, Change]:
+def copied(placement: Placement, number: int, source: int, target: int) -> tuple[Placement, Decision]:
     """The primary reports that a copy is complete. A report that is not asked for any more changes nothing.
 
     >>> placed, _ = with_server(first([Slice(0, 4)], {0: "a"}), 1, "a")

@@ -79,7 +79,7 @@ class Placement(Struct, frozen=True):
         return all(recruit == NONE for recruit in self.recruits)
 
 
-class Change(Struct, frozen=True):
+class Decision(Struct, frozen=True):
     """What follows from an event: orders for servers, slices that nobody has any more, and a line for people."""
 
     commands: tuple[Command, ...]
@@ -133,12 +133,12 @@ class Draft:
         self.commands.append(Drop(number, self.recruits[number]))
         self.recruits[number], self.handovers[number] = NONE, False
 
-    def done(self, reason: str, lost: Iterable[int] = ()) -> tuple[Placement, Change]:
+    def done(self, reason: str, lost: Iterable[int] = ()) -> tuple[Placement, Decision]:
         version = self.before.map.version
         after = self.value(version)
         if after != self.before:
             after = self.value(version + 1)
-        return after, Change(tuple(self.commands), reason, tuple(lost))
+        return after, Decision(tuple(self.commands), reason, tuple(lost))
 
     def value(self, version: int) -> Placement:
         return Placement(

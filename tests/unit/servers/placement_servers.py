@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from distbelief.servers.placement import (
     NONE,
-    Change,
     CopyTo,
+    Decision,
     Drop,
     Placement,
     Promote,
@@ -40,7 +40,7 @@ class Servers:
         self.lost: set[int] = set()
         self.moved_bytes = 0
 
-    def kill(self, dead: set[int]) -> Change:
+    def kill(self, dead: set[int]) -> Decision:
         self._gone(dead)
         placed, change = without(self.placed, dead)
         empty = {number for number, holders in self.complete.items() if not holders}
@@ -48,14 +48,14 @@ class Servers:
         self.lost |= empty
         return self._obey(placed, change)
 
-    def join(self, server: int, host: str) -> Change:
+    def join(self, server: int, host: str) -> Decision:
         self.alive.add(server)
         return self._obey(*with_server(self.placed, server, host))
 
-    def leave(self, server: int) -> Change:
+    def leave(self, server: int) -> Decision:
         return self._obey(*leave(self.placed, server))
 
-    def finish(self, number: int, target: int) -> Change:
+    def finish(self, number: int, target: int) -> Decision:
         source = self.copying.pop((number, target))
         self.complete[number].add(target)
         return self._obey(*copied(self.placed, number, source, target))
@@ -75,7 +75,7 @@ class Servers:
             key: source for key, source in self.copying.items() if key[1] not in dead and source not in dead
         }
 
-    def _obey(self, placed: Placement, change: Change) -> Change:
+    def _obey(self, placed: Placement, change: Decision) -> Decision:
         assert placed.map.version == self.placed.map.version + (placed != self.placed)
         assert change.reason
         assert "\n" not in change.reason

@@ -11,7 +11,7 @@ from placement_servers import ONE_HOST, Servers, parts
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.servers.placement import (
     NONE,
-    Change,
+    Decision,
     Drop,
     Placement,
     Promote,
@@ -171,14 +171,14 @@ def test_wrong_calls_say_what_is_wrong() -> None:
     placed = first(parts(1), {0: "a"})
     with pytest.raises(DistBeliefError, match="taken"):
         with_server(placed, 0, "a")
-    assert without(placed, {9}) == (placed, Change((), "no server of the map died"))
+    assert without(placed, {9}) == (placed, Decision((), "no server of the map died"))
     assert leave(placed, 9)[0] == placed
 
 
 def test_a_placement_travels_as_a_message() -> None:
     placed, change = without(first(parts(3, 2, 1), ONE_HOST), {1})
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(placed), type=Placement) == placed
-    assert msgspec.json.decode(msgspec.json.encode(change), type=Change) == change
+    assert msgspec.json.decode(msgspec.json.encode(change), type=Decision) == change
 
 
 def play(seed: int) -> int:
