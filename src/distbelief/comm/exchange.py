@@ -122,8 +122,12 @@ class Geometry:
 class Group(Protocol):
     """The members of a generation, who can tell each other something."""
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
     shares_state: bool
     """Whether the members keep one copy of the parameters between them."""
     backups: Backups | None

@@ -62,6 +62,11 @@ class SegmentKeeper:
             if its_kind == kind and its_number.isdigit() and number.isdigit() and int(its_number) < int(number):
                 os.close(self._segments.pop(name)[0])
 
+    def drop_all(self, beginning: str) -> None:
+        """Forget the segments whose names begin so: nobody will ask for them again."""
+        for name in [name for name in self._segments if name.startswith(beginning)]:
+            os.close(self._segments.pop(name)[0])
+
     def close(self) -> None:
         for fd, _ in self._segments.values():
             os.close(fd)

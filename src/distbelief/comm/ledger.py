@@ -56,9 +56,11 @@ class Ledger:
 
     def slot(self, rank: int, index: int) -> Segment:
         if (rank, index) not in self._slots:
-            name = f"{self._name}/slot/{rank}.{index}"
-            self._slots[rank, index] = self._keeper.segment(name, self.geometry.slot_bytes)
+            self._slots[rank, index] = self._keeper.segment(self.slot_name(rank, index), self.geometry.slot_bytes)
         return self._slots[rank, index]
+
+    def slot_name(self, rank: int, index: int) -> str:
+        return f"{self._name}/slot/{rank}.{index}"
 
     def tiles(self, rank: int, index: int) -> list[torch.Tensor]:
         """A slot, tile by tile."""

@@ -97,6 +97,19 @@ class PastGeneration(Struct, frozen=True):
     """As in StartGeneration."""
 
 
+class ServerMap(Struct, frozen=True):
+    """Who has which slice of the parameters. -1: nobody."""
+
+    version: int
+    life: int
+    """Goes up when slices were lost and all of them begin anew, from a checkpoint."""
+    primaries: list[int]
+    backups: list[int]
+    recruits: list[int]
+    """Servers that are being given a copy of the slice."""
+    addresses: dict[int, str]
+
+
 class WrittenPart(Struct, frozen=True):
     """A member's part of a checkpoint, as it lies in the folder."""
 
@@ -116,6 +129,9 @@ class EngineAttached(Struct, frozen=True, tag=True):
     """Worker -> process number."""
     exited: dict[int, int] = {}
     """Worker -> status, as in WorkerExited."""
+    servers: dict[int, int] = {}
+    """Parameter server -> process number."""
+    servers_exited: dict[int, int] = {}
 
 
 class WorkerJoined(Struct, frozen=True, tag=True):
@@ -148,6 +164,8 @@ class Heartbeat(Struct, frozen=True, tag=True):
     """It has done its part and waits for others."""
     finished: bool = False
     """It has said that it has finished this generation."""
+    servers: int = 0
+    """The version of the map of parameter servers that it knows."""
 
 
 class WorkerFinished(Struct, frozen=True, tag=True):
@@ -322,6 +340,54 @@ class SaveMissed(Struct, frozen=True, tag=True):
     step: int
 
 
+class ServerReady(Struct, frozen=True, tag=True):
+    """A parameter server has loaded the job and can be given slices."""
+
+    server: int
+    host: str
+    pid: int
+    address: str
+    """Where workers and other servers reach it."""
+    slices: list[int]
+    """The size of every slice that the job's parameters and optimizer state are cut into, in bytes."""
+    facts: dict[str, str]
+    """As those of a Canary."""
+
+
+class ServerBeat(Struct, frozen=True, tag=True):
+    """A parameter server is alive."""
+
+    server: int
+    epoch: int
+    version: int
+    """Of the map that it knows."""
+
+
+class SliceCopied(Struct, frozen=True, tag=True):
+    """The recruit has all of the slice, and everything that is answered from now on. From the slice's primary."""
+
+    server: int
+    slice: int
+    target: int
+
+
+class ServerFailed(Struct, frozen=True, tag=True):
+    """A parameter server cannot go on, and it is not a death: it ends the run with this traceback."""
+
+    server: int
+    host: str
+    message: str
+    hint: str = ""
+    traceback: str = ""
+
+
+class ServerExited(Struct, frozen=True, tag=True):
+    """The engine saw a parameter server's process end."""
+
+    server: int
+    status: int
+
+
 Event = (
     EngineAttached
     | WorkerJoined
@@ -346,6 +412,11 @@ Event = (
     | CheckpointSealed
     | SaveFailed
     | SaveMissed
+    | ServerReady
+    | ServerBeat
+    | SliceCopied
+    | ServerFailed
+    | ServerExited
 )
 
 
@@ -406,6 +477,28 @@ class KillWorker(Struct, frozen=True, tag=True):
     reason: str
 
 
+class Serve(Struct, frozen=True, tag=True):
+    """To parameter servers and workers: this is who has which slice from now on."""
+
+    epoch: int
+    map: ServerMap
+
+
+class StartServer(Struct, frozen=True, tag=True):
+    """To an engine: start a parameter server with this number, unless that was done before."""
+
+    epoch: int
+    server: int
+
+
+class KillServer(Struct, frozen=True, tag=True):
+    """To an engine: end this parameter server's process by force, and tell of its exit."""
+
+    epoch: int
+    server: int
+    reason: str
+
+
 class Admit(Struct, frozen=True, tag=True):
     """To somebody who would be a worker: be this one."""
 
@@ -459,6 +552,9 @@ Command = (
     | SealCheckpoint
     | Answer
     | EndRun
+    | Serve
+    | StartServer
+    | KillServer
 )
 
 

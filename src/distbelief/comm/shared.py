@@ -78,6 +78,10 @@ class SharedExchange:
     def slot(self, index: int) -> Segment:
         return self._ledger.slot(self.rank, index)
 
+    def slot_name(self, index: int) -> str:
+        """Under which others of this host find it."""
+        return self._ledger.slot_name(self.rank, index)
+
     def state(self, size_bytes: int) -> Segment:
         return self._keeper.lasting("state", size_bytes)
 
@@ -197,7 +201,11 @@ class SharedExchange:
 
     def settle(self) -> None:
         self._words.await_all(SETTLED, self._stamp)
-        if self._before:  # nobody can need what they left any more: the step after it has been committed
+        self.forget_past()
+
+    def forget_past(self) -> None:
+        """Nobody can need what earlier generations have left any more: a step has been committed since."""
+        if self._before:
             if self.rank == 0:
                 self._keeper.drop_before(self._name)
             self._before, self._found = [], {}

@@ -10,7 +10,19 @@ import msgspec
 from distbelief.comm import messages as m
 from distbelief.coordinator import explain
 from distbelief.coordinator.progress import notice, workers_line
-from distbelief.coordinator.vocabulary import ENGINE, Exit, Output, Record, Report, Send, State, Status, Worker
+from distbelief.coordinator.vocabulary import (
+    ENGINE,
+    EVERYBODY,
+    Exit,
+    Output,
+    Record,
+    Report,
+    Send,
+    SendServer,
+    State,
+    Status,
+    Worker,
+)
 
 Result = tuple[State, list[Output]]
 
@@ -21,6 +33,7 @@ def end(state: State, status: Status, reason: str, now: float, **facts: Any) -> 
     alive = [worker.number for worker in state.workers.values() if worker.exited is None and not worker.refused]
     outputs: list[Output] = [record(state, now, "ended", reason, status=status, **facts)]
     outputs += [Send(worker, outcome) for worker in [*alive, ENGINE]]
+    outputs += [SendServer(EVERYBODY, outcome)] if state.fleet.target else []
     return state, [*outputs, Exit(status)]
 
 
@@ -44,6 +57,8 @@ def complete(state: State, now: float) -> Result:
         "recoveries": state.recoveries,
         "reexecuted": state.reexecuted,
     }
+    if state.fleet.target:
+        result |= {"servers": state.fleet.target, "servers_lost": state.fleet.kills}
     line = workers_line(state.progress, state.members, state.generation, now)
     state, outputs = end(state, "completed", f"all {len(ends)} members have finished", now, result=result)
     return state, [Report(line), *outputs]

@@ -14,7 +14,7 @@ from dataclasses import replace
 import msgspec
 
 from distbelief.comm import messages as m
-from distbelief.coordinator import balance, explain, membership
+from distbelief.coordinator import balance, explain, mapping, membership
 from distbelief.coordinator.ending import Result, fail_without_culprit, record, say, with_worker
 from distbelief.coordinator.vocabulary import ENGINE, Output, Send, State, Troubles, Worker
 from distbelief.shards import Range
@@ -48,9 +48,15 @@ def start_when_complete(state: State, now: float) -> Result:
     ready = [worker for worker in state.workers.values() if worker.ready and worker.counts]
     if len(ready) < state.target or state.pending:  # a pending exit decides first
         return state, []
+    if not state.fleet.complete:
+        return state, []
     hosts = len({worker.host for worker in ready})
     reason = f"all {len(ready)} workers are ready, on {hosts} host{'s' if hosts > 1 else ''}"
-    return _start(state, ready, "start", reason, now, None)
+    outputs: list[Output] = []
+    if state.fleet.target:  # before the members are told to begin: they ask the servers at once
+        state, outputs = mapping.found(state, f"all {len(state.fleet.there)} servers are ready", now)
+    state, more = _start(state, ready, "start", reason, now, None)
+    return state, outputs + more
 
 
 def _start(

@@ -15,7 +15,9 @@ import msgspec
 
 from distbelief.comm import messages as m
 from distbelief.coordinator.ending import with_worker
+from distbelief.coordinator.fleetstate import Fleet, ServerProcess
 from distbelief.coordinator.vocabulary import State, Worker
+from distbelief.servers.roles import Placement
 
 Entry = Mapping[str, Any]
 
@@ -65,11 +67,37 @@ def replay(state: State, entry: Entry, now: float) -> State:
             return replace(state, rolled_back=entry["generation"], reexecuted=reexecuted, progress=progress)
         case "plan":
             return replace(state, plan=tuple(entry["lines"]))
+        case "servers":
+            return replace(state, fleet=_fleet(state.fleet, entry, now))
+        case "servers_hired":
+            hired = {**state.fleet.hired, **dict.fromkeys(entry["servers"], now)}
+            next_server = max(state.fleet.next_server, *(number + 1 for number in entry["servers"]))
+            return replace(state, fleet=replace(state.fleet, hired=hired, next_server=next_server))
         case "resumed":
             return _resumed(state, entry, now)
         case "ended":
             return replace(state, phase="ended", outcome=m.EndRun(state.epoch, entry["status"], entry["reason"]))
     return state
+
+
+def _fleet(fleet: Fleet, entry: Entry, now: float) -> Fleet:
+    """Servers that died since are told of by the engine, as long as it lives."""
+    there = [msgspec.convert({**one, "heard_at": now}, ServerProcess) for one in entry["servers"]]
+    placed = msgspec.convert(entry["placement"], Placement, strict=False)
+    numbers = {one.number for one in there}
+    return replace(
+        fleet,
+        there={one.number: one for one in there},
+        hired={number: at for number, at in fleet.hired.items() if number not in numbers},
+        next_server=max(fleet.next_server, *(number + 1 for number in numbers)),
+        gone=frozenset(entry["gone"]),
+        slices=tuple(entry["slices"]),
+        placement=placed,
+        version=placed.map.version,
+        life=entry["life"],
+        target=entry["target"],
+        kills=entry["kills"],
+    )
 
 
 def _generation(state: State, entry: Entry) -> State:
@@ -116,6 +144,20 @@ def _resumed(state: State, entry: Entry, now: float) -> State:
         recoveries=state.recoveries,
         rolled_back=state.rolled_back,
         reexecuted=state.reexecuted,
+        fleet=_resumed_fleet(state.fleet, state.config.servers),
+    )
+
+
+def _resumed_fleet(fleet: Fleet, servers: int) -> Fleet:
+    first = fleet.next_server
+    return Fleet(
+        servers,
+        first + servers,
+        hired=dict.fromkeys(range(first, first + servers), -math.inf),
+        version=fleet.version,
+        life=fleet.life,
+        gone=frozenset(range(first)),
+        kills=fleet.kills,
     )
 
 

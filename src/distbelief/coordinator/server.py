@@ -54,6 +54,7 @@ _FROM_WORKERS = (
     m.SaveFailed,
     m.SaveMissed,
 )
+_FROM_SERVERS = (m.ServerReady, m.ServerBeat, m.SliceCopied, m.ServerFailed)
 
 
 def bind(
@@ -158,6 +159,8 @@ class Server:
     clock: Callable[[], float] = time.time
     addresses: dict[int, bytes] = field(default_factory=dict)
     """Worker -> the ZeroMQ identity its last message came from."""
+    servers: dict[int, bytes] = field(default_factory=dict)
+    """Parameter server -> likewise."""
     engines: dict[str, bytes] = field(default_factory=dict)
     """Host -> the identity of the engine there."""
     encoded: tuple[m.Command | None, bytes] = (None, b"")
@@ -216,6 +219,8 @@ def handle(server: Server, event: s.Input, identity: bytes = b"") -> bool:
         _post(server, identity, m.Answer(server.state.epoch, True, "heard"))  # that we are not frozen
     elif isinstance(event, _FROM_WORKERS) and identity not in server.engines.values():
         server.addresses[event.worker] = identity
+    elif isinstance(event, _FROM_SERVERS):
+        server.servers[event.server] = identity
     return perform(server, outputs, identity)
 
 
@@ -246,6 +251,9 @@ def _perform(server: Server, outputs: Iterable[s.Output], sender: bytes) -> bool
                 server.metrics.add(line)
             case s.Send(worker, command):
                 _send(server, worker, command)
+            case s.SendServer(number, command):
+                for identity in _chosen(server.servers, number):
+                    _post(server, identity, command)
             case s.Reply(command):
                 _post(server, sender, command)
             case s.Exit():
@@ -266,12 +274,15 @@ def _record(server: Server, entry: dict[str, Any]) -> None:
 
 
 def _send(server: Server, worker: int, command: m.Command) -> None:
-    if worker == s.ENGINE:
-        identities = list(server.engines.values())
-    else:
-        identities = [server.addresses[worker]] if worker in server.addresses else []
+    identities = list(server.engines.values()) if worker == s.ENGINE else _chosen(server.addresses, worker)
     for identity in identities:
         _post(server, identity, command)
+
+
+def _chosen(addresses: dict[int, bytes], number: int) -> list[bytes]:
+    if number == s.EVERYBODY:
+        return list(addresses.values())
+    return [addresses[number]] if number in addresses else []
 
 
 def _post(server: Server, identity: bytes, command: m.Command) -> None:

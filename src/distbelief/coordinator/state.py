@@ -19,13 +19,14 @@ from dataclasses import replace
 from typing import Any
 
 from distbelief.comm import messages as m
-from distbelief.coordinator import faults, joining, rollback, saving
+from distbelief.coordinator import faults, fleet, joining, rollback, saving
 from distbelief.coordinator.ending import Result, end, fail
 from distbelief.coordinator.progress import Seen, absorb
 from distbelief.coordinator.regroup import committed
 from distbelief.coordinator.replay import replay
 from distbelief.coordinator.vocabulary import (
     ENGINE,
+    EVERYBODY,
     CoordinatorFailed,
     Exit,
     Input,
@@ -37,6 +38,7 @@ from distbelief.coordinator.vocabulary import (
     Report,
     RunConfig,
     Send,
+    SendServer,
     State,
     Ticked,
     Worker,
@@ -44,6 +46,7 @@ from distbelief.coordinator.vocabulary import (
 
 __all__ = [
     "ENGINE",
+    "EVERYBODY",
     "CoordinatorFailed",
     "Exit",
     "Input",
@@ -54,6 +57,7 @@ __all__ = [
     "Report",
     "RunConfig",
     "Send",
+    "SendServer",
     "State",
     "Ticked",
     "Worker",
@@ -67,7 +71,8 @@ def begin(config: RunConfig, epoch: int, now: float) -> State:
     """A run that has nobody yet; the engine starts the first workers by itself."""
     workers = config.workers
     on_their_way = dict.fromkeys(range(workers), now)
-    return State(config, epoch, active_at=now, target=workers, next_worker=workers, hired=on_their_way)
+    servers = fleet.begun(config.servers, now)
+    return State(config, epoch, active_at=now, target=workers, next_worker=workers, hired=on_their_way, fleet=servers)
 
 
 def resume(
@@ -109,6 +114,8 @@ def _attached(state: State, event: m.EngineAttached, now: float) -> Result:
             state, more = faults.exited(state, m.WorkerExited(worker, status), now)
             outputs += more
     state, more = faults.outstanding(state, now)
+    outputs += more
+    state, more = fleet.attached(state, event, now)
     return state, outputs + more
 
 
@@ -123,17 +130,18 @@ def _heartbeat(state: State, event: m.Heartbeat, now: float) -> Result:
         return faults.returned(state, worker, now)
     if event.generation != state.generation or not state.is_member(event.worker):
         state = replace(state, pulse=state.pulse.alive(event.worker, now))
-        return state, _told_again(state, worker, event.generation)
+        return state, [*fleet.told_worker(state, event), *_told_again(state, worker, event.generation)]
     before = state.progress.reported
     progress, lines = absorb(state.progress, state.members, event, now, exact=state.config.exact)
     pulse = state.pulse.heard(event.worker, event.step, event.waiting, now)
     if progress.reported is not before:
         pulse = pulse.committed([report.at for report in event.reports], now)
         if any(report.step >= progress.redone for report in event.reports):  # else it is where it was before
-            state = committed(state)
+            state = fleet.committed(committed(state))
     speeds = state.speeds.observe(event.worker, event.timing, now)
     state = replace(state, progress=progress, pulse=pulse, speeds=speeds)
     outputs: list[Output] = [Report(line) for line in lines]
+    outputs += fleet.told_worker(state, event)
     if worker.leaving:
         outputs += _told_again(state, worker, event.generation)
     elif event.finished and worker.finished is None:  # that it has finished was not heard
@@ -173,6 +181,8 @@ def _finished(state: State, event: m.WorkerFinished, now: float) -> Result:
 
 def _ticked(state: State, event: Ticked, now: float) -> Result:
     state, outputs = faults.ticked(state, event, now)
+    state, more = fleet.ticked(state, now)
+    outputs += more
     if state.phase != "training":
         return state, outputs
     state, more = saving.ticked(state, now)
@@ -227,6 +237,10 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.ScaleRequested: joining.scaled,
         m.StopRequested: _stopped,
         m.CheckpointRequested: saving.requested,
+        m.ServerReady: fleet.ready,
+        m.ServerBeat: fleet.beat,
+        m.ServerFailed: fleet.failed,
+        m.ServerExited: fleet.exited,
         Ticked: faults.ticked,
         CoordinatorFailed: _broken,
     },
@@ -254,6 +268,11 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.CheckpointSealed: saving.sealed,
         m.SaveFailed: saving.failed,
         m.SaveMissed: saving.missed,
+        m.ServerReady: fleet.ready,
+        m.ServerBeat: fleet.beat,
+        m.SliceCopied: fleet.copied,
+        m.ServerFailed: fleet.failed,
+        m.ServerExited: fleet.exited,
         Ticked: _ticked,
         CoordinatorFailed: _broken,
     },
@@ -281,6 +300,11 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.CheckpointSealed: _ignored,
         m.SaveFailed: _ignored,
         m.SaveMissed: _ignored,
+        m.ServerReady: _too_late,
+        m.ServerBeat: _too_late,
+        m.SliceCopied: _ignored,
+        m.ServerFailed: _ignored,
+        m.ServerExited: _ignored,
         Ticked: _ignored,
         CoordinatorFailed: _broken,  # the end that was decided could not be recorded, so nobody was told of it
     },

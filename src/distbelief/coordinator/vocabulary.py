@@ -15,6 +15,7 @@ from distbelief.comm import messages as m
 from distbelief.coordinator import explain
 from distbelief.coordinator.balance import Look, Speeds
 from distbelief.coordinator.detector import STUCK_S, Pulse
+from distbelief.coordinator.fleetstate import Fleet
 from distbelief.coordinator.paged import Paged
 from distbelief.coordinator.progress import Progress
 from distbelief.errors import DistBeliefError
@@ -27,6 +28,9 @@ EXIT_GRACE_S: Final = 0.3
 ENGINE: Final = -1
 """As the addressee of a Send: the engines that have attached."""
 
+EVERYBODY: Final = -2
+"""As the addressee: all that are known."""
+
 Phase = Literal["gathering", "training", "ended"]
 Status = Literal["completed", "failed", "stopped"]
 
@@ -37,6 +41,8 @@ class ProtocolError(DistBeliefError):
 
 class RunConfig(Struct, frozen=True, forbid_unknown_fields=True):
     workers: int
+    servers: int = 0
+    """Parameter servers."""
     strategy: str = ""
     """Its string form. Empty: one in which every member has the whole model."""
     shares: list[float] = []
@@ -107,6 +113,14 @@ class Send:
 
 
 @dataclass(frozen=True)
+class SendServer:
+    """To a parameter server."""
+
+    server: int
+    command: m.Command
+
+
+@dataclass(frozen=True)
 class Record:
     """A decision for the journal; durable before anything after it in the list is performed."""
 
@@ -134,7 +148,7 @@ class Exit:
     status: Status
 
 
-Output = Send | Record | Report | Reply | Exit
+Output = Send | SendServer | Record | Report | Reply | Exit
 
 
 # --- state -----------------------------------------------------------------------------------------------------------
@@ -284,6 +298,8 @@ class State:
     """The newest generation that had to go back to an earlier state."""
     reexecuted: int = 0
     """Steps that were executed again for that reason."""
+    fleet: Fleet = field(default_factory=Fleet)
+    """The parameter servers, if the strategy has any."""
     plan: tuple[str, ...] = ()
     """How the model is divided, as it was last said."""
     outcome: m.EndRun | None = None

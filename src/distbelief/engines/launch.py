@@ -16,7 +16,7 @@ from distbelief.coordinator.detector import STUCK_S
 from distbelief.engines.rundir import check_idle
 from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST, best, interval
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.strategies import degrees, wish_of
+from distbelief.strategies import degrees, servers_of, wish_of
 from distbelief.worker.spec import Origin, SavePlan, WorkerSpec
 
 LOADING_S = 1800.0  # the longest silence while workers load their job; their exits are noticed at once anyway
@@ -115,6 +115,7 @@ class Launch:
         """What the coordinator is told of the run (its RunConfig)."""
         return {
             "workers": self.workers,
+            "servers": servers_of(self.strategy),
             "strategy": self.strategy,
             "shares": list(self.shares),
             "transport": self.usable_transport,
@@ -144,6 +145,7 @@ class Launch:
             settings=self.settings,
             sys_path=list(self.sys_path),
             store=store,
+            shares_memory=self.usable_transport != "gloo",
             most_steps=self.most_steps,
             saves=self.save_plan,
             origin=self.origin,

@@ -26,7 +26,10 @@ from distbelief.comm.messages import (
     EndRun,
     EngineAttached,
     Event,
+    KillServer,
     KillWorker,
+    ServerExited,
+    StartServer,
     StartWorker,
     StopRequested,
     WorkerExited,
@@ -42,6 +45,7 @@ from distbelief.engines.rundir import ended, verdict
 from distbelief.engines.signals import Signals
 from distbelief.engines.watching import Watching
 from distbelief.errors import RunFailed
+from distbelief.strategies import servers_of
 from distbelief.worker.spec import WorkerSpec
 
 REFRESH_S = 0.2
@@ -77,6 +81,10 @@ class _Run:
         self._workers: dict[int, int] = {}  # process number -> worker
         self._alive: set[int] = set()
         self._exits: dict[int, int] = {}  # worker -> status
+        self._servers: dict[int, int] = {}  # process number -> parameter server
+        self._servers_alive: set[int] = set()
+        self._server_exits: dict[int, int] = {}
+        self._servers_wanted: list[int] = []
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._store: tuple[str, int] | None = None
         self._epoch = 0
@@ -130,7 +138,8 @@ class _Run:
         """Tell all there is to know. Repeated, so that what was lost, on the way or with a coordinator, is mended."""
         self._next_attach = time.monotonic() + ATTACH_EVERY_S
         running = {self._workers[pid]: pid for pid in self._alive}
-        self._send(EngineAttached(host_name(), running, self._exits))
+        servers = {self._servers[pid]: pid for pid in self._servers_alive}
+        self._send(EngineAttached(host_name(), running, self._exits, servers, self._server_exits))
         if self._signals.count:
             self._ask_to_stop()
 
@@ -145,6 +154,9 @@ class _Run:
         first = () if self._launch.resumed else range(self._launch.workers)
         for worker in dict.fromkeys([*first, *self._wanted]):  # the coordinator may have grown impatient: each one once
             self._start_worker(worker)
+        count = 0 if self._launch.resumed else servers_of(self._launch.strategy)
+        for server in dict.fromkeys([*range(count), *self._servers_wanted]):
+            self._start_server(server)
 
     def _write_template(self) -> None:
         """What a worker on another host needs to know, for whoever may read the run directory's private files."""
@@ -160,6 +172,13 @@ class _Run:
     def _start_worker(self, worker: int) -> None:
         pid, connection = self._zygote.fork_worker(self._spec(worker), self._log(f"worker {worker}"))
         self._adopt(worker, pid, connection)
+
+    def _start_server(self, server: int) -> None:
+        pid, connection = self._zygote.fork_server(self._spec(server), self._log(f"server {server}"))
+        self._servers[pid] = server
+        self._servers_alive.add(pid)
+        self._stack.callback(connection.close)
+        self._watching.watch(connection, lambda: self._segment_request(connection))
 
     def _guest_arrives(self) -> None:
         """A worker that somebody has started by hand, with a number that the coordinator gave it."""
@@ -183,7 +202,7 @@ class _Run:
     def loop(self) -> None:
         """Serve until the coordinator has ended the run and every process is gone."""
         next_refresh = 0.0
-        while not (self._ended and not self._alive):
+        while not (self._ended and not self._alive and not self._servers_alive):
             self._watching.serve(REFRESH_S)
             for event in self._zygote.early_exits:
                 self._exited(event)
@@ -202,7 +221,7 @@ class _Run:
             if now >= self._deadline:
                 self._deadline = float("inf")
                 self._finish(GRACE_S / 2)
-                for pid in self._alive:
+                for pid in [*self._alive, *self._servers_alive]:
                     self._end_by_force(pid)
 
     # --- what happens ------------------------------------------------------------------------------------------------
@@ -219,6 +238,11 @@ class _Run:
                     self._start_another(command)
                 case KillWorker():
                     self._kill(command)
+                case StartServer(server=server) if self._obeyed(command.epoch):
+                    self._start_another_server(server)
+                case KillServer(server=server) if self._obeyed(command.epoch):
+                    for pid in [pid for pid in self._servers_alive if self._servers[pid] == server]:
+                        self._end_by_force(pid)
 
     def _start_another(self, command: StartWorker) -> None:
         if not self._obeyed(command.epoch) or self._ended or command.worker in self._workers.values():
@@ -227,6 +251,14 @@ class _Run:
             self._start_worker(command.worker)
         elif command.worker not in self._wanted:
             self._wanted.append(command.worker)
+
+    def _start_another_server(self, server: int) -> None:
+        if self._ended or server in self._servers.values():
+            return
+        if self._can_fork:
+            self._start_server(server)
+        elif server not in self._servers_wanted:
+            self._servers_wanted.append(server)
 
     def _kill(self, command: KillWorker) -> None:
         if self._obeyed(command.epoch):
@@ -289,6 +321,7 @@ class _Run:
             self._can_fork = False
             self._watching.unwatch(self._zygote.socket)
             self._alive.clear()  # workers die with the zygote; guests are told of the end
+            self._servers_alive.clear()
             self._send(StopRequested("the process that starts workers has died", at_once=True))
             self._finish(0.5)
             return
@@ -296,7 +329,13 @@ class _Run:
 
     def _exited(self, event: dict[str, Any]) -> None:
         pid = int(event.get("pid", -1))
-        if event.get("event") == "exited" and pid in self._alive:
+        if event.get("event") == "exited" and pid in self._servers_alive:
+            self._servers_alive.discard(pid)
+            server = self._servers[pid]
+            self._server_exits[server] = int(event["status"])
+            self._keeper.drop_all(f"server {server}/")
+            self._send(ServerExited(server, self._server_exits[server]))
+        elif event.get("event") == "exited" and pid in self._alive:
             self._alive.discard(pid)
             worker = self._workers[pid]
             self._exits[worker] = int(event["status"])

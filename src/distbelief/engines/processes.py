@@ -168,6 +168,10 @@ class Zygote:
         """Fork a worker. Returns its process number and our end of its socket to the segment keeper."""
         return self._fork({"do": "worker", "id": spec.worker, "spec": msgspec.to_builtins(spec)}, log)
 
+    def fork_server(self, spec: WorkerSpec, log: LogPipe) -> tuple[int, socket.socket]:
+        """Likewise a parameter server."""
+        return self._fork({"do": "server", "id": spec.worker, "spec": msgspec.to_builtins(spec)}, log)
+
     def fork_store(self, host: str, log: LogPipe) -> int:
         """Fork the rendezvous store of torch groups, listening at that address. Returns its port."""
         _, sock = self._fork({"do": "store", "id": -1, "host": host}, log)

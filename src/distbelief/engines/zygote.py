@@ -24,6 +24,7 @@ from distbelief.comm.memfd import receive_message, send_message
 from distbelief.lifeline import die_with_parent
 from distbelief.strategies import wish_of
 from distbelief.worker.process import run_worker
+from distbelief.worker.serving import run_server
 from distbelief.worker.spec import WorkerSpec
 
 
@@ -98,7 +99,8 @@ def _become(engine: socket.socket, parent: int, request: dict[str, Any], fds: li
         sock = socket.socket(fileno=connection)
         if request["do"] == "store":
             _serve_store(sock, request["host"])
-        status = run_worker(msgspec.convert(request["spec"], WorkerSpec), sock)
+        live = run_server if request["do"] == "server" else run_worker
+        status = live(msgspec.convert(request["spec"], WorkerSpec), sock)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
     except BaseException:

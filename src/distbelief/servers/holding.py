@@ -226,9 +226,14 @@ class Holding:
             if one.took != self.last
         ]
 
-    def _answers(self) -> Iterator[Output]:
+    @property
+    def everywhere(self) -> int:
+        """The number of the last change that every follower that counts has."""
         counted = [one.took[1] if one.took else -1 for one in self._followers.values() if one.counts]
-        everywhere = min(counted, default=self.last[1])
+        return min(counted, default=self.last[1])
+
+    def _answers(self) -> Iterator[Output]:
+        everywhere = self.everywhere
         for name in [name for name, number in self._waiting.items() if number <= everywhere]:
             del self._waiting[name]
             yield Answer(name)

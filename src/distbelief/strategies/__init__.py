@@ -10,10 +10,11 @@ from distbelief.errors import JobError
 from distbelief.strategies.allreduce import AllReduce
 from distbelief.strategies.degrees import Wish
 from distbelief.strategies.hybrid import SCHEDULES, Hybrid, Meshed, Pipeline, Sharded, Tensor
+from distbelief.strategies.parameterserver import ParameterServer
 
-AnyStrategy = AllReduce | Pipeline | Tensor | Sharded | Hybrid
+AnyStrategy = AllReduce | ParameterServer | Pipeline | Tensor | Sharded | Hybrid
 
-KNOWN = "allreduce, pipeline:4, tensor:2, sharded, or degrees such as dp2.tp2.pp2 and dp2.fsdp2"
+KNOWN = "allreduce, ps:sync, pipeline:4, tensor:2, sharded, or degrees such as dp2.tp2.pp2 and dp2.fsdp2"
 _DEGREES = {"dp": "data", "fsdp": "sharded", "tp": "tensor", "pp": "pipeline"}
 _PART = re.compile(r"([a-z]+)(\d*)")
 
@@ -31,6 +32,8 @@ def parse(text: str) -> AnyStrategy:
     name, *options = text.split(":")
     if name == "allreduce":
         return _allreduce(text, options)
+    if name == "ps":
+        return _parameter_server(text, options)
     if name == "pipeline":
         stages, rest = _degree(text, options)
         return Pipeline(stages, **_options(text, rest, scheduled=True))
@@ -83,6 +86,34 @@ def _allreduce(text: str, options: Sequence[str]) -> AllReduce:
                 hint="options of allreduce: inexact, shm, gloo (as in allreduce:gloo)",
             )
     return AllReduce(**values)
+
+
+def servers_of(text: str) -> int:
+    """How many parameter servers a strategy has.
+
+    >>> servers_of("ps:sync:servers=3"), servers_of("allreduce")
+    (3, 0)
+    """
+    strategy = parse(text)
+    return strategy.servers if isinstance(strategy, ParameterServer) else 0
+
+
+def _parameter_server(text: str, options: Sequence[str]) -> ParameterServer:
+    values: dict[str, Any] = {}
+    for option in options:
+        key, _, number = option.partition("=")
+        if option == "sync":
+            values["mode"] = option
+        elif option in ("auto", "shm", "tcp"):
+            values["over"] = option
+        elif key == "servers" and number.isdigit():
+            values["servers"] = int(number)
+        else:
+            raise JobError(
+                f"unknown option '{option}' in the strategy '{text}'",
+                hint="options of ps: sync, servers=2, shm, tcp (as in ps:sync:servers=2)",
+            )
+    return ParameterServer(**values)
 
 
 def _degree(text: str, options: Sequence[str]) -> tuple[int, Sequence[str]]:

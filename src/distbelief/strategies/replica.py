@@ -16,9 +16,7 @@ import torch
 from distbelief.comm.backups import Backup
 from distbelief.comm.exchange import ROW, Exchange, Gift, StepPlan
 from distbelief.comm.segment import Segment
-from distbelief.data.seeding import seed_everything
-from distbelief.errors import JobError
-from distbelief.shards import Range, Schedule, mix, shard_seed
+from distbelief.shards import Range, Schedule, shard_seed
 from distbelief.strategies.agreement import agree_on_state
 from distbelief.strategies.base import (
     Applied,
@@ -39,10 +37,9 @@ from distbelief.strategies.named import TilePortion, outside_of_tiles, whole_ent
 from distbelief.strategies.partials import ShardWork, slots_needed
 from distbelief.strategies.state import ReplicaState
 from distbelief.strategies.takeover import StepWork, plan_step, plan_takeover
-from distbelief.strategies.tileoptimizer import Recipe, TileMemory, TileOptimizer
-from distbelief.strategies.verdict import judge
-
-_LOSS, _WEIGHT, _INTEGERS, _COUNTS = range(ROW)
+from distbelief.strategies.tileoptimizer import Recipe, TileMemory
+from distbelief.strategies.updating import TileUpdates, set_buffers
+from distbelief.strategies.verdict import COUNTS, WEIGHT, judge_rows
 
 
 class DataParallelReplica:
@@ -72,11 +69,7 @@ class DataParallelReplica:
         self._tiles = [t for t in exchange.tiles if t < computer.layout.parameter_tiles]
         self._buffer_tiles = [t for t in exchange.tiles if t >= computer.layout.parameter_tiles]
         memory = [TileMemory(t, self._state.values[t], self._state.optimizer[t]) for t in self._tiles]
-        # An optimizer that is not element-wise may couple what it is given, and may draw random numbers. So it is given
-        # what the number of members has no say in: one tile, and a seed of its own.
-        self._elementwise = recipe.elementwise
-        sets = [memory] if recipe.elementwise else [[one] for one in memory]
-        self._optimizers = [(tiles[0].tile, TileOptimizer(recipe, computer.layout, tiles)) for tiles in sets if tiles]
+        self._updates = TileUpdates(computer.job, recipe, computer.layout, memory)
         self._copies: list[Copy] = []
         self._ahead: tuple[int, Any] = (-1, None)
         self._work = lru_cache(maxsize=4)(self._plan)
@@ -229,8 +222,8 @@ class DataParallelReplica:
         self.comm_s += time.perf_counter() - started
         if self._helper:
             self.comm_s -= self._helper.seconds - helped_s  # helping is computing
-        result, untouched = self._judge(step, shared.rows), shared.untouched
-        weight = math.fsum(shared.rows[:, _WEIGHT])
+        result, untouched = judge_rows(step, shared.rows), shared.untouched
+        weight = math.fsum(shared.rows[:, WEIGHT])
         if weight == 0:  # nothing to learn from: as if no parameter had a gradient; buffers have seen the samples
             untouched = untouched.copy()
             untouched[: len(self._computer.parameters)] = True
@@ -238,7 +231,7 @@ class DataParallelReplica:
             generation, at = self._seat.generation, time.time()
             self._state.remember(Applied(step, result.loss, result.samples, result.fingerprint, generation, at))
             self._state.write_integers(step + 1, shared.integers)
-        units = int(np.count_nonzero(shared.rows[:, _COUNTS]))
+        units = int(np.count_nonzero(shared.rows[:, COUNTS]))
         self._update(step, 1.0 / weight if weight else 0.0, units, untouched)
         self.exchange.applied()
         self._look_ahead(step + 1)
@@ -257,21 +250,10 @@ class DataParallelReplica:
         if work:
             self._ahead = (step, self._fetch(step, *self._shards_of(work[0])))
 
-    def _judge(self, step: int, rows: np.ndarray) -> StepResult:
-        found = judge(step, rows[:, _LOSS], rows[:, _WEIGHT], rows[:, _COUNTS], rows.tobytes())
-        if len(set(rows[rows[:, _COUNTS] > 0, _INTEGERS])) > 1:
-            raise JobError(
-                "an integer buffer of the model has other values after one shard than after another: it depends on the "
-                "samples, so there is no single value to go on with"
-            )
-        return found
-
     def _update(self, step: int, scale: float, units: int, untouched: np.ndarray) -> None:
         while self._copies:
             self._copies.pop().finish_before_a_write()
         clip = self._clip_factor(scale) if self._job.clip_norm is not None else 1.0
-        rate = self._job.schedule(step) if self._job.schedule else 1.0
-        skip = untouched if untouched[: len(self._computer.parameters)].any() else None
         gradients: dict[int, torch.Tensor] = {}
         for tile in self._tiles:
             gradient = self._reduced(tile)
@@ -281,19 +263,13 @@ class DataParallelReplica:
                 gradient.mul_(clip)
             self._state.open(tile, step)
             gradients[tile] = gradient
-        for first, optimizer in self._optimizers:
-            if not self._elementwise:
-                seed_everything(mix(self._job.seed, 4, step, first) >> 1)
-            optimizer.update(gradients, rate, skip)
+        self._updates.apply(step, gradients, untouched)
         for tile in self._tiles:
             self._state.close(tile, step)
         for tile in self._buffer_tiles:
             average = self._reduced(tile).div_(units)
             self._state.open(tile, step)
-            for piece in self._computer.layout.pieces[tile]:
-                if not untouched[piece.entry]:  # the average of equal numbers is not always that number
-                    part = slice(piece.tile_first, piece.tile_first + piece.numel)
-                    self._state.values[tile][part] = average[part]
+            set_buffers(self._state.values[tile], average, self._computer.layout.pieces[tile], untouched)
             self._state.close(tile, step)
 
     def _reduced(self, tile: int) -> torch.Tensor:

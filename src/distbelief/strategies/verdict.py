@@ -8,7 +8,23 @@ import math
 
 import numpy as np
 
+from distbelief.comm.exchange import ROW
+from distbelief.errors import JobError
 from distbelief.strategies.base import NonFiniteLoss, StepResult
+
+LOSS, WEIGHT, INTEGERS, COUNTS = range(ROW)
+"""The numbers that a shard tells of itself: see `ShardResult`, and how many samples it had."""
+
+
+def judge_rows(step: int, rows: np.ndarray) -> StepResult:
+    """What a step gave, from the rows of all its shards."""
+    found = judge(step, rows[:, LOSS], rows[:, WEIGHT], rows[:, COUNTS], rows.tobytes())
+    if len(set(rows[rows[:, COUNTS] > 0, INTEGERS])) > 1:
+        raise JobError(
+            "an integer buffer of the model has other values after one shard than after another: it depends on the "
+            "samples, so there is no single value to go on with"
+        )
+    return found
 
 
 def judge(step: int, losses: np.ndarray, weights: np.ndarray, samples: np.ndarray, told: bytes) -> StepResult:

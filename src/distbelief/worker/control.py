@@ -19,6 +19,8 @@ from distbelief.comm.messages import (
     Retire,
     SaveAt,
     SealCheckpoint,
+    Serve,
+    ServerMap,
     StartGeneration,
     WrittenPart,
 )
@@ -89,13 +91,20 @@ class Seal:
 
 
 @dataclass(frozen=True)
+class LearnMap:
+    """Who has which slice of the parameters from now on."""
+
+    map: ServerMap
+
+
+@dataclass(frozen=True)
 class Leave:
     status: str
     """completed · failed · stopped · left · refused"""
     reason: str
 
 
-Action = AbortStep | TrainGeneration | StandDown | TellAgain | Save | Seal | Leave
+Action = AbortStep | TrainGeneration | StandDown | TellAgain | Save | Seal | LearnMap | Leave
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,8 @@ def step(state: WorkerState, event: Command | GenerationFinished) -> tuple[Worke
             return state, [Save(event.step)]
         case SealCheckpoint():
             return state, [Seal(event.step, tuple(event.parts))]
+        case Serve():
+            return state, [LearnMap(event.map)]
     state = replace(state, epoch=event.epoch)
     stop: list[Action] = [AbortStep("the run ends")] if state.phase == "training" else []
     match event:

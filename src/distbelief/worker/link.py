@@ -24,6 +24,7 @@ from distbelief.comm.messages import (
     Evaluation,
     Event,
     Heartbeat,
+    ServerMap,
     StepReport,
     Timing,
     decode_command,
@@ -36,6 +37,7 @@ from distbelief.worker.control import (
     AbortStep,
     Action,
     GenerationFinished,
+    LearnMap,
     Leave,
     Save,
     Seal,
@@ -66,6 +68,9 @@ class Progress:
     save: Callable[[Save], None] = lambda wish: None
     seal: Callable[[Seal], None] = lambda wish: None
     """Checkpoints that the coordinator asks for."""
+    learn: Callable[[ServerMap], None] = lambda known: None
+    servers: Callable[[], int] = lambda: 0
+    """The map of parameter servers: a newer one, and the version of the one that is known."""
 
 
 class ControlLink:
@@ -186,6 +191,7 @@ class ControlLink:
             evaluations,
             progress.waiting(),
             self._state.phase == "finished",
+            progress.servers(),
         )
         _send(socket, [self._secret, encode(beat)])
 
@@ -220,6 +226,8 @@ class ControlLink:
                     self.progress.save(action)
                 case Seal():
                     self.progress.seal(action)
+                case LearnMap(known):
+                    self.progress.learn(known)
                 case TrainGeneration():
                     self._abort = Abort()
                     self.actions.put((action, self._abort))

@@ -76,16 +76,28 @@ class Loaded:
         )
 
 
-def load(spec: WorkerSpec, keeper: KeeperClient | None) -> Loaded:
+def load_for_server(spec: WorkerSpec, keeper: KeeperClient | None) -> tuple[Job, Schedule, Prepared]:
+    """What a parameter server needs of the job: it computes no shard, and reads no sample."""
+    job = _job(spec, keeper)
+    source = as_source(job.data, job.collate)
+    schedule = Schedule(len(source), job.global_batch, job.resolved_shards, job.drop_last)
+    return job, schedule, parse(spec.strategy).prepare(job, schedule, _device(spec.device))
+
+
+def _job(spec: WorkerSpec, keeper: KeeperClient | None) -> Job:
     sys.path[:] = [*spec.sys_path, *(p for p in sys.path if p not in spec.sys_path)]
     seed_everything(0)  # a job file that makes random data makes the same data on every worker
     if spec.job_file:
-        job = load_job(Path(spec.job_file), dict(spec.settings))
-    elif keeper is None:
+        return load_job(Path(spec.job_file), dict(spec.settings))
+    if keeper is None:
         raise JobError("the run's job came from a Python program and is only on its own machine", hint="use a job file")
-    else:
-        segment = keeper.segment("job")
-        job = pickle.loads(segment.view(0, segment.size_bytes))  # from the engine of this run, over its own socket
+    segment = keeper.segment("job")
+    job: Job = pickle.loads(segment.view(0, segment.size_bytes))  # from the engine of this run, over its own socket
+    return job
+
+
+def load(spec: WorkerSpec, keeper: KeeperClient | None) -> Loaded:
+    job = _job(spec, keeper)
     strategy = parse(spec.strategy)
     device = _device(spec.device)
     source = as_source(job.data, job.collate)

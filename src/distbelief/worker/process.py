@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from distbelief.comm.exchange import Group
+from distbelief.comm.exchange import Geometry, Group
 from distbelief.comm.group import Rendezvous, TorchGroup
 from distbelief.comm.ledger import Past
 from distbelief.comm.messages import (
@@ -34,11 +34,14 @@ from distbelief.comm.messages import (
 )
 from distbelief.comm.network import interface_to
 from distbelief.comm.segment import KeeperClient, Segment
+from distbelief.comm.served import ServedGroup
+from distbelief.comm.serverclient import ServerClient
 from distbelief.comm.shared import SharedExchange
 from distbelief.comm.torchgroup import TorchExchange
 from distbelief.comm.words import Abort, Aborted
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.base import Replica, Saved, Seat
+from distbelief.strategies.parameterserver import ParameterServer
 from distbelief.worker.control import Leave, StandDown, TrainGeneration
 from distbelief.worker.failure import describe_failure
 from distbelief.worker.link import ControlLink
@@ -63,6 +66,8 @@ class Place:
     saver: Saver | None = None
     own_memory: dict[str, Segment] = field(default_factory=dict)
     """What it keeps for itself from one generation to the next."""
+    client: ServerClient | None = None
+    """Of the parameter servers, where there are any."""
 
 
 def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: bool = False) -> int:
@@ -91,7 +96,7 @@ def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: b
             link.send(WorkerReady(spec.worker, loaded.facts(), loaded.canary))
             try:
                 saver = Saver(spec.saves, spec.worker, link.send) if spec.saves else None
-                return _obey(Place(spec, link, keeper, saver), loaded)
+                return _obey(Place(spec, link, keeper, saver, client=_client(spec, loaded, link)), loaded)
             except BaseException as error:
                 failure = describe_failure(spec, error, loaded.watch.step, loaded.watch.shard)
             finally:
@@ -103,6 +108,15 @@ def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: b
         while not isinstance(link.actions.get()[0], Leave):
             pass
     return EXIT_REPORTED
+
+
+def _client(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> ServerClient | None:
+    if not isinstance(loaded.strategy, ParameterServer):
+        return None
+    client = ServerClient(spec.worker, bytes.fromhex(spec.secret))
+    link.progress.learn = client.learn
+    link.progress.servers = lambda: client.version
+    return client
 
 
 def _obey(place: Place, loaded: Loaded) -> int:
@@ -147,8 +161,9 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             saver = place.saver
             link.progress.save = lambda wish: saver.ask(wish, link.progress.step)
             link.progress.seal = saver.seal
-        if isinstance(exchange, SharedExchange) and spec.threads == 1 and exchange.size > 1:
-            threading.Thread(target=_watch_neighbour, args=[exchange, link, action], daemon=True).start()
+        members = exchange.members if isinstance(exchange, ServedGroup) else exchange
+        if isinstance(members, SharedExchange) and spec.threads == 1 and exchange.size > 1:
+            threading.Thread(target=_watch_neighbour, args=[members, link, action], daemon=True).start()
         if action.rank == 0:
             write_job_json(spec, loaded, len(action.members))
             _report_takeover(link, replica, action)
@@ -267,6 +282,18 @@ def _report_rollback(link: ControlLink, replica: Replica, action: TrainGeneratio
 
 def _exchange(place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort) -> Group:
     geometry = loaded.prepared.geometry(action.ranges)
+    if place.client is None:
+        return _members(place, loaded, action, abort, geometry)
+    assert geometry is not None
+    shared = action.transport == "shm" and place.keeper is not None
+    members = _members(place, loaded, action, abort, geometry if shared else None)
+    keeper = place.keeper if shared else None
+    return ServedGroup(members, place.client, abort, geometry.slot_bytes, keeper, place.own_memory)
+
+
+def _members(
+    place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort, geometry: Geometry | None
+) -> SharedExchange | TorchGroup:
     name = _group_name(action.generation)
     if geometry is not None and action.transport == "shm" and place.keeper is not None:
         past = [

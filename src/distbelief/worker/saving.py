@@ -116,7 +116,12 @@ class Saver:
             hint = "save less often, or to a faster disk"
             self._tell(SaveFailed(self._worker, applied, message, hint, gave_up=True))
             return
-        copying = self._copying = replica.copy_portion(applied, memory)
+        try:
+            copying = self._copying = replica.copy_portion(applied, memory)
+        except DistBeliefError as error:  # whoever has the state has gone on
+            self._memory.give_back(memory)
+            self._tell_failure(applied, error, gave_up=True)
+            return
         self._to_copy.put(copying)
         self._under_way.add(applied)
         started_s = time.perf_counter() - started

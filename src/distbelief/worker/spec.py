@@ -48,5 +48,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """Host and port of the rendezvous store, where torch groups are used."""
     most_steps: int = 0
     """End the run after so many steps, if the job has more; 0: no limit."""
+    shares_memory: bool = True
+    """Whether all workers and parameter servers of the run are on one host."""
     saves: SavePlan | None = None
     origin: Origin | None = None

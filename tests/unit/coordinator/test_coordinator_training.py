@@ -159,6 +159,6 @@ def test_step_never_changes_the_state_it_was_given() -> None:
 def test_every_event_has_a_place_in_the_table() -> None:
     events = {*get_args(m.Event), s.Ticked, s.CoordinatorFailed}
     only_members = {m.WorkerFinished, m.StepTakenOver, m.PeerDied, m.CollectiveFailed, m.RolledBack, m.PlanShown}
-    only_members |= {m.CheckpointLoaded, m.PartSaved, m.CheckpointSealed, m.SaveFailed, m.SaveMissed}
+    only_members |= {m.CheckpointLoaded, m.PartSaved, m.CheckpointSealed, m.SaveFailed, m.SaveMissed, m.SliceCopied}
     assert events - s.TRANSITIONS["gathering"].keys() == only_members
     assert events == s.TRANSITIONS["training"].keys() == s.TRANSITIONS["ended"].keys()

@@ -1,0 +1,91 @@
+"""The members of a generation under parameter servers: they meet rarely, and each talks to the servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from distbelief.comm.backups import Backups
+from distbelief.comm.exchange import Broken, StepPlan
+from distbelief.comm.group import TorchGroup
+from distbelief.comm.segment import KeeperClient, Segment
+from distbelief.comm.serverclient import ServerClient
+from distbelief.comm.serverwords import VALUES_AT
+from distbelief.comm.shared import SharedExchange
+from distbelief.comm.words import Abort
+
+
+@dataclass
+class ServedGroup:
+    """See `Group`. On one host the members' slots are in memory that servers map too; else they are their own."""
+
+    members: SharedExchange | TorchGroup
+    client: ServerClient
+    abort: Abort
+    slot_bytes: int
+    keeper: KeeperClient | None
+    """Of the host that the servers are on too; None: their memory cannot be mapped."""
+    own: dict[str, Segment]
+    """What this process keeps from one generation to the next."""
+    shares_state: bool = False
+    backups: Backups | None = None
+    _slots: dict[int, Segment] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        return self.members.rank
+
+    @property
+    def size(self) -> int:
+        return self.members.size
+
+    @property
+    def waiting(self) -> bool:
+        return self.members.waiting or self.client.waiting
+
+    def broken(self) -> list[Broken]:
+        return self.members.broken()
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        return self.members.gather(payload)
+
+    def begin(self, step: int) -> None:
+        self.abort.check()
+        if isinstance(self.members, SharedExchange):
+            self.members.begin(StepPlan(step, [], 0))
+
+    def working(self, shard: int) -> None:
+        if isinstance(self.members, SharedExchange):
+            self.members.working(shard)
+
+    def slot(self, index: int) -> tuple[Segment, str]:
+        """Memory for partial sums, and the name under which servers find it; no name: only this process can see it."""
+        if isinstance(self.members, SharedExchange):
+            return self.members.slot(index), self.members.slot_name(index)
+        if index not in self._slots:
+            self._slots[index] = Segment.private(self.slot_bytes)
+        return self._slots[index], ""
+
+    def memory(self, name: str, size_bytes: int) -> Segment:
+        """Memory of this process that outlives generations."""
+        if name not in self.own:
+            self.own[name] = Segment.private(size_bytes)
+        return self.own[name]
+
+    @property
+    def maps(self) -> bool:
+        """Whether it can read the servers' memory."""
+        return self.keeper is not None
+
+    def values(self, name: str, size_bytes: int) -> torch.Tensor:
+        """The values of a slice in a server's memory."""
+        assert self.keeper is not None
+        return self.keeper.segment(name).tensor(torch.uint8, VALUES_AT, size_bytes)
+
+    def forget_past(self) -> None:
+        if isinstance(self.members, SharedExchange):
+            self.members.forget_past()
+
+    def close(self) -> None:
+        self.members.close()

@@ -1,0 +1,247 @@
+"""A worker's side of the parameter servers: pushes that are sent until they are answered, questions until they are.
+
+One thread uses it, the training thread; only `learn` may be called from others. What is sent goes to whoever is the
+slice's primary by the newest map. When a newer map names another one, everything that waits there is sent again: a
+change counts once, whatever happens (servers/holding.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import zmq
+
+from distbelief.comm.messages import ServerMap
+from distbelief.comm.network import dial
+from distbelief.comm.serverwords import (
+    Answered,
+    Content,
+    Letter,
+    Push,
+    Question,
+    Refused,
+    pack,
+    unpack_for_client,
+)
+from distbelief.comm.words import Abort, Aborted
+
+AGAIN_S = 10.0
+"""What is not answered for so long is sent again: the message, or the answer, may be lost with a connection."""
+LOOK_S = 0.05
+"""How often a wait looks whether it is to be given up."""
+
+
+@dataclass(frozen=True)
+class _Sent:
+    letter: Letter
+    slice: int
+    server: int
+    at: float
+
+
+class ServerClient:
+    def __init__(self, client: int, secret: bytes) -> None:
+        self._client = client
+        self._secret = secret
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._sockets: dict[int, tuple[str, zmq.Socket[bytes]]] = {}
+        self._poller = zmq.Poller()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._newest: ServerMap | None = None
+        self._map: ServerMap | None = None
+        self._sequences: dict[int, int] = {}
+        """By slice, the number of the last push: each slice sees them without gaps."""
+        self._tickets = 0
+        self._changes: dict[tuple[int, int], _Sent] = {}
+        """(slice, sequence) -> a push that is not answered."""
+        self._questions: dict[int, _Sent] = {}
+        """Ticket -> likewise."""
+        self._outbox: dict[int, list[Letter]] = {}
+        self._looked_at = 0.0
+        self.waiting = False
+
+    # --- for any thread ----------------------------------------------------------------------------------------------
+
+    def learn(self, known: ServerMap) -> None:
+        if self._newest is None or known.version > self._newest.version:
+            self._newest = known
+            os.eventfd_write(self._wake, 1)
+
+    @property
+    def version(self) -> int:
+        return self._newest.version if self._newest else 0
+
+    # --- for the training thread -------------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """A generation begins: what the last one has sent is not waited for any more."""
+        self._changes.clear()
+        self._questions.clear()
+        self._outbox.clear()
+
+    def slices(self, abort: Abort) -> int:
+        """How many slices there are. Waits for the first map."""
+        self._wait(lambda: self._map is not None, abort)
+        assert self._map is not None
+        return len(self._map.primaries)
+
+    def push(self, number: int, content: Content, payload: Any = None) -> None:
+        """Have a slice changed. `payload` must stay as it is until that is done. It is sent by `flush`."""
+        sequence = self._sequences.get(number, -1) + 1
+        self._sequences[number] = sequence
+        message = Push(self._client, sequence, number, content)
+        self._changes[number, sequence] = self._queued(Letter(message, payload), number)
+
+    def flush(self) -> None:
+        for server, letters in self._outbox.items():
+            self._send(server, letters)
+        self._outbox.clear()
+
+    def settle(self, abort: Abort) -> None:
+        """Return when everything that was pushed counts."""
+        self._wait(lambda: not self._changes, abort)
+
+    def ask(self, questions: Iterable[Callable[[int], Question]], abort: Abort, each: Callable[[Letter], None]) -> None:
+        """Ask, and call `each` with every reply as it comes. A question is made for the ticket that it is given."""
+        waiting = set()
+        for make in questions:
+            self._tickets += 1
+            waiting.add(self._tickets)
+            question = make(self._tickets)
+            self._questions[self._tickets] = self._queued(Letter(question), question.slice)
+        self.flush()
+
+        def answered(letter: Letter) -> None:
+            waiting.discard(letter.message.ticket)
+            each(letter)
+
+        self._wait(lambda: not waiting, abort, answered)
+
+    def close(self) -> None:
+        for _, socket in self._sockets.values():
+            socket.close(linger=0)
+        self._sockets.clear()
+        if self._context:
+            self._context.destroy(linger=0)
+        os.close(self._wake)
+
+    # --- plumbing ----------------------------------------------------------------------------------------------------
+
+    def _queued(self, letter: Letter, number: int) -> _Sent:
+        server = self._map.primaries[number] if self._map else -1
+        if server >= 0:
+            self._outbox.setdefault(server, []).append(letter)
+        return _Sent(letter, number, server, time.monotonic())
+
+    def _wait(
+        self, done: Callable[[], bool], abort: Abort, answered: Callable[[Letter], None] = lambda letter: None
+    ) -> None:
+        self.flush()
+        self._adopt()
+        self.waiting = True
+        try:
+            while not done():
+                abort.check()
+                ready = self._poller.poll(int(LOOK_S * 1000))
+                for source, _ in ready:
+                    if source == self._wake:
+                        with contextlib.suppress(BlockingIOError):
+                            os.eventfd_read(self._wake)
+                    else:
+                        self._receive(source, answered)
+                self._adopt()
+                now = time.monotonic()
+                if now - self._looked_at > LOOK_S:
+                    self._looked_at = now
+                    self._send_again(now - AGAIN_S)
+        finally:
+            self.waiting = False
+
+    def _receive(self, socket: Any, answered: Callable[[Letter], None]) -> None:
+        while True:
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                letters = unpack_for_client(frames)
+            except msgspec.MsgspecError:
+                continue  # not a message of ours
+            for letter in letters:
+                match letter.message:
+                    case Answered(slice=number, sequence=sequence):
+                        self._changes.pop((number, sequence), None)
+                    case Refused(slice=number):
+                        self._refused(number)
+                    case _:
+                        if self._questions.pop(letter.message.ticket, None):
+                            answered(letter)
+
+    def _refused(self, number: int) -> None:
+        """One of us has an old map. A newer one is on its way; until then it is asked again, but not at once."""
+        long_ago = time.monotonic() - AGAIN_S + LOOK_S
+        everything: list[dict[Any, _Sent]] = [self._changes, self._questions]
+        for waiting in everything:
+            waiting.update({key: replace(one, at=long_ago) for key, one in waiting.items() if one.slice == number})
+
+    def _adopt(self) -> None:
+        """Take the newest map up, and send what waits for servers that are not there any more to others."""
+        known = self._newest
+        if known is None or known is self._map:
+            return
+        if self._map is not None and known.life != self._map.life:
+            self._map = known
+            self._changes.clear()
+            self._questions.clear()
+            raise Aborted("the parameters begin anew from a checkpoint")
+        self._map = known
+        for server in [one for one in self._sockets if one not in known.addresses]:
+            _, socket = self._sockets.pop(server)
+            self._poller.unregister(socket)
+            socket.close(linger=0)
+        self._send_again(float("inf"), moved_only=True)
+
+    def _send_again(self, before: float, moved_only: bool = False) -> None:
+        assert self._map is not None or not (self._changes or self._questions)
+        now = time.monotonic()
+        letters: dict[int, list[Letter]] = {}
+        everything: list[dict[Any, _Sent]] = [self._changes, self._questions]
+        for waiting in everything:
+            for key, sent in waiting.items():
+                assert self._map is not None
+                server = self._map.primaries[sent.slice]
+                if server < 0 or (moved_only and server == sent.server) or sent.at > before:
+                    continue
+                waiting[key] = replace(sent, server=server, at=now)
+                letters.setdefault(server, []).append(sent.letter)
+        for server, some in letters.items():
+            self._send(server, some)
+
+    def _send(self, server: int, letters: Sequence[Letter]) -> None:
+        socket = self._socket(server)
+        if socket is not None:
+            with contextlib.suppress(zmq.Again):  # it is sent again
+                socket.send_multipart(pack(self._secret, letters), zmq.NOBLOCK, copy=False)
+
+    def _socket(self, server: int) -> zmq.Socket[bytes] | None:
+        address = self._map.addresses.get(server) if self._map else None
+        if address is None:
+            return None
+        if server not in self._sockets:
+            if self._context is None:
+                self._context = zmq.Context()  # here, and not before the worker was forked
+            socket = self._context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            dial(socket, address, self._secret)
+            self._poller.register(socket, zmq.POLLIN)
+            self._sockets[server] = (address, socket)
+        return self._sockets[server][1]

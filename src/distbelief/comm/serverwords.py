@@ -1,0 +1,219 @@
+"""What workers and parameter servers say to each other: typed headers, and raw bytes of tensors in frames beside them.
+
+    | secret | a list of messages | bytes of the first message that has any | of the second | …
+
+On one host the bytes stay where they are, in shared memory, and a message names the segment instead. No pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+from msgspec import Struct
+
+from distbelief.errors import DistBeliefError
+from distbelief.shards import Range
+
+VALUES_AT = 4096
+"""In the shared memory of a slice its values begin here."""
+
+# --- changes of a slice ----------------------------------------------------------------------------------------------
+
+
+class Node(Struct, frozen=True, tag=True):
+    """A partial sum of a step: that of the shards from `first` to `end`. The slice's stretch of it is in a frame, or
+    lies at its place of the layout in a shared segment."""
+
+    step: int
+    first: int
+    end: int
+    rows: bytes
+    """The numbers that these shards tell of themselves (see `comm/exchange.py`), as float64."""
+    touched: bytes
+    """A byte per entry of the layout."""
+    integers: bytes = b""
+    """The integer buffers after the first shard of the step, where that is in it."""
+    segment: str = ""
+
+
+class Go(Struct, frozen=True, tag=True):
+    """Every slice has all partial sums of the step: it is to be applied, with its gradients multiplied by this."""
+
+    step: int
+    factor: float
+
+
+class Note(Struct, frozen=True, tag=True):
+    """Bytes that belong to the state after so many steps."""
+
+    step: int
+    content: bytes
+
+
+Content = Node | Go | Note
+
+# --- from workers ----------------------------------------------------------------------------------------------------
+
+
+class Push(Struct, frozen=True, tag=True):
+    client: int
+    sequence: int
+    """With the client, the name of the change: it is applied once, however often it comes."""
+    slice: int
+    content: Content
+
+
+class Fetch(Struct, frozen=True, tag=True):
+    """Answered when the slice has this version at least, or never will."""
+
+    ticket: int
+    slice: int
+    version: int
+    inline: bool = False
+    """The values are wanted in a frame."""
+
+
+class Measure(Struct, frozen=True, tag=True):
+    """Answered when the step's gradients are all there: what do the squares of each tile add up to?"""
+
+    ticket: int
+    slice: int
+    step: int
+
+
+class Look(Struct, frozen=True, tag=True):
+    """What is there of the step that is under way, and of those before it?"""
+
+    ticket: int
+    slice: int
+
+
+class Read(Struct, frozen=True, tag=True):
+    """Values and optimizer state at this version, for a checkpoint."""
+
+    ticket: int
+    slice: int
+    version: int
+
+
+FromClient = Push | Fetch | Measure | Look | Read
+Question = Fetch | Measure | Look | Read
+
+# --- to workers ------------------------------------------------------------------------------------------------------
+
+
+class Answered(Struct, frozen=True, tag=True):
+    """The change counts, whoever dies."""
+
+    slice: int
+    sequence: int
+
+
+class Refused(Struct, frozen=True, tag=True):
+    """This server is not the slice's primary, by a map of that version."""
+
+    slice: int
+    version: int
+
+
+class Fetched(Struct, frozen=True, tag=True):
+    ticket: int
+    slice: int
+    version: int
+    """Lower than what was asked for: the step before that cannot be applied, and `rows` say why."""
+    rows: bytes = b""
+    """Of the step that led to this version, or of the one that cannot be applied. From slice 0 only."""
+    integers: bytes = b""
+    segment: str = ""
+    """Where the values are; empty: in a frame."""
+
+
+class Measured(Struct, frozen=True, tag=True):
+    ticket: int
+    slice: int
+    squares: list[float]
+
+
+class StepPast(Struct, frozen=True):
+    """What a step gave, as it was kept with the parameters."""
+
+    step: int
+    rows: bytes
+    at: float
+
+
+class Looked(Struct, frozen=True, tag=True):
+    ticket: int
+    slice: int
+    version: int
+    nodes: list[Range]
+    """Partial sums of the step under way that are there."""
+    past: list[StepPast] = []
+    """Of the last steps, from slice 0 only; so is the note, with the steps that were applied when it was kept."""
+    note: tuple[int, bytes] = (-1, b"")
+    integers: bytes = b""
+
+
+class Contents(Struct, frozen=True, tag=True):
+    """Values, then optimizer state, tile by tile, in a frame; none, if the version is another one."""
+
+    ticket: int
+    slice: int
+    version: int
+
+
+ToClient = Answered | Refused | Fetched | Measured | Looked | Contents
+Reply = Fetched | Measured | Looked | Contents
+
+_encoder = msgspec.msgpack.Encoder()
+_to_client = msgspec.msgpack.Decoder(list[ToClient])
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A message, and the bytes that go with it. (A view of them: they must stay as they are until it is sent.)"""
+
+    message: Any
+    payload: Any = None
+
+
+def pack(secret: bytes, letters: Sequence[Letter]) -> list[Any]:
+    """The frames of one ZeroMQ message."""
+    header = _encoder.encode([letter.message for letter in letters])
+    return [secret, header, *(letter.payload for letter in letters if letter.payload is not None)]
+
+
+def has_payload(message: Any) -> bool:
+    """Whether a frame goes with the message."""
+    match message:
+        case Push(content=content):
+            return isinstance(content, Node) and not content.segment
+        case Fetched():
+            return not message.segment and bool(message.version >= 0)
+        case Contents():
+            return message.version >= 0
+    return False
+
+
+def unpack_for_client(frames: Sequence[zmq.Frame]) -> list[Letter]:
+    return together(_to_client.decode(frames[0].buffer), frames[1:])
+
+
+def together(
+    messages: Sequence[Any], frames: Sequence[zmq.Frame], also: Callable[[Any], bool] = lambda message: False
+) -> list[Letter]:
+    """Every message with its frame. `also`: whether one that is not of these words has one."""
+    left = list(frames)
+    letters = []
+    for message in messages:
+        payload = None
+        if has_payload(message) or also(message):
+            if not left:
+                raise DistBeliefError(f"a {type(message).__name__} came without its bytes")
+            payload = left.pop(0).buffer
+        letters.append(Letter(message, payload))
+    return letters

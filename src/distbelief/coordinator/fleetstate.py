@@ -1,0 +1,74 @@
+"""The parameter servers of a run as the coordinator knows them: values, without a rule in them (fleet.py has those)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from distbelief.comm.messages import ServerMap
+from distbelief.servers.roles import Placement
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    """One that was ready and has not ended."""
+
+    number: int
+    host: str
+    pid: int
+    address: str
+    heard_at: float
+    longest_gap_s: float = 0.0
+    """Between two signs of life: one that is deep in a large update is silent for a while."""
+    fenced: bool = False
+    """It was frozen and is being killed."""
+    leaving: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"server {self.number} (pid {self.pid} on {self.host})"
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Never changed in place."""
+
+    target: int = 0
+    """How many servers there should be; 0: the strategy has none."""
+    next_server: int = 0
+    hired: Mapping[int, float] = field(default_factory=dict)
+    """Servers that an engine was asked to start and that are not ready -> when it was last asked."""
+    there: Mapping[int, ServerProcess] = field(default_factory=dict)
+    gone: frozenset[int] = frozenset()
+    """Numbers of those that have ended, so that each end counts once."""
+    slices: tuple[int, ...] = ()
+    """The size of each, in bytes."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What the servers compute with: all must be alike."""
+    placement: Placement | None = None
+    version: int = 0
+    """Of the last map: later ones have higher numbers, also when there is none for a while."""
+    life: int = 0
+    """How often all slices have begun: once, and again after each loss of some."""
+    deaths: int = 0
+    """Since a step was last committed."""
+    kills: int = 0
+    """Servers that died in the run."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether training can begin."""
+        return len(self.there) >= self.target
+
+    def map(self) -> ServerMap | None:
+        if self.placement is None:
+            return None
+        known = self.placement.map
+        return ServerMap(
+            known.version,
+            self.life,
+            list(known.primaries),
+            list(known.backups),
+            list(self.placement.recruits),
+            {number: one.address for number, one in self.there.items()},
+        )

@@ -1,0 +1,58 @@
+"""Who has which slice of the parameters, as a decision: written down, and told to everybody. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from distbelief.comm import messages as m
+from distbelief.coordinator.ending import Result, record, say
+from distbelief.coordinator.vocabulary import EVERYBODY, Output, Send, SendServer, State
+from distbelief.servers import placement
+from distbelief.servers.roles import Decision, Placement, Slice
+
+
+def found(state: State, reason: str, now: float) -> Result:
+    """All slices begin: with the run, or anew from a checkpoint after some were lost."""
+    fleet = state.fleet
+    slices = [Slice(number, size_bytes) for number, size_bytes in enumerate(fleet.slices)]
+    placed = placement.first(slices, {n: one.host for n, one in fleet.there.items()}, version=fleet.version + 1)
+    state = replace(state, fleet=replace(fleet, life=fleet.life + 1, placement=None))
+    return decided(state, (placed, Decision((), reason)), now)
+
+
+def decided(state: State, decision: tuple[Placement, Decision], now: float) -> Result:
+    """Write a new map down and tell everybody. Orders to copy follow from the map itself."""
+    placed, what = decision
+    fleet = state.fleet
+    changed = fleet.placement is None or placed.map.version != fleet.placement.map.version
+    state = replace(state, fleet=replace(fleet, placement=placed, version=placed.map.version))
+    if not changed:
+        return state, []
+    told = state.fleet.map()
+    assert told is not None
+    facts = {
+        "placement": msgspec.to_builtins(placed),
+        "life": fleet.life,
+        "slices": list(fleet.slices),
+        "servers": [msgspec.to_builtins(one) for one in fleet.there.values()],
+        "target": fleet.target,
+        "kills": fleet.kills,
+        "gone": sorted(fleet.gone),
+    }
+    outputs: list[Output] = [record(state, now, "servers", what.reason, **facts)]
+    outputs += [SendServer(EVERYBODY, m.Serve(state.epoch, told)), Send(EVERYBODY, m.Serve(state.epoch, told))]
+    return _released(state, outputs, now)
+
+
+def _released(state: State, outputs: list[Output], now: float) -> Result:
+    """Servers that wished to leave and hold nothing any more may go."""
+    fleet = state.fleet
+    assert fleet.placement is not None
+    known = fleet.placement.map
+    holders = {*known.primaries, *known.backups, *fleet.placement.recruits}
+    for one in [one for one in fleet.there.values() if one.leaving and one.number not in holders]:
+        text = f"{one.name} has handed its slices over and leaves"
+        outputs += [say(text, now), SendServer(one.number, m.EndRun(state.epoch, "left", text))]
+    return state, outputs

@@ -1,0 +1,272 @@
+"""A parameter server without its sockets: messages come in with who sent them, and letters to others go out.
+
+Replication is `holding.py`'s, what a change does is the store's. Here questions are answered, and wait where the answer
+is not there yet. A question about values is answered when every server that counts has them too: then the worker may
+overwrite what it has pushed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from distbelief.comm.messages import ServerMap
+from distbelief.comm.serverwords import (
+    Answered,
+    Contents,
+    Fetch,
+    Fetched,
+    Letter,
+    Look,
+    Looked,
+    Measure,
+    Measured,
+    Push,
+    Question,
+    Read,
+    Refused,
+)
+from distbelief.errors import DistBeliefError
+from distbelief.servers import holding as h
+from distbelief.servers.runslice import Change, RunSlice
+from distbelief.servers.wire import CopySent, Forwarded, TookChange
+
+ToClient = tuple[bytes, Letter]
+"""The identity of a client's socket, and what it is told."""
+ToServer = tuple[int, Letter]
+
+
+@dataclass
+class Out:
+    """What is to be sent."""
+
+    clients: list[ToClient] = field(default_factory=list)
+    servers: list[ToServer] = field(default_factory=list)
+    copied: list[tuple[int, int]] = field(default_factory=list)
+    """(slice, recruit): for the coordinator."""
+
+    def add(self, more: Out) -> None:
+        self.clients += more.clients
+        self.servers += more.servers
+        self.copied += more.copied
+
+
+@dataclass
+class _Held:
+    holding: h.Holding
+    store: RunSlice
+    segment: str
+    """The name of the shared memory in which its values are; empty: nobody else can map them."""
+    questions: list[tuple[bytes, Question]] = field(default_factory=list)
+    askers: dict[h.Name, bytes] = field(default_factory=dict)
+    """Change -> who waits for the answer."""
+    reached: dict[int, int] = field(default_factory=dict)
+    """Version -> the number of the change that led to it, for the last versions."""
+
+
+Make = Callable[[int, bool], tuple[RunSlice, str]]
+"""(slice, whether it is to have the first state of this life) -> the store, and the name of its memory."""
+
+
+class ServerNode:
+    def __init__(self, me: int, make: Make) -> None:
+        self._me = me
+        self._make = make
+        self._held: dict[int, _Held] = {}
+        self._map: ServerMap | None = None
+
+    @property
+    def version(self) -> int:
+        return self._map.version if self._map else 0
+
+    def learn(self, known: ServerMap) -> Out:
+        """A map, perhaps a new one."""
+        out = Out()
+        if self._map and known.version <= self._map.version:
+            return out
+        if self._map and known.life > self._map.life:
+            self._held.clear()  # all slices begin anew
+        began = self._map is None or known.life > self._map.life
+        self._map = known
+        for number, (primary, backup, recruit) in enumerate(
+            zip(known.primaries, known.backups, known.recruits, strict=True)
+        ):
+            roles = h.Roles(known.version, primary, backup, recruit)
+            if self._me not in (primary, backup, recruit):
+                if number in self._held:
+                    self._perform(number, self._held[number].holding.learn(roles), out)
+                    self._refuse_all(number, out)
+                    del self._held[number]
+            elif number in self._held:
+                self._perform(number, self._held[number].holding.learn(roles), out)
+                if not self._held[number].holding.is_primary:
+                    self._refuse_all(number, out)
+            else:
+                self._take_up(number, roles, began, out)
+            if number in self._held:
+                self._answer(number, out)
+        return out
+
+    def _take_up(self, number: int, roles: h.Roles, began: bool, out: Out) -> None:
+        first = began and self._me in (roles.primary, roles.backup)
+        store, segment = self._make(number, first)
+        # One that comes later has nothing, not even what all had at first.
+        holding = h.Holding(self._me, store, roles, last=h.NOTHING if first else (-1, -1))
+        self._held[number] = _Held(holding, store, segment)
+        self._perform(number, holding.begin(), out)
+
+    def receive(self, letter: Letter, sender: bytes = b"") -> Out:
+        """A message of a client (with the identity of its socket) or of another server."""
+        out, message = Out(), letter.message
+        match message:
+            case Forwarded() | CopySent() | TookChange():
+                self._from_peer(message, letter.payload, out)
+            case Push():
+                held = self._held.get(message.slice)
+                if held is None or not held.holding.is_primary:
+                    out.clients.append((sender, Letter(Refused(message.slice, self.version))))
+                    return out
+                name = (message.client, message.sequence)
+                held.askers[name] = sender
+                self._changed(message.slice, held.holding.change(name, Change(message.content, letter.payload)), out)
+            case Fetch() | Measure() | Look() | Read():
+                held = self._held.get(message.slice)
+                if held is None or not held.holding.is_primary:
+                    out.clients.append((sender, Letter(Refused(message.slice, self.version))))
+                    return out
+                held.questions.append((sender, message))
+                self._answer(message.slice, out)
+            case _:
+                raise DistBeliefError(f"a server is not told {type(message).__name__}")
+        return out
+
+    def remind(self) -> Out:
+        """Ask followers that are behind where they are. For a timer."""
+        out = Out()
+        for number, held in self._held.items():
+            self._perform(number, held.holding.remind(), out)
+        return out
+
+    # --- replication -------------------------------------------------------------------------------------------------
+
+    def _from_peer(self, message: Forwarded | CopySent | TookChange, payload: Any, out: Out) -> None:
+        held = self._held.get(message.slice)
+        if held is None or self._map is None or message.life != self._map.life:
+            return  # it, or we, will hear of a newer map, and ask again
+        match message:
+            case Forwarded():
+                change = Change(message.content, payload) if message.content is not None else None
+                forward = h.Forward(self._me, message.term, message.before, message.tag, message.name, change)
+                outputs = held.holding.forwarded(message.server, forward)
+            case CopySent():
+                state = (message.about, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+                copy = h.Copy(self._me, message.term, message.tag, message.applied, state)
+                outputs = held.holding.copied(message.server, copy)
+            case TookChange():
+                took = h.Took(self._me, message.term, message.tag, message.differs)
+                outputs = held.holding.took(message.server, took)
+        self._changed(message.slice, outputs, out)
+
+    def _changed(self, number: int, outputs: list[h.Output], out: Out) -> None:
+        held = self._held[number]
+        version = held.store.version
+        if version not in held.reached:
+            held.reached[version] = held.holding.last[1]
+            held.reached.pop(version - 4, None)
+        self._perform(number, outputs, out)
+        self._answer(number, out)
+
+    def _perform(self, number: int, outputs: list[h.Output], out: Out) -> None:
+        held = self._held[number]
+        assert self._map is not None
+        life = self._map.life
+        for one in outputs:
+            match one:
+                case h.Forward():
+                    change = one.content
+                    content = change.content if change else None
+                    header = Forwarded(self._me, life, number, one.term, one.before, one.tag, one.name, content)
+                    out.servers.append((one.to, Letter(header, change.payload if change else None)))
+                case h.Copy():
+                    about, content = one.state
+                    sent = CopySent(self._me, life, number, one.term, one.tag, one.applied, about)
+                    out.servers.append((one.to, Letter(sent, content.numpy())))
+                case h.Took():
+                    took = TookChange(self._me, life, number, one.term, one.tag, one.differs)
+                    out.servers.append((one.to, Letter(took)))
+                case h.Answer():
+                    client = held.askers.pop(one.name, None)
+                    if client is not None:
+                        out.clients.append((client, Letter(Answered(number, one.name[1]))))
+                case h.Refuse():
+                    client = held.askers.pop(one.name, None)
+                    if client is not None:
+                        out.clients.append((client, Letter(Refused(number, one.version))))
+                case h.Copied():
+                    out.copied.append((number, one.server))
+
+    def _refuse_all(self, number: int, out: Out) -> None:
+        held = self._held[number]
+        for client, _ in held.questions:
+            out.clients.append((client, Letter(Refused(number, self.version))))
+        held.questions.clear()
+
+    # --- questions ---------------------------------------------------------------------------------------------------
+
+    def _answer(self, number: int, out: Out) -> None:
+        """Answer what can be answered now."""
+        held = self._held[number]
+        if not held.holding.is_primary:
+            return
+        left = []
+        for client, question in held.questions:
+            letter = self._reply(held, question)
+            if letter is None:
+                left.append((client, question))
+            else:
+                out.clients.append((client, letter))
+        held.questions = left
+
+    def _reply(self, held: _Held, question: Question) -> Letter | None:
+        store = held.store
+        match question:
+            case Look():
+                first = question.slice == 0
+                looked = Looked(
+                    question.ticket, question.slice, store.version, store.nodes(), list(store.past) if first else [],
+                    store.note if first else (-1, b""), store.integers if first else b"",
+                )  # fmt: skip
+                return Letter(looked)
+            case Measure():
+                step, squares = store.measured
+                if step < question.step and not store.unsound:
+                    return None
+                if held.holding.everywhere < held.holding.last[1]:
+                    return None  # what follows from the answer must not be undone by a death
+                return Letter(Measured(question.ticket, question.slice, squares))
+            case Read():
+                if store.version != question.version:
+                    return Letter(Contents(question.ticket, question.slice, -1))
+                contents = store.memory.contents().numpy()
+                return Letter(Contents(question.ticket, question.slice, store.version), contents)
+            case Fetch():
+                return self._fetched(held, question)
+
+    def _fetched(self, held: _Held, question: Fetch) -> Letter | None:
+        store = held.store
+        if store.version < question.version:
+            if not store.unsound:
+                return None
+            return Letter(Fetched(question.ticket, question.slice, -1, store.rows(question.version)))
+        if held.holding.everywhere < held.reached.get(store.version, 0):
+            return None
+        first = question.slice == 0
+        rows = store.rows(store.version) if first else b""
+        integers = store.integers if first else b""
+        segment = "" if question.inline else held.segment
+        header = Fetched(question.ticket, question.slice, store.version, rows, integers, segment)
+        # A copy: the next step may be applied before it has left.
+        return Letter(header, None if segment else bytes(store.memory.value_view()))

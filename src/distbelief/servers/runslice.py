@@ -1,0 +1,242 @@
+"""One slice of a run's parameters under `ps:sync`: partial sums come in, and the step is applied when all are there.
+
+All slices must have theirs before any of them applies the step (`Go`). Else a step whose last sums are lost with a
+worker could not be computed again: the values that it began with would be gone in some slices.
+
+It is a `Store` (see holding.py): what it becomes is a function of the changes alone. A step's sums are added in the
+tree's order, so the result is that of allreduce, bit for bit, whoever has computed what.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from distbelief.comm.exchange import ROW, depth, tree_add
+from distbelief.comm.segment import Segment
+from distbelief.comm.serverwords import Content, Go, Node, Note, StepPast
+from distbelief.errors import DistBeliefError
+from distbelief.job import Job
+from distbelief.servers.gathering import Gathered
+from distbelief.servers.slicememory import SliceMemory
+from distbelief.shards import Schedule
+from distbelief.strategies.verdict import COUNTS, WEIGHT, judge_rows
+
+REMEMBERED = 1024
+"""Steps whose results slice 0 keeps: many more than are committed between two heartbeats."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change as it came: the header, and the bytes that came with it, if any."""
+
+    content: Content
+    payload: Any = None
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """What a copy of the slice needs beside its bytes."""
+
+    version: int
+    rows: bytes
+    touched: bytes
+    integers: tuple[bytes, bytes]
+    nodes: list[tuple[int, int]]
+    go: float | None
+    measured: tuple[int, list[float]]
+    past: list[StepPast]
+    note: tuple[int, bytes]
+
+
+class RunSlice:
+    def __init__(
+        self, memory: SliceMemory, job: Job, schedule: Schedule, open_segment: Callable[[str], Segment], at: float = 0.0
+    ) -> None:
+        self.memory = memory
+        self.version = 0
+        """Steps applied."""
+        self.past: deque[StepPast] = deque(maxlen=REMEMBERED)
+        self.note: tuple[int, bytes] = (-1, b"")
+        self.measured: tuple[int, list[float]] = (-1, [])
+        """The last step whose sums were all there, and the squares of its gradients by tile, if they are limited."""
+        self.clock: Callable[[], float] = lambda: 0.0
+        self._job = job
+        self._schedule = schedule
+        self._open = open_segment
+        self._entries = len(memory.layout.entries)
+        self._integers = (b"", b"")
+        """After the last step, and of the step under way."""
+        tiles = memory.layout.tiles
+        self._sums = {t: torch.empty(tiles[t].numel, dtype=tiles[t].dtype) for t in memory.shape.tiles}
+        self._scratch: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._start()
+
+    def begin(self, contents: torch.Tensor, version: int, integers: bytes) -> None:
+        """The first state of a life."""
+        self.memory.load(contents, version)
+        self.version = version
+        self._integers = (integers, b"")
+        self.measured = (-1, [])
+        self._start()
+
+    def _start(self) -> None:
+        """Nothing is there of the next step."""
+        self._gathered: Gathered[list[torch.Tensor]] = Gathered(
+            self._schedule.shards, self._schedule.occupied(self.version)
+        )
+        self._rows = np.zeros((self._schedule.shards, ROW))
+        self._touched = np.zeros(self._entries, np.uint8)
+        self._go: float | None = None
+        self._unsound = False
+
+    # --- as a store --------------------------------------------------------------------------------------------------
+
+    def apply(self, change: Change) -> None:
+        match change.content:
+            case Note():
+                self.note = (change.content.step, change.content.content)
+            case Node() if change.content.step == self.version:
+                self._add(change.content, change.payload)
+            case Go() if change.content.step == self.version and self._go is None:
+                self._go = change.content.factor
+                self._proceed()
+
+    def state(self) -> tuple[Snapshot, torch.Tensor]:
+        nodes = sorted(self._gathered.sums)
+        about = Snapshot(
+            self.version, self._rows.tobytes(), self._touched.tobytes(), self._integers, nodes, self._go,
+            self.measured, list(self.past), self.note,
+        )  # fmt: skip
+        parts = [self.memory.contents()]
+        for node in nodes:
+            parts += [part.reshape(-1).view(torch.uint8) for part in self._gathered.sums[node]]
+        return about, torch.cat(parts)
+
+    def load(self, state: tuple[Snapshot, torch.Tensor]) -> None:
+        about, content = state
+        size_bytes = self.memory.shape.size_bytes
+        self.memory.load(content[:size_bytes], about.version)
+        self.version, self._integers, self.note = about.version, about.integers, about.note
+        self.past = deque(about.past, maxlen=REMEMBERED)
+        self._start()
+        self._rows[:] = np.frombuffer(about.rows).reshape(self._rows.shape)
+        self._touched[:] = np.frombuffer(about.touched, np.uint8)
+        at = size_bytes
+        for node in about.nodes:
+            parts = []
+            for tile in self.memory.shape.tiles:
+                shape = self.memory.layout.tiles[tile]
+                parts.append(content[at : at + shape.size_bytes].clone().view(shape.dtype))
+                at += shape.size_bytes
+            self._gathered.add(node, parts)
+        self._go = about.go
+        # The sums themselves do not travel: they are added again from their parts.
+        self.measured = about.measured if about.measured[0] < about.version else (-1, [])
+        self._proceed()
+
+    # --- the step ----------------------------------------------------------------------------------------------------
+
+    def _add(self, node: Node, payload: Any) -> None:
+        if not 0 <= node.first < node.end <= self._schedule.shards:
+            raise DistBeliefError(f"there are no shards {node.first} to {node.end} in a step")
+        parts = self._parts(node, payload)
+        if not self._gathered.add((node.first, node.end), parts):
+            return
+        rows = np.frombuffer(node.rows).reshape(-1, ROW)
+        self._rows[node.first : node.first + len(rows)] = rows
+        self._touched |= np.frombuffer(node.touched, np.uint8)
+        if node.first == 0:
+            self._integers = (self._integers[0], node.integers)
+        self._proceed()
+
+    def _parts(self, node: Node, payload: Any) -> list[torch.Tensor]:
+        shape, tiles = self.memory.shape, self.memory.layout.tiles
+        if node.segment:
+            segment = self._open(node.segment)
+            return [segment.tensor(tiles[t].dtype, tiles[t].offset_bytes, tiles[t].numel) for t in shape.tiles]
+        raw = memoryview(payload)
+        if raw.nbytes != shape.value_bytes:
+            raise DistBeliefError(f"slice {shape.number} has {shape.value_bytes} bytes, not {raw.nbytes}")
+        return [
+            torch.frombuffer(raw, dtype=tile.dtype, count=tile.numel, offset=tile.offset_bytes - shape.first_byte)
+            for t in shape.tiles
+            for tile in [tiles[t]]
+        ]
+
+    def _proceed(self) -> None:
+        """Apply the step, if everything is there."""
+        order = self._gathered.order()
+        if order is None or self._unsound:
+            return
+        try:
+            judge_rows(self.version, self._rows)
+        except DistBeliefError:
+            self._unsound = True  # the workers are given the rows, and see for themselves
+            return
+        weight = math.fsum(self._rows[:, WEIGHT])
+        scale = 1.0 / weight if weight else 0.0
+        if self.measured[0] < self.version:
+            self._reduce(order, scale)
+        if self._go is None:
+            return
+        if self._job.clip_norm is not None and self._go < 1.0:
+            for tile in self.memory.parameter_tiles:
+                self._sums[tile].mul_(self._go)
+        untouched = self._touched == 0
+        if not weight:  # nothing to learn from: as if no parameter had a gradient; buffers have seen the samples
+            untouched[: len(self.memory.layout.entries_of("parameter"))] = True
+        self.memory.update(self.version, self._sums, int(np.count_nonzero(self._rows[:, COUNTS])), untouched)
+        if self.memory.shape.number == 0:
+            self.past.append(StepPast(self.version, self._rows.tobytes(), self.clock()))
+        self._integers = (self._integers[1], b"")
+        self.version += 1
+        self._start()
+
+    def _reduce(self, order: Any, scale: float) -> None:
+        sums = self._gathered.values()
+        levels = depth(order)
+        squares = []
+        for number, tile in enumerate(self.memory.shape.tiles):
+            out = self._sums[tile]
+            tree_add(order, [parts[number] for parts in sums], out, self._space(out.dtype, levels))
+            if tile < self.memory.layout.parameter_tiles:
+                out.mul_(scale)
+                if self._job.clip_norm is not None:
+                    squares.append(float(torch.linalg.vector_norm(out, dtype=torch.float64)) ** 2)
+
+        self.measured = (self.version, squares)
+
+    def _space(self, dtype: torch.dtype, levels: int) -> list[torch.Tensor]:
+        largest = max(out.numel() for out in self._sums.values() if out.dtype == dtype)
+        scratch = self._scratch.setdefault(dtype, [])
+        while len(scratch) < levels:
+            scratch.append(torch.empty(largest, dtype=dtype))
+        return scratch
+
+    # --- what is asked of it -----------------------------------------------------------------------------------------
+
+    @property
+    def unsound(self) -> bool:
+        """The step under way cannot be applied; its rows say why."""
+        return self._unsound
+
+    def rows(self, version: int) -> bytes:
+        """Of the step that led to that version, or of the one that cannot be applied."""
+        if self._unsound and version > self.version:
+            return self._rows.tobytes()
+        return next((one.rows for one in reversed(self.past) if one.step == version - 1), b"")
+
+    @property
+    def integers(self) -> bytes:
+        """The integer buffers after the last step."""
+        return self._integers[0]
+
+    def nodes(self) -> list[tuple[int, int]]:
+        return sorted(self._gathered.sums)

@@ -1,0 +1,86 @@
+"""The memory of one slice on one server: values that others on the host may read, and the optimizer's state."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+
+from distbelief.comm.segment import Segment
+from distbelief.comm.serverwords import VALUES_AT
+from distbelief.job import Job
+from distbelief.strategies.layout import Layout
+from distbelief.strategies.slicing import SliceShape
+from distbelief.strategies.tileoptimizer import Recipe, TileMemory
+from distbelief.strategies.updating import TileUpdates, set_buffers
+
+
+class SliceMemory:
+    def __init__(self, shape: SliceShape, layout: Layout, recipe: Recipe, job: Job, values: Segment) -> None:
+        """`values`: `VALUES_AT` bytes, of which the first say the version that is being written and the one that was;
+        then the slice's stretch of the layout."""
+        self.shape = shape
+        self.layout = layout
+        self._segment = values
+        self._versions = np.frombuffer(values.buffer, np.int64, 2)
+        self._state = torch.zeros(sum(shape.state_bytes), dtype=torch.uint8)
+        self.values = {
+            t: values.tensor(tile.dtype, VALUES_AT + tile.offset_bytes - shape.first_byte, tile.numel)
+            for t in shape.tiles
+            for tile in [layout.tiles[t]]
+        }
+        self._optimizer: dict[int, torch.Tensor] = {}
+        at = 0
+        for tile, size_bytes in zip(shape.tiles, shape.state_bytes, strict=True):
+            self._optimizer[tile] = self._state[at : at + size_bytes]
+            at += size_bytes
+        self._parts = (job, recipe, layout)
+        self._updates = self._made()
+
+    def _made(self) -> TileUpdates:
+        """The optimizer goes on from what lies in the memory."""
+        tiles = [TileMemory(t, self.values[t], self._optimizer[t]) for t in self.parameter_tiles]
+        return TileUpdates(*self._parts, tiles)
+
+    @property
+    def parameter_tiles(self) -> list[int]:
+        return [t for t in self.shape.tiles if t < self.layout.parameter_tiles]
+
+    @property
+    def buffer_tiles(self) -> list[int]:
+        return [t for t in self.shape.tiles if t >= self.layout.parameter_tiles]
+
+    def update(self, step: int, sums: dict[int, torch.Tensor], units: int, untouched: np.ndarray) -> None:
+        """One step. `sums`: gradients as the optimizer wants them, and sums of the buffers over so many shards."""
+        self._versions[0] = step + 1
+        self._updates.apply(step, {t: sums[t] for t in self.parameter_tiles}, untouched)
+        for tile in self.buffer_tiles:
+            set_buffers(self.values[tile], sums[tile].div_(units), self.layout.pieces[tile], untouched)
+        self._versions[1] = step + 1
+
+    def value_view(self) -> memoryview:
+        return self._segment.view(VALUES_AT, self.shape.value_bytes)
+
+    def contents(self) -> torch.Tensor:
+        """A copy of everything: values, then optimizer state, tile by tile."""
+        copy = torch.empty(self.shape.size_bytes, dtype=torch.uint8)
+        at = copy.data_ptr()
+        for part in self._stretches():
+            ctypes.memmove(at, part.data_ptr(), part.numel())
+            at += part.numel()
+        return copy
+
+    def load(self, contents: torch.Tensor, version: int) -> None:
+        at = 0
+        for part in self._stretches():
+            part.copy_(contents[at : at + part.numel()])
+            at += part.numel()
+        self._versions[:] = version
+        self._updates = self._made()
+
+    def _stretches(self) -> list[torch.Tensor]:
+        found = []
+        for tile in self.shape.tiles:
+            found += [self.values[tile].view(torch.uint8), self._optimizer[tile]]
+        return [part for part in found if part.numel()]

@@ -1,0 +1,50 @@
+"""Where the parameters are cut into slices: what servers own, copy and answer for. A function of the model alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distbelief.strategies.layout import Layout
+from distbelief.strategies.tileoptimizer import Recipe, state_bytes
+
+MOST_SLICES = 16
+"""Enough to balance a few servers, and few enough that messages about them cost little beside a step."""
+
+
+@dataclass(frozen=True)
+class SliceShape:
+    """Some neighbouring tiles: their values are one stretch of the layout."""
+
+    number: int
+    tiles: range
+    first_byte: int
+    end_byte: int
+    state_bytes: tuple[int, ...]
+    """Of the optimizer's state, by tile."""
+
+    @property
+    def value_bytes(self) -> int:
+        return self.end_byte - self.first_byte
+
+    @property
+    def size_bytes(self) -> int:
+        return self.value_bytes + sum(self.state_bytes)
+
+
+def cut(layout: Layout, recipe: Recipe, most: int = MOST_SLICES) -> list[SliceShape]:
+    """Slices of nearly equal size, in the order of the layout."""
+    sizes = [
+        state_bytes(recipe, layout, tile.index) if tile.index < layout.parameter_tiles else 0 for tile in layout.tiles
+    ]
+    weights = [tile.size_bytes + size for tile, size in zip(layout.tiles, sizes, strict=True)]
+    slices: list[SliceShape] = []
+    first, passed, whole = 0, 0, sum(weights)
+    for tile, weight in enumerate(weights):
+        passed += weight
+        if passed * most >= whole * (len(slices) + 1) or tile + 1 == len(weights):
+            at, last = layout.tiles[first], layout.tiles[tile]
+            end_byte = last.offset_bytes + last.size_bytes
+            mine = range(first, tile + 1)
+            slices.append(SliceShape(len(slices), mine, at.offset_bytes, end_byte, tuple(sizes[first : tile + 1])))
+            first = tile + 1
+    return slices

@@ -1,0 +1,45 @@
+"""The update of some tiles: what every step does to them once their gradients are there, whoever does it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from distbelief.data.seeding import seed_everything
+from distbelief.job import Job
+from distbelief.shards import mix
+from distbelief.strategies.layout import Layout, Piece
+from distbelief.strategies.tileoptimizer import Recipe, TileMemory, TileOptimizer
+
+
+class TileUpdates:
+    """The job's optimizer over some tiles of parameters."""
+
+    def __init__(self, job: Job, recipe: Recipe, layout: Layout, tiles: Sequence[TileMemory]) -> None:
+        self._job = job
+        self._elementwise = recipe.elementwise
+        self._parameters = len(layout.entries_of("parameter"))
+        # An optimizer that is not element-wise may couple what it is given, and may draw random numbers. So it is given
+        # what the number of members has no say in: one tile, and a seed of its own.
+        sets = [tiles] if recipe.elementwise else [[one] for one in tiles]
+        self._optimizers = [(some[0].tile, TileOptimizer(recipe, layout, some)) for some in sets if some]
+
+    def apply(self, step: int, gradients: dict[int, torch.Tensor], untouched: np.ndarray) -> None:
+        """One step. The gradients (by tile) may be overwritten. Entries that nobody touched are left as they are."""
+        rate = self._job.schedule(step) if self._job.schedule else 1.0
+        skip = untouched if untouched[: self._parameters].any() else None
+        for first, optimizer in self._optimizers:
+            if not self._elementwise:
+                seed_everything(mix(self._job.seed, 4, step, first) >> 1)
+            optimizer.update(gradients, rate, skip)
+
+
+def set_buffers(values: torch.Tensor, average: torch.Tensor, pieces: Sequence[Piece], untouched: np.ndarray) -> None:
+    """The float buffers of a tile become the average over the shards, where any shard has changed them: the average of
+    equal numbers is not always that number."""
+    for piece in pieces:
+        if not untouched[piece.entry]:
+            part = slice(piece.tile_first, piece.tile_first + piece.numel)
+            values[part] = average[part]
