@@ -179,6 +179,8 @@ class WorkerFinished(Struct, frozen=True, tag=True):
     loss: float = 0.0
     metrics: dict[str, float] = {}
     samples_per_s: float = 0.0
+    staleness: dict[int, int] = {}
+    """Of an asynchronous run: how many updates had which."""
 
 
 class WorkerFailed(Struct, frozen=True, tag=True):

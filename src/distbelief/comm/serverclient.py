@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -20,8 +20,11 @@ import zmq
 from distbelief.comm.messages import ServerMap
 from distbelief.comm.network import dial
 from distbelief.comm.serverwords import (
+    RUN,
     Answered,
     Content,
+    Given,
+    Gradient,
     Letter,
     Push,
     Question,
@@ -29,12 +32,17 @@ from distbelief.comm.serverwords import (
     pack,
     unpack_for_client,
 )
-from distbelief.comm.words import Abort, Aborted
+from distbelief.comm.words import Aborted
 
 AGAIN_S = 10.0
 """What is not answered for so long is sent again: the message, or the answer, may be lost with a connection."""
 LOOK_S = 0.05
 """How often a wait looks whether it is to be given up."""
+
+
+class Stop(Protocol):
+    def check(self) -> None:
+        """Raise `Aborted` when a wait is to be given up."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +67,11 @@ class ServerClient:
         self._sequences: dict[int, int] = {}
         """By slice, the number of the last push: each slice sees them without gaps."""
         self._tickets = 0
-        self._changes: dict[tuple[int, int], _Sent] = {}
-        """(slice, sequence) -> a push that is not answered."""
+        self._changes: dict[tuple[int, int, int], _Sent] = {}
+        """(slice, source, sequence) -> a push that is not answered."""
+        self._given: dict[tuple[int, int], Given | None] = {}
+        """(slice, sequence) -> what came with the answer, where somebody waits for it."""
+        self._awaited: tuple[int, int] = (-1, -1)
         self._questions: dict[int, _Sent] = {}
         """Ticket -> likewise."""
         self._outbox: dict[int, list[Letter]] = {}
@@ -86,7 +97,7 @@ class ServerClient:
         self._questions.clear()
         self._outbox.clear()
 
-    def slices(self, abort: Abort) -> int:
+    def slices(self, abort: Stop) -> int:
         """How many slices there are. Waits for the first map."""
         self._wait(lambda: self._map is not None, abort)
         assert self._map is not None
@@ -94,21 +105,31 @@ class ServerClient:
 
     def push(self, number: int, content: Content, payload: Any = None) -> None:
         """Have a slice changed. `payload` must stay as it is until that is done. It is sent by `flush`."""
-        sequence = self._sequences.get(number, -1) + 1
-        self._sequences[number] = sequence
+        if isinstance(content, Gradient):
+            source, sequence = RUN, content.update
+        else:
+            source, sequence = -1, self._sequences.get(number, -1) + 1
+            self._sequences[number] = sequence
         message = Push(self._client, sequence, number, content)
-        self._changes[number, sequence] = self._queued(Letter(message, payload), number)
+        self._changes[number, source, sequence] = self._queued(Letter(message, payload), number)
 
     def flush(self) -> None:
         for server, letters in self._outbox.items():
             self._send(server, letters)
         self._outbox.clear()
 
-    def settle(self, abort: Abort) -> None:
+    def settle(self, abort: Stop) -> None:
         """Return when everything that was pushed counts."""
         self._wait(lambda: not self._changes, abort)
 
-    def ask(self, questions: Iterable[Callable[[int], Question]], abort: Abort, each: Callable[[Letter], None]) -> None:
+    def change(self, number: int, content: Content, abort: Stop) -> Given | None:
+        """Have a slice changed, and wait for the answer."""
+        self.push(number, content)
+        self._awaited = (number, self._sequences[number])
+        self._wait(lambda: self._awaited in self._given, abort)
+        return self._given.pop(self._awaited)
+
+    def ask(self, questions: Iterable[Callable[[int], Question]], abort: Stop, each: Callable[[Letter], None]) -> None:
         """Ask, and call `each` with every reply as it comes. A question is made for the ticket that it is given."""
         waiting = set()
         for make in questions:
@@ -141,7 +162,7 @@ class ServerClient:
         return _Sent(letter, number, server, time.monotonic())
 
     def _wait(
-        self, done: Callable[[], bool], abort: Abort, answered: Callable[[Letter], None] = lambda letter: None
+        self, done: Callable[[], bool], abort: Stop, answered: Callable[[Letter], None] = lambda letter: None
     ) -> None:
         self.flush()
         self._adopt()
@@ -176,8 +197,10 @@ class ServerClient:
                 continue  # not a message of ours
             for letter in letters:
                 match letter.message:
-                    case Answered(slice=number, sequence=sequence):
-                        self._changes.pop((number, sequence), None)
+                    case Answered(slice=number, sequence=sequence, source=source, given=given):
+                        self._changes.pop((number, source, sequence), None)
+                        if source < 0 and (number, sequence) == self._awaited:
+                            self._given[self._awaited] = given
                     case Refused(slice=number):
                         self._refused(number)
                     case _:

@@ -54,7 +54,116 @@ class Note(Struct, frozen=True, tag=True):
     content: bytes
 
 
-Content = Node | Go | Note
+class Gradient(Struct, frozen=True, tag=True):
+    """An update of a worker that waits for nobody: its gradients, and by how much it changes the buffers. The slice's
+    stretch is where that of a Node is. It is named by its number (`RUN`), whoever computes it."""
+
+    update: int
+    step: int
+    """The first of its batches: for what changes with the steps, such as the learning rate."""
+    touched: bytes
+    integers: bytes = b""
+    """By how much the integer buffers change, each as int64. For slice 0."""
+    segment: str = ""
+
+
+# --- changes of the ledger -------------------------------------------------------------------------------------------
+
+
+class Ask(Struct, frozen=True, tag=True):
+    """A worker wants an update to compute. The answer has a `Lease`, or says why there is none."""
+
+    worker: int
+    now: float
+    version: int = -1
+    """How many updates are in the parameters that it has; -1: it fetches them after this."""
+    known: int = 0
+    """It has heard of all steps before this one."""
+
+
+class Complete(Struct, frozen=True, tag=True):
+    """Every slice has the update."""
+
+    update: int
+    token: int
+    worker: int
+    losses: list[float]
+    """Of its batches."""
+    samples: list[int]
+    at: float
+
+
+class Members(Struct, frozen=True, tag=True):
+    """Whoever is not among them is gone: what it had is leased again."""
+
+    generation: int
+    workers: list[int]
+
+
+class Gate(Struct, frozen=True, tag=True):
+    """Lease nothing beyond that step until `Open` comes: the parameters are to be those after exactly so many."""
+
+    step: int
+
+
+class Open(Struct, frozen=True, tag=True):
+    """What was to be done at that step has been done."""
+
+    step: int
+
+
+Content = Node | Go | Note | Gradient | Ask | Complete | Members | Gate | Open
+RUN = 1 << 40
+"""In place of a client: the source of updates, which are the run's, whoever computes them."""
+
+
+class Lease(Struct, frozen=True, tag=True):
+    update: int
+    token: int
+    step: int
+    """The first of its batches."""
+    batches: int
+    completed: int
+    """Updates completed."""
+
+
+class Wait(Struct, frozen=True, tag=True):
+    reason: str
+    fetch: bool
+    """Newer parameters would help; else only time does."""
+    completed: int
+
+
+class Gathered(Struct, frozen=True, tag=True):
+    """The parameters are those after exactly so many steps, and nobody computes. `last`: of the run."""
+
+    step: int
+    last: bool
+    completed: int
+
+
+class Completion(Struct, frozen=True):
+    """A batch that counts."""
+
+    step: int
+    """How many were complete before it."""
+    loss: float
+    samples: int
+    worker: int
+    staleness: int
+    at: float
+
+
+class Given(Struct, frozen=True):
+    """The answer to an `Ask`."""
+
+    what: Lease | Wait | Gathered
+    done: int
+    """Steps."""
+    news: list[Completion] = []
+    staleness: dict[int, int] = {}
+    """How many updates had which, so far."""
+
 
 # --- from workers ----------------------------------------------------------------------------------------------------
 
@@ -111,6 +220,9 @@ class Answered(Struct, frozen=True, tag=True):
 
     slice: int
     sequence: int
+    source: int = -1
+    """`RUN`, if the sequence is that of an update."""
+    given: Given | None = None
 
 
 class Refused(Struct, frozen=True, tag=True):
@@ -191,7 +303,7 @@ def has_payload(message: Any) -> bool:
     """Whether a frame goes with the message."""
     match message:
         case Push(content=content):
-            return isinstance(content, Node) and not content.segment
+            return isinstance(content, Node | Gradient) and not content.segment
         case Fetched():
             return not message.segment and bool(message.version >= 0)
         case Contents():

@@ -59,6 +59,8 @@ def complete(state: State, now: float) -> Result:
     }
     if state.fleet.target:
         result |= {"servers": state.fleet.target, "servers_lost": state.fleet.kills}
+    if first.staleness:
+        result["staleness"] = first.staleness
     line = workers_line(state.progress, state.members, state.generation, now)
     state, outputs = end(state, "completed", f"all {len(ends)} members have finished", now, result=result)
     return state, [Report(line), *outputs]

@@ -16,7 +16,7 @@ from distbelief.coordinator.detector import STUCK_S
 from distbelief.engines.rundir import check_idle
 from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST, best, interval
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.strategies import degrees, servers_of, wish_of
+from distbelief.strategies import degrees, servers_of, waits, wish_of
 from distbelief.worker.spec import Origin, SavePlan, WorkerSpec
 
 LOADING_S = 1800.0  # the longest silence while workers load their job; their exits are noticed at once anyway
@@ -122,7 +122,7 @@ class Launch:
             "exact": self.exact,
             "gather_timeout_s": LOADING_S,
             "min_workers": self.min_workers,
-            "balance": self.balance,
+            "balance": self.balance and waits(self.strategy),
             "stuck_s": self.stuck_after_s,
             "saves": self.save_plan is not None,
             "save_every_s": self.save_every_s,

@@ -15,15 +15,13 @@ import torch
 
 from distbelief.comm.messages import ServerMap
 from distbelief.comm.serverwords import (
+    RUN,
     Answered,
-    Contents,
     Fetch,
-    Fetched,
+    Gradient,
     Letter,
     Look,
-    Looked,
     Measure,
-    Measured,
     Push,
     Question,
     Read,
@@ -31,7 +29,7 @@ from distbelief.comm.serverwords import (
 )
 from distbelief.errors import DistBeliefError
 from distbelief.servers import holding as h
-from distbelief.servers.runslice import Change, RunSlice
+from distbelief.servers.stores import Change, SliceStore
 from distbelief.servers.wire import CopySent, Forwarded, TookChange
 
 ToClient = tuple[bytes, Letter]
@@ -57,7 +55,7 @@ class Out:
 @dataclass
 class _Held:
     holding: h.Holding
-    store: RunSlice
+    store: SliceStore
     segment: str
     """The name of the shared memory in which its values are; empty: nobody else can map them."""
     questions: list[tuple[bytes, Question]] = field(default_factory=list)
@@ -67,7 +65,7 @@ class _Held:
     """Version -> the number of the change that led to it, for the last versions."""
 
 
-Make = Callable[[int, bool], tuple[RunSlice, str]]
+Make = Callable[[int, bool], tuple[SliceStore, str]]
 """(slice, whether it is to have the first state of this life) -> the store, and the name of its memory."""
 
 
@@ -129,9 +127,12 @@ class ServerNode:
                 if held is None or not held.holding.is_primary:
                     out.clients.append((sender, Letter(Refused(message.slice, self.version))))
                     return out
+                content = message.content
                 name = (message.client, message.sequence)
+                if isinstance(content, Gradient):
+                    name = (RUN, content.update)
                 held.askers[name] = sender
-                self._changed(message.slice, held.holding.change(name, Change(message.content, letter.payload)), out)
+                self._changed(message.slice, held.holding.change(name, Change(content, letter.payload)), out)
             case Fetch() | Measure() | Look() | Read():
                 held = self._held.get(message.slice)
                 if held is None or not held.holding.is_primary:
@@ -200,7 +201,10 @@ class ServerNode:
                 case h.Answer():
                     client = held.askers.pop(one.name, None)
                     if client is not None:
-                        out.clients.append((client, Letter(Answered(number, one.name[1]))))
+                        source, sequence = one.name
+                        run = source if source == RUN else -1
+                        given = held.store.given(source)
+                        out.clients.append((client, Letter(Answered(number, sequence, run, given))))
                 case h.Refuse():
                     client = held.askers.pop(one.name, None)
                     if client is not None:
@@ -221,52 +225,14 @@ class ServerNode:
         held = self._held[number]
         if not held.holding.is_primary:
             return
+        reached = held.holding.everywhere
+        caught_up = reached >= held.holding.last[1]
+        everywhere = reached >= held.reached.get(held.store.version, 0)
         left = []
         for client, question in held.questions:
-            letter = self._reply(held, question)
+            letter = held.store.reply(question, held.segment, everywhere, caught_up)
             if letter is None:
                 left.append((client, question))
             else:
                 out.clients.append((client, letter))
         held.questions = left
-
-    def _reply(self, held: _Held, question: Question) -> Letter | None:
-        store = held.store
-        match question:
-            case Look():
-                first = question.slice == 0
-                looked = Looked(
-                    question.ticket, question.slice, store.version, store.nodes(), list(store.past) if first else [],
-                    store.note if first else (-1, b""), store.integers if first else b"",
-                )  # fmt: skip
-                return Letter(looked)
-            case Measure():
-                step, squares = store.measured
-                if step < question.step and not store.unsound:
-                    return None
-                if held.holding.everywhere < held.holding.last[1]:
-                    return None  # what follows from the answer must not be undone by a death
-                return Letter(Measured(question.ticket, question.slice, squares))
-            case Read():
-                if store.version != question.version:
-                    return Letter(Contents(question.ticket, question.slice, -1))
-                contents = store.memory.contents().numpy()
-                return Letter(Contents(question.ticket, question.slice, store.version), contents)
-            case Fetch():
-                return self._fetched(held, question)
-
-    def _fetched(self, held: _Held, question: Fetch) -> Letter | None:
-        store = held.store
-        if store.version < question.version:
-            if not store.unsound:
-                return None
-            return Letter(Fetched(question.ticket, question.slice, -1, store.rows(question.version)))
-        if held.holding.everywhere < held.reached.get(store.version, 0):
-            return None
-        first = question.slice == 0
-        rows = store.rows(store.version) if first else b""
-        integers = store.integers if first else b""
-        segment = "" if question.inline else held.segment
-        header = Fetched(question.ticket, question.slice, store.version, rows, integers, segment)
-        # A copy: the next step may be applied before it has left.
-        return Letter(header, None if segment else bytes(store.memory.value_view()))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -20,12 +19,29 @@ import numpy as np
 import torch
 
 from distbelief.comm.exchange import ROW, depth, tree_add
-from distbelief.comm.segment import Segment
-from distbelief.comm.serverwords import Content, Go, Node, Note, StepPast
+from distbelief.comm.serverwords import (
+    Contents,
+    Fetch,
+    Fetched,
+    Given,
+    Go,
+    Letter,
+    Look,
+    Looked,
+    Measure,
+    Measured,
+    Node,
+    Note,
+    Question,
+    Read,
+    StepPast,
+)
 from distbelief.errors import DistBeliefError
 from distbelief.job import Job
 from distbelief.servers.gathering import Gathered
+from distbelief.servers.payloads import OpenSegment, tiles_of
 from distbelief.servers.slicememory import SliceMemory
+from distbelief.servers.stores import Change, Snapshot, State
 from distbelief.shards import Schedule
 from distbelief.strategies.verdict import COUNTS, WEIGHT, judge_rows
 
@@ -33,18 +49,9 @@ REMEMBERED = 1024
 """Steps whose results slice 0 keeps: many more than are committed between two heartbeats."""
 
 
-@dataclass(frozen=True)
-class Change:
-    """A change as it came: the header, and the bytes that came with it, if any."""
+class _Step(msgspec.Struct, frozen=True):
+    """What there is of the step under way, and of those before it."""
 
-    content: Content
-    payload: Any = None
-
-
-class Snapshot(msgspec.Struct, frozen=True):
-    """What a copy of the slice needs beside its bytes."""
-
-    version: int
     rows: bytes
     touched: bytes
     integers: tuple[bytes, bytes]
@@ -56,9 +63,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class RunSlice:
-    def __init__(
-        self, memory: SliceMemory, job: Job, schedule: Schedule, open_segment: Callable[[str], Segment], at: float = 0.0
-    ) -> None:
+    def __init__(self, memory: SliceMemory, job: Job, schedule: Schedule, open_segment: OpenSegment) -> None:
         self.memory = memory
         self.version = 0
         """Steps applied."""
@@ -110,20 +115,21 @@ class RunSlice:
 
     def state(self) -> tuple[Snapshot, torch.Tensor]:
         nodes = sorted(self._gathered.sums)
-        about = Snapshot(
-            self.version, self._rows.tobytes(), self._touched.tobytes(), self._integers, nodes, self._go,
+        about = _Step(
+            self._rows.tobytes(), self._touched.tobytes(), self._integers, nodes, self._go,
             self.measured, list(self.past), self.note,
         )  # fmt: skip
         parts = [self.memory.contents()]
         for node in nodes:
             parts += [part.reshape(-1).view(torch.uint8) for part in self._gathered.sums[node]]
-        return about, torch.cat(parts)
+        return Snapshot(self.version, msgspec.msgpack.encode(about)), torch.cat(parts)
 
-    def load(self, state: tuple[Snapshot, torch.Tensor]) -> None:
-        about, content = state
+    def load(self, state: State) -> None:
+        snapshot, content = state
+        about = msgspec.msgpack.decode(snapshot.about, type=_Step)
         size_bytes = self.memory.shape.size_bytes
-        self.memory.load(content[:size_bytes], about.version)
-        self.version, self._integers, self.note = about.version, about.integers, about.note
+        self.memory.load(content[:size_bytes], snapshot.version)
+        self.version, self._integers, self.note = snapshot.version, about.integers, about.note
         self.past = deque(about.past, maxlen=REMEMBERED)
         self._start()
         self._rows[:] = np.frombuffer(about.rows).reshape(self._rows.shape)
@@ -138,7 +144,7 @@ class RunSlice:
             self._gathered.add(node, parts)
         self._go = about.go
         # The sums themselves do not travel: they are added again from their parts.
-        self.measured = about.measured if about.measured[0] < about.version else (-1, [])
+        self.measured = about.measured if about.measured[0] < snapshot.version else (-1, [])
         self._proceed()
 
     # --- the step ----------------------------------------------------------------------------------------------------
@@ -146,7 +152,8 @@ class RunSlice:
     def _add(self, node: Node, payload: Any) -> None:
         if not 0 <= node.first < node.end <= self._schedule.shards:
             raise DistBeliefError(f"there are no shards {node.first} to {node.end} in a step")
-        parts = self._parts(node, payload)
+        shape = self.memory.shape
+        parts = tiles_of(shape, self.memory.layout, node.segment, payload, self._open)
         if not self._gathered.add((node.first, node.end), parts):
             return
         rows = np.frombuffer(node.rows).reshape(-1, ROW)
@@ -155,20 +162,6 @@ class RunSlice:
         if node.first == 0:
             self._integers = (self._integers[0], node.integers)
         self._proceed()
-
-    def _parts(self, node: Node, payload: Any) -> list[torch.Tensor]:
-        shape, tiles = self.memory.shape, self.memory.layout.tiles
-        if node.segment:
-            segment = self._open(node.segment)
-            return [segment.tensor(tiles[t].dtype, tiles[t].offset_bytes, tiles[t].numel) for t in shape.tiles]
-        raw = memoryview(payload)
-        if raw.nbytes != shape.value_bytes:
-            raise DistBeliefError(f"slice {shape.number} has {shape.value_bytes} bytes, not {raw.nbytes}")
-        return [
-            torch.frombuffer(raw, dtype=tile.dtype, count=tile.numel, offset=tile.offset_bytes - shape.first_byte)
-            for t in shape.tiles
-            for tile in [tiles[t]]
-        ]
 
     def _proceed(self) -> None:
         """Apply the step, if everything is there."""
@@ -222,21 +215,43 @@ class RunSlice:
 
     # --- what is asked of it -----------------------------------------------------------------------------------------
 
-    @property
-    def unsound(self) -> bool:
-        """The step under way cannot be applied; its rows say why."""
-        return self._unsound
+    def given(self, client: int) -> Given | None:
+        return None
 
-    def rows(self, version: int) -> bytes:
-        """Of the step that led to that version, or of the one that cannot be applied."""
-        if self._unsound and version > self.version:
-            return self._rows.tobytes()
-        return next((one.rows for one in reversed(self.past) if one.step == version - 1), b"")
+    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
+        match question:
+            case Look():
+                first = question.slice == 0
+                looked = Looked(
+                    question.ticket, question.slice, self.version, sorted(self._gathered.sums),
+                    list(self.past) if first else [], self.note if first else (-1, b""),
+                    self._integers[0] if first else b"",
+                )  # fmt: skip
+                return Letter(looked)
+            case Measure():
+                step, squares = self.measured
+                if not caught_up or (step < question.step and not self._unsound):
+                    return None  # what follows from the answer must not be undone by a death
+                return Letter(Measured(question.ticket, question.slice, squares))
+            case Read():
+                if self.version != question.version:
+                    return Letter(Contents(question.ticket, question.slice, -1))
+                contents = self.memory.contents().numpy()
+                return Letter(Contents(question.ticket, question.slice, self.version), contents)
+            case Fetch():
+                return self._fetched(question, segment, everywhere)
 
-    @property
-    def integers(self) -> bytes:
-        """The integer buffers after the last step."""
-        return self._integers[0]
-
-    def nodes(self) -> list[tuple[int, int]]:
-        return sorted(self._gathered.sums)
+    def _fetched(self, question: Fetch, segment: str, everywhere: bool) -> Letter | None:
+        first = question.slice == 0
+        if self.version < question.version:
+            rows = self._rows.tobytes() if self._unsound else b""
+            return Letter(Fetched(question.ticket, question.slice, -1, rows)) if rows else None
+        if not everywhere:
+            return None  # the worker is about to overwrite what a backup may still have to read
+        rows = next((one.rows for one in reversed(self.past) if one.step == self.version - 1), b"") if first else b""
+        segment = "" if question.inline else segment
+        header = Fetched(
+            question.ticket, question.slice, self.version, rows, self._integers[0] if first else b"", segment
+        )
+        # A copy: the next step may be applied before it has left.
+        return Letter(header, None if segment else bytes(self.memory.value_view()))

@@ -59,6 +59,14 @@ class SliceMemory:
             set_buffers(self.values[tile], sums[tile].div_(units), self.layout.pieces[tile], untouched)
         self._versions[1] = step + 1
 
+    def update_freely(self, step: int, version: int, parts: dict[int, torch.Tensor], untouched: np.ndarray) -> None:
+        """One update of a worker: gradients, and by how much it changes the buffers."""
+        self._versions[0] = version + 1
+        self._updates.apply(step, {t: parts[t] for t in self.parameter_tiles}, untouched)
+        for tile in self.buffer_tiles:
+            self.values[tile].add_(parts[tile])
+        self._versions[1] = version + 1
+
     def value_view(self) -> memoryview:
         return self._segment.view(VALUES_AT, self.shape.value_bytes)
 

@@ -9,9 +9,9 @@ import msgspec
 import zmq
 from msgspec import Struct
 
-from distbelief.comm.serverwords import Content, FromClient, Letter, Node, together
+from distbelief.comm.serverwords import Content, FromClient, Gradient, Letter, Node, together
 from distbelief.servers.applied import Applied
-from distbelief.servers.runslice import Snapshot
+from distbelief.servers.stores import Snapshot
 
 
 class Forwarded(Struct, frozen=True, tag=True):
@@ -57,7 +57,7 @@ _decoder = msgspec.msgpack.Decoder(list[FromClient | FromPeer])
 
 def _has_payload(message: Any) -> bool:
     if isinstance(message, Forwarded):
-        return isinstance(message.content, Node) and not message.content.segment
+        return isinstance(message.content, Node | Gradient) and not message.content.segment
     return isinstance(message, CopySent)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +11,14 @@ from distbelief.errors import JobError
 from distbelief.strategies.allreduce import AllReduce
 from distbelief.strategies.degrees import Wish
 from distbelief.strategies.hybrid import SCHEDULES, Hybrid, Meshed, Pipeline, Sharded, Tensor
-from distbelief.strategies.parameterserver import ParameterServer
+from distbelief.strategies.parameterserver import MODES, ParameterServer
 
 AnyStrategy = AllReduce | ParameterServer | Pipeline | Tensor | Sharded | Hybrid
 
-KNOWN = "allreduce, ps:sync, pipeline:4, tensor:2, sharded, or degrees such as dp2.tp2.pp2 and dp2.fsdp2"
+KNOWN = (
+    "allreduce, ps:sync, ps:async, ps:ssp:staleness=4, pipeline:4, tensor:2, sharded, "
+    "or degrees such as dp2.tp2.pp2 and dp2.fsdp2"
+)
 _DEGREES = {"dp": "data", "fsdp": "sharded", "tp": "tensor", "pp": "pipeline"}
 _PART = re.compile(r"([a-z]+)(\d*)")
 
@@ -98,22 +102,38 @@ def servers_of(text: str) -> int:
     return strategy.servers if isinstance(strategy, ParameterServer) else 0
 
 
+def waits(text: str) -> bool:
+    """Whether workers do steps together: only then can work be moved from one to another between two of them."""
+    strategy = parse(text)
+    return not isinstance(strategy, ParameterServer) or strategy.waits
+
+
 def _parameter_server(text: str, options: Sequence[str]) -> ParameterServer:
     values: dict[str, Any] = {}
     for option in options:
         key, _, number = option.partition("=")
-        if option == "sync":
+        if option in MODES:
             values["mode"] = option
+        elif key == "noise" and _is_number(number):
+            values["noise"] = float(number)
         elif option in ("auto", "shm", "tcp"):
             values["over"] = option
-        elif key == "servers" and number.isdigit():
-            values["servers"] = int(number)
+        elif key in ("servers", "staleness", "n_push", "n_fetch", "warm_up") and number.isdigit():
+            values[key] = int(number)
         else:
             raise JobError(
                 f"unknown option '{option}' in the strategy '{text}'",
-                hint="options of ps: sync, servers=2, shm, tcp (as in ps:sync:servers=2)",
+                hint="options of ps: sync, ssp, async, servers=2, staleness=4 (of ssp), n_push=1, n_fetch=1, "
+                "warm_up=0, noise=0, shm, tcp (as in ps:async:servers=2:n_push=4)",
             )
     return ParameterServer(**values)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _degree(text: str, options: Sequence[str]) -> tuple[int, Sequence[str]]:

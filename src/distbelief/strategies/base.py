@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -154,9 +154,17 @@ class Seat:
     generation: int = 0
     degrees: Sequence[int] = ()
     """Of the mesh that the members form, where the strategy divides the model."""
+    workers: Sequence[int] = ()
+    """The number of every member, by rank."""
+
+    @property
+    def worker(self) -> int:
+        return self.workers[self.rank]
 
 
-class Replica(Protocol):
+class Seated(Protocol):
+    """A member's part of a run, whatever the members do together."""
+
     @property
     def exchange(self) -> Group: ...
 
@@ -164,12 +172,6 @@ class Replica(Protocol):
     """Seconds spent on adding up and on waiting for others, since it was built."""
 
     def steps_applied(self) -> int: ...
-
-    def compute(self, step: int) -> None:
-        """Forward and backward of my shards of that step, into named partial sums."""
-
-    def commit(self, step: int) -> StepResult:
-        """Add the partial sums of all members and update. Atomic: applied whole or not at all."""
 
     def taken_over(self) -> Takeover | None:
         """What this generation found begun when it started."""
@@ -210,6 +212,17 @@ class Replica(Protocol):
         """That it had to go back to an earlier step, because nobody had the last one any more."""
 
 
+@runtime_checkable
+class Replica(Seated, Protocol):
+    """Of members that do steps together."""
+
+    def compute(self, step: int) -> None:
+        """Forward and backward of my shards of that step, into named partial sums."""
+
+    def commit(self, step: int) -> StepResult:
+        """Add the partial sums of all members and update. Atomic: applied whole or not at all."""
+
+
 class Prepared(Protocol):
     """A model that has been made and checked on this worker, before it has a seat."""
 
@@ -234,7 +247,7 @@ class Prepared(Protocol):
 
     def set_frozen(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
-    def build(self, seat: Seat, exchange: Any, fetch: Fetch, begin_from: BeginFrom = nothing_saved) -> Replica: ...
+    def build(self, seat: Seat, exchange: Any, fetch: Fetch, begin_from: BeginFrom = nothing_saved) -> Seated: ...
 
 
 class Strategy(Protocol):

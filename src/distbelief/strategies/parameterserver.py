@@ -5,6 +5,7 @@ The value alone, without torch, which the command line and the coordinator need 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -17,32 +18,63 @@ if TYPE_CHECKING:
 
     from distbelief.strategies.served import PreparedServed
 
+MODES = ("sync", "ssp", "async")
+
 
 @dataclass(frozen=True)
 class ParameterServer:
     """`sync`: all shards of a step are added before it is applied, so the weights are those of allreduce, bit for bit.
+    `async`: every worker computes batches of its own, and nobody waits (Downpour SGD). `ssp`: likewise, but no update
+    is computed with parameters that miss more than `staleness` others.
 
     Every slice of the parameters has a primary and a backup, on two servers. With one server there is no backup.
 
-    >>> str(ParameterServer(2)), str(ParameterServer(1, over="tcp"))
-    ('ps:sync:servers=2', 'ps:sync:servers=1:tcp')
+    >>> str(ParameterServer(2)), str(ParameterServer(1, "ssp", staleness=4, over="tcp"))
+    ('ps:sync:servers=2', 'ps:ssp:servers=1:staleness=4:tcp')
     """
 
     servers: int = 2
-    mode: Literal["sync"] = "sync"
+    mode: Literal["sync", "ssp", "async"] = "sync"
+    staleness: int | None = None
+    """ssp: the most updates that others may have made to parameters while one was computed with them."""
+    n_push: int = 1
+    """Batches whose gradients are pushed together."""
+    n_fetch: int = 1
+    """Updates of a worker from one fetch of the parameters to the next."""
+    warm_up: int = 0
+    """So many updates are computed one after the other, before several workers begin (a warm start)."""
+    noise: float = 0.0
+    """The standard deviation of Gaussian noise that is added to every pushed gradient."""
     over: Literal["auto", "shm", "tcp"] = "auto"
 
     def __post_init__(self) -> None:
-        if isinstance(self.servers, bool) or not isinstance(self.servers, int) or self.servers < 1:
-            raise JobError(f"the number of parameter servers must be at least 1, not {self.servers!r}")
-        if self.mode != "sync":
-            raise JobError(f"unknown mode '{self.mode}' of parameter servers", hint="known: sync")
+        if self.mode not in MODES:
+            raise JobError(f"unknown mode '{self.mode}' of parameter servers", hint=f"known: {', '.join(MODES)}")
+        for name, least in (("servers", 1), ("n_push", 1), ("n_fetch", 1), ("warm_up", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise JobError(f"{name} of parameter servers must be at least {least}, not {value!r}")
         if self.over not in ("auto", "shm", "tcp"):
             raise JobError(f"unknown transport '{self.over}'", hint="use auto, shm (one host) or tcp")
+        if not (math.isfinite(self.noise) and self.noise >= 0):
+            raise JobError(f"noise must be 0 or more, not {self.noise}")
+        if (self.mode == "ssp") != (self.staleness is not None):
+            raise JobError(
+                "ssp needs a bound on staleness, and the other modes have none", hint="for example ps:ssp:staleness=4"
+            )
+        if self.staleness is not None and self.staleness < 0:
+            raise JobError(f"staleness must be 0 or more, not {self.staleness}")
+        if self.mode == "sync" and (self.n_push, self.n_fetch, self.warm_up, self.noise) != (1, 1, 0, 0.0):
+            raise JobError("n_push, n_fetch, warm_up and noise are for async and ssp", hint="leave them out of ps:sync")
 
     @property
     def exact(self) -> bool:
-        return True
+        return self.mode == "sync"
+
+    @property
+    def waits(self) -> bool:
+        """Whether workers do steps together."""
+        return self.mode == "sync"
 
     @property
     def transport(self) -> Literal["auto", "shm", "gloo"]:
@@ -50,9 +82,17 @@ class ParameterServer:
         return "gloo" if self.over == "tcp" else self.over
 
     def __str__(self) -> str:
-        return f"ps:{self.mode}:servers={self.servers}" + (f":{self.over}" if self.over != "auto" else "")
+        text = f"ps:{self.mode}:servers={self.servers}"
+        if self.staleness is not None:
+            text += f":staleness={self.staleness}"
+        for name, usual in (("n_push", 1), ("n_fetch", 1), ("warm_up", 0), ("noise", 0.0)):
+            if getattr(self, name) != usual:
+                text += f":{name}={getattr(self, name)}"
+        return text + (f":{self.over}" if self.over != "auto" else "")
 
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedServed:
         from distbelief.strategies.served import PreparedServed
 
-        return PreparedServed(job, schedule, device, exact=True)
+        if device.type != "cpu":
+            raise JobError(f"ps does not run on '{device}' yet", hint="use --device cpu")
+        return PreparedServed(job, schedule, device, self)

@@ -20,11 +20,10 @@ import numpy as np
 import torch
 
 from distbelief.comm.alone import AloneExchange
-from distbelief.comm.exchange import ROW, Held, Source
+from distbelief.comm.exchange import ROW, Geometry, Held, Source
 from distbelief.comm.segment import Segment
 from distbelief.comm.served import ServedGroup
 from distbelief.comm.serverwords import (
-    Contents,
     Fetch,
     Fetched,
     Go,
@@ -36,11 +35,12 @@ from distbelief.comm.serverwords import (
     Node,
     Note,
     Question,
-    Read,
 )
 from distbelief.errors import DistBeliefError
+from distbelief.job import Job
 from distbelief.shards import Range, Schedule, shard_seed
 from distbelief.strategies.agreement import agree_on_state
+from distbelief.strategies.asynchronous import AsynchronousReplica
 from distbelief.strategies.base import (
     Applied,
     BeginFrom,
@@ -58,8 +58,10 @@ from distbelief.strategies.committed import CommittedModel
 from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.layout import Layout
 from distbelief.strategies.named import TilePortion, outside_of_tiles, whole_entries
+from distbelief.strategies.parameterserver import ParameterServer
 from distbelief.strategies.partials import ShardWork
 from distbelief.strategies.prepared import PreparedAllReduce
+from distbelief.strategies.reading import AlreadyCopied, read_portion
 from distbelief.strategies.replica import DataParallelReplica
 from distbelief.strategies.slicing import SliceShape, cut
 from distbelief.strategies.state import ReplicaState
@@ -71,8 +73,28 @@ REMEMBERED = 1024  # steps, as the servers remember
 
 
 class PreparedServed(PreparedAllReduce):
+    def __init__(self, job: Job, schedule: Schedule, device: torch.device, strategy: ParameterServer) -> None:
+        super().__init__(job, schedule, device, strategy.exact)
+        self.strategy = strategy
+
+    def geometry(self, ranges: Sequence[Range]) -> Geometry:
+        usual = super().geometry(ranges)
+        if self.strategy.waits:
+            return usual
+        return replace(usual, slots=[min(self.strategy.n_push, 2)] * len(ranges))
+
     def slices(self) -> list[SliceShape]:
         return cut(self._layout, self._recipe)
+
+    def integer_numbers(self, content: bytes) -> np.ndarray:
+        """The integer buffers as numbers, each as int64."""
+        found = []
+        for _, buffer in self.model.named_buffers():
+            if not buffer.is_floating_point() and buffer.numel():
+                size = buffer.numel() * buffer.element_size()
+                part, content = bytearray(content[:size]), content[size:]
+                found.append(torch.frombuffer(part, dtype=buffer.dtype).to(torch.int64).numpy())
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
 
     @property
     def layout(self) -> Layout:
@@ -91,10 +113,14 @@ class PreparedServed(PreparedAllReduce):
 
     def build(  # type: ignore[override]
         self, seat: Seat, exchange: Any, fetch: FetchBatch, begin_from: BeginFrom = nothing_saved
-    ) -> ServedReplica | DataParallelReplica:
+    ) -> ServedReplica | AsynchronousReplica | DataParallelReplica:
         """Without servers (one process that computes a step again) it is allreduce: the bits are the same."""
         if not isinstance(exchange, ServedGroup):
             return super().build(seat, exchange, fetch, begin_from)
+        if not self.strategy.waits:
+            return AsynchronousReplica(
+                self._computer, self._recipe, self._schedule, seat, exchange, fetch, self.strategy
+            )
         return ServedReplica(self._computer, self._recipe, self._schedule, seat, exchange, fetch)
 
 
@@ -363,30 +389,14 @@ class ServedReplica:
     def portions(self) -> Sequence[TilePortion]:
         return self._portions
 
-    def copy_portion(self, applied: int, into: Segment) -> _Read:
+    def copy_portion(self, applied: int, into: Segment) -> AlreadyCopied:
         """From the servers: they have the optimizer's state. Nobody can change it before this member has gone on."""
         rank = self.exchange.rank
-        mine = self._slices[rank :: self.exchange.size]
-        portion, started = self._portions[rank], time.perf_counter()
-        missing: list[int] = []
-
-        def read(letter: Letter) -> None:
-            message: Contents = letter.message
-            shape = self._slices[message.slice]
-            if message.version < 0:
-                missing.append(message.slice)
-            else:
-                at = portion.starts[shape.tiles[0]]
-                into.tensor(torch.uint8, at, shape.size_bytes).copy_(
-                    torch.frombuffer(letter.payload, dtype=torch.uint8)
-                )
-
         self._whole.restore()
-        questions = [partial(_about, partial(_read, applied), shape.number) for shape in mine]
-        self._client.ask(questions, self.exchange.abort, read)
-        if missing:
-            raise DistBeliefError(f"the servers have gone on from step {applied} before it was saved")
-        return _Read(self._outside() if rank == 0 else {}, time.perf_counter() - started)
+        return read_portion(
+            self._client, self.exchange.abort, self._slices[rank :: self.exchange.size], self._portions[rank], into,
+            self._outside() if rank == 0 else {}, applied,
+        )  # fmt: skip
 
     def measure(self, tasks: Sequence[Task], measure: Callable[[Task, Any, Any], None]) -> None:
         rank, size = self.exchange.rank, self.exchange.size
@@ -398,18 +408,6 @@ class ServedReplica:
 
     def weights_sha256(self) -> str:
         return self._whole.sha256()
-
-
-class _Read:
-    """See `Copying`: it was all there at once."""
-
-    def __init__(self, outside: Mapping[str, torch.Tensor], waited_s: float) -> None:
-        self.outside = outside
-        self.waited_s = waited_s
-
-    def run(self) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 def _on_all(looked: Sequence[Looked], shards: int) -> list[Range]:
@@ -432,7 +430,3 @@ def _fetch(version: int, inline: bool, ticket: int, number: int) -> Question:
 
 def _measure(step: int, ticket: int, number: int) -> Question:
     return Measure(ticket, number, step)
-
-
-def _read(version: int, ticket: int, number: int) -> Question:
-    return Read(ticket, number, version)

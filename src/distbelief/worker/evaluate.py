@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,12 +13,15 @@ from distbelief.data.seeding import seed_everything
 from distbelief.data.sources import InMemory, MapStyle, split_batch
 from distbelief.job import Job
 from distbelief.shards import Schedule, shard_seed
-from distbelief.strategies.base import Replica, Task
+from distbelief.strategies.base import Seated, Task
 from distbelief.strategies.compute import loss_sum, move
 from distbelief.worker.feed import Feed
 from distbelief.worker.metrics import ShardMetrics
 
 SMALLEST_BATCH = 256  # samples per evaluation shard; larger than in training, because nothing is kept for backward
+
+
+MeasureAll = Callable[[Sequence[Task], Callable[[Task, Any, Any], None]], None]
 
 
 class Evaluator:
@@ -43,8 +47,12 @@ class Evaluator:
             self._metrics.combine(1, self._measure(task, output, target))
         model.train()
 
-    def evaluate(self, replica: Replica) -> dict[str, float]:
+    def evaluate(self, replica: Seated) -> dict[str, float]:
         """Every member computes its part; all return the same values."""
+        return self.evaluate_with(replica.measure, replica.exchange.gather)
+
+    def evaluate_with(self, measure_all: MeasureAll, gather: Callable[[bytes], list[bytes]]) -> dict[str, float]:
+        """`measure_all`: forward passes of this member's part of the tasks; `gather`: everybody's bytes."""
         self._feed.expect([(0, 1)], until=self.shards)
         measured: dict[str, torch.Tensor] = {}
 
@@ -52,9 +60,9 @@ class Evaluator:
             with torch.no_grad(), self._autocast():
                 measured.update(self._measure(task, output, target))
 
-        replica.measure(self._tasks(), measure)
+        measure_all(self._tasks(), measure)
         everything: dict[str, torch.Tensor] = {}
-        for payload in replica.exchange.gather(safetensors.torch.save(measured)):
+        for payload in gather(safetensors.torch.save(measured)):
             everything.update(safetensors.torch.load(payload))
         return self._metrics.combine(self.shards, everything)
 

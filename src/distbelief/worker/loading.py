@@ -76,12 +76,17 @@ class Loaded:
         )
 
 
-def load_for_server(spec: WorkerSpec, keeper: KeeperClient | None) -> tuple[Job, Schedule, Prepared]:
+def load_for_server(spec: WorkerSpec, keeper: KeeperClient | None) -> tuple[Job, Schedule, int, Prepared]:
     """What a parameter server needs of the job: it computes no shard, and reads no sample."""
     job = _job(spec, keeper)
     source = as_source(job.data, job.collate)
     schedule = Schedule(len(source), job.global_batch, job.resolved_shards, job.drop_last)
-    return job, schedule, parse(spec.strategy).prepare(job, schedule, _device(spec.device))
+    return job, schedule, _steps(job, schedule, spec), parse(spec.strategy).prepare(job, schedule, _device(spec.device))
+
+
+def _steps(job: Job, schedule: Schedule, spec: WorkerSpec) -> int:
+    steps = job.steps or max(1, math.ceil((job.epochs or 1) * schedule.steps_per_epoch))
+    return min(steps, spec.most_steps or steps)
 
 
 def _job(spec: WorkerSpec, keeper: KeeperClient | None) -> Job:
@@ -108,8 +113,7 @@ def load(spec: WorkerSpec, keeper: KeeperClient | None) -> Loaded:
             hint="set a smaller `shards` or `global_batch` in the job",
         )
     schedule = Schedule(len(source), job.global_batch, job.resolved_shards, job.drop_last)
-    steps = job.steps or max(1, math.ceil((job.epochs or 1) * schedule.steps_per_epoch))
-    steps = min(steps, spec.most_steps or steps)
+    steps = _steps(job, schedule, spec)
     feed = Feed(source, schedule, job, shuffle=job.shuffle)
     evaluator = None
     if job.validation is not None:

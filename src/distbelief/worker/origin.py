@@ -16,7 +16,7 @@ from distbelief.checkpoint.manifest import Facts, Manifest
 from distbelief.checkpoint.reading import newest_sound, open_checkpoint, read_manifest, read_tensors
 from distbelief.checkpoint.sources import MODEL, open_source, read_source
 from distbelief.checkpoint.storage import Where
-from distbelief.strategies.base import Applied, Replica, Saved
+from distbelief.strategies.base import Applied, Saved, Seated
 from distbelief.worker.spec import Origin
 
 Found = TypeVar("Found")
@@ -33,7 +33,7 @@ class DataPosition(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-def facts_at(known: Facts, replica: Replica, applied: int) -> Facts:
+def facts_at(known: Facts, replica: Seated, applied: int) -> Facts:
     """What a checkpoint says of the state after so many steps, beside what is `known` of the job."""
     history = replica.remembered(0)
     last = history[-1]

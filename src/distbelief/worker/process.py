@@ -40,8 +40,10 @@ from distbelief.comm.shared import SharedExchange
 from distbelief.comm.torchgroup import TorchExchange
 from distbelief.comm.words import Abort, Aborted
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.base import Replica, Saved, Seat
+from distbelief.strategies.asynchronous import AsynchronousReplica
+from distbelief.strategies.base import Replica, Saved, Seat, Seated
 from distbelief.strategies.parameterserver import ParameterServer
+from distbelief.worker.asynchronous import train_freely
 from distbelief.worker.control import Leave, StandDown, TrainGeneration
 from distbelief.worker.failure import describe_failure
 from distbelief.worker.link import ControlLink
@@ -144,12 +146,16 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
     mine = action.ranges[action.rank]
     one_by_one = loaded.strategy.exact or action.degrees  # else a member takes its shards together
     units = [(v, v + 1) for v in range(*mine)] if one_by_one else [mine]
-    loaded.feed.expect(units, until=loaded.steps)
+    if _is_free(loaded):  # whole batches, and nobody knows which comes next
+        loaded.feed.expect([(0, loaded.schedule.shards)], until=0)
+    else:
+        loaded.feed.expect(units, until=loaded.steps)
     exchange = _exchange(place, loaded, action, abort)
     start = Beginning(spec, action, link.send)
     link.progress.waiting = lambda: exchange.waiting or start.reading
     try:
-        seat = Seat(action.rank, action.ranges, loaded.steps, action.generation, action.degrees)
+        workers = [member.worker for member in action.members]
+        seat = Seat(action.rank, action.ranges, loaded.steps, action.generation, action.degrees, workers)
         try:
             replica = loaded.prepared.build(seat, exchange, loaded.watch.fetch, start)
         except Exception:
@@ -181,7 +187,11 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             lambda lines: link.send(PlanShown(spec.worker, action.generation, list(lines))),
         )
         try:
-            finished = train(loaded.job, replica, loaded.evaluator, loaded.watch, link.progress, task)
+            if isinstance(replica, AsynchronousReplica):
+                finished = train_freely(loaded.job, replica, loaded.evaluator, loaded.watch, link.progress, task)
+            else:
+                assert isinstance(replica, Replica)
+                finished = train(loaded.job, replica, loaded.evaluator, loaded.watch, link.progress, task)
         except Aborted:
             raise
         except Exception:
@@ -196,6 +206,10 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
         exchange.close()
         link.progress.waiting = lambda: False
         link.progress.recall = lambda reported: None
+
+
+def _is_free(loaded: Loaded) -> bool:
+    return isinstance(loaded.strategy, ParameterServer) and not loaded.strategy.waits
 
 
 def _leave_soon(spec: WorkerSpec, link: ControlLink) -> None:
@@ -261,7 +275,7 @@ def _watch_neighbour(exchange: SharedExchange, link: ControlLink, action: TrainG
             return
 
 
-def _report_takeover(link: ControlLink, replica: Replica, action: TrainGeneration) -> None:
+def _report_takeover(link: ControlLink, replica: Seated, action: TrainGeneration) -> None:
     found = replica.taken_over()
     dead = [
         BrokenShard(action.past[one.back - 1].members[one.rank].worker, one.step, one.shard)
@@ -274,7 +288,7 @@ def _report_takeover(link: ControlLink, replica: Replica, action: TrainGeneratio
         link.flush()  # before a shard that kills whoever computes it kills us
 
 
-def _report_rollback(link: ControlLink, replica: Replica, action: TrainGeneration) -> None:
+def _report_rollback(link: ControlLink, replica: Seated, action: TrainGeneration) -> None:
     me = action.members[action.rank].worker
     if back := replica.rolled_back():
         link.send(RolledBack(me, action.generation, back.reached, back.step, back.source))

@@ -23,7 +23,7 @@ from distbelief.checkpoint.storage import folder_at, remove_file
 from distbelief.comm.messages import CheckpointSealed, Event, PartSaved, SaveFailed, SaveMissed, WrittenPart
 from distbelief.comm.segment import Segment
 from distbelief.errors import DistBeliefError, NotEnoughMemory
-from distbelief.strategies.base import Copying, Portion, Replica
+from distbelief.strategies.base import Copying, Portion, Seated
 from distbelief.worker.control import Save, Seal
 from distbelief.worker.copies import CopyMemory
 from distbelief.worker.spec import SavePlan
@@ -80,6 +80,11 @@ class Saver:
         every = self._plan.every_steps
         return applied in (steps, self._asked) or bool(every and applied % every == 0)
 
+    @property
+    def wished(self) -> int:
+        """The step at which a checkpoint was asked for last; -1: none was."""
+        return self._asked
+
     def ask(self, wish: Save, present: int) -> None:
         """`present`: the steps that the training thread has behind it."""
         self._asked = wish.step
@@ -93,14 +98,14 @@ class Saver:
             return self._sealed
         return self._written[step][1] if step in self._written else None
 
-    def prepare(self, replica: Replica) -> None:
+    def prepare(self, replica: Seated) -> None:
         """A generation begins: have memory for its first snapshot, if no earlier one has made any."""
         if self._memory.made:
             return
         size_bytes = replica.portions()[replica.exchange.rank].size_bytes
         self._waiting.put(lambda: self._memory.prepare(size_bytes))
 
-    def take(self, replica: Replica, applied: int, generation: int, facts: Facts, last: bool) -> None:
+    def take(self, replica: Seated, applied: int, generation: int, facts: Facts, last: bool) -> None:
         """Have my portion of the present state copied and written."""
         portions, rank = replica.portions(), replica.exchange.rank
         number, started = self._newest[0] + 1, time.perf_counter()

@@ -38,12 +38,16 @@ from distbelief.comm.network import dial, host_of, protect
 from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.serverwords import VALUES_AT, Letter, pack
 from distbelief.errors import DistBeliefError
+from distbelief.servers.freeslice import FreeSlice
+from distbelief.servers.ledgerslice import LedgerSlice, Terms
 from distbelief.servers.node import Out, ServerNode
 from distbelief.servers.runslice import RunSlice
 from distbelief.servers.slicememory import SliceMemory
+from distbelief.servers.stores import SliceStore
 from distbelief.servers.wire import unpack
 from distbelief.strategies.base import Saved
 from distbelief.strategies.served import PreparedServed
+from distbelief.strategies.slicing import SliceShape
 from distbelief.strategies.state import ReplicaState
 from distbelief.worker.loading import load_for_server
 from distbelief.worker.origin import newest_saved, weights_of
@@ -51,6 +55,7 @@ from distbelief.worker.spec import WorkerSpec
 
 BEAT_S = 0.2
 REMIND_S = 0.5
+LEDGER_BYTES = 4096  # about what it takes, for balancing
 KEPT_SEGMENTS = 256
 """So many of the workers' slots stay mapped."""
 
@@ -80,35 +85,57 @@ class _Slices:
         self._spec = spec
         # Where workers are on other hosts, nobody could map what lies in shared memory.
         self._keeper = keeper if spec.shares_memory else None
-        self._job, self._schedule, prepared = load_for_server(spec, keeper)
+        self._job, self._schedule, self._steps, prepared = load_for_server(spec, keeper)
         assert isinstance(prepared, PreparedServed)
         self.prepared: PreparedServed = prepared
-        self.shapes = prepared.slices()
+        self._strategy = prepared.strategy
+        self._shapes = prepared.slices()
+        self.sizes = [shape.size_bytes for shape in self._shapes]
+        if not self._strategy.waits:
+            self.sizes.append(LEDGER_BYTES)
         self._mapped: dict[str, Segment] = {}
         self._first: tuple[int, ReplicaState] | None = None
-        self.life = 0
+        self.life: int = 0
 
-    def make(self, number: int, first: bool) -> tuple[RunSlice, str]:
+    def make(self, number: int, first: bool) -> tuple[SliceStore, str]:
         """`first`: with the values that the parameters have when this life begins."""
-        shape = self.shapes[number]
+        if number == len(self._shapes):
+            return LedgerSlice(self._terms(self._first_state().steps_applied if first else 0)), ""
+        shape = self._shapes[number]
         size_bytes = VALUES_AT + shape.value_bytes
         name = f"server {self._spec.worker}/life {self.life}/slice {number}" if self._keeper else ""
         values = self._keeper.segment(name, size_bytes) if self._keeper else Segment.private(size_bytes)
         memory = SliceMemory(shape, self.prepared.layout, self.prepared.recipe, self._job, values)
-        store = RunSlice(memory, self._job, self._schedule, self._open)
-        store.clock = time.time
+        store: RunSlice | FreeSlice
+        if not self._strategy.waits:
+            store = FreeSlice(memory, self._open)
+        else:
+            store = RunSlice(memory, self._job, self._schedule, self._open)
+            store.clock = time.time
         if first:
             state = self._first_state()
-            content = Segment.private(shape.size_bytes)
-            at = 0
-            for tile, size in zip(shape.tiles, shape.state_bytes, strict=True):
-                state.copy_tile(tile, content, at)
-                at += self.prepared.layout.tiles[tile].size_bytes + size
             step = state.steps_applied
-            store.begin(content.tensor(torch.uint8, 0, shape.size_bytes), step, state.integers(step))
-            if number == 0:
-                store.note = state.note()
+            if isinstance(store, FreeSlice):
+                store.begin(self._contents(state, shape), self.prepared.integer_numbers(state.integers(step)))
+            else:
+                store.begin(self._contents(state, shape), step, state.integers(step))
+                if number == 0:
+                    store.note = state.note()
         return store, name
+
+    def _contents(self, state: ReplicaState, shape: SliceShape) -> torch.Tensor:
+        content = Segment.private(shape.size_bytes)
+        at = 0
+        for tile, size in zip(shape.tiles, shape.state_bytes, strict=True):
+            state.copy_tile(tile, content, at)
+            at += self.prepared.layout.tiles[tile].size_bytes + size
+        return content.tensor(torch.uint8, 0, shape.size_bytes)
+
+    def _terms(self, first: int) -> Terms:
+        strategy, saves = self._strategy, self._spec.saves
+        return Terms(
+            first, self._steps, strategy.n_push, strategy.staleness, strategy.warm_up, saves.every_steps if saves else 0
+        )
 
     def began(self) -> None:
         """All slices are made: what they began with is not needed any more."""
@@ -170,10 +197,8 @@ class _Server:
 
     def serve(self, slices: _Slices) -> None:
         node = ServerNode(self._spec.worker, slices.make)
-        sizes = [shape.size_bytes for shape in slices.shapes]
-        ready = ServerReady(
-            self._spec.worker, self._spec.host, os.getpid(), self._address, sizes, slices.prepared.facts()
-        )
+        facts = slices.prepared.facts()
+        ready = ServerReady(self._spec.worker, self._spec.host, os.getpid(), self._address, slices.sizes, facts)
         self._tell(ready)
         poller = zmq.Poller()
         poller.register(self._inbox, zmq.POLLIN)

@@ -12,7 +12,7 @@ from typing import Any
 from distbelief.checkpoint.manifest import Facts
 from distbelief.comm.messages import Evaluation, StepReport, Timing, WorkerFinished
 from distbelief.job import Job
-from distbelief.strategies.base import Replica
+from distbelief.strategies.base import Replica, Seated
 from distbelief.worker.evaluate import Evaluator
 from distbelief.worker.feed import Feed
 from distbelief.worker.link import Progress
@@ -151,7 +151,7 @@ def _evaluate(evaluator: Evaluator, replica: Replica, progress: Progress, applie
     return metrics
 
 
-def report_again(replica: Replica, progress: Progress, reported: int) -> None:
+def report_again(replica: Seated, progress: Progress, reported: int) -> None:
     """Report again what may have been lost: with earlier members, or with a coordinator. Any member can."""
     for one in replica.remembered(reported):
         report = StepReport(one.step, one.loss, one.samples, one.fingerprint, one.at, one.generation)
@@ -161,6 +161,6 @@ def report_again(replica: Replica, progress: Progress, reported: int) -> None:
         progress.evaluations.append(Evaluation(evaluated, metrics))
 
 
-def _last_evaluation(replica: Replica) -> tuple[int, dict[str, float]]:
+def _last_evaluation(replica: Seated) -> tuple[int, dict[str, float]]:
     evaluated, content = replica.note()
     return evaluated, json.loads(content) if content else {}

@@ -1,0 +1,179 @@
+"""Which update is with whom, as a slice among slices: replicated as the parameters are, on the first server.
+
+It is a `Store` (see holding.py) around the pure ledger of leases.py. The answer to a question for an update is part of
+what the question changes, so it is kept until the same worker asks again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+import torch
+
+from distbelief.comm.serverwords import (
+    Ask,
+    Complete,
+    Completion,
+    Gate,
+    Gathered,
+    Given,
+    Lease,
+    Letter,
+    Look,
+    Looked,
+    Members,
+    Note,
+    Open,
+    Question,
+    Wait,
+)
+from distbelief.servers import leases
+from distbelief.servers.stores import Change, Snapshot, State
+
+REMEMBERED = 1024
+"""Batches whose results are kept: many more than are completed between two heartbeats."""
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """What the run fixes."""
+
+    first: int
+    """The steps that were done before this life began."""
+    steps: int
+    batches: int = 1
+    """Of an update."""
+    bound: int | None = None
+    warm_up: int = 0
+    """So many updates are computed one after the other, before several at a time are."""
+    save_every: int = 0
+    """Steps; 0: only when it is asked for."""
+
+    @property
+    def updates(self) -> int:
+        return -(-(self.steps - self.first) // self.batches)
+
+    def step(self, update: int) -> int:
+        """The steps that are done when all updates before this one are."""
+        return min(self.first + update * self.batches, self.steps)
+
+
+class _Book(msgspec.Struct, frozen=True):
+    ledger: leases.Ledger
+    gates: list[int] = []
+    """Updates before which nothing more is leased; sorted."""
+    opened: int = 0
+    """Gates up to this one are behind us."""
+    generation: int = 0
+    note: tuple[int, bytes] = (-1, b"")
+    completed: int = 0
+    """Batches."""
+
+
+class LedgerSlice:
+    def __init__(self, terms: Terms) -> None:
+        self.version = 0
+        self._terms = terms
+        self._book = _Book(leases.Ledger(terms.updates, terms.bound))
+        self._news: deque[Completion] = deque(maxlen=REMEMBERED)
+        self._given: dict[int, Given] = {}
+
+    # --- as a store --------------------------------------------------------------------------------------------------
+
+    def apply(self, change: Change) -> None:
+        book = self._book
+        match change.content:
+            case Ask():
+                self._lease(change.content)
+            case Complete():
+                self._complete(change.content)
+            case Members(generation=generation, workers=workers):
+                if generation > book.generation:
+                    self._book = msgspec.structs.replace(book, generation=generation)
+                    self._dismiss(set(workers))
+            case Gate(step=step):
+                gate = -(-(step - self._terms.first) // self._terms.batches)
+                if gate > max(book.opened, book.ledger.fresh - 1):
+                    self._book = msgspec.structs.replace(book, gates=sorted({*book.gates, gate}))
+            case Open(step=step):
+                gate = -(-(step - self._terms.first) // self._terms.batches)
+                opened = max(book.opened, gate)
+                left = [one for one in book.gates if one > opened]
+                self._book = msgspec.structs.replace(book, opened=opened, gates=left)
+            case Note(step=step, content=content):
+                self._book = msgspec.structs.replace(book, note=(step, content))
+
+    def _dismiss(self, workers: set[int]) -> None:
+        ledger = self._book.ledger
+        holders = {holder.worker for some in ledger.open.values() for holder in some}
+        for worker in sorted(holders - workers):
+            ledger = leases.lost(ledger, worker)
+        self._book = msgspec.structs.replace(self._book, ledger=ledger)
+
+    def _gate(self) -> int:
+        """The update before which to stop next."""
+        terms, book = self._terms, self._book
+        found = [*book.gates, terms.updates]
+        if terms.save_every:
+            done = terms.step(book.opened)
+            due = (done // terms.save_every + 1) * terms.save_every
+            found.append(-(-(due - terms.first) // terms.batches))
+        return min(gate for gate in found if gate > book.opened or gate == terms.updates)
+
+    def _lease(self, ask: Ask) -> None:
+        book, terms = self._book, self._terms
+        gate = min(self._gate(), terms.updates)
+        bound = 0 if book.ledger.completed < terms.warm_up else terms.bound
+        limited = msgspec.structs.replace(book.ledger, total=gate, bound=bound)
+        version = ask.version if ask.version >= 0 else None
+        limited, found = leases.lease(limited, ask.worker, ask.now, version)
+        ledger = msgspec.structs.replace(limited, total=terms.updates, bound=terms.bound)
+        self._book = msgspec.structs.replace(book, ledger=ledger)
+        completed = ledger.completed
+        what: Lease | Wait | Gathered
+        match found:
+            case leases.Lease():
+                step = terms.step(found.batch)
+                batches = terms.step(found.batch + 1) - step
+                what = Lease(found.batch, found.token, step, batches, completed)
+            case leases.Wait():
+                what = Wait(found.reason, found.todo == "fetch", completed)
+            case leases.Done():
+                what = Gathered(terms.step(gate), gate == terms.updates, completed)
+        news = [one for one in self._news if one.step >= ask.known]
+        self._given[ask.worker] = Given(what, terms.first + book.completed, news, ledger.staleness)
+
+    def _complete(self, done: Complete) -> None:
+        book = self._book
+        version = next((h.version for h in book.ledger.open.get(done.update, ()) if h.token == done.token), 0)
+        staleness = book.ledger.completed - version
+        ledger, counts = leases.complete(book.ledger, done.update, done.token)
+        if not counts:
+            return
+        step = self._terms.first + book.completed
+        for loss, samples in zip(done.losses, done.samples, strict=True):
+            self._news.append(Completion(step, loss, samples, done.worker, staleness, done.at))
+            step += 1
+        self._book = msgspec.structs.replace(book, ledger=ledger, completed=step - self._terms.first)
+        self.version += 1
+
+    def state(self) -> State:
+        about = msgspec.msgpack.encode((self._terms, self._book, list(self._news), self._given))
+        return Snapshot(self.version, about), torch.zeros(1, dtype=torch.uint8)
+
+    def load(self, state: State) -> None:
+        snapshot, _ = state
+        kind = tuple[Terms, _Book, list[Completion], dict[int, Given]]
+        self._terms, self._book, news, self._given = msgspec.msgpack.decode(snapshot.about, type=kind)
+        self._news = deque(news, maxlen=REMEMBERED)
+        self.version = snapshot.version
+
+    # --- what is asked of it -----------------------------------------------------------------------------------------
+
+    def given(self, client: int) -> Given | None:
+        return self._given.get(client)
+
+    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
+        assert isinstance(question, Look)
+        done = self._terms.first + self._book.completed
+        return Letter(Looked(question.ticket, question.slice, done, [], note=self._book.note))

@@ -1,0 +1,32 @@
+"""A slice's stretch of what a worker has computed, tile by tile: from a frame, or in the worker's own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distbelief.comm.segment import Segment
+from distbelief.errors import DistBeliefError
+from distbelief.strategies.layout import Layout
+from distbelief.strategies.slicing import SliceShape
+
+OpenSegment = Callable[[str], Segment]
+
+
+def tiles_of(
+    shape: SliceShape, layout: Layout, segment: str, payload: Any, open_segment: OpenSegment
+) -> list[torch.Tensor]:
+    """Views, without a copy."""
+    tiles = [layout.tiles[t] for t in shape.tiles]
+    if segment:
+        memory = open_segment(segment)
+        return [memory.tensor(tile.dtype, tile.offset_bytes, tile.numel) for tile in tiles]
+    raw = memoryview(payload)
+    if raw.nbytes != shape.value_bytes:
+        raise DistBeliefError(f"slice {shape.number} has {shape.value_bytes} bytes, not {raw.nbytes}")
+    return [
+        torch.frombuffer(raw, dtype=tile.dtype, count=tile.numel, offset=tile.offset_bytes - shape.first_byte)
+        for tile in tiles
+    ]

@@ -1,0 +1,136 @@
+"""A generation's work where nobody waits: leases and updates, now and then an evaluation, and the end of the run."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+
+from distbelief.comm.messages import Evaluation, StepReport, Timing, WorkerFinished
+from distbelief.comm.serverwords import Gathered, Lease, Wait
+from distbelief.job import Job
+from distbelief.strategies.asynchronous import AsynchronousReplica
+from distbelief.worker.evaluate import Evaluator
+from distbelief.worker.link import Progress
+from distbelief.worker.origin import facts_at
+from distbelief.worker.training import Assignment, Stopwatch, report_again
+
+SHORTEST_NAP_S = 0.001
+LONGEST_NAP_S = 0.02
+
+
+@dataclass
+class _Reporter:
+    """What the leading member tells of all: batches in the order in which they were completed."""
+
+    replica: AsynchronousReplica
+    progress: Progress
+    told: int
+
+    def tell(self) -> None:
+        for one in self.replica.remembered(self.told):
+            self.progress.reports.append(
+                StepReport(one.step, one.loss, one.samples, one.fingerprint, one.at, one.generation)
+            )
+            self.told = one.step + 1
+
+
+def train_freely(
+    job: Job, replica: AsynchronousReplica, evaluator: Evaluator | None, watch: Stopwatch, progress: Progress,
+    task: Assignment,
+) -> WorkerFinished:  # fmt: skip
+    """Compute updates until there are none left, and return what is to be reported at the end."""
+    leads = replica.exchange.rank == 0
+    reporter = _Reporter(replica, progress, replica.steps_applied())
+    metrics: dict[str, float] = {}
+    if leads:
+        progress.recall = lambda reported: report_again(replica, progress, reported)
+        _, note = replica.note()
+        metrics = json.loads(note) if note else {}
+    evaluated = replica.note()[0] if leads else -1
+    watch.data_s, watch.shards = 0.0, 0
+    busy_s, nap_s, asked = 0.0, SHORTEST_NAP_S, -1
+    while True:
+        replica.exchange.abort.check()  # the last update is done: what the members become is looked at here
+        started = time.perf_counter()
+        wish = task.saver.wished if task.saver and leads else -1
+        if wish > max(asked, replica.steps_applied()):
+            asked = wish
+            replica.gate(wish)
+        what = replica.next()
+        progress.step = replica.steps_applied()
+        if leads:
+            reporter.tell()
+        match what:
+            case Lease():
+                samples = replica.work(what)
+                nap_s = SHORTEST_NAP_S
+                took = time.perf_counter() - started
+                busy_s += took
+                watch.speed.seconds += took
+                watch.speed.samples += samples
+            case Wait():
+                time.sleep(nap_s)
+                nap_s = min(2 * nap_s, LONGEST_NAP_S)
+            case Gathered(step=step, last=last):
+                replica.exchange.gather(b"")  # nobody goes on before all know
+                replica.arrived(step)
+                if last:
+                    break
+                _save(replica, step, task)
+                replica.exchange.gather(b"")
+                if leads:
+                    replica.open(step)
+        timing = Timing(watch.data_s, busy_s - watch.data_s - replica.comm_s, replica.comm_s, watch.shards)
+        progress.timing = timing
+        due = _due(job, replica.steps_applied())
+        if leads and evaluator and due > evaluated:
+            evaluated = due
+            metrics = _evaluate_alone(evaluator, replica, progress, due)
+    return _finish(job, replica, evaluator, watch, progress, task, metrics, reporter)
+
+
+def _finish(
+    job: Job, replica: AsynchronousReplica, evaluator: Evaluator | None, watch: Stopwatch, progress: Progress,
+    task: Assignment, metrics: dict[str, float], reporter: _Reporter,
+) -> WorkerFinished:  # fmt: skip
+    """All updates are done: members do the rest together, as in other strategies."""
+    leads = replica.exchange.rank == 0
+    replica.save_weights(task.run_dir / "weights.safetensors")
+    if evaluator:
+        metrics = evaluator.evaluate(replica)
+        replica.keep_note(json.dumps(metrics).encode())
+        if leads:
+            progress.evaluations.append(Evaluation(task.steps, metrics))
+    _save(replica, task.steps, task, last=True)
+    digest = replica.weights_sha256()
+    if not leads:
+        return WorkerFinished(task.worker, task.generation, task.steps, weights_sha256=digest)
+    reporter.tell()
+    past = replica.remembered(0)
+    return WorkerFinished(
+        task.worker, task.generation, task.steps, digest, past[-1].loss if past else 0.0, metrics,
+        watch.speed.per_s(), dict(replica.staleness),
+    )  # fmt: skip
+
+
+def _due(job: Job, done: int) -> int:
+    """The last step at which an evaluation was due; -1: none yet."""
+    return done // job.evaluate_every * job.evaluate_every if job.evaluate_every and done >= job.evaluate_every else -1
+
+
+def _evaluate_alone(
+    evaluator: Evaluator, replica: AsynchronousReplica, progress: Progress, due: int
+) -> dict[str, float]:
+    """The others go on meanwhile. The parameters are those of this moment, a little after the step that it is for."""
+    replica.fetch()
+    metrics = evaluator.evaluate_with(replica.measure_alone, lambda payload: [payload])
+    replica.keep_note(json.dumps(metrics).encode())
+    progress.evaluations.append(Evaluation(due, metrics))
+    return metrics
+
+
+def _save(replica: AsynchronousReplica, step: int, task: Assignment, last: bool = False) -> None:
+    if task.saver and task.saver.is_due(step, task.steps):
+        facts = facts_at(task.facts, replica, step)
+        task.saver.take(replica, step, task.generation, facts, last=last)
