@@ -59,6 +59,10 @@ class ServedGroup:
         if isinstance(self.members, SharedExchange):
             self.members.working(shard)
 
+    def working_on(self, step: int, shard: int) -> None:
+        if isinstance(self.members, SharedExchange):
+            self.members.working_on(step, shard)
+
     def slot(self, index: int) -> tuple[Segment, str]:
         """Memory for partial sums, and the name under which servers find it; no name: only this process can see it."""
         if isinstance(self.members, SharedExchange):

@@ -130,6 +130,11 @@ class SharedExchange:
     def working(self, shard: int) -> None:
         self._words.set(WORKING, shard + 1)
 
+    def working_on(self, step: int, shard: int) -> None:
+        """The same for members that do no steps in common."""
+        self._words.set(BEGUN, step + 1)
+        self.working(shard)
+
     def publish(self, tile: int) -> None:
         self._words.set(TILES + tile, self._stamp)
         if tile in self._out:

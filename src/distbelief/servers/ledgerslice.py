@@ -124,7 +124,9 @@ class LedgerSlice:
         book, terms = self._book, self._terms
         gate = min(self._gate(), terms.updates)
         bound = 0 if book.ledger.completed < terms.warm_up else terms.bound
-        limited = msgspec.structs.replace(book.ledger, total=gate, bound=bound)
+        # Whoever asks has nothing: what it is said to have, it has forgotten.
+        mine = leases.lost(book.ledger, ask.worker)
+        limited = msgspec.structs.replace(mine, total=gate, bound=bound)
         version = ask.version if ask.version >= 0 else None
         limited, found = leases.lease(limited, ask.worker, ask.now, version)
         ledger = msgspec.structs.replace(limited, total=terms.updates, bound=terms.bound)

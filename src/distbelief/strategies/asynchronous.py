@@ -179,7 +179,7 @@ class AsynchronousReplica:
         for number in range(lease.batches):
             step = lease.step + number
             into = slot if number == 0 else other
-            self.exchange.working(0)
+            self.exchange.working_on(step, 0)
             batch, samples = self._fetch(step, 0, self._schedule.shards)
             seed = shard_seed(self._job.seed, step, 0)
             result = self._computer.run(batch, samples, seed, into, self._buffers, lambda tile: None)
@@ -254,6 +254,10 @@ class AsynchronousReplica:
             content += part.numpy().tobytes()
             at += buffer.numel()
         return content or None
+
+    def finish(self) -> None:
+        """Return when all that was pushed counts."""
+        self._client.settle(self._abort)
 
     # --- gates -------------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,9 @@ def train_freely(
     watch.data_s, watch.shards = 0.0, 0
     busy_s, nap_s, asked = 0.0, SHORTEST_NAP_S, -1
     while True:
-        replica.exchange.abort.check()  # the last update is done: what the members become is looked at here
+        if replica.exchange.abort.reason:  # a change of members: now, that the last update is done
+            replica.finish()
+            replica.exchange.abort.check()
         started = time.perf_counter()
         wish = task.saver.wished if task.saver and leads else -1
         if wish > max(asked, replica.steps_applied()):
