@@ -170,8 +170,8 @@ class AsynchronousReplica:
             self._segments[message.segment] = self.exchange.values(message.segment, shape.value_bytes)
         into.copy_(self._segments[message.segment])
 
-    def work(self, lease: Lease) -> int:
-        """Compute the batches of an update, push it, and say so when every slice has it. Returns the samples."""
+    def work(self, lease: Lease) -> None:
+        """Compute the batches of an update, push it, and say so when every slice has it."""
         slot, name = self.exchange.slot(0)
         other, _ = self.exchange.slot(1) if lease.batches > 1 else (slot, "")
         touched = np.zeros(len(self._computer.layout.entries), np.uint8)
@@ -201,7 +201,6 @@ class AsynchronousReplica:
         self._client.push(self._ledger, done)
         self._since_fetch += 1
         self.comm_s += time.perf_counter() - started
-        return sum(counts)
 
     def _into_deltas(self, slot: Segment) -> None:
         """A shard leaves the buffers' new values in the slot; what is pushed is by how much they change."""

@@ -26,6 +26,7 @@ class _Reporter:
     replica: AsynchronousReplica
     progress: Progress
     told: int
+    samples: int = 0
 
     def tell(self) -> None:
         for one in self.replica.remembered(self.told):
@@ -33,6 +34,25 @@ class _Reporter:
                 StepReport(one.step, one.loss, one.samples, one.fingerprint, one.at, one.generation)
             )
             self.told = one.step + 1
+            self.samples += one.samples
+
+
+@dataclass
+class _Clock:
+    """Where this member's time goes."""
+
+    replica: AsynchronousReplica
+    watch: Stopwatch
+    compute_s: float = 0.0
+
+    def work(self, lease: Lease) -> None:
+        others_s = self.replica.comm_s + self.watch.data_s
+        started = time.perf_counter()
+        self.replica.work(lease)
+        self.compute_s += time.perf_counter() - started - (self.replica.comm_s + self.watch.data_s - others_s)
+
+    def timing(self) -> Timing:
+        return Timing(self.watch.data_s, self.compute_s, self.replica.comm_s, self.watch.shards)
 
 
 def train_freely(
@@ -40,21 +60,35 @@ def train_freely(
     task: Assignment,
 ) -> WorkerFinished:  # fmt: skip
     """Compute updates until there are none left, and return what is to be reported at the end."""
-    leads = replica.exchange.rank == 0
     reporter = _Reporter(replica, progress, replica.steps_applied())
     metrics: dict[str, float] = {}
-    if leads:
+    if replica.exchange.rank == 0:
         progress.recall = lambda reported: report_again(replica, progress, reported)
         _, note = replica.note()
         metrics = json.loads(note) if note else {}
-    evaluated = replica.note()[0] if leads else -1
+    began = time.perf_counter()
+    try:
+        metrics = _work(job, replica, evaluator, watch, progress, task, reporter) or metrics
+    finally:
+        watch.speed.seconds += time.perf_counter() - began
+        watch.speed.samples += reporter.samples
+    return _finish(replica, evaluator, watch, progress, task, metrics, reporter)
+
+
+def _work(
+    job: Job, replica: AsynchronousReplica, evaluator: Evaluator | None, watch: Stopwatch, progress: Progress,
+    task: Assignment, reporter: _Reporter,
+) -> dict[str, float]:  # fmt: skip
+    """Until every update is done. Returns what the last evaluation gave, on the member that does them."""
+    leads = replica.exchange.rank == 0
+    evaluated = replica.note()[0]
+    metrics: dict[str, float] = {}
     watch.data_s, watch.shards = 0.0, 0
-    busy_s, nap_s, asked = 0.0, SHORTEST_NAP_S, -1
+    clock, nap_s, asked = _Clock(replica, watch), SHORTEST_NAP_S, -1
     while True:
         if replica.exchange.abort.reason:  # a change of members: now, that the last update is done
             replica.finish()
             replica.exchange.abort.check()
-        started = time.perf_counter()
         wish = task.saver.wished if task.saver and leads else -1
         if wish > max(asked, replica.steps_applied()):
             asked = wish
@@ -65,12 +99,8 @@ def train_freely(
             reporter.tell()
         match what:
             case Lease():
-                samples = replica.work(what)
+                clock.work(what)
                 nap_s = SHORTEST_NAP_S
-                took = time.perf_counter() - started
-                busy_s += took
-                watch.speed.seconds += took
-                watch.speed.samples += samples
             case Wait():
                 time.sleep(nap_s)
                 nap_s = min(2 * nap_s, LONGEST_NAP_S)
@@ -78,22 +108,20 @@ def train_freely(
                 replica.exchange.gather(b"")  # nobody goes on before all know
                 replica.arrived(step)
                 if last:
-                    break
+                    return metrics
                 _save(replica, step, task)
                 replica.exchange.gather(b"")
                 if leads:
                     replica.open(step)
-        timing = Timing(watch.data_s, busy_s - watch.data_s - replica.comm_s, replica.comm_s, watch.shards)
-        progress.timing = timing
+        progress.timing = clock.timing()
         due = _due(job, replica.steps_applied())
         if leads and evaluator and due > evaluated:
             evaluated = due
             metrics = _evaluate_alone(evaluator, replica, progress, due)
-    return _finish(job, replica, evaluator, watch, progress, task, metrics, reporter)
 
 
 def _finish(
-    job: Job, replica: AsynchronousReplica, evaluator: Evaluator | None, watch: Stopwatch, progress: Progress,
+    replica: AsynchronousReplica, evaluator: Evaluator | None, watch: Stopwatch, progress: Progress,
     task: Assignment, metrics: dict[str, float], reporter: _Reporter,
 ) -> WorkerFinished:  # fmt: skip
     """All updates are done: members do the rest together, as in other strategies."""
