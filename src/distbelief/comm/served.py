@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -20,7 +22,11 @@ from distbelief.comm.words import Abort
 class ServedGroup:
     """See `Group`. On one host the members' slots are in memory that servers map too; else they are their own."""
 
-    members: SharedExchange | TorchGroup
+    rank: int
+    size: int
+    meet: Callable[[], TorchGroup] | SharedExchange
+    """How the members meet. In shared memory nobody waits for that; over the network all must come, so it is done only
+    when they have something to tell each other."""
     client: ServerClient
     abort: Abort
     slot_bytes: int
@@ -31,42 +37,50 @@ class ServedGroup:
     shares_state: bool = False
     backups: Backups | None = None
     _slots: dict[int, Segment] = field(default_factory=dict)
+    _meeting: bool = False
+
+    @cached_property
+    def members(self) -> SharedExchange | TorchGroup:
+        if isinstance(self.meet, SharedExchange):
+            return self.meet
+        self._meeting = True
+        try:
+            return self.meet()
+        finally:
+            self._meeting = False
 
     @property
-    def rank(self) -> int:
-        return self.members.rank
-
-    @property
-    def size(self) -> int:
-        return self.members.size
+    def _met(self) -> SharedExchange | TorchGroup | None:
+        found: SharedExchange | TorchGroup | None = self.__dict__.get("members")
+        return found
 
     @property
     def waiting(self) -> bool:
-        return self.members.waiting or self.client.waiting
+        return self._meeting or self.client.waiting or (self._met is not None and self._met.waiting)
 
     def broken(self) -> list[Broken]:
-        return self.members.broken()
+        return self.meet.broken() if isinstance(self.meet, SharedExchange) else []
 
     def gather(self, payload: bytes) -> list[bytes]:
         return self.members.gather(payload)
 
     def begin(self, step: int) -> None:
         self.abort.check()
-        if isinstance(self.members, SharedExchange):
-            self.members.begin(StepPlan(step, [], 0))
+        if isinstance(self.meet, SharedExchange):
+            self.meet.begin(StepPlan(step, [], 0))
 
     def working(self, shard: int) -> None:
-        if isinstance(self.members, SharedExchange):
-            self.members.working(shard)
+        if isinstance(self.meet, SharedExchange):
+            self.meet.working(shard)
 
     def working_on(self, step: int, shard: int) -> None:
-        if isinstance(self.members, SharedExchange):
-            self.members.working_on(step, shard)
+        if isinstance(self.meet, SharedExchange):
+            self.meet.working_on(step, shard)
 
     def slot(self, index: int) -> tuple[Segment, str]:
         """Memory for partial sums, and the name under which servers find it; no name: only this process can see it."""
-        if isinstance(self.members, SharedExchange):
-            return self.members.slot(index), self.members.slot_name(index)
+        if isinstance(self.meet, SharedExchange):
+            return self.meet.slot(index), self.meet.slot_name(index)
         if index not in self._slots:
             self._slots[index] = Segment.private(self.slot_bytes)
         return self._slots[index], ""
@@ -88,8 +102,11 @@ class ServedGroup:
         return self.keeper.segment(name).tensor(torch.uint8, VALUES_AT, size_bytes)
 
     def forget_past(self) -> None:
-        if isinstance(self.members, SharedExchange):
-            self.members.forget_past()
+        if isinstance(self.meet, SharedExchange):
+            self.meet.forget_past()
 
     def close(self) -> None:
-        self.members.close()
+        if isinstance(self.meet, SharedExchange):
+            self.meet.close()
+        elif self._met is not None:
+            self._met.close()

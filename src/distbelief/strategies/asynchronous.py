@@ -114,7 +114,7 @@ class AsynchronousReplica:
             self._rolled_back = RolledBack(int(reached[0]), self._completed, "checkpoint")
         self._reached = reached
         self._reached[0] = self._completed
-        self._known = self._completed
+        self._known = 0  # the ledger remembers what may not have been reported
         if exchange.rank == 0:
             self._client.change(self._ledger, Members(self._seat.generation, list(self._seat.workers)), exchange.abort)
 

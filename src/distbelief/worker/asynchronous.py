@@ -60,7 +60,7 @@ def train_freely(
     task: Assignment,
 ) -> WorkerFinished:  # fmt: skip
     """Compute updates until there are none left, and return what is to be reported at the end."""
-    reporter = _Reporter(replica, progress, replica.steps_applied())
+    reporter = _Reporter(replica, progress, task.reported)
     metrics: dict[str, float] = {}
     if replica.exchange.rank == 0:
         progress.recall = lambda reported: report_again(replica, progress, reported)
@@ -105,11 +105,13 @@ def _work(
                 time.sleep(nap_s)
                 nap_s = min(2 * nap_s, LONGEST_NAP_S)
             case Gathered(step=step, last=last):
-                replica.exchange.gather(b"")  # nobody goes on before all know
+                # Nobody goes on before all know; the first one decides, for others may not have heard of a wish yet.
+                saves = replica.exchange.gather(b"save" if _is_save_due(step, task) else b"")[0] == b"save"
                 replica.arrived(step)
                 if last:
                     return metrics
-                _save(replica, step, task)
+                if saves:
+                    _save(replica, step, task)
                 replica.exchange.gather(b"")
                 if leads:
                     replica.open(step)
@@ -132,7 +134,8 @@ def _finish(
         replica.keep_note(json.dumps(metrics).encode())
         if leads:
             progress.evaluations.append(Evaluation(task.steps, metrics))
-    _save(replica, task.steps, task, last=True)
+    if _is_save_due(task.steps, task):
+        _save(replica, task.steps, task, last=True)
     digest = replica.weights_sha256()
     if not leads:
         return WorkerFinished(task.worker, task.generation, task.steps, weights_sha256=digest)
@@ -161,6 +164,11 @@ def _evaluate_alone(
 
 
 def _save(replica: AsynchronousReplica, step: int, task: Assignment, last: bool = False) -> None:
-    if task.saver and task.saver.is_due(step, task.steps):
-        facts = facts_at(task.facts, replica, step)
-        task.saver.take(replica, step, task.generation, facts, last=last)
+    assert task.saver is not None
+    task.saver.take(replica, step, task.generation, facts_at(task.facts, replica, step), last=last)
+
+
+def _is_save_due(step: int, task: Assignment) -> bool:
+    """A checkpoint that was asked for at some step is taken at the next at which all come to a halt."""
+    saver = task.saver
+    return saver is not None and (saver.is_due(step, task.steps) or 0 <= saver.wished <= step)

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -167,7 +168,7 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             saver = place.saver
             link.progress.save = lambda wish: saver.ask(wish, link.progress.step)
             link.progress.seal = saver.seal
-        members = exchange.members if isinstance(exchange, ServedGroup) else exchange
+        members = exchange.meet if isinstance(exchange, ServedGroup) else exchange
         if isinstance(members, SharedExchange) and spec.threads == 1 and exchange.size > 1:
             threading.Thread(target=_watch_neighbour, args=[members, link, action], daemon=True).start()
         if action.rank == 0:
@@ -299,10 +300,15 @@ def _exchange(place: Place, loaded: Loaded, action: TrainGeneration, abort: Abor
     if place.client is None:
         return _members(place, loaded, action, abort, geometry)
     assert geometry is not None
-    shared = action.transport == "shm" and place.keeper is not None
-    members = _members(place, loaded, action, abort, geometry if shared else None)
-    keeper = place.keeper if shared else None
-    return ServedGroup(members, place.client, abort, geometry.slot_bytes, keeper, place.own_memory)
+    keeper = place.keeper if action.transport == "shm" else None
+    meet: Callable[[], TorchGroup] | SharedExchange = partial(_torch_group, place, action, abort)
+    if keeper is not None:
+        shared = _members(place, loaded, action, abort, geometry)
+        assert isinstance(shared, SharedExchange)
+        meet = shared
+    return ServedGroup(
+        action.rank, len(action.members), meet, place.client, abort, geometry.slot_bytes, keeper, place.own_memory
+    )
 
 
 def _members(
@@ -316,12 +322,19 @@ def _members(
             if (before := loaded.prepared.geometry([member.shards for member in one.members]))
         ]
         return SharedExchange(place.keeper, name, action.rank, geometry, abort, past)
+    if geometry is None:
+        return _torch_group(place, action, abort)
+    return TorchExchange(_meeting(place, action), action.rank, geometry, abort, place.own_memory)
+
+
+def _torch_group(place: Place, action: TrainGeneration, abort: Abort) -> TorchGroup:
+    return TorchGroup(_meeting(place, action), action.rank, len(action.members), abort)
+
+
+def _meeting(place: Place, action: TrainGeneration) -> Rendezvous:
     if place.spec.store is None:
         raise DistBeliefError("the members are on several hosts, but this worker was told of no rendezvous store")
-    meeting = Rendezvous(*place.spec.store, name)
-    if geometry is None:
-        return TorchGroup(meeting, action.rank, len(action.members), abort)
-    return TorchExchange(meeting, action.rank, geometry, abort, place.own_memory)
+    return Rendezvous(*place.spec.store, _group_name(action.generation))
 
 
 def _group_name(generation: int) -> str:

@@ -82,8 +82,8 @@ class Saver:
 
     @property
     def wished(self) -> int:
-        """The step at which a checkpoint was asked for last; -1: none was."""
-        return self._asked
+        """The step at which a checkpoint was asked for and not taken yet; -1: none was."""
+        return self._asked if self._asked > self._newest[1] else -1
 
     def ask(self, wish: Save, present: int) -> None:
         """`present`: the steps that the training thread has behind it."""

@@ -1,0 +1,126 @@
+"""ps:async and ps:ssp: every batch counts once, whoever dies; and what was promised of staleness."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from conftest import JOBS, Outcome, Run
+from safetensors.torch import load_file
+from watched import Watched, expect_ours
+
+Cli = Callable[..., Outcome]
+Start = Callable[..., Run]
+Wait = Callable[[Callable[[], object]], None]
+
+
+def counted(folder: Path) -> set[float]:
+    """How many updates every weight says were applied to it."""
+    return {-value for value in load_file(folder / "weights.safetensors")["count"].tolist()}
+
+
+def servers(run: Watched) -> dict[int, int]:
+    """Server -> process."""
+    found = run.journal("servers")
+    return {one["number"]: one["pid"] for one in found[-1]["servers"]} if found else {}
+
+
+def settled(run: Watched) -> bool:
+    """Every slice has a primary and a backup, and no copy is on its way."""
+    placement = run.journal("servers")[-1]["placement"]
+    return -1 not in placement["map"]["backups"] and set(placement["recruits"]) == {-1}
+
+
+def journal_result(run: Watched) -> dict[str, Any]:
+    result: dict[str, Any] = run.journal("ended")[-1]["result"]
+    return result
+
+
+def test_servers_and_workers_die_and_every_batch_counts_once(start: Start, tmp_path: Path, wait_until: Wait) -> None:
+    job = [JOBS / "counter.py", "--set", "steps=150", "--set", "width=70000", "--set", "brake_s=0.05"]
+    run = Watched(start, tmp_path, wait_until, *job, "--strategy", "ps:async:servers=2", "--workers", 2)
+    for round_ in range(3):
+        run.after(8 * (round_ + 1))
+        wait_until(lambda: settled(run))
+        victim = servers(run)
+        number, pid = sorted(victim.items())[0]
+        expect_ours(pid)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda gone=number: gone not in servers(run))
+    run.signal(run.living()[0], signal.SIGKILL)
+    result = run.result()
+    assert result["steps"] == 150
+    assert result["reexecuted"] == 0
+    assert counted(run.folder) == {150.0}
+    assert journal_result(run)["servers_lost"] == 3
+
+
+def test_no_update_is_staler_than_the_bound(start: Start, tmp_path: Path, wait_until: Wait) -> None:
+    """One of three workers stands still for a while: the others may not leave it behind."""
+    job = [JOBS / "counter.py", "--set", "steps=120", "--set", "brake_s=0.03"]
+    run = Watched(start, tmp_path, wait_until, *job, "--strategy", "ps:ssp:servers=1:staleness=2:tcp", "--workers", 3)
+    run.after(10)
+    slow = run.living()[1]
+    run.signal(slow, signal.SIGSTOP)
+    stopped_at = run.step()
+    run.signal(slow, signal.SIGCONT)
+    run.after(stopped_at + 5)
+    run.result()
+    assert counted(run.folder) == {120.0}
+    staleness = {int(key): value for key, value in journal_result(run)["staleness"].items()}
+    assert sum(staleness.values()) == 120
+    assert max(staleness) <= 2
+    assert len(staleness) > 1  # it was asynchronous at all
+
+
+def test_one_worker_alone_learns_what_one_process_does(distbelief: Cli) -> None:
+    arguments = [JOBS / "small.py", "--strategy", "ps:async:servers=1", "--workers", 1, "--json"]
+    found = distbelief("verify", *arguments).json
+    assert found["verdict"] == "equal", found
+
+
+def test_a_stopped_run_goes_on_from_its_checkpoint_without_a_batch_lost_or_counted_twice(
+    start: Start, tmp_path: Path, wait_until: Wait
+) -> None:
+    job = [JOBS / "counter.py", "--set", "steps=90", "--set", "brake_s=0.05"]
+    strategy = ["--strategy", "ps:async:servers=2:n_push=2", "--workers", 2, "--save-every", 20]
+    run = Watched(start, tmp_path, wait_until, *job, *strategy)
+    run.after(30)
+    run.run.signal(signal.SIGINT)
+    stopped = run.run.wait()
+    assert stopped.status == 130, stopped
+    saved = [entry["step"] for entry in run.journal("checkpoint")]
+    assert saved
+    assert saved[0] == 20
+    assert all(step % 2 == 0 for step in saved)
+    (tmp_path / "brake").unlink()
+    again = start("resume", "run", "--json").wait().json
+    assert again["steps"] == 90
+    assert counted(run.folder) == {45.0}  # updates of two batches each
+
+
+def test_strange_options_are_refused(distbelief: Cli) -> None:
+    for strategy, word in (
+        ("ps:ssp", "staleness"),
+        ("ps:async:staleness=2", "staleness"),
+        ("ps:sync:n_push=2", "n_push"),
+        ("ps:async:servers=0", "servers"),
+        ("ps:async:fast", "fast"),
+    ):
+        outcome = distbelief("train", JOBS / "counter.py", "--strategy", strategy)
+        assert outcome.status == 2, outcome
+        assert word in outcome.stderr, outcome
+        assert "Traceback" not in outcome.stderr
+
+
+def test_results_are_machine_readable(distbelief: Cli, tmp_path: Path) -> None:
+    strategy = ["--strategy", "ps:async:servers=1", "--workers", 2, "--run-dir", "run"]
+    result = distbelief("train", JOBS / "counter.py", "--set", "steps=20", *strategy, "--json").json
+    assert result["servers"] == 1
+    assert sum(result["staleness"].values()) == 20
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(20))
