@@ -73,7 +73,7 @@ def ours(task: Task, shards: int = WORKERS, strategy: str = "allreduce") -> Meas
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         began, bystanders = time.time(), Bystanders()
-        (output,) = _run([ours_command(task, run_dir, shards, strategy)])
+        (output,) = run([ours_command(task, run_dir, shards, strategy)])
         others = bystanders.share()
         result = json.loads(output.splitlines()[-1])
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -98,7 +98,7 @@ def ddp_command(task: Task, out: Path, optimizers: Sequence[str]) -> Command:
 
 def ddp(task: Task, optimizers: Sequence[str] = IMPLEMENTATIONS) -> dict[str, Measured]:
     """One torchrun; the implementations of the optimizer one after the other, each with a new model."""
-    return _peer_figures(task, optimizers, _slowest, lambda out: _run([ddp_command(task, out, optimizers)]))
+    return peer_figures(task, optimizers, slowest, lambda out: run([ddp_command(task, out, optimizers)]))
 
 
 def single_command(task: Task, out: Path, optimizers: Sequence[str], rank: int, *, in_step: bool) -> Command:
@@ -108,21 +108,21 @@ def single_command(task: Task, out: Path, optimizers: Sequence[str], rank: int, 
 def ideal(task: Task, optimizers: Sequence[str] = IMPLEMENTATIONS) -> dict[str, Measured]:
     """Two independent processes at the same time, each with its half of every batch: the sum of their speeds."""
 
-    def run(out: Path) -> None:
+    def both(out: Path) -> None:
         commands = [single_command(task, out, optimizers, rank, in_step=True) for rank in range(WORKERS)]
-        _run(commands, meetings=len(optimizers))
+        run(commands, meetings=len(optimizers))
 
-    return _peer_figures(task, optimizers, _sum_of_speeds, run)
+    return peer_figures(task, optimizers, _sum_of_speeds, both)
 
 
 def alone(task: Task) -> Measured:
     """One plain process, nothing beside it."""
     optimizers = IMPLEMENTATIONS[:1]
 
-    def run(out: Path) -> None:
-        _run([single_command(task, out, optimizers, 0, in_step=False)])
+    def one(out: Path) -> None:
+        run([single_command(task, out, optimizers, 0, in_step=False)])
 
-    return _peer_figures(task, optimizers, _sum_of_speeds, run, ranks=1)[optimizers[0]]
+    return peer_figures(task, optimizers, _sum_of_speeds, one, ranks=1)[optimizers[0]]
 
 
 def _peer(task: Task, out: Path, optimizers: Sequence[str]) -> Command:
@@ -130,7 +130,7 @@ def _peer(task: Task, out: Path, optimizers: Sequence[str]) -> Command:
     return [str(BENCH / "peer.py"), task.workload, *steps, "--out", str(out), "--optimizers", ",".join(optimizers)]
 
 
-def _slowest(seconds: Sequence[float], samples: int) -> float:
+def slowest(seconds: Sequence[float], samples: int) -> float:
     return samples / max(seconds)
 
 
@@ -138,17 +138,17 @@ def _sum_of_speeds(seconds: Sequence[float], samples: int) -> float:
     return sum(samples / WORKERS / own for own in seconds)
 
 
-def _peer_figures(
+def peer_figures(
     task: Task,
     optimizers: Sequence[str],
     speed: Callable[[Sequence[float], int], float],
-    run: Callable[[Path], object],
+    measure: Callable[[Path], object],
     ranks: int = WORKERS,
 ) -> dict[str, Measured]:
     """Run peers that write what they measured into a folder, and read it."""
     with tempfile.TemporaryDirectory() as folder:
         began, bystanders = time.time(), Bystanders()
-        run(Path(folder))
+        measure(Path(folder))
         others = bystanders.share()
         said = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     first_step_at = max(rank[optimizers[0]]["first_step_at"] for rank in said)
@@ -161,7 +161,7 @@ def _peer_figures(
     return found
 
 
-def _run(commands: Sequence[Command], meetings: int = 0) -> list[str]:
+def run(commands: Sequence[Command], meetings: int = 0) -> list[str]:
     """Run commands at the same time to their end and return their stdout. At a meeting each of them says 'ready' on
     its stdout, and goes on when all have said so."""
     with tempfile.TemporaryFile("w+") as errors:
