@@ -21,7 +21,7 @@ from distbelief.strategies.base import BeginFrom, Fetch, Replica, Seat, nothing_
 from distbelief.strategies.degrees import Degrees, Wish
 from distbelief.strategies.hybrid import DEFAULT_SCHEDULE, Meshed
 from distbelief.strategies.layout import trainable
-from distbelief.strategies.mesh.allocator import return_large_blocks
+from distbelief.strategies.mesh.allocator import return_blocks
 from distbelief.strategies.mesh.balance import UnitCost
 from distbelief.strategies.mesh.birth import watch_birth
 from distbelief.strategies.mesh.cutting import Blueprint
@@ -36,6 +36,9 @@ from distbelief.strategies.mesh.seated import Seated, exchange_boxes, take_over
 from distbelief.strategies.mesh.snapshots import Forms, Snapshots
 from distbelief.strategies.mesh.wires import Wires
 from distbelief.strategies.tileoptimizer import Recipe
+
+_BLOCK_BYTES, _SHARDED_BLOCK_BYTES = 4 << 20, 288 << 10
+"""Memory of this size goes back to the system as soon as it is let go: a sharded member lets all of its layers go."""
 
 
 class PreparedMesh:
@@ -94,7 +97,7 @@ class PreparedMesh:
 
     def build(self, seat: Seat, exchange: TorchGroup, fetch: Fetch, begin_from: BeginFrom = nothing_saved) -> Replica:
         degrees = Degrees(*seat.degrees)
-        return_large_blocks()
+        return_blocks(_SHARDED_BLOCK_BYTES if degrees.sharded > 1 else _BLOCK_BYTES)
         groups = Groups(exchange, degrees, seat.generation)
         cut = self._order if degrees.pipeline > 1 else DEFAULT_SCHEDULE
         pipeline = Pipeline(groups.pipeline, groups.place.pipeline, cut)
