@@ -37,8 +37,9 @@ from distbelief.strategies.mesh.snapshots import Forms, Snapshots
 from distbelief.strategies.mesh.wires import Wires
 from distbelief.strategies.tileoptimizer import Recipe
 
-_BLOCK_BYTES, _SHARDED_BLOCK_BYTES = 4 << 20, 288 << 10
-"""Memory of this size goes back to the system as soon as it is let go: a sharded member lets all of its layers go."""
+_BLOCK_BYTES, _SHARDED_BLOCK_BYTES = 1 << 20, 288 << 10
+"""Memory of this size goes back to the system as soon as it is let go. A sharded member lets all of its layers go, time
+and again, and not only what it computes: there smaller pieces count too."""
 
 
 class PreparedMesh:
