@@ -15,7 +15,7 @@ MEMBER = str(Path(__file__).with_name("gathering_member.py"))
 
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (3, torch.float32), (4, torch.int64)])
 def test_everybody_gets_all_pieces_and_the_sum_of_its_own(stage: Stage, size: int, dtype: torch.dtype) -> None:
-    lengths = [5, 100_000, 1]  # one of them is memory of its own, outside of the heap
+    lengths = [5, 300_000, 1]  # one of them is memory of its own, outside of the heap
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     same = {"port": store.port, "size": size, "lengths": lengths, "dtype": dtype}
     members = stage.play(MEMBER, "exchange", [{"rank": rank, **same} for rank in range(size)])

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-_SMALLEST_MAPPING_BYTES = 1 << 18
+_SMALLEST_MAPPING_BYTES = 1 << 20
 
 
 class Scratch:
