@@ -1,8 +1,8 @@
 """Memory that goes back to the system when it is let go.
 
 A sharded member gathers block after block and lets each go again, and whoever plans a pipeline tries every unit once.
-glibc keeps what was let go, in pieces that the next block does not fit into (before 2.38 not even one of the same size
-does, since torch wants its memory aligned): measured, a sharded member then takes as much as the whole model.
+glibc keeps what was let go once it has seen such sizes, in pieces that the next block does not fit into: measured, a
+sharded member then takes as much as the whole model does.
 """
 
 from __future__ import annotations
