@@ -90,7 +90,11 @@ def main() -> int:
     about = f"{count / 1e6:.1f} M parameters, AdamW: {16 * count / 1e6:,.0f} MB of state and gradients."
     report.show_machine(console, content["machine"], content["load"]["before"], about)
     began = time.monotonic()
-    one = content["one_process_bytes"] = one_process(args.width) - one_process(TINY_WIDTH)
+    try:
+        one = content["one_process_bytes"] = one_process(args.width) - one_process(TINY_WIDTH)
+    except DriverFailed as error:  # there is nothing to compare with
+        console.print(str(error), markup=False)
+        return 2
     for layout in args.only:
         found: dict[str, Any] = {}
         for name in args.snapshots:
@@ -114,7 +118,14 @@ def main() -> int:
 
 def one_process(width: int) -> int:
     command = [sys.executable, str(BENCH / "memory_job.py"), "--width", str(width), "--steps", str(STEPS)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    try:
+        done = subprocess.run(
+            command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise DriverFailed(
+            f"one process of width {width} did not end within {TIMEOUT_S} s: is the machine busy?"
+        ) from None
     if done.returncode:
         raise DriverFailed(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr[-4000:]}")
     return int(done.stdout.split()[-1])

@@ -10,12 +10,11 @@ from __future__ import annotations
 import ctypes
 
 _M_MMAP_THRESHOLD = -3
-_THRESHOLD_BYTES = 4 << 20
 
 
-def return_large_blocks() -> None:
-    """For the rest of this process: blocks of a few MB and more are mapped one by one, and unmapped when they are
+def return_blocks(size_bytes: int) -> None:
+    """For the rest of this process: blocks of this size and more are mapped one by one, and unmapped when they are
     freed. A page that is mapped anew must be cleared, which costs some time. Without glibc nothing happens."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, size_bytes)

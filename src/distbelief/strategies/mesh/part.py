@@ -21,6 +21,7 @@ from distbelief.strategies.layout import trainable
 from distbelief.strategies.mesh.balance import UnitCost, cut
 from distbelief.strategies.mesh.balance import explain as explain_stages
 from distbelief.strategies.mesh.cutting import Blueprint, draw
+from distbelief.strategies.mesh.gathering import Gather, Scratch, SumOfPieces
 from distbelief.strategies.mesh.groups import Groups
 from distbelief.strategies.mesh.headdropout import whole_masks
 from distbelief.strategies.mesh.optimizer import Local
@@ -170,6 +171,7 @@ def _tie_again(modules: Sequence[torch.nn.Module], first_name: Mapping[str, str]
 
 
 def _shard(module: torch.nn.Module, blocks: Sequence[torch.nn.Module], mesh: DeviceMesh, real: set[int]) -> None:
+    scratch = Scratch()
     for number, block in enumerate(blocks):
         # The last one is needed again at once, for its backward pass.
         fully_shard(block, mesh=mesh, reshard_after_forward=number + 1 < len(blocks))
@@ -180,6 +182,10 @@ def _shard(module: torch.nn.Module, blocks: Sequence[torch.nn.Module], mesh: Dev
             wrapped.set_force_sum_reduction_for_comms(True)
             # A parameter that only some shards use gets zeros of the others, else members would add up different sets.
             wrapped.set_reduce_scatter_unused_params(True, recurse=False)
+            wrapped.set_custom_all_gather(Gather(scratch))
+            wrapped.set_custom_reduce_scatter(SumOfPieces(scratch))
+            # Not the next one ahead of time, which is the default: gloo does nothing meanwhile, and it takes memory.
+            wrapped.set_modules_to_backward_prefetch([wrapped])
             for group in wrapped._get_fsdp_state()._fsdp_param_groups:
                 _note_real(group, real)
 

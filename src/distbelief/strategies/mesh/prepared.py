@@ -21,7 +21,7 @@ from distbelief.strategies.base import BeginFrom, Fetch, Replica, Seat, nothing_
 from distbelief.strategies.degrees import Degrees, Wish
 from distbelief.strategies.hybrid import DEFAULT_SCHEDULE, Meshed
 from distbelief.strategies.layout import trainable
-from distbelief.strategies.mesh.allocator import return_large_blocks
+from distbelief.strategies.mesh.allocator import return_blocks
 from distbelief.strategies.mesh.balance import UnitCost
 from distbelief.strategies.mesh.birth import watch_birth
 from distbelief.strategies.mesh.cutting import Blueprint
@@ -36,6 +36,12 @@ from distbelief.strategies.mesh.seated import Seated, exchange_boxes, take_over
 from distbelief.strategies.mesh.snapshots import Forms, Snapshots
 from distbelief.strategies.mesh.wires import Wires
 from distbelief.strategies.tileoptimizer import Recipe
+
+_SMALL_MODEL_BYTES = 64 << 20
+_SMALL_MODELS_BLOCK_BYTES, _BLOCK_BYTES, _SHARDED_BLOCK_BYTES = 4 << 20, 1 << 20, 288 << 10
+"""Memory of this size goes back to the system as soon as it is let go, which takes time: it is worth little in a small
+model. A sharded member lets all of its layers go, time and again, and not only what it computes: there smaller pieces
+count too."""
 
 
 class PreparedMesh:
@@ -94,7 +100,7 @@ class PreparedMesh:
 
     def build(self, seat: Seat, exchange: TorchGroup, fetch: Fetch, begin_from: BeginFrom = nothing_saved) -> Replica:
         degrees = Degrees(*seat.degrees)
-        return_large_blocks()
+        return_blocks(self._block_bytes(degrees))
         groups = Groups(exchange, degrees, seat.generation)
         cut = self._order if degrees.pipeline > 1 else DEFAULT_SCHEDULE
         pipeline = Pipeline(groups.pipeline, groups.place.pipeline, cut)
@@ -122,6 +128,11 @@ class PreparedMesh:
         self._state = state
         self._snapshots.begin(state, seated.has_single_holders())
         return MeshReplica(seated, self._schedule, seat, runner, self._snapshots, fetch, rolled_back)
+
+    def _block_bytes(self, degrees: Degrees) -> int:
+        if sum(p.nbytes for p in self.model.parameters()) < _SMALL_MODEL_BYTES:
+            return _SMALL_MODELS_BLOCK_BYTES
+        return _SHARDED_BLOCK_BYTES if degrees.sharded > 1 else _BLOCK_BYTES
 
     def _agreed_costs(self, group: TorchGroup, blueprint: Blueprint, batch: Any) -> Sequence[UnitCost]:
         """Rank 0 measures, once in its life; everybody cuts by the same numbers."""
