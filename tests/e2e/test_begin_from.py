@@ -96,11 +96,9 @@ def test_weights_of_another_model(distbelief: Cli, source: Path, setting: str, t
     assert "Traceback" not in outcome.stdout + outcome.stderr
 
 
-def test_weights_that_are_not_there(distbelief: Cli, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for place, text in (("missing", "there is no "), ("empty", "neither a run directory nor a folder of checkpoints")):
-        outcome = distbelief("train", JOB, "--from", place, "--run-dir", f"run-{place}", "--workers", 2)
-        assert outcome.status != 0
-        assert outcome.stderr.count("error:") == 1
-        assert text in outcome.stderr
-        assert "Traceback" not in outcome.stdout + outcome.stderr
+def test_weights_that_are_not_there(distbelief: Cli) -> None:
+    outcome = distbelief("train", JOB, "--from", "missing", "--run-dir", "run", "--workers", 2)
+    assert outcome.status != 0
+    assert outcome.stderr.count("error:") == 1
+    assert "there is no " in outcome.stderr
+    assert "Traceback" not in outcome.stdout + outcome.stderr
