@@ -1,8 +1,12 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Both make .venv themselves.
 PYTHON ?= python3
 BIN := .venv/bin
-# What is never imported need not be compiled: that is most of what the tests bring with them.
 INSTALL := $(BIN)/pip install -q --disable-pip-version-check --no-compile -c constraints.txt
+# pip would compile on one core. Packages hold files that are no Python of this version, and say so.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
+
+# A run is several processes, and the tests are hundreds of runs: the sources are compiled once, not in each of them.
+export PYTHONDONTWRITEBYTECODE :=
 
 SEEDS ?= 1-1000
 
@@ -16,18 +20,20 @@ setup-dev: .venv/.dev
 
 .venv/.core: .venv/bin/python pyproject.toml constraints.txt
 	$(INSTALL) -e '.[examples]'
+	$(COMPILE)
 	@touch $@
 
 .venv/.dev: .venv/bin/python pyproject.toml constraints.txt
 	$(INSTALL) -e '.[dev]'
+	$(COMPILE)
 	@touch .venv/.core $@  # it is more than the core
 
 demo: setup
 	$(BIN)/distbelief train examples/digits.py --workers 2
 
 lint: setup-dev
-	$(BIN)/ruff check src tests bench examples
-	$(BIN)/ruff format --check src tests bench examples
+	$(BIN)/ruff check src tests bench examples conftest.py
+	$(BIN)/ruff format --check src tests bench examples conftest.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 

@@ -36,11 +36,9 @@ def one_step(distbelief: Cli, begin_from: Path, name: str) -> dict[str, Any]:
 
 
 def test_a_run_and_a_checkpoint(distbelief: Cli, source: Path, tmp_path: Path) -> None:
-    places = {"run": source, "step": source / "checkpoints/step-000000012"}
-    results = [one_step(distbelief, place, name) for name, place in places.items()]
-    assert len({result["weights_sha256"] for result in results}) == 1  # they hold the same
+    newest = one_step(distbelief, source, "run")
     earlier = one_step(distbelief, source / "checkpoints/step-000000006", "earlier")
-    assert earlier["weights_sha256"] != results[0]["weights_sha256"]
+    assert earlier["weights_sha256"] != newest["weights_sha256"]
 
     before, after = load_file(source / "weights.safetensors"), load_file(tmp_path / "run" / "weights.safetensors")
     kept = ["enter.weight", "enter.bias", "padding", "head.weight", "middle.weight", "norm.weight"]  # two are frozen
