@@ -25,6 +25,7 @@ def watched(start: Start, tmp_path: Path, wait_until: Wait) -> Callable[..., Wat
 
 
 SMALL = [JOBS / "small.py", "--set", "brake_s=0.1", "--set", "steps=160"]  # long, not costly: it sleeps
+SLOWER = [JOBS / "small.py", "--set", "brake_s=0.4", "--set", "steps=160"]  # to the same weights
 EVERYTHING = [JOBS / "everything.py", "--set", "epochs=9"]
 
 
@@ -134,22 +135,20 @@ def test_growing_and_shrinking_in_one_run(
     assert (too_late.status, "is not running" in too_late.stderr) == (1, True)
 
 
-def test_a_worker_joins_by_hand_and_leaves_and_another_is_killed(
+def test_two_workers_join_by_hand_and_one_leaves_and_one_is_killed(
     watched: Callable[..., Watched], undisturbed: Callable[..., str], start: Start
 ) -> None:
-    run = watched(*SMALL, "--workers", 2)
-    run.after(5)
-    guest = start("worker", "--join", "run")
+    run = watched(*SLOWER, "--workers", 2)  # guests import torch, which takes its time
+    run.after(2)
+    leaving, victim = start("worker", "--join", "run"), start("worker", "--join", "run")
+    run.has_members(4)
+    run.after(run.step() + 2)
+    leaving.signal(signal.SIGTERM)
+    assert leaving.wait().status == 0
     run.has_members(3)
-    run.after(run.step() + 5)
-    guest.signal(signal.SIGTERM)
-    assert guest.wait().status == 0
-    run.has_members(2)
     assert not any(entry["lost"] for entry in run.journal("generation"))
-    guest = start("worker", "--join", "run")
-    run.has_members(3)
-    guest.signal(signal.SIGKILL)
-    assert guest.wait().status == -signal.SIGKILL
+    victim.signal(signal.SIGKILL)
+    assert victim.wait().status == -signal.SIGKILL
     result = run.result()
     assert result["weights_sha256"] == undisturbed(*SMALL)
     assert result["recoveries"] == 1

@@ -16,7 +16,7 @@ from conftest import JOBS, Run
 Start = Callable[..., Run]
 Wait = Callable[[Callable[[], object]], None]
 
-STEPS = 180  # a fifth of a second each while a test needs time: for a host to be missed, and to come back
+STEPS = 180  # of 0.6 s each while a test needs time: for a host to be missed, and to come back
 
 
 class Lab:
@@ -106,7 +106,7 @@ class Cluster:
         self._brake = folder / "brake"
         self._brake.touch()
         self._wait_until = wait_until
-        arguments = [JOBS / "small.py", "--set", f"steps={STEPS}", "--set", "brake_s=0.1", "--workers", 1]
+        arguments = [JOBS / "small.py", "--set", f"steps={STEPS}", "--set", "brake_s=0.3", "--workers", 1]
         self.run = start(
             "train", *arguments, "--listen", "10.77.0.1", "--run-dir", "run", "--json", prefix=lab.inside(1)
         )
@@ -125,7 +125,7 @@ class Cluster:
         path = self._folder / "metrics.jsonl"
         return path.read_text().count('"kind":"step"') if path.exists() else 0
 
-    def progresses(self, steps: int = 5) -> None:
+    def progresses(self, steps: int = 3) -> None:
         before = self.steps()
         self._wait_until(lambda: self.steps() >= before + steps)
 
