@@ -36,11 +36,9 @@ def one_step(distbelief: Cli, begin_from: Path, name: str) -> dict[str, Any]:
 
 
 def test_a_run_and_a_checkpoint(distbelief: Cli, source: Path, tmp_path: Path) -> None:
-    places = {"run": source, "step": source / "checkpoints/step-000000012"}
-    results = [one_step(distbelief, place, name) for name, place in places.items()]
-    assert len({result["weights_sha256"] for result in results}) == 1  # they hold the same
+    newest = one_step(distbelief, source, "run")
     earlier = one_step(distbelief, source / "checkpoints/step-000000006", "earlier")
-    assert earlier["weights_sha256"] != results[0]["weights_sha256"]
+    assert earlier["weights_sha256"] != newest["weights_sha256"]
 
     before, after = load_file(source / "weights.safetensors"), load_file(tmp_path / "run" / "weights.safetensors")
     kept = ["enter.weight", "enter.bias", "padding", "head.weight", "middle.weight", "norm.weight"]  # two are frozen
@@ -96,11 +94,9 @@ def test_weights_of_another_model(distbelief: Cli, source: Path, setting: str, t
     assert "Traceback" not in outcome.stdout + outcome.stderr
 
 
-def test_weights_that_are_not_there(distbelief: Cli, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for place, text in (("missing", "there is no "), ("empty", "neither a run directory nor a folder of checkpoints")):
-        outcome = distbelief("train", JOB, "--from", place, "--run-dir", f"run-{place}", "--workers", 2)
-        assert outcome.status != 0
-        assert outcome.stderr.count("error:") == 1
-        assert text in outcome.stderr
-        assert "Traceback" not in outcome.stdout + outcome.stderr
+def test_weights_that_are_not_there(distbelief: Cli) -> None:
+    outcome = distbelief("train", JOB, "--from", "missing", "--run-dir", "run", "--workers", 2)
+    assert outcome.status != 0
+    assert outcome.stderr.count("error:") == 1
+    assert "there is no " in outcome.stderr
+    assert "Traceback" not in outcome.stdout + outcome.stderr

@@ -67,13 +67,6 @@ def test_memory_of_workers_is_measured_from_outside(tmp_path: Path) -> None:
     assert "pipeline:4:1f1b" in done.stdout
 
 
-@pytest.mark.parametrize(("program", "kind"), [("modelparallel.py", "system"), ("memory.py", "layout")])
-def test_an_unknown_one_is_named(program: str, kind: str) -> None:
-    done = run(program, "--only", "banana")
-    assert done.returncode == 2
-    assert f"no such {kind}: banana" in done.stderr
-
-
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conftest import JOBS, REPOSITORY, Outcome
+from conftest import JOBS, Outcome
 
 Cli = Callable[..., Outcome]
 
@@ -40,24 +40,12 @@ def chaos(distbelief: Cli, job: list[object], faults: str, kinds: list[str], *mo
     return expect_sound(distbelief("chaos", *job, "--faults", faults, "--workers", 3, "--json", *more), kinds)
 
 
-def test_a_killed_and_a_frozen_worker(distbelief: Cli) -> None:
-    faults = "kill worker 1 at step 20, freeze worker 2 at step 60"
-    shown = chaos(distbelief, small(), faults, ["kill worker", "freeze worker"])
-    killed, frozen = sorted(shown["faults"], key=lambda fault: fault["at_step"])
-    assert killed["at_step"] >= 20
-    assert killed["noticed_ms"] is not None
-    assert killed["next_commit_ms"] is not None
-    assert killed["shards_recomputed"] is not None
-    assert frozen["at_step"] >= 60
-    assert frozen["noticed_ms"] is not None  # nobody can go on without its shards
-    assert frozen["next_commit_ms"] >= frozen["noticed_ms"]
-
-
-def test_every_kind_in_one_run_of_digits(distbelief: Cli, tmp_path: Path) -> None:
+def test_every_kind_in_one_run(distbelief: Cli, tmp_path: Path) -> None:
+    """Of a job with batch statistics, dropout, momentum, tied and frozen weights."""
     faults = (
         "slow worker 1 by 3x at step 5 for 2s, kill worker at step 20, freeze worker 2 at step 40 for 1s, "
         "kill coordinator at step 60, join at step 80, cut worker 0 at step 90 for 500ms, leave worker 1 at step 120, "
-        "scale to 3 at step 140"
+        "scale to 3 at step 140, freeze worker at step 160"
     )
     kinds = [
         "slow worker",
@@ -68,9 +56,20 @@ def test_every_kind_in_one_run_of_digits(distbelief: Cli, tmp_path: Path) -> Non
         "cut worker",
         "leave worker",
         "scale",
+        "freeze worker",
     ]
-    job = [REPOSITORY / "examples" / "digits.py", "--set", "epochs=9"]
+    (tmp_path / "brake").touch()
+    job = [JOBS / "stored.py", "--set", "steps=200", "--set", "brake_s=0.02", "--set", "evaluate_every=50"]
     shown = chaos(distbelief, job, faults, kinds, "--run-dir", "both")
+    (killed,) = [fault for fault in shown["faults"] if fault["kind"] == "kill worker"]
+    assert killed["at_step"] >= 20
+    assert killed["noticed_ms"] is not None
+    assert killed["next_commit_ms"] is not None
+    assert killed["shards_recomputed"] is not None
+    frozen = max((fault for fault in shown["faults"] if fault["kind"] == "freeze worker"), key=lambda f: f["at_step"])
+    assert frozen["at_step"] >= 160  # for good
+    assert frozen["noticed_ms"] is not None  # nobody can go on without its shards
+    assert frozen["next_commit_ms"] >= frozen["noticed_ms"]
     assert shown["runs"] == {"twin": "both/twin", "faults": ["both/faults"]}
     for name in ("twin", "faults"):
         assert (tmp_path / "both" / name / "weights.safetensors").exists()

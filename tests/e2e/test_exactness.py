@@ -38,7 +38,7 @@ def arguments(request: pytest.FixtureRequest) -> list[object]:
     """The command line of a short run of each job."""
     name = request.param
     if name == "digits":
-        return [EXAMPLES / "digits.py", "--set", "epochs=1"]
+        return [EXAMPLES / "digits.py", "--set", "epochs=1", "--set", "width=8"]
     if name == "fashion":
         folder = request.getfixturevalue("images")
         return [EXAMPLES / "fashion.py", "--set", f"folder={folder}", "--set", "epochs=2"]
@@ -80,23 +80,8 @@ def test_same_weights_on_any_number_of_workers(
     assert all(one == metrics[0] for one in metrics), metrics
 
 
-def test_a_planted_wrong_order_is_noticed(distbelief: Cli) -> None:
-    right = distbelief("train", JOBS / "small.py", "--set", "shards=8", "--workers", 3, "--json").json
-    wrong = distbelief("train", JOBS / "wrong_order.py", "--workers", 3, "--json").json
-    assert wrong["weights_sha256"] != right["weights_sha256"]
-    assert wrong["loss"] == pytest.approx(right["loss"], rel=1e-3)  # wrong in the last bits only
-
-
-def test_the_same_job_twice_and_not_exact(distbelief: Cli) -> None:
-    arguments = ["train", JOBS / "small.py", "--workers", 2, "--json"]
-    first, second = (distbelief(*arguments).json for _ in range(2))
-    assert first["weights_sha256"] == second["weights_sha256"]
-    assert list(first) == list(KEYS)
-    loose = distbelief(*arguments, "--strategy", "allreduce:inexact").json
-    assert loose["loss"] == pytest.approx(first["loss"], rel=1e-3)
-
-
 def test_bf16_is_exact_too(distbelief: Cli) -> None:
     arguments = ["train", JOBS / "small.py", "--set", "precision=bf16", "--json"]
-    hashes = {distbelief(*arguments, "--workers", workers).json["weights_sha256"] for workers in (1, 3)}
-    assert len(hashes) == 1
+    one, three = (distbelief(*arguments, "--workers", workers).json for workers in (1, 3))
+    assert one["weights_sha256"] == three["weights_sha256"]
+    assert list(one) == list(KEYS)

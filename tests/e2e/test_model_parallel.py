@@ -29,7 +29,7 @@ Wait = Callable[[Callable[[], object]], None]
 DIVISIBLE = [JOBS / "divisible.py", "--set", "blocks=2"]
 INDIVISIBLE = JOBS / "indivisible.py"
 TOLERANCE = 1e-4
-STEPS = 24  # of every run that is compared with the undisturbed one
+STEPS = 16  # of every run that is compared with the undisturbed one
 SEED = int(os.environ.get("DISTBELIEF_SEED", "0")) or secrets.randbelow(1 << 32)
 
 needs_transformers = pytest.mark.skipif(
@@ -77,10 +77,10 @@ def test_a_divided_model_learns_what_one_process_learns(
 
 
 @needs_transformers
-@pytest.mark.parametrize(("kind", "strategy"), [("gpt2", "pipeline:2"), ("bert", "sharded")])
-def test_models_of_the_transformers_library(distbelief: Cli, kind: str, strategy: str) -> None:
-    job = [JOBS / "transformer.py", "--set", f"kind={kind}"]
-    found = distbelief("verify", *job, "--strategy", strategy, "--workers", 2, "--steps", 2, "--json").json
+def test_a_model_of_the_transformers_library(distbelief: Cli) -> None:
+    """Another one, and sharded, is in tests/unit/strategies/test_mesh_replica.py."""
+    job = [JOBS / "transformer.py", "--set", "kind=gpt2"]
+    found = distbelief("verify", *job, "--strategy", "pipeline:2", "--workers", 2, "--steps", 2, "--json").json
     assert (found["verdict"], found["steps"]) == ("equal", 2)
 
 
@@ -100,7 +100,7 @@ def test_a_member_is_killed_at_any_moment(
     print(f"DISTBELIEF_SEED={SEED}")
     chance = random.Random(f"{SEED} {strategy}")
     run = Watched(start, tmp_path, wait_until, *braked(0.05), "--strategy", strategy, "--workers", workers)
-    run.after(chance.randint(2, 10))
+    run.after(chance.randint(2, 8))
     time.sleep(chance.uniform(0, 0.4))
     (first,) = run.journal("generation")
     victim = chance.choice(run.living())
@@ -152,7 +152,7 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dic
 
     try:
         saving = ["--save-every", 4, "--keep-last", 100]
-        run = Watched(start, folder, wait_until, *braked(0.15), "--strategy", "pipeline:2", "--workers", 2, *saving)
+        run = Watched(start, folder, wait_until, *braked(0.25), "--strategy", "pipeline:2", "--workers", 2, *saving)
         run.after(2)
         for wanted in (4, 2):
             assert start("scale", "run", wanted, "--json").wait().json["workers"] == wanted
@@ -214,18 +214,9 @@ def test_a_pipeline_goes_on_as_a_sharded_run(
 @pytest.mark.parametrize(
     ("arguments", "texts"),
     [
-        ([*DIVISIBLE, "--strategy", "tensor:3", "--workers", 3], ["4 heads cannot be shared evenly", "tensor:2"]),
-        (
-            [INDIVISIBLE, "--set", "model=short", "--strategy", "pipeline:2", "--workers", 2],
-            ["cannot be cut into 2 stages", "only one unit"],
-        ),
         ([*DIVISIBLE, "--strategy", "pipeline:2", "--workers", 3], ["not 3", "--workers 2 or 4"]),
         (
-            [INDIVISIBLE, "--strategy", "sharded", "--workers", 2],
-            ["Adafactor looks at whole parameters", "'0.weight'"],
-        ),
-        (
-            [INDIVISIBLE, "--set", "model=deciding", "--strategy", "pipeline:2", "--workers", 2],
+            [INDIVISIBLE, "--strategy", "pipeline:2", "--workers", 2],
             ["cannot be followed", "indivisible.py", "if x.sum() > 0", "Job(split="],
         ),
         ([*DIVISIBLE, "--strategy", "pipeline:2:fast", "--workers", 2], ["unknown option 'fast'", "1f1b"]),
@@ -234,6 +225,7 @@ def test_a_pipeline_goes_on_as_a_sharded_run(
 def test_what_cannot_be_is_refused_with_the_reason(
     distbelief: Cli, tmp_path: Path, arguments: list[object], texts: list[str]
 ) -> None:
+    """By a worker, and before there is one; all reasons are in tests/unit/strategies."""
     outcome = distbelief("train", *arguments, "--run-dir", "run")
     said = outcome.stdout + outcome.stderr
     assert outcome.status in (1, 2), said

@@ -16,6 +16,8 @@ from conftest import JOBS, Run
 Start = Callable[..., Run]
 Wait = Callable[[Callable[[], object]], None]
 
+STEPS = 180  # of 0.6 s each while a test needs time: for a host to be missed, and to come back
+
 
 class Lab:
     """Hosts on one switch. Host k has the address 10.77.0.k; its cable ends in the switch's port k."""
@@ -99,12 +101,12 @@ def lab() -> Iterator[Lab]:
 class Cluster:
     """A run whose engine, coordinator and first worker are on host 1, and one worker each on hosts 2 and 3."""
 
-    def __init__(self, start: Start, lab: Lab, folder: Path, wait_until: Wait, steps: int) -> None:
+    def __init__(self, start: Start, lab: Lab, folder: Path, wait_until: Wait) -> None:
         self._folder = folder / "run"
         self._brake = folder / "brake"
         self._brake.touch()
         self._wait_until = wait_until
-        arguments = [JOBS / "small.py", "--set", f"steps={steps}", "--set", "brake_s=0.02", "--workers", 1]
+        arguments = [JOBS / "small.py", "--set", f"steps={STEPS}", "--set", "brake_s=0.3", "--workers", 1]
         self.run = start(
             "train", *arguments, "--listen", "10.77.0.1", "--run-dir", "run", "--json", prefix=lab.inside(1)
         )
@@ -123,7 +125,7 @@ class Cluster:
         path = self._folder / "metrics.jsonl"
         return path.read_text().count('"kind":"step"') if path.exists() else 0
 
-    def progresses(self, steps: int = 5) -> None:
+    def progresses(self, steps: int = 3) -> None:
         before = self.steps()
         self._wait_until(lambda: self.steps() >= before + steps)
 
@@ -144,23 +146,25 @@ class Cluster:
         return result["weights_sha256"]
 
 
-def alone(start: Start, steps: int) -> str:
-    weights = start("train", JOBS / "small.py", "--set", f"steps={steps}", "--workers", 1, "--json").wait().json
-    return str(weights["weights_sha256"])
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights of the same run on one worker, without a network."""
+    arguments = [JOBS / "small.py", "--set", f"steps={STEPS}", "--workers", 1, "--json"]
+    return str(Run(tmp_path_factory.mktemp("alone"), "train", *arguments).wait().json["weights_sha256"])
 
 
-def test_slow_and_lossy_links(start: Start, lab: Lab, tmp_path: Path, wait_until: Wait) -> None:
+def test_slow_and_lossy_links(start: Start, lab: Lab, tmp_path: Path, wait_until: Wait, alone: str) -> None:
     lab.impair(2, "delay", "5ms", "2ms", "loss", "1%")
     lab.impair(3, "rate", "20mbit")
-    cluster = Cluster(start, lab, tmp_path, wait_until, steps=120)
-    assert cluster.weights() == alone(start, 120)
+    cluster = Cluster(start, lab, tmp_path, wait_until)
+    assert cluster.weights() == alone
     assert cluster.records("estranged") == []
 
 
-def test_a_cut_cable_and_its_mending(start: Start, lab: Lab, tmp_path: Path, wait_until: Wait) -> None:
+def test_a_cut_cable_and_its_mending(start: Start, lab: Lab, tmp_path: Path, wait_until: Wait, alone: str) -> None:
     """The others go on without the host that is cut off; when it is back, it finds itself left behind, and rejoins."""
-    cluster = Cluster(start, lab, tmp_path, wait_until, steps=900)
-    cluster.progresses(20)
+    cluster = Cluster(start, lab, tmp_path, wait_until)
+    cluster.progresses()
     lab.cut(3)
     wait_until(lambda: cluster.records("estranged"))
     cluster.progresses()
@@ -168,16 +172,16 @@ def test_a_cut_cable_and_its_mending(start: Start, lab: Lab, tmp_path: Path, wai
     lab.mend(3)
     cluster.has_hosts(3)
     cluster.progresses()
-    assert cluster.weights() == alone(start, 900)
+    assert cluster.weights() == alone
 
 
-def test_a_host_that_dies(start: Start, lab: Lab, tmp_path: Path, wait_until: Wait) -> None:
+def test_a_host_that_dies(start: Start, lab: Lab, tmp_path: Path, wait_until: Wait, alone: str) -> None:
     """No engine there tells of it, and no connection is reset: the machine is simply gone."""
-    cluster = Cluster(start, lab, tmp_path, wait_until, steps=400)
-    cluster.progresses(20)
+    cluster = Cluster(start, lab, tmp_path, wait_until)
+    cluster.progresses()
     lab.cut(2)
     gone = cluster.guests.pop(0)
     gone.kill()
     gone.wait()
-    cluster.progresses(20)
-    assert cluster.weights() == alone(start, 400)
+    cluster.progresses()
+    assert cluster.weights() == alone

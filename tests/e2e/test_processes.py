@@ -34,16 +34,14 @@ def slow_run(start: Start, tmp_path: Path) -> tuple[Run, Callable[[], bool]]:
     return run, is_training
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_a_run_cleanly(
-    start: Start, tmp_path: Path, wait_until: Wait, number: signal.Signals, status: int
-) -> None:
+def test_a_signal_ends_a_run_cleanly(start: Start, tmp_path: Path, wait_until: Wait) -> None:
+    """SIGINT; for SIGTERM see test_checkpoints.py."""
     run, is_training = slow_run(start, tmp_path)
     wait_until(is_training)
-    run.signal(number)
+    run.signal(signal.SIGINT)
     outcome = run.wait()
-    assert outcome.status == status
-    assert f"stopped by {number.name}" in outcome.stderr
+    assert outcome.status == 130
+    assert "stopped by SIGINT" in outcome.stderr
     assert json.loads((tmp_path / "run" / "journal.jsonl").read_text().splitlines()[-1])["status"] == "stopped"
 
 
@@ -63,12 +61,10 @@ def test_killing_the_command_ends_everything(start: Start, tmp_path: Path, wait_
     assert run.wait().status == -signal.SIGKILL
 
 
-def test_two_runs_at_once(start: Start, distbelief: Cli) -> None:
-    arguments = ["train", JOBS / "small.py", "--workers", 2, "--json"]
-    alone = distbelief(*arguments).json
-    together = [start(*arguments) for _ in range(2)]
+def test_two_runs_at_once(start: Start) -> None:
+    together = [start("train", JOBS / "small.py", "--workers", 2, "--json") for _ in range(2)]
     results = [run.wait().json for run in together]
-    assert {r["weights_sha256"] for r in results} == {alone["weights_sha256"]}
+    assert len({r["weights_sha256"] for r in results}) == 1
     assert len({r["run_dir"] for r in results}) == 2
 
 

@@ -60,7 +60,7 @@ def test_any_step_of_a_run_with_kills(
     assert result["recoveries"] >= 2
     checkpoints = [int(file.parent.name[5:]) for file in run_dir.glob("checkpoints/*/manifest.json")]
     assert len(checkpoints) > 1, "a kill may have prevented some"
-    for step in (*random.sample(range(result["steps"]), 2), result["steps"] - 1):
+    for step in (random.randrange(result["steps"]), result["steps"] - 1):
         found = distbelief("replay", run_dir, "--step", step, "--json").json
         assert (found["step"], found["verdict"], found["update"]) == (step, "matched", "matched"), found
         assert found["fingerprint"] == found["recorded"]

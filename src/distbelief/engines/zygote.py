@@ -18,20 +18,16 @@ import traceback
 from typing import Any, NoReturn
 
 import msgspec
-import torch._dynamo  # noqa: F401 - the first optimizer of a process imports it, which takes more than a second
 
 from distbelief.comm.memfd import receive_message, send_message
 from distbelief.lifeline import die_with_parent
-from distbelief.strategies import wish_of
-from distbelief.worker.process import run_worker
-from distbelief.worker.serving import run_server
+from distbelief.strategies import servers_of, wish_of
 from distbelief.worker.spec import WorkerSpec
 
 
 def main() -> None:
     die_with_parent(int(sys.argv[2]))
-    if wish_of(sys.argv[3]):
-        importlib.import_module("distbelief.strategies.mesh.prepared")  # with much of torch, once and not per worker
+    _warm_up(sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     engine = socket.socket(fileno=int(sys.argv[1]))
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -54,6 +50,19 @@ def main() -> None:
             except EOFError:
                 return  # the engine is done with us
             _serve(engine, children, request, fds)
+
+
+def _warm_up(strategy: str) -> None:
+    """Import what a worker needs. Nothing of it is ever garbage, so the collector, which would walk through all of it
+    time and again (a fifth of the whole launch), waits until it is there."""
+    gc.disable()
+    importlib.import_module("torch._dynamo")  # the first optimizer of a process imports it: more than a second
+    importlib.import_module("distbelief.worker.process")
+    if servers_of(strategy):
+        importlib.import_module("distbelief.worker.serving")
+    if wish_of(strategy):
+        importlib.import_module("distbelief.strategies.mesh.prepared")  # with much of torch, once and not per worker
+    gc.enable()
 
 
 def _report_exits(engine: socket.socket, children: set[int]) -> None:
@@ -87,6 +96,9 @@ def _become(engine: socket.socket, parent: int, request: dict[str, Any], fds: li
     """The child: take the descriptors it was given, forget the zygote's, and do its work."""
     status = 1
     try:
+        from distbelief.worker.process import run_worker  # long there, see _warm_up
+        from distbelief.worker.serving import run_server
+
         die_with_parent(parent)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

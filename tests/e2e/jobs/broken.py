@@ -73,7 +73,6 @@ def job(fault: str, batch: int = 16) -> Job:
         "shuffle": False,
     }
     changes = {
-        "none": {},
         "model": {"model": FailsOnOneWorker, "global_batch": 32},
         "deadly": {"model": KillsItsWorker, "global_batch": 32, "validation": (x[:4], y[:4])},
         "nan": {"loss": lambda output, target: F.cross_entropy(output, target) * float("nan")},
@@ -83,22 +82,8 @@ def job(fault: str, batch: int = 16) -> Job:
         "memory": {"model": TooLarge},
         "reader-dies": {"data": FaultyFiles(True)},
         "reader-raises": {"data": FaultyFiles(False)},
-        "integer-buffer": {"model": CountsSamples},
         "no-optimizer": {"optimizer": lambda parameters: "adam"},
         "metric": {"validation": (x, y), "metrics": {"mean": lambda output, target: output.mean()}},
         "loss-shape": {"loss": lambda output, target: output},
     }
     return Job(**{**fields, **changes[fault]})
-
-
-class CountsSamples(nn.Module):
-    """Its integer buffer depends on the samples, so shards cannot agree on it."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x):
-        self.seen += int(x.sum())
-        return self.layer(x)

@@ -38,8 +38,11 @@ from distbelief.strategies.mesh.shardbuffers import ShardBuffers
 from distbelief.strategies.named import tied
 from distbelief.strategies.tileoptimizer import Recipe
 from distbelief.worker.feed import Feed
+from distbelief.worker.jobfile import load_job
 
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "gpt.py"
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLE = ROOT / "examples" / "gpt.py"
+TRANSFORMER = ROOT / "tests" / "e2e" / "jobs" / "transformer.py"
 STEPS = 4
 
 # --- jobs ------------------------------------------------------------------------------------------------------------
@@ -205,6 +208,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "loose": lambda: awkward(Loose),
     "sometimes": lambda: awkward(Sometimes),
     "adam": with_adam,
+    "bert": lambda: load_job(TRANSFORMER, {"kind": "bert"}),
 }
 
 # --- members ---------------------------------------------------------------------------------------------------------

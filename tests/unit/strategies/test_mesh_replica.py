@@ -110,6 +110,11 @@ def test_a_layer_that_some_shards_use_and_others_do_not(stage: Stage) -> None:
     check_layouts(stage, "sometimes", layouts)
 
 
+def test_a_sharded_model_of_the_transformers_library(stage: Stage) -> None:
+    pytest.importorskip("transformers")
+    check_layouts(stage, "bert", [("sharded", Degrees(sharded=2))])
+
+
 def test_the_reference_has_what_is_awkward() -> None:
     """Otherwise the tests above would show less than they say."""
     losses, _ = plainly("awkward")
