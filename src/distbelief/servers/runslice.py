@@ -141,6 +141,14 @@ class RunSlice:
         self.measured = about.measured if about.measured[0] < about.version else (-1, [])
         self._proceed()
 
+    def with_bytes(self, change: Change) -> Change:
+        """The change as it is now, whatever becomes of the memory that it names."""
+        node, shape = change.content, self.memory.shape
+        if not isinstance(node, Node) or not node.segment or node.step != self.version:
+            return change
+        payload = bytearray(self._open(node.segment).view(shape.first_byte, shape.value_bytes))
+        return Change(msgspec.structs.replace(node, segment=""), payload)
+
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def _add(self, node: Node, payload: Any) -> None:
