@@ -1,7 +1,7 @@
 """Servers, workers and a maker of maps in one thread. Messages are late, lost and doubled; servers and workers die.
 
-Memory is as on one host: a worker's partial sums lie where servers read them when they come to it, and are overwritten as
-soon as the worker has gone on. Every worker compares what it fetches with what one undisturbed process has at that step.
+Memory is as on one host: a worker's partial sums lie where servers read them when they come to it, and are overwritten
+as soon as the worker has gone on. Every worker compares what it fetches with what one process has at that step.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class World:
 
     def _map(self) -> ServerMap:
         known = self.placed.map
-        addresses = {server: "" for server in self.nodes}
+        addresses = dict.fromkeys(self.nodes, "")
         return ServerMap(
             known.version, 1, list(known.primaries), list(known.backups), list(self.placed.recruits), addresses
         )
@@ -322,7 +322,7 @@ class World:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Nothing happens any more, and no message is lost: all steps are done, and all who have a slice have the same."""
+        """Nothing happens any more: all steps are done, and all who have a slice have the same."""
         self.losing, self.slow = 0.0, ""
         for _ in range(300):
             if len(self.done) == len(self.running):
