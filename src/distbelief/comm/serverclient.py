@@ -30,6 +30,7 @@ from distbelief.comm.serverwords import (
     unpack_for_client,
 )
 from distbelief.comm.words import Abort, Aborted
+from distbelief.errors import DistBeliefError
 
 AGAIN_S = 10.0
 """What is not answered for so long is sent again: the message, or the answer, may be lost with a connection."""
@@ -172,7 +173,7 @@ class ServerClient:
                 return
             try:
                 letters = unpack_for_client(frames)
-            except msgspec.MsgspecError:
+            except (msgspec.MsgspecError, DistBeliefError):
                 continue  # not a message of ours
             for letter in letters:
                 match letter.message:

@@ -1,0 +1,197 @@
+"""ps:sync in real runs: the weights of allreduce on any number of workers and servers, whoever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import JOBS, Outcome, Run
+from watched import Watched, expect_ours
+
+Start = Callable[..., Run]
+Cli = Callable[..., Outcome]
+Wait = Callable[[Callable[[], object]], None]
+
+SMALL = [JOBS / "small.py", "--set", "brake_s=0.02", "--set", "steps=300"]
+EVERYTHING = [JOBS / "everything.py", "--set", "epochs=2"]
+TINY = JOBS / "served.py"
+
+
+class Served(Watched):
+    """A run whose servers the test disturbs, too."""
+
+    def servers(self) -> dict[int, int]:
+        """Server -> process, by the newest map."""
+        found = self.journal("servers")
+        return {one["number"]: one["pid"] for one in found[-1]["servers"]} if found else {}
+
+    def signal_server(self, number: int, what: signal.Signals) -> None:
+        pid = self.servers()[number]
+        expect_ours(pid)
+        os.kill(pid, what)
+
+    def complete(self) -> None:
+        """Every slice has a primary and a backup, and nothing is being copied."""
+
+        def is_complete() -> bool:
+            placed = self.journal("servers")[-1]["placement"]
+            return -1 not in placed["map"]["backups"] and set(placed["recruits"]) == {-1}
+
+        self._wait_until(is_complete)
+
+    def notices(self) -> str:
+        return "\n".join(entry["text"] for entry in self.metrics("notice"))
+
+
+@pytest.fixture
+def watched(start: Start, tmp_path: Path, wait_until: Wait) -> Callable[..., Served]:
+    return lambda *arguments: Served(start, tmp_path, wait_until, *arguments)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """The weights of allreduce, on one worker, when nothing happens."""
+    known: dict[str, str] = {}
+
+    def weights(*arguments: object) -> str:
+        key = repr(arguments)
+        if key not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            known[key] = Run(folder, "train", *arguments, "--workers", 1, "--json").wait().json["weights_sha256"]
+        return known[key]
+
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("workers", "strategy"),
+    [(1, "ps:sync:servers=1"), (3, "ps:sync:servers=3"), (4, "ps:sync"), (2, "ps:sync:servers=2:tcp")],
+)
+def test_the_weights_of_allreduce(
+    distbelief: Cli, undisturbed: Callable[..., str], workers: int, strategy: str
+) -> None:
+    """With everything in the job that makes exactness hard."""
+    outcome = distbelief("train", *EVERYTHING, "--workers", workers, "--strategy", strategy, "--json")
+    assert outcome.json["weights_sha256"] == undisturbed(*EVERYTHING)
+    assert (outcome.json["servers_lost"], outcome.json["reexecuted"]) == (0, 0)
+
+
+@pytest.mark.parametrize("strategy", ["ps:sync", "ps:sync:servers=3:tcp"])
+def test_servers_and_a_worker_are_killed(
+    watched: Callable[..., Served], undisturbed: Callable[..., str], strategy: str
+) -> None:
+    run = watched(*SMALL, "--workers", 2, "--strategy", strategy)
+    run.after(10)
+    run.signal_server(0, signal.SIGKILL)
+    run.after(20)
+    run.signal(1, signal.SIGKILL)
+    run.after(40)
+    run.complete()
+    run.signal_server(1, signal.SIGKILL)
+    run.after(run.step() + 5)
+    result = run.result()
+    assert result["weights_sha256"] == undisturbed(*SMALL)
+    assert (result["servers_lost"], result["reexecuted"]) == (2, 0)
+    assert "server 0 died" in run.notices()
+
+
+def test_the_only_server_killed_goes_back_and_says_so(
+    watched: Callable[..., Served], undisturbed: Callable[..., str]
+) -> None:
+    run = watched(*SMALL, "--workers", 2, "--strategy", "ps:sync:servers=1", "--save-every", 8)
+    run.after(30)
+    run.signal_server(0, signal.SIGKILL)
+    result = run.result()
+    assert result["weights_sha256"] == undisturbed(*SMALL)
+    assert result["servers_lost"] == 1
+    assert "go back to a checkpoint" in run.notices()
+    (back,) = run.metrics("rollback")
+    assert 0 < back["step"] < back["reached"]  # to a checkpoint, not to the beginning
+
+
+def test_a_frozen_server_is_replaced(watched: Callable[..., Served], undisturbed: Callable[..., str]) -> None:
+    run = watched(*SMALL, "--workers", 2, "--strategy", "ps:sync")
+    run.after(20)
+    run.signal_server(1, signal.SIGSTOP)
+    result = run.result()
+    assert result["weights_sha256"] == undisturbed(*SMALL)
+    assert [entry["server"] for entry in run.journal("server_fenced")] == [1]
+    assert result["reexecuted"] == 0
+
+
+def test_a_server_dies_while_the_coordinator_is_away(
+    watched: Callable[..., Served], undisturbed: Callable[..., str]
+) -> None:
+    run = watched(*SMALL, "--workers", 2, "--strategy", "ps:sync")
+    run.after(20)
+    os.kill(run.coordinator(), signal.SIGKILL)
+    run.signal_server(0, signal.SIGKILL)
+    run.after(run.step() + 10)
+    run.complete()
+    result = run.result()
+    assert result["weights_sha256"] == undisturbed(*SMALL)
+    assert (len(run.journal("epoch")), result["servers_lost"], result["reexecuted"]) == (2, 1, 0)
+
+
+def test_stop_and_go_on_with_other_servers_and_without(
+    start: Start, tmp_path: Path, undisturbed: Callable[..., str]
+) -> None:
+    """One run: one server, then three, then none, then two again; each goes on from what the one before has saved."""
+    run_dir, now = tmp_path / "run", 0
+    for strategy, upto in [("ps:sync:servers=1", 60), ("ps:sync:servers=3", 120), ("allreduce", 180), ("ps:sync", 300)]:
+        how = ["--resume", "run"] if now else [*SMALL[:1], "--run-dir", "run"]
+        more = ["--strategy", strategy, "--workers", 2, "--json"]
+        outcome = start("train", *how, *settings(upto), *more).wait()
+        assert outcome.json["steps"] == upto
+        now = upto
+    assert run_dir.exists()
+    assert outcome.json["weights_sha256"] == undisturbed(*SMALL)
+
+
+def settings(steps: int) -> list[object]:
+    return ["--set", f"steps={steps}"]
+
+
+def test_control_c_leaves_nothing(watched: Callable[..., Served]) -> None:
+    run = watched(*SMALL, "--workers", 2, "--strategy", "ps:sync")
+    run.after(5)
+    run.run.signal(signal.SIGINT)
+    assert run.run.wait().status == 130
+
+
+def test_verify_and_replay(distbelief: Cli, undisturbed: Callable[..., str]) -> None:
+    tiny = [JOBS / "small.py", "--set", "steps=6"]
+    shown = distbelief("verify", *tiny, "--strategy", "ps:sync", "--workers", 2, "--json")
+    assert shown.status == 0, shown.stderr
+    distbelief("train", *tiny, "--strategy", "ps:sync", "--workers", 2, "--run-dir", "run", "--json").json
+    again = distbelief("replay", "run", "--step", 4)
+    assert again.status == 0, again.stderr
+
+
+def test_more_servers_than_parameters(distbelief: Cli, undisturbed: Callable[..., str]) -> None:
+    outcome = distbelief("train", TINY, "--strategy", "ps:sync:servers=3", "--workers", 2, "--json")
+    assert outcome.json["weights_sha256"] == undisturbed(TINY)
+
+
+def test_a_loss_that_is_no_number_is_the_same_error_as_in_allreduce(distbelief: Cli) -> None:
+    said = []
+    for strategy in ("allreduce", "ps:sync"):
+        outcome = distbelief("train", TINY, "--set", "fault=nan", "--strategy", strategy, "--workers", 2, "--plain")
+        assert outcome.status == 1
+        said.append([line for line in outcome.stderr.splitlines() if "loss" in line])
+    assert said[0] == said[1] != []
+
+
+def test_a_job_that_servers_cannot_load_gives_one_clear_error(distbelief: Cli) -> None:
+    outcome = distbelief("train", TINY, "--set", "fault=server", "--strategy", "ps:sync", "--workers", 2, "--plain")
+    assert outcome.status == 1
+    assert outcome.stderr.count("no server can load this") >= 1
+
+
+def test_strategies_that_make_no_sense(distbelief: Cli) -> None:
+    for strategy, message in [("ps:foo", "unknown option 'foo'"), ("ps:sync:servers=0", "must be at least 1, not 0")]:
+        outcome = distbelief("train", TINY, "--strategy", strategy)
+        assert (outcome.status, message in outcome.stderr) == (2, True), outcome.stderr
