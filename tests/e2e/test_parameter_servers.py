@@ -166,7 +166,8 @@ def test_verify_and_replay(distbelief: Cli, undisturbed: Callable[..., str]) -> 
     tiny = [JOBS / "small.py", "--set", "steps=6"]
     shown = distbelief("verify", *tiny, "--strategy", "ps:sync", "--workers", 2, "--json")
     assert shown.status == 0, shown.stderr
-    distbelief("train", *tiny, "--strategy", "ps:sync", "--workers", 2, "--run-dir", "run", "--json").json
+    trained = distbelief("train", *tiny, "--strategy", "ps:sync", "--workers", 2, "--run-dir", "run", "--json")
+    assert trained.json["servers"] == 2
     again = distbelief("replay", "run", "--step", 4)
     assert again.status == 0, again.stderr
 

@@ -1,6 +1,6 @@
 """Jobs for parameter servers: tiny, unsound, or one that servers cannot load."""
 
-import sys
+import traceback
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ X = torch.sin(torch.arange(96.0)).reshape(48, 2)
 
 
 def job(fault: str = "none", steps: int = 6) -> Job:
-    if fault == "server" and any("server" in part for part in sys.argv):
+    if fault == "server" and any(frame.name == "load_for_server" for frame in traceback.extract_stack()):
         raise RuntimeError("no server can load this")
 
     def loss(output, target):

@@ -191,9 +191,7 @@ def test_a_wait_is_given_up_with_its_generation(servers: list[Played], client: S
     assert client.version == 2
 
 
-def test_a_new_generation_does_not_wait_for_what_the_last_one_sent(
-    servers: list[Played], client: ServerClient
-) -> None:
+def test_a_new_generation_does_not_wait_for_what_the_last_one_sent(servers: list[Played], client: ServerClient) -> None:
     client.learn(map_of(servers, [0]))
     client.slices(Abort())
     client.push(0, Go(1, 1.0))

@@ -1,7 +1,8 @@
-"""A slice takes partial sums in any order, from anybody, several times: the step is applied once, with the same bits."""
+"""A slice takes partial sums in any order, from anybody, several times: a step is applied once, with the same bits."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -175,6 +176,6 @@ def test_gathered_is_complete_exactly_when_all_occupied_shards_are_there() -> No
             assert not (new and any(a <= node[0] and node[1] <= b for a, b in gathered.sums if (a, b) != node))
             assert new or contained or node in gathered.sums
             covered = sorted(gathered.sums)
-            assert all(one[1] <= other[0] for one, other in zip(covered, covered[1:], strict=False))
+            assert all(one[1] <= other[0] for one, other in itertools.pairwise(covered))
             assert gathered.values() == covered
             assert (gathered.order() is not None) == ({*range(occupied)} <= there)

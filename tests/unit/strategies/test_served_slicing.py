@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -39,7 +41,7 @@ def test_slices_are_all_of_the_model_each_tile_once(name: str) -> None:
         sizes = [state_bytes(recipe, layout, t) if t < layout.parameter_tiles else 0 for t in one.tiles]
         assert list(one.state_bytes) == sizes
         assert one.size_bytes == one.value_bytes + sum(sizes)
-    for one, other in zip(slices, slices[1:], strict=False):
+    for one, other in itertools.pairwise(slices):
         assert one.end_byte <= other.first_byte
 
 
