@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import JOBS, Outcome, Run
+from saved_runs import check_whole, sealed, step, until
 from watched import Watched, expect_ours
 
 Start = Callable[..., Run]
@@ -136,33 +137,29 @@ def test_a_server_dies_while_the_coordinator_is_away(
     assert (len(run.journal("epoch")), result["servers_lost"], result["reexecuted"]) == (2, 1, 0)
 
 
-def test_stop_and_go_on_with_other_servers_and_without(
+def test_stopped_by_control_c_and_resumed_with_other_servers_and_without(
     start: Start, tmp_path: Path, undisturbed: Callable[..., str]
 ) -> None:
-    """One run: one server, then three, then none, then two again; each goes on from what the one before has saved."""
-    run_dir, now = tmp_path / "run", 0
-    for strategy, upto in [("ps:sync:servers=1", 60), ("ps:sync:servers=3", 120), ("allreduce", 180), ("ps:sync", 300)]:
-        how = ["--resume", "run"] if now else [*SMALL[:1], "--run-dir", "run"]
-        more = ["--strategy", strategy, "--workers", 2, "--json"]
-        outcome = start("train", *how, *settings(upto), *more).wait()
-        assert outcome.json["steps"] == upto
-        now = upto
-    assert run_dir.exists()
-    assert outcome.json["weights_sha256"] == undisturbed(*SMALL)
+    """One server, then three, then none, then two again: each goes on from what the one before has saved."""
+    run_dir, brake = tmp_path / "run", tmp_path / "brake"
+    brake.touch()
+    run = start("train", *SMALL, "--run-dir", "run", "--workers", 2, "--strategy", "ps:sync:servers=1")
+    for strategy in ("ps:sync:servers=3", "allreduce", "ps:sync"):
+        before = step(run_dir)
+        until(lambda before=before: step(run_dir) > before + 5, run)
+        run.signal(signal.SIGINT)
+        assert run.wait().status == 130
+        assert sealed(run_dir)[0] > before
+        if strategy == "ps:sync":
+            brake.unlink()
+        run = start("resume", "run", "--workers", 2, "--strategy", strategy, "--json")
+    result = run.wait().json
+    assert result["weights_sha256"] == undisturbed(*SMALL)
+    assert (result["servers"], result["servers_lost"]) == (2, 0)
+    check_whole(run_dir, result)
 
 
-def settings(steps: int) -> list[object]:
-    return ["--set", f"steps={steps}"]
-
-
-def test_control_c_leaves_nothing(watched: Callable[..., Served]) -> None:
-    run = watched(*SMALL, "--workers", 2, "--strategy", "ps:sync")
-    run.after(5)
-    run.run.signal(signal.SIGINT)
-    assert run.run.wait().status == 130
-
-
-def test_verify_and_replay(distbelief: Cli, undisturbed: Callable[..., str]) -> None:
+def test_verify_and_replay(distbelief: Cli) -> None:
     tiny = [JOBS / "small.py", "--set", "steps=6"]
     shown = distbelief("verify", *tiny, "--strategy", "ps:sync", "--workers", 2, "--json")
     assert shown.status == 0, shown.stderr
