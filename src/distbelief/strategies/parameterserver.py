@@ -34,7 +34,10 @@ class ParameterServer:
 
     def __post_init__(self) -> None:
         if isinstance(self.servers, bool) or not isinstance(self.servers, int) or self.servers < 1:
-            raise JobError(f"the number of parameter servers must be at least 1, not {self.servers!r}")
+            raise JobError(
+                f"the number of parameter servers must be at least 1, not {self.servers!r}",
+                hint="as in ps:sync:servers=2; with one server there is no backup",
+            )
         if self.mode != "sync":
             raise JobError(f"unknown mode '{self.mode}' of parameter servers", hint="known: sync")
         if self.over not in ("auto", "shm", "tcp"):
