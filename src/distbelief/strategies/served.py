@@ -223,6 +223,13 @@ class ServedReplica:
             return self._takeover[1]
         return self._work(self._schedule.occupied(step))
 
+    def _leaves_out_somebody(self, step: int) -> bool:
+        """Whether a member has no shard in the step."""
+        if self._takeover and self._takeover[0] == step:
+            return self._takeover[1].recomputed < self.exchange.size
+        occupied = self._schedule.occupied(step)
+        return any(min(end, occupied) <= first for first, end in self._seat.ranges)
+
     def compute(self, step: int) -> None:
         self.exchange.begin(step)
         self._rows.fill(0)
@@ -258,6 +265,8 @@ class ServedReplica:
     def commit(self, step: int) -> StepResult:
         started = time.perf_counter()
         work = self._work_of(step)
+        if self._leaves_out_somebody(step):  # nothing holds the others back until it, too, has all of the step before
+            self.exchange.gather(b"")
         for node, slot in work.partials.results.items():
             self._push(step, node, slot)
         self._client.flush()

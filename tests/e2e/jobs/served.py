@@ -11,7 +11,7 @@ from distbelief import Job
 X = torch.sin(torch.arange(96.0)).reshape(48, 2)
 
 
-def job(fault: str = "none", steps: int = 6) -> Job:
+def job(fault: str = "none", steps: int = 6, samples: int = 48) -> Job:
     if fault == "server" and any(frame.name == "load_for_server" for frame in traceback.extract_stack()):
         raise RuntimeError("no server can load this")
 
@@ -23,7 +23,7 @@ def job(fault: str = "none", steps: int = 6) -> Job:
         model=lambda: nn.Linear(2, 1, bias=False),  # two numbers
         loss=loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        data=(X, X[:, :1]),
+        data=(X[:samples], X[:samples, :1]),
         global_batch=8,
         shards=4,
         steps=steps,
