@@ -96,6 +96,7 @@ def _fleet(fleet: Fleet, entry: Entry, now: float) -> Fleet:
         placement=placed,
         version=placed.map.version,
         life=entry["life"],
+        sealed=entry["sealed"],
         target=entry["target"],
         kills=entry["kills"],
     )

@@ -164,6 +164,18 @@ def test_what_only_one_had_begins_anew_from_a_checkpoint() -> None:
     assert "go back to a checkpoint" in texts(outputs)
 
 
+def test_all_begin_from_the_checkpoint_that_was_newest_when_they_were_told() -> None:
+    run = served(2)
+    run.state = replace(run.state, saves=replace(run.state.saves, sealed=40))
+    run.feed(*died(0), ready(2), *died(1))
+    run.state = replace(run.state, saves=replace(run.state.saves, sealed=50))
+    run.feed(ready(3))
+    known = run.state.fleet.map()
+    assert known is not None
+    assert (known.life, known.sealed) == (2, 40)
+    assert same(run.restarted().state.fleet, run.state.fleet)
+
+
 def test_all_servers_gone() -> None:
     run = served(1)
     outputs = run.feed(*died(0))
