@@ -8,27 +8,19 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from served_client import Client
 from served_parts import SHARDS, Kit
 
 from distbelief.comm.exchange import Held, Source
 from distbelief.comm.messages import ServerMap
 from distbelief.comm.segment import Segment
-from distbelief.comm.serverwords import (
-    Answered,
-    Fetch,
-    Go,
-    Letter,
-    Look,
-    Measure,
-    Push,
-    Refused,
-)
+from distbelief.comm.serverwords import Fetch, Go, Look, Measure
 from distbelief.servers import placement
 from distbelief.servers.node import Out, ServerNode
 from distbelief.servers.placement import Slice
@@ -40,57 +32,6 @@ from distbelief.strategies.takeover import plan_step, plan_takeover
 
 MAPS = "maps"
 Actor = tuple[str, int] | str
-
-
-class Client:
-    """Sends what is not answered again, to whoever is primary by the newest map that it knows."""
-
-    def __init__(self, world: World, number: int) -> None:
-        self.number = number
-        self._world = world
-        self._sequences: dict[int, int] = {}
-        self._tickets = 0
-        self.waiting: dict[Any, Letter] = {}
-        self.replies: dict[int, Any] = {}
-        self.known: ServerMap | None = None
-
-    def restart(self) -> None:
-        self.waiting.clear()
-
-    def push(self, number: int, content: Any, payload: Any = None) -> None:
-        sequence = self._sequences.get(number, -1) + 1
-        self._sequences[number] = sequence
-        self.waiting[number, sequence] = Letter(Push(self.number, sequence, number, content), payload)
-        self.send((number, sequence))
-
-    def ask(self, make: Callable[[int, int], Any]) -> Generator[None, None, list[Any]]:
-        """One question to every slice; goes on when all are answered."""
-        tickets = []
-        for number in range(len(self._world.kit.shapes)):
-            self._tickets += 1
-            tickets.append(self._tickets)
-            self.waiting[self._tickets] = Letter(make(self._tickets, number))
-            self.send(self._tickets)
-        while any(ticket not in self.replies for ticket in tickets):
-            yield
-        return [self.replies.pop(ticket) for ticket in tickets]
-
-    def send(self, key: Any) -> None:
-        letter = self.waiting[key]
-        if self.known is not None:
-            to = self.known.primaries[letter.message.slice]
-            self._world.post(("worker", self.number), ("server", to), letter)
-
-    def hear(self, letter: Letter) -> None:
-        message = letter.message
-        match message:
-            case Answered():
-                self.waiting.pop((message.slice, message.sequence), None)
-            case Refused():
-                pass  # it is sent again
-            case _:
-                if self.waiting.pop(message.ticket, None):
-                    self.replies[message.ticket] = message
 
 
 class World:
@@ -236,7 +177,7 @@ class World:
 
     def hire(self) -> None:
         worker, self.next_worker = self.next_worker, self.next_worker + 1
-        self.clients[worker] = Client(self, worker)
+        self.clients[worker] = Client(worker, len(self.kit.shapes), self.post)
         self.post(MAPS, ("worker", worker), self._map())
 
     def kill_worker(self) -> None:

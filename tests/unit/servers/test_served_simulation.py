@@ -75,3 +75,28 @@ def test_a_recruit_that_is_behind_does_not_read_what_was_overwritten(kit: Kit) -
     assert world.stores["0/0"].version == 3
     assert world.stores["1/0"].version == 0
     world.finish()
+
+
+def test_twenty_servers_are_killed_in_one_run(kit: Kit) -> None:
+    """One after the other, each as soon as nothing would be lost with it."""
+    steps = 25
+    world = World(kit, 3, 3, 2, steps, losing=0.0)
+    kills = 0
+    while kills < 20:
+        disturb_nobody(world, 40)
+        before = len(world.nodes)
+        world.kill_server()
+        if len(world.nodes) < before:
+            kills += 1
+            world.join_server()
+    assert 0 < world.stores[f"{world.placed.map.primaries[0]}/0"].version < steps  # it was in the middle of it
+    world.finish()
+    assert world.generation == 1  # no worker was disturbed
+
+
+def disturb_nobody(world: World, turns: int) -> None:
+    for _ in range(turns):
+        world.work()
+        world.deliver()
+        world.deliver()
+    world.remind()
