@@ -180,6 +180,16 @@ def test_when_the_parameters_begin_anew_everything_is_given_up(servers: list[Pla
     client.settle(Abort())  # nothing is left to wait for
 
 
+def test_a_generation_that_begins_after_it_is_not_given_up(servers: list[Played], client: ServerClient) -> None:
+    client.learn(map_of(servers, [0]))
+    client.slices(Abort())
+    client.push(0, Go(1, 1.0))
+    client.learn(map_of(servers, [1, 1], version=2, life=2))
+    client.restart()
+    assert client.slices(Abort()) == 2
+    client.settle(Abort())
+
+
 def test_a_wait_is_given_up_with_its_generation(servers: list[Played], client: ServerClient) -> None:
     abort = Abort()
     waiting = Waiting(lambda: client.slices(abort))  # no map ever comes
