@@ -17,7 +17,7 @@ Start = Callable[..., Run]
 Cli = Callable[..., Outcome]
 Wait = Callable[[Callable[[], object]], None]
 
-SMALL = [JOBS / "small.py", "--set", "brake_s=0.02", "--set", "steps=300"]
+SMALL = [JOBS / "small.py", "--set", "brake_s=0.02", "--set", "steps=200"]
 EVERYTHING = [JOBS / "everything.py", "--set", "epochs=2"]
 TINY = JOBS / "served.py"
 
@@ -70,7 +70,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 @pytest.mark.parametrize(
     ("workers", "strategy"),
-    [(1, "ps:sync:servers=1"), (3, "ps:sync:servers=3"), (4, "ps:sync"), (2, "ps:sync:servers=2:tcp")],
+    [(1, "ps:sync:servers=1"), (4, "ps:sync:servers=3"), (2, "ps:sync:tcp")],
 )
 def test_the_weights_of_allreduce(
     distbelief: Cli, undisturbed: Callable[..., str], workers: int, strategy: str
@@ -117,17 +117,7 @@ def test_the_only_server_killed_goes_back_and_says_so(
         assert [back["step"] for back in run.metrics("rollback")] == [anew["sealed"]]
 
 
-def test_a_frozen_server_is_replaced(watched: Callable[..., Served], undisturbed: Callable[..., str]) -> None:
-    run = watched(*SMALL, "--workers", 2, "--strategy", "ps:sync")
-    run.after(20)
-    run.signal_server(1, signal.SIGSTOP)
-    result = run.result()
-    assert result["weights_sha256"] == undisturbed(*SMALL)
-    assert [entry["server"] for entry in run.journal("server_fenced")] == [1]
-    assert result["reexecuted"] == 0
-
-
-def test_a_server_dies_while_the_coordinator_is_away(
+def test_a_frozen_server_and_one_that_dies_while_the_coordinator_is_away(
     watched: Callable[..., Served], undisturbed: Callable[..., str]
 ) -> None:
     run = watched(*SMALL, "--workers", 2, "--strategy", "ps:sync")
@@ -136,9 +126,11 @@ def test_a_server_dies_while_the_coordinator_is_away(
     run.signal_server(0, signal.SIGKILL)
     run.after(run.step() + 10)
     run.complete()
+    run.signal_server(1, signal.SIGSTOP)
     result = run.result()
     assert result["weights_sha256"] == undisturbed(*SMALL)
-    assert (len(run.journal("epoch")), result["servers_lost"], result["reexecuted"]) == (2, 1, 0)
+    assert (len(run.journal("epoch")), result["servers_lost"], result["reexecuted"]) == (2, 2, 0)
+    assert [entry["server"] for entry in run.journal("server_fenced")] == [1]
 
 
 def test_stopped_by_control_c_and_resumed_with_other_servers_and_without(
@@ -163,30 +155,27 @@ def test_stopped_by_control_c_and_resumed_with_other_servers_and_without(
     check_whole(run_dir, result)
 
 
-def test_verify_and_replay(distbelief: Cli) -> None:
-    tiny = [JOBS / "small.py", "--set", "steps=6"]
-    shown = distbelief("verify", *tiny, "--strategy", "ps:sync", "--workers", 2, "--json")
-    assert shown.status == 0, shown.stderr
-    trained = distbelief("train", *tiny, "--strategy", "ps:sync", "--workers", 2, "--run-dir", "run", "--json")
-    assert trained.json["servers"] == 2
-    again = distbelief("replay", "run", "--step", 4)
-    assert again.status == 0, again.stderr
+def test_verify(distbelief: Cli) -> None:
+    outcome = distbelief("verify", TINY, "--set", "steps=2", "--strategy", "ps:sync", "--workers", 2)
+    assert outcome.status == 0, outcome.stderr
 
 
-def test_more_servers_than_parameters_and_a_worker_without_samples(
-    watched: Callable[..., Served], undisturbed: Callable[..., str]
+def test_more_servers_than_parameters_and_a_worker_without_samples_and_a_replay(
+    watched: Callable[..., Served], undisturbed: Callable[..., str], start: Start
 ) -> None:
     """Five samples in batches of eight: the last shard is always empty. Who has it saves its part of each step, too."""
     job = [TINY, "--set", "samples=5"]
     run = watched(*job, "--strategy", "ps:sync:servers=3", "--workers", 4, "--save-every", 1)
     assert run.result()["weights_sha256"] == undisturbed(*job)
     assert "the servers have gone on" not in run.notices()
+    again = start("replay", "run", "--step", 4).wait()
+    assert again.status == 0, again.stderr
 
 
 def test_a_loss_that_is_no_number_is_the_same_error_as_in_allreduce(distbelief: Cli) -> None:
     said = []
     for strategy in ("allreduce", "ps:sync"):
-        outcome = distbelief("train", TINY, "--set", "fault=nan", "--strategy", strategy, "--workers", 2, "--plain")
+        outcome = distbelief("train", TINY, "--set", "fault=nan", "--strategy", strategy, "--workers", 1)
         assert outcome.status == 1
         said.append([line for line in outcome.stderr.splitlines() if "loss" in line])
     assert said[0] == said[1] != []
