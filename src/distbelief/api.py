@@ -39,7 +39,11 @@ class Result:
     workers: int
     recoveries: int
     reexecuted: int = 0
-    """Steps that were executed again, since no member had the state after them any more (in divided models)."""
+    """Steps that were executed again, since nobody had the state after them any more."""
+    servers: int = 0
+    """Parameter servers, in strategies that have them."""
+    servers_lost: int = 0
+    """Of them, how many died and were replaced."""
 
     def state_dict(self) -> dict[str, Any]:
         """The trained weights, for `model.load_state_dict`."""
@@ -307,6 +311,8 @@ def _result(record: dict[str, Any], run_dir: Path, started: float) -> Result:
         workers=result["workers"],
         recoveries=result["recoveries"],
         reexecuted=result.get("reexecuted", 0),  # a run of an earlier version has none
+        servers=result.get("servers", 0),
+        servers_lost=result.get("servers_lost", 0),
     )
 
 

@@ -77,6 +77,12 @@ def test_every_kind_in_one_run(distbelief: Cli, tmp_path: Path) -> None:
     assert twin == faulty
 
 
+def test_killed_parameter_servers(distbelief: Cli) -> None:
+    faults = "kill server 0 at step 15, kill server at step 30"
+    shown = chaos(distbelief, small(), faults, ["kill server", "kill server"], "--strategy", "ps:sync")
+    assert all(fault["noticed_ms"] is not None and fault["next_commit_ms"] is not None for fault in shown["faults"])
+
+
 def test_random_schedules(distbelief: Cli) -> None:
     outcome = distbelief("chaos", *small(), "--random", 2, "--seed", 7, "--workers", 3, "--json")
     shown = outcome.json

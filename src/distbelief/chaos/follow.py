@@ -23,6 +23,10 @@ class Seen:
     """Steps committed."""
     members: Mapping[int, int] = field(default_factory=dict)
     """Worker -> process, of the newest generation."""
+    servers: Mapping[int, int] = field(default_factory=dict)
+    """Parameter server -> process, by the newest map."""
+    doubled: bool = False
+    """Whether every slice of the parameters has a backup by it, and no copy is under way."""
     generation: int = 0
     started_at: float | None = None
     """When the first generation started (wall clock)."""
@@ -42,6 +46,13 @@ def advance(seen: Seen, record: Record) -> Seen:
                 generation=int(record["generation"]),
                 members={int(member["worker"]): int(member["pid"]) for member in record["members"]},
                 started_at=float(record["at"]) if seen.started_at is None else seen.started_at,
+            )
+        case "servers":
+            placed = record["placement"]
+            return replace(
+                seen,
+                servers={int(one["number"]): int(one["pid"]) for one in record["servers"]},
+                doubled=-1 not in placed["map"]["backups"] and all(recruit == -1 for recruit in placed["recruits"]),
             )
         case "ended":
             return replace(seen, ended=True)

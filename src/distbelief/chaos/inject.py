@@ -3,7 +3,7 @@
 It learns the step and the members from the run directory, as any onlooker does, and acts with signals, requests for a
 number of workers, and a relay that can be cut. Whom a sentence strikes: the worker it names or, when that one is gone,
 the living one in its place; else a random one. A fault that may end a worker waits until somebody would be left to go
-on.
+on, and one that ends a parameter server until another one has all that it has, if there is to be another one.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class Injector:
         self._victims: dict[int, Victim | None] = {}
         self._gone: set[int] = set()  # killed or sent away: it may take a moment until it has ended
         self._coordinator_killed = 0
+        self._servers_killed: set[int] = set()
         self._lasting: list[_Lasting] = []
         self._asking: list[threading.Thread] = []
         self._failure: BaseException | None = None
@@ -133,6 +134,8 @@ class Injector:
         match fault.kind:
             case "kill coordinator":
                 return self._kill_coordinator(fault)
+            case "kill server":
+                return self._kill_server(fault, seen)
             case "join" | "scale":
                 self._wanted = fault.count if fault.kind == "scale" else self._wanted + 1
                 self._note(fault, f"asked for {self._wanted} workers")
@@ -202,10 +205,27 @@ class Injector:
         victim.close()
         return True
 
-    def _note(self, fault: Fault, whom: str, worker: int | None = None) -> None:
+    def _kill_server(self, fault: Fault, seen: Seen) -> bool:
+        living = [number for number in sorted(seen.servers) if number not in self._servers_killed]
+        if len(living) < len(seen.servers) or (len(living) > 1 and not seen.doubled):
+            return False  # the last one that was killed is still in the map, or a copy is under way
+        if fault.worker is None:
+            server = self._dice.choice(living)
+        else:
+            server = fault.worker if fault.worker in living else living[fault.worker % len(living)]
+        victim = catch(seen.servers[server])
+        if victim is None:
+            return False
+        self._servers_killed.add(server)
+        self._note(fault, f"server {server}, process {victim.pid}", server=server)
+        victim.kill()
+        victim.close()
+        return True
+
+    def _note(self, fault: Fault, whom: str, worker: int | None = None, server: int | None = None) -> None:
         self._say(f"fault: {fault} ({whom})")
         # The clock last: what is measured begins with the blow itself.
-        self.notes.append(Note(fault.kind, str(fault), time.time(), worker))
+        self.notes.append(Note(fault.kind, str(fault), time.time(), worker, server))
 
     def _request(self, workers: int) -> None:
         deadline = time.monotonic() + ASKING_S

@@ -12,8 +12,9 @@ LAST_PART = 0.8
 """No fault is planned in the last fifth of a run: it would often end before the fault could be answered."""
 
 
-def random_schedule(seed: int, workers: int, steps: int) -> str:
-    """A few faults of any kind, spread over the run, as a schedule's text.
+def random_schedule(seed: int, workers: int, steps: int, servers: int = 0) -> str:
+    """A few faults of any kind, spread over the run, as a schedule's text. Where there is one parameter server, it is
+    spared: nobody else has what it has.
 
     >>> random_schedule(1, 4, 100) == random_schedule(1, 4, 100)
     True
@@ -21,7 +22,8 @@ def random_schedule(seed: int, workers: int, steps: int) -> str:
     dice = random.Random(seed)
     number = dice.randint(FEWEST, MOST)
     # Each kind at most once before any comes again, so that a few schedules cover all of them.
-    kinds = dice.sample(KINDS, k=len(KINDS))[:number]
+    possible = [kind for kind in KINDS if servers > 1 or kind != "kill server"]
+    kinds = dice.sample(possible, k=len(possible))[:number]
     last = max(1, int(steps * LAST_PART))
     places = sorted(dice.randint(1, last) for _ in kinds)
     return write(tuple(_fault(dice, kind, workers, step) for kind, step in zip(kinds, places, strict=True)))

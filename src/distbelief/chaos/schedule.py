@@ -10,16 +10,18 @@ from typing import NoReturn
 from distbelief.errors import DistBeliefError
 
 WORKER_FAULTS = ("kill worker", "freeze worker", "slow worker", "cut worker", "leave worker")
-KINDS = (*WORKER_FAULTS, "kill coordinator", "join", "scale")
+KINDS = (*WORKER_FAULTS, "kill coordinator", "join", "scale", "kill server")
+NUMBERED = (*WORKER_FAULTS, "kill server")
+"""The kinds that may name whom they strike."""
 LASTING = ("freeze worker", "slow worker", "cut worker")
 """The kinds that may end by themselves (`for 5s`)."""
 
 FORMS = """\
 kill worker [N] · freeze worker [N] · slow worker [N] by 3x · cut worker [N] · leave worker [N]
-kill coordinator · join · scale to N
+kill coordinator · join · scale to N · kill server [N] (a parameter server, of strategies that have them)
 when: at step 40 · at 3s · every 40 steps · every 3s (left out: from the start)
 how long, for freeze, slow and cut: for 5s (left out: to the end)
-Sentences are parted by commas; without N, a worker is chosen by --seed."""
+Sentences are parted by commas; without N, a worker or a server is chosen by --seed."""
 
 
 class ScheduleError(DistBeliefError):
@@ -50,7 +52,7 @@ class Fault:
 
     kind: str
     worker: int | None = None
-    """None in the faults of a worker: any living one."""
+    """Its number, or that of the server. None in their faults: any living one."""
     when: When = START
     for_s: float | None = None
     factor: float = 1.0
@@ -84,13 +86,17 @@ def write(faults: tuple[Fault, ...]) -> str:
     return ", ".join(map(str, faults))
 
 
-def check(faults: tuple[Fault, ...], workers: int) -> None:
-    """Refuse a worker's number that no member of the run could ever have had a place for."""
+def check(faults: tuple[Fault, ...], workers: int, servers: int = 0) -> None:
+    """Refuse a number that no worker or server of the run could ever have had a place for."""
+    for fault in faults:
+        if fault.kind == "kill server" and (not servers or (fault.worker or 0) >= servers):
+            known = f"the servers of this run are 0 to {servers - 1}" if servers else "use --strategy ps:sync"
+            raise ScheduleError(f"'{fault}': there is no such parameter server", hint=known)
     most = max([workers, *(fault.count for fault in faults if fault.kind == "scale")])
     if any(fault.kind == "join" for fault in faults):
         return  # they may go on joining
     for fault in faults:
-        if fault.worker is not None and fault.worker >= most:
+        if fault.kind in WORKER_FAULTS and fault.worker is not None and fault.worker >= most:
             raise ScheduleError(
                 f"'{fault}': there is no worker {fault.worker}",
                 hint=f"the workers of this run are 0 to {most - 1}",
@@ -115,7 +121,7 @@ class _Sentence:
 
     def fault(self) -> Fault:
         kind = self._kind()
-        worker = int(self._take()) if kind in WORKER_FAULTS and self._peek().isdigit() else None
+        worker = int(self._take()) if kind in NUMBERED and self._peek().isdigit() else None
         count, factor = 0, 1.0
         if kind == "scale":
             self._expect("to")

@@ -32,6 +32,7 @@ class Note:
     text: str
     at: float
     worker: int | None = None
+    server: int | None = None
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,8 @@ def _answers(note: Note, notes: Sequence[Note], journal: Sequence[Record]) -> li
     if note.kind == "kill coordinator":
         before = max((int(r.get("epoch", 0)) for r in journal if float(r.get("at", math.inf)) < note.at), default=0)
         return [r for r in after if int(r.get("epoch", 0)) > before][:1]
+    if note.kind == "kill server":
+        return [r for r in after if r.get("kind") == "servers" and note.server in r["gone"]][:1]
     if note.kind in PLANNED:
         return [r for r in after if _heard(r, note)][:1] + [r for r in after if _granted(r, note)][:1]
     if note.kind not in ENDS_A_WORKER:

@@ -62,10 +62,10 @@ def chaos(
     ctx.meta[MACHINE_OUTPUT] = json
     check_job_file(job)
     values = parse_settings(settings or [])
-    from distbelief.strategies import usual_workers
+    from distbelief.strategies import servers_of, usual_workers
 
     workers = workers or usual_workers(strategy, WORKERS)
-    schedule = wanted_faults(faults, random, workers)
+    schedule = wanted_faults(faults, random, workers, servers_of(strategy))
 
     from distbelief.chaos.report import as_json, print_table  # after the checks, which need none of it
     from distbelief.chaos.trial import Plan, run_twin
@@ -90,7 +90,7 @@ def chaos(
         raise typer.Exit(1)
 
 
-def wanted_faults(text: str, random: int, workers: int) -> tuple[Fault, ...]:
+def wanted_faults(text: str, random: int, workers: int, servers: int = 0) -> tuple[Fault, ...]:
     """The faults of `--faults`, checked; none when random schedules are wanted, which need the number of steps."""
     if bool(text) == bool(random):
         raise UsageError(
@@ -100,7 +100,7 @@ def wanted_faults(text: str, random: int, workers: int) -> tuple[Fault, ...]:
     if random:
         return ()
     found = parse(text)
-    check(found, workers)
+    check(found, workers, servers)
     return found
 
 
@@ -113,11 +113,12 @@ def _trials(
     from distbelief.chaos.schedule import write
     from distbelief.chaos.trial import run_under_faults
     from distbelief.chaos.verdict import judge
+    from distbelief.strategies import servers_of
 
     promise = _promise(plan.strategy)
     for number in range(random or 1):
         if random:
-            text = random_schedule(seed + number, plan.workers, twin.steps)
+            text = random_schedule(seed + number, plan.workers, twin.steps, servers_of(plan.strategy))
             name = f"faults-{number + 1}"
             _say(stream, f"schedule {number + 1} of {random} (--random 1 --seed {seed + number}): {text}")
         else:

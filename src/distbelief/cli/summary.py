@@ -25,6 +25,8 @@ KEYS = (
     "workers",
     "recoveries",
     "reexecuted",
+    "servers",
+    "servers_lost",
 )
 
 
@@ -34,13 +36,18 @@ def rows(result: Result) -> list[tuple[str, str]]:
         ("validation loss" if name == "loss" else name, text.number(value))
         for name, value in text.metrics(result.metrics)
     ]
+    where = text.count(result.workers, "worker")
+    if result.servers:
+        where += f" and {text.count(result.servers, 'parameter server')}"
     found += [
         ("training loss", text.number(result.loss)),
-        ("speed", f"{text.rate(result.samples_per_s)} on {text.count(result.workers, 'worker')}"),
+        ("speed", f"{text.rate(result.samples_per_s)} on {where}"),
         ("time", f"{result.wall_s:.1f} s for {text.count(result.steps, 'step')}"),
     ]
     if result.recoveries:
         found.append(("recoveries", str(result.recoveries)))
+    if result.servers_lost:
+        found.append(("servers lost", str(result.servers_lost)))
     if result.reexecuted:
         found.append(("executed again", text.count(result.reexecuted, "step")))
     return [*found, ("weights sha256", result.weights_sha256), ("run", result.run_dir)]

@@ -108,6 +108,8 @@ class ServerMap(Struct, frozen=True):
     recruits: list[int]
     """Servers that are being given a copy of the slice."""
     addresses: dict[int, str]
+    sealed: int = 0
+    """The newest checkpoint when this life began: all servers begin from the same, also if another is sealed now."""
 
 
 class WrittenPart(Struct, frozen=True):

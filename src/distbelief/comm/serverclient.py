@@ -33,6 +33,7 @@ from distbelief.comm.serverwords import (
     unpack_for_client,
 )
 from distbelief.comm.words import Aborted
+from distbelief.errors import DistBeliefError
 
 AGAIN_S = 10.0
 """What is not answered for so long is sent again: the message, or the answer, may be lost with a connection."""
@@ -92,10 +93,13 @@ class ServerClient:
     # --- for the training thread -------------------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """A generation begins: what the last one has sent is not waited for any more."""
+        """A generation begins: what the last one has sent is not waited for any more, also if it was for slices that
+        have begun anew since."""
         self._changes.clear()
         self._questions.clear()
         self._outbox.clear()
+        if self._newest is not None:
+            self._use(self._newest)
 
     def slices(self, abort: Stop) -> int:
         """How many slices there are. Waits for the first map."""
@@ -193,7 +197,7 @@ class ServerClient:
                 return
             try:
                 letters = unpack_for_client(frames)
-            except msgspec.MsgspecError:
+            except (msgspec.MsgspecError, DistBeliefError):
                 continue  # not a message of ours
             for letter in letters:
                 match letter.message:
@@ -219,17 +223,20 @@ class ServerClient:
         known = self._newest
         if known is None or known is self._map:
             return
-        if self._map is not None and known.life != self._map.life:
-            self._map = known
+        begins_anew = self._map is not None and known.life != self._map.life
+        self._use(known)
+        if begins_anew:
             self._changes.clear()
             self._questions.clear()
             raise Aborted("the parameters begin anew from a checkpoint")
+        self._send_again(float("inf"), moved_only=True)
+
+    def _use(self, known: ServerMap) -> None:
         self._map = known
         for server in [one for one in self._sockets if one not in known.addresses]:
             _, socket = self._sockets.pop(server)
             self._poller.unregister(socket)
             socket.close(linger=0)
-        self._send_again(float("inf"), moved_only=True)
 
     def _send_again(self, before: float, moved_only: bool = False) -> None:
         assert self._map is not None or not (self._changes or self._questions)

@@ -50,6 +50,8 @@ class Fleet:
     """Of the last map: later ones have higher numbers, also when there is none for a while."""
     life: int = 0
     """How often all slices have begun: once, and again after each loss of some."""
+    sealed: int = 0
+    """The newest checkpoint then."""
     deaths: int = 0
     """Since a step was last committed."""
     kills: int = 0
@@ -71,4 +73,5 @@ class Fleet:
             list(known.backups),
             list(self.placement.recruits),
             {number: one.address for number, one in self.there.items()},
+            self.sealed,
         )

@@ -18,7 +18,7 @@ def found(state: State, reason: str, now: float) -> Result:
     fleet = state.fleet
     slices = [Slice(number, size_bytes) for number, size_bytes in enumerate(fleet.slices)]
     placed = placement.first(slices, {n: one.host for n, one in fleet.there.items()}, version=fleet.version + 1)
-    state = replace(state, fleet=replace(fleet, life=fleet.life + 1, placement=None))
+    state = replace(state, fleet=replace(fleet, life=fleet.life + 1, sealed=state.saves.sealed, placement=None))
     return decided(state, (placed, Decision((), reason)), now)
 
 
@@ -35,6 +35,7 @@ def decided(state: State, decision: tuple[Placement, Decision], now: float) -> R
     facts = {
         "placement": msgspec.to_builtins(placed),
         "life": fleet.life,
+        "sealed": fleet.sealed,
         "slices": list(fleet.slices),
         "servers": [msgspec.to_builtins(one) for one in fleet.there.values()],
         "target": fleet.target,

@@ -85,16 +85,18 @@ def _fleet(fleet: Fleet, entry: Entry, now: float) -> Fleet:
     there = [msgspec.convert({**one, "heard_at": now}, ServerProcess) for one in entry["servers"]]
     placed = msgspec.convert(entry["placement"], Placement, strict=False)
     numbers = {one.number for one in there}
+    on_their_way = fleet.hired.keys() - numbers - set(entry["gone"])  # some may have died before they were ready
     return replace(
         fleet,
         there={one.number: one for one in there},
-        hired={number: at for number, at in fleet.hired.items() if number not in numbers},
+        hired={number: fleet.hired[number] for number in sorted(on_their_way)},
         next_server=max(fleet.next_server, *(number + 1 for number in numbers)),
         gone=frozenset(entry["gone"]),
         slices=tuple(entry["slices"]),
         placement=placed,
         version=placed.map.version,
         life=entry["life"],
+        sealed=entry["sealed"],
         target=entry["target"],
         kills=entry["kills"],
     )

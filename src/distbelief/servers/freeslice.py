@@ -10,7 +10,7 @@ import torch
 
 from distbelief.comm.serverwords import Contents, Fetch, Fetched, Given, Gradient, Letter, Note, Question, Read
 from distbelief.errors import DistBeliefError
-from distbelief.servers.payloads import OpenSegment, tiles_of
+from distbelief.servers.payloads import OpenSegment, tiles_of, with_bytes
 from distbelief.servers.slicememory import SliceMemory
 from distbelief.servers.stores import Change, Snapshot, State
 
@@ -57,6 +57,9 @@ class FreeSlice:
         self.memory.load(content, snapshot.version)
         self.version = snapshot.version
         self._integers = np.frombuffer(snapshot.about, np.int64).copy()
+
+    def with_bytes(self, change: Change) -> Change:
+        return with_bytes(self.memory.shape, change, self._open)
 
     # --- what is asked of it -----------------------------------------------------------------------------------------
 

@@ -219,12 +219,20 @@ class Holding:
         return [Took(sender, message.term, self.last)]
 
     def remind(self) -> list[Output]:
-        """Ask the followers that are behind where they are: a message may be lost. For a timer."""
-        return [
+        """Ask the followers that are behind where they are, and tell of copies again: a message may be lost, also with
+        whoever makes maps. For a timer."""
+        out: list[Output] = [
             Forward(server, self._term, self.last, self.last)
             for server, one in sorted(self._followers.items())
             if one.took != self.last
         ]
+        recruit = self._followers.get(self.roles.recruit)
+        return [*out, Copied(self.roles.recruit)] if recruit and recruit.reported else out
+
+    def waits_for(self, server: int) -> bool:
+        """Whether nothing is answered before that follower has it."""
+        follower = self._followers.get(server)
+        return follower is not None and follower.counts
 
     @property
     def everywhere(self) -> int:

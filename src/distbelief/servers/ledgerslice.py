@@ -170,6 +170,9 @@ class LedgerSlice:
         self._news = deque(news, maxlen=REMEMBERED)
         self.version = snapshot.version
 
+    def with_bytes(self, change: Change) -> Change:
+        return change  # it has none
+
     # --- what is asked of it -----------------------------------------------------------------------------------------
 
     def given(self, client: int) -> Given | None:

@@ -138,7 +138,8 @@ class ServerNode:
                 if held is None or not held.holding.is_primary:
                     out.clients.append((sender, Letter(Refused(message.slice, self.version))))
                     return out
-                held.questions.append((sender, message))
+                if (sender, message) not in held.questions:  # it comes again when the answer is long in coming
+                    held.questions.append((sender, message))
                 self._answer(message.slice, out)
             case _:
                 raise DistBeliefError(f"a server is not told {type(message).__name__}")
@@ -188,6 +189,8 @@ class ServerNode:
             match one:
                 case h.Forward():
                     change = one.content
+                    if change and not held.holding.waits_for(one.to):  # the worker may go on before it has been read
+                        change = held.store.with_bytes(change)
                     content = change.content if change else None
                     header = Forwarded(self._me, life, number, one.term, one.before, one.tag, one.name, content)
                     out.servers.append((one.to, Letter(header, change.payload if change else None)))

@@ -5,14 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 
 from distbelief.comm.segment import Segment
+from distbelief.comm.serverwords import Gradient, Node
 from distbelief.errors import DistBeliefError
+from distbelief.servers.stores import Change
 from distbelief.strategies.layout import Layout
 from distbelief.strategies.slicing import SliceShape
 
 OpenSegment = Callable[[str], Segment]
+
+
+def with_bytes(shape: SliceShape, change: Change, open_segment: OpenSegment) -> Change:
+    """A change whose bytes lie in a worker's memory, with a copy of them instead."""
+    content = change.content
+    if not isinstance(content, Node | Gradient) or not content.segment:
+        return change
+    payload = bytearray(open_segment(content.segment).view(shape.first_byte, shape.value_bytes))
+    return Change(msgspec.structs.replace(content, segment=""), payload)
 
 
 def tiles_of(

@@ -39,10 +39,10 @@ from distbelief.comm.serverwords import (
 from distbelief.errors import DistBeliefError
 from distbelief.job import Job
 from distbelief.servers.gathering import Gathered
-from distbelief.servers.payloads import OpenSegment, tiles_of
+from distbelief.servers.payloads import OpenSegment, tiles_of, with_bytes
 from distbelief.servers.slicememory import SliceMemory
 from distbelief.servers.stores import Change, Snapshot, State
-from distbelief.shards import Schedule
+from distbelief.shards import Range, Schedule
 from distbelief.strategies.verdict import COUNTS, WEIGHT, judge_rows
 
 REMEMBERED = 1024
@@ -114,7 +114,7 @@ class RunSlice:
                 self._proceed()
 
     def state(self) -> tuple[Snapshot, torch.Tensor]:
-        nodes = sorted(self._gathered.sums)
+        nodes = self.nodes()
         about = _Step(
             self._rows.tobytes(), self._touched.tobytes(), self._integers, nodes, self._go,
             self.measured, list(self.past), self.note,
@@ -146,6 +146,11 @@ class RunSlice:
         # The sums themselves do not travel: they are added again from their parts.
         self.measured = about.measured if about.measured[0] < snapshot.version else (-1, [])
         self._proceed()
+
+    def with_bytes(self, change: Change) -> Change:
+        if isinstance(change.content, Node) and change.content.step != self.version:
+            return change  # it changes nothing
+        return with_bytes(self.memory.shape, change, self._open)
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
@@ -215,17 +220,38 @@ class RunSlice:
 
     # --- what is asked of it -----------------------------------------------------------------------------------------
 
+    @property
+    def unsound(self) -> bool:
+        """The step under way cannot be applied; its rows say why."""
+        return self._unsound
+
+    def rows(self, version: int) -> bytes:
+        """Of the step that led to that version, or of the one that cannot be applied."""
+        if self._unsound and version > self.version:
+            return self._rows.tobytes()
+        return next((one.rows for one in reversed(self.past) if one.step == version - 1), b"")
+
+    @property
+    def integers(self) -> bytes:
+        """The integer buffers after the last step."""
+        return self._integers[0]
+
+    def nodes(self) -> list[Range]:
+        """The partial sums that are there of the step under way."""
+        return sorted(self._gathered.sums)
+
     def given(self, client: int) -> Given | None:
         return None
 
     def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
         match question:
             case Look():
+                if not caught_up:
+                    return None  # nobody computes again what was seen here
                 first = question.slice == 0
                 looked = Looked(
-                    question.ticket, question.slice, self.version, sorted(self._gathered.sums),
-                    list(self.past) if first else [], self.note if first else (-1, b""),
-                    self._integers[0] if first else b"",
+                    question.ticket, question.slice, self.version, self.nodes(), list(self.past) if first else [],
+                    self.note if first else (-1, b""), self.integers if first else b"",
                 )  # fmt: skip
                 return Letter(looked)
             case Measure():
@@ -244,14 +270,13 @@ class RunSlice:
     def _fetched(self, question: Fetch, segment: str, everywhere: bool) -> Letter | None:
         first = question.slice == 0
         if self.version < question.version:
-            rows = self._rows.tobytes() if self._unsound else b""
-            return Letter(Fetched(question.ticket, question.slice, -1, rows)) if rows else None
+            if not self.unsound:
+                return None
+            return Letter(Fetched(question.ticket, question.slice, -1, self.rows(question.version)))
         if not everywhere:
             return None  # the worker is about to overwrite what a backup may still have to read
-        rows = next((one.rows for one in reversed(self.past) if one.step == self.version - 1), b"") if first else b""
+        rows = self.rows(self.version) if first else b""
         segment = "" if question.inline else segment
-        header = Fetched(
-            question.ticket, question.slice, self.version, rows, self._integers[0] if first else b"", segment
-        )
+        header = Fetched(question.ticket, question.slice, self.version, rows, self.integers if first else b"", segment)
         # A copy: the next step may be applied before it has left.
         return Letter(header, None if segment else bytes(self.memory.value_view()))

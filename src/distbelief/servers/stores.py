@@ -43,6 +43,9 @@ class SliceStore(Protocol):
 
     def load(self, state: State) -> None: ...
 
+    def with_bytes(self, change: Change) -> Change:
+        """The change with the bytes that it names, as they are now: for who may read it later than its maker waits."""
+
     def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
         """The answer, or None: not yet. `segment`: where its values can be mapped. `everywhere`: all servers that count
         have the present version; `caught_up`: and every change since."""

@@ -109,14 +109,14 @@ class AsynchronousReplica:
         self._completed: int = looked[0].version
         self._note = looked[0].note
         reached = np.frombuffer(exchange.memory("reached", 8).buffer, np.int64, 1)
-        self._rolled_back: RolledBack | None = None
-        if self._completed < reached[0]:
-            self._rolled_back = RolledBack(int(reached[0]), self._completed, "checkpoint")
         self._reached = reached
-        self._reached[0] = self._completed
         self._known = 0  # the ledger remembers what may not have been reported
         if exchange.rank == 0:
             self._client.change(self._ledger, Members(self._seat.generation, list(self._seat.workers)), exchange.abort)
+        self._rolled_back: RolledBack | None = None
+        if self._completed < reached[0]:  # not before: a generation that is given up here tells nobody of it
+            self._rolled_back = RolledBack(int(reached[0]), self._completed, "checkpoint")
+        self._reached[0] = self._completed
 
     # --- updates -----------------------------------------------------------------------------------------------------
 

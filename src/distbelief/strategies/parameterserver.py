@@ -53,7 +53,10 @@ class ParameterServer:
         for name, least in (("servers", 1), ("n_push", 1), ("n_fetch", 1), ("warm_up", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise JobError(f"{name} of parameter servers must be at least {least}, not {value!r}")
+                raise JobError(
+                    f"{name} of parameter servers must be at least {least}, not {value!r}",
+                    hint="as in ps:sync:servers=2; with one server there is no backup" if name == "servers" else "",
+                )
         if self.over not in ("auto", "shm", "tcp"):
             raise JobError(f"unknown transport '{self.over}'", hint="use auto, shm (one host) or tcp")
         if not (math.isfinite(self.noise) and self.noise >= 0):

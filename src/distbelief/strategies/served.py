@@ -178,11 +178,7 @@ class ServedReplica:
             if one.step < found.version:
                 self._remember(one.step, np.frombuffer(one.rows).reshape(-1, ROW), one.at, generation=0)
         self._note = first.note
-        reached = self.exchange.memory("reached", 8)
-        self._reached = np.frombuffer(reached.buffer, np.int64, 1)
-        if found.version < self._reached[0]:
-            self._rolled_back = RolledBack(int(self._reached[0]), found.version, "checkpoint")
-        self._reached[0] = found.version
+        self._reached = np.frombuffer(self.exchange.memory("reached", 8).buffer, np.int64, 1)
         step, complete = found.version, False
         if step < self._seat.steps:
             held = [Held(node, Source(0, 0)) for node in found.nodes]
@@ -196,6 +192,9 @@ class ServedReplica:
         else:
             self._bring(found.version)
         self.exchange.gather(b"")  # nobody goes on before all know where they are
+        if found.version < self._reached[0]:  # not before: a generation that is given up here tells nobody of it
+            self._rolled_back = RolledBack(int(self._reached[0]), found.version, "checkpoint")
+        self._reached[0] = found.version
 
     def _look(self) -> list[Looked]:
         found: dict[int, Looked] = {}
@@ -249,6 +248,13 @@ class ServedReplica:
             return self._takeover[1]
         return self._work(self._schedule.occupied(step))
 
+    def _leaves_out_somebody(self, step: int) -> bool:
+        """Whether a member has no shard in the step."""
+        if self._takeover and self._takeover[0] == step:
+            return self._takeover[1].recomputed < self.exchange.size
+        occupied = self._schedule.occupied(step)
+        return any(min(end, occupied) <= first for first, end in self._seat.ranges)
+
     def compute(self, step: int) -> None:
         self.exchange.begin(step)
         self._rows.fill(0)
@@ -284,6 +290,8 @@ class ServedReplica:
     def commit(self, step: int) -> StepResult:
         started = time.perf_counter()
         work = self._work_of(step)
+        if self._leaves_out_somebody(step):  # nothing holds the others back until it, too, has all of the step before
+            self.exchange.gather(b"")
         for node, slot in work.partials.results.items():
             self._push(step, node, slot)
         self._client.flush()
@@ -340,7 +348,7 @@ class ServedReplica:
             raise DistBeliefError(f"step {version - 1} cannot be applied")
         self._computer.commit_integers(first.integers or None)
         self._applied = version
-        self._reached[0] = version
+        self._reached[0] = max(int(self._reached[0]), version)
         if result and rows is not None:
             self._remember(version - 1, rows, time.time(), self._seat.generation)
         return result

@@ -55,10 +55,12 @@ def opened_at(folder: Where, step: int) -> Saved:
     return _described(folder, manifest, tensors)
 
 
-def newest_saved(folder: str, lazily: bool = False) -> tuple[Saved | None, list[tuple[int, str]]]:
+def newest_saved(
+    folder: str, lazily: bool = False, at_most: int | None = None
+) -> tuple[Saved | None, list[tuple[int, str]]]:
     """The newest checkpoint that can be used, and the newer ones that cannot: (step, why). None: there is none.
     `lazily`: all of it is checked, and nothing kept in memory."""
-    return _newest(folder, _checked_at if lazily else saved_at)
+    return _newest(folder, _checked_at if lazily else saved_at, at_most)
 
 
 def _checked_at(folder: Where, step: int) -> Saved:
@@ -87,10 +89,12 @@ def frozen_of(origin: Origin, names: Collection[str]) -> Mapping[str, torch.Tens
     return weights_of(origin.weights).tensors if origin.weights else {}
 
 
-def _newest(folder: str, read: Callable[[Where, int], Found]) -> tuple[Found | None, list[tuple[int, str]]]:
+def _newest(
+    folder: str, read: Callable[[Where, int], Found], at_most: int | None = None
+) -> tuple[Found | None, list[tuple[int, str]]]:
     """When there are checkpoints and none of them can be used, that is an error: to start again from the first step
     would be a loss that nobody asked for."""
-    found, skipped = newest_sound(folder, read)
+    found, skipped = newest_sound(folder, read, at_most)
     if found is None and skipped:
         raise CheckpointMissing(
             f"no checkpoint in {folder} can be used",

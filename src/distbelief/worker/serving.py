@@ -96,6 +96,7 @@ class _Slices:
         self._mapped: dict[str, Segment] = {}
         self._first: tuple[int, ReplicaState] | None = None
         self.life: int = 0
+        self.sealed: int = 0
 
     def make(self, number: int, first: bool) -> tuple[SliceStore, str]:
         """`first`: with the values that the parameters have when this life begins."""
@@ -152,7 +153,9 @@ class _Slices:
             return None
         saved = None
         if origin.checkpoints and (self.life > 1 or origin.resumed):
-            saved, skipped = newest_saved(origin.checkpoints)
+            # A run that was resumed may have sealed none since: then it begins again from the one that it found.
+            at_most = None if origin.resumed and not self.sealed else self.sealed
+            saved, skipped = newest_saved(origin.checkpoints, at_most=at_most)
             for bad, why in skipped:
                 print(f"the checkpoint of step {bad} cannot be used: {why}", flush=True)
         return saved or (weights_of(origin.weights) if origin.weights else None)
@@ -211,7 +214,7 @@ class _Server:
                     if isinstance(command, Introduce):
                         self._tell(ready)
                     elif isinstance(command, Serve):
-                        slices.life = max(slices.life, command.map.life)
+                        slices.life, slices.sealed = command.map.life, command.map.sealed
                         self._map = command.map
                         self._hang_up()
                         self._send(node.learn(command.map))

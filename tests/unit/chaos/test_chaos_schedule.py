@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from distbelief.chaos import randomly, schedule
 from distbelief.chaos.randomly import random_schedule
-from distbelief.chaos.schedule import KINDS, LASTING, WORKER_FAULTS, Fault, ScheduleError, When, check, parse, write
+from distbelief.chaos.schedule import KINDS, LASTING, NUMBERED, Fault, ScheduleError, When, check, parse, write
 
 ISSUE = (
     "kill worker every 3s, freeze worker 2 at step 40 for 5s, slow worker 1 by 3x, kill coordinator at step 60, "
@@ -112,6 +112,16 @@ def test_a_worker_that_cannot_be() -> None:
     check(parse("join every 3s, kill worker 9 at step 90"), 4)
 
 
+def test_a_server_that_cannot_be() -> None:
+    check(parse("kill server, kill server 1 at step 4"), 4, servers=2)
+    with pytest.raises(ScheduleError, match="there is no such parameter server") as raised:
+        check(parse("kill server 2"), 4, servers=2)
+    assert raised.value.hint == "the servers of this run are 0 to 1"
+    with pytest.raises(ScheduleError) as raised:
+        check(parse("join, kill server"), 4)
+    assert "ps:sync" in raised.value.hint
+
+
 whens = st.one_of(
     st.builds(When, st.integers(0, 10**6)),
     st.builds(When, st.integers(1, 10**5), every=st.just(True)),
@@ -125,7 +135,7 @@ def fault_values(draw: st.DrawFn) -> Fault:
     kind = draw(st.sampled_from(KINDS))
     return Fault(
         kind,
-        draw(st.none() | st.integers(0, 99)) if kind in WORKER_FAULTS else None,
+        draw(st.none() | st.integers(0, 99)) if kind in NUMBERED else None,
         draw(whens),
         draw(seconds) if kind in LASTING else None,
         draw(st.integers(11, 99)) / 10 if kind == "slow worker" else 1.0,
@@ -140,14 +150,19 @@ def test_what_is_written_is_what_is_read(faults: tuple[Fault, ...]) -> None:
 
 
 def test_random_schedules_are_valid_repeatable_and_cover_every_kind() -> None:
-    texts = [random_schedule(seed, 4, 100) for seed in range(50)]
-    assert texts == [random_schedule(seed, 4, 100) for seed in range(50)]
+    texts = [random_schedule(seed, 4, 100, servers=2) for seed in range(50)]
+    assert texts == [random_schedule(seed, 4, 100, servers=2) for seed in range(50)]
     assert len(set(texts)) > 40
     found = [parse(text) for text in texts]
     assert {fault.kind for faults in found for fault in faults} == set(KINDS)
     for faults in found:
         assert all(1 <= fault.when.amount <= 80 for fault in faults)
         assert all(fault.worker is None or fault.worker < 4 for fault in faults)
+
+
+def test_the_only_server_is_spared() -> None:
+    for servers in (0, 1):
+        assert not [seed for seed in range(50) if "server" in random_schedule(seed, 4, 100, servers)]
 
 
 @pytest.mark.parametrize(("workers", "steps"), [(1, 1), (2, 3), (100, 10**6)])

@@ -28,6 +28,8 @@ def result(**changes: object) -> Result:
         "workers": 2,
         "recoveries": 0,
         "reexecuted": 0,
+        "servers": 0,
+        "servers_lost": 0,
     }
     return Result(**{**usual, **changes})  # type: ignore[arg-type]
 
@@ -56,6 +58,14 @@ def test_steps_that_were_executed_again_are_told() -> None:
     stream = io.StringIO()
     print_summary(result(recoveries=1, reexecuted=7), stream)
     assert "executed again: 7 steps" in stream.getvalue().splitlines()
+
+
+def test_parameter_servers_are_told_where_there_are_some() -> None:
+    stream = io.StringIO()
+    print_summary(result(servers=2, servers_lost=3), stream)
+    lines = stream.getvalue().splitlines()
+    assert "speed: 1,234 samples/s on 2 workers and 2 parameter servers" in lines
+    assert "servers lost: 3" in lines
 
 
 def test_on_a_terminal_the_hash_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,12 @@ EVENTS: list[m.Event] = [
     m.CheckpointSealed(1, 120, 8192, 2),
     m.SaveFailed(1, 120, "cannot write", "free some space", gave_up=True),
     m.SaveMissed(1, 120),
+    m.EngineAttached("here", servers={0: 4713}, servers_exited={1: -9}),
+    m.ServerReady(1, "here", 4713, "tcp://127.0.0.1:5000", [4096, 64], {"threads": "1"}),
+    m.ServerBeat(1, 2, 3),
+    m.SliceCopied(1, 0, 2),
+    m.ServerFailed(1, "here", "ValueError: bad", "look", "Traceback …"),
+    m.ServerExited(1, -9),
 ]
 COMMANDS: list[m.Command] = [
     m.StartGeneration(1, 2, [m.Member(0, "here", (0, 4)), m.Member(3, "there", (4, 8))], "shm"),
@@ -79,6 +85,9 @@ COMMANDS: list[m.Command] = [
     m.SaveAt(1, 120),
     m.SealCheckpoint(1, 120, [m.WrittenPart(4096, "ab" * 32), m.WrittenPart(0, "cd" * 32)]),
     m.Answer(1, True, "2 more workers are being started"),
+    m.Serve(1, m.ServerMap(3, 1, [0, 1], [1, -1], [-1, 2], {0: "tcp://127.0.0.1:5000"}, sealed=40)),
+    m.StartServer(1, 4),
+    m.KillServer(1, 2, "it is frozen"),
     m.EndRun(1, "completed"),
     m.EndRun(2, "failed", "worker 1: ValueError"),
 ]

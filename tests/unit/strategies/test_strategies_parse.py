@@ -14,6 +14,7 @@ from distbelief.strategies import AnyStrategy, parse, wish_of
 from distbelief.strategies.allreduce import AllReduce
 from distbelief.strategies.degrees import Wish
 from distbelief.strategies.hybrid import SCHEDULES, Hybrid, Pipeline, Sharded, Tensor
+from distbelief.strategies.parameterserver import ParameterServer
 
 degree = st.integers(1, 64)
 snapshots = st.none() | st.integers(0, 1000)
@@ -29,6 +30,7 @@ hybrids = st.builds(
     | st.builds(Tensor, degree, snapshots)
     | st.builds(Sharded, snapshots)
     | hybrids
+    | st.builds(ParameterServer, st.integers(1, 64), st.just("sync"), st.sampled_from(["auto", "shm", "tcp"]))
     | st.builds(AllReduce, st.booleans(), st.sampled_from(["auto", "shm", "gloo"]))
 )
 def test_every_value_is_what_its_string_form_says(strategy: AnyStrategy) -> None:
@@ -80,6 +82,11 @@ def test_string_forms(text: str, value: AnyStrategy, wish: Wish) -> None:
         ("sharded:snapshots", "not of the form snapshots=50", "0 takes none"),
         ("sharded:snapshots=-1", "not of the form snapshots=50", "0 takes none"),
         ("allreduce:fast", "unknown option 'fast'", "inexact"),
+        ("ps:foo", "unknown option 'foo' in the strategy 'ps:foo'", "ps:sync:servers=2"),
+        ("ps:sync:servers=0", "must be at least 1, not 0", "ps:sync:servers=2"),
+        ("ps:sync:servers=", "unknown option 'servers='", "ps:sync:servers=2"),
+        ("ps:sync:servers=-1", "unknown option 'servers=-1'", "ps:sync:servers=2"),
+        ("ps:sync:gloo", "unknown option 'gloo'", "tcp"),
     ],
 )
 def test_what_makes_no_sense_is_said_with_what_would(text: str, message: str, hint: str) -> None:
@@ -96,6 +103,8 @@ def test_values_check_themselves() -> None:
         (lambda: Sharded(snapshots=-1), "snapshots must be a whole number of at least 0, not -1"),
         (lambda: Pipeline(2, "zb"), "unknown schedule 'zb'"),  # type: ignore[arg-type]
         (lambda: Hybrid(), "must divide something"),
+        (lambda: ParameterServer(True), "must be at least 1, not True"),
+        (lambda: ParameterServer(2, over="gloo"), "unknown transport 'gloo'"),  # type: ignore[arg-type]
         (lambda: Hybrid(data=0, tensor=2), "data must be a whole number of at least 1, not 0"),
         (lambda: Hybrid(tensor=2, schedule="zbv"), "tp2:zbv has none"),
     ]:

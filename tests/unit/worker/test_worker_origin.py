@@ -60,6 +60,14 @@ def test_the_newest_one_is_taken_with_all_that_goes_with_it(tmp_path: Path, trai
     assert Trainer(job_with("AdamW"), lambda: saved).everything() == trainer.everything()
 
 
+def test_one_that_came_later_is_not_looked_at(tmp_path: Path, trainer: Trainer) -> None:
+    damage(tmp_path, 3, part=2)
+    saved, skipped = newest_saved(str(tmp_path), at_most=2)
+    assert saved is not None
+    assert (saved.step, skipped) == (2, [])
+    assert newest_saved(str(tmp_path), at_most=0) == (None, [])
+
+
 def test_one_that_is_damaged_is_skipped_with_the_reason(tmp_path: Path, trainer: Trainer) -> None:
     damage(tmp_path, 3, part=2)
     (tmp_path / "step-000000002" / "manifest.json").write_text("{")

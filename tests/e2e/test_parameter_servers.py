@@ -1,0 +1,194 @@
+"""ps:sync in real runs: the weights of allreduce on any number of workers and servers, whoever dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import JOBS, Outcome, Run
+from saved_runs import check_whole, sealed, step, until
+from watched import Watched, expect_ours
+
+Start = Callable[..., Run]
+Cli = Callable[..., Outcome]
+Wait = Callable[[Callable[[], object]], None]
+
+SMALL = [JOBS / "small.py", "--set", "brake_s=0.02", "--set", "steps=200"]
+EVERYTHING = [JOBS / "everything.py", "--set", "epochs=2"]
+TINY = JOBS / "served.py"
+
+
+class Served(Watched):
+    """A run whose servers the test disturbs, too."""
+
+    def servers(self) -> dict[int, int]:
+        """Server -> process, by the newest map."""
+        found = self.journal("servers")
+        return {one["number"]: one["pid"] for one in found[-1]["servers"]} if found else {}
+
+    def signal_server(self, number: int, what: signal.Signals) -> None:
+        pid = self.servers()[number]
+        expect_ours(pid)
+        os.kill(pid, what)
+
+    def complete(self) -> None:
+        """Every slice has a primary and a backup, and nothing is being copied."""
+
+        def is_complete() -> bool:
+            placed = self.journal("servers")[-1]["placement"]
+            return -1 not in placed["map"]["backups"] and set(placed["recruits"]) == {-1}
+
+        self._wait_until(is_complete)
+
+    def notices(self) -> str:
+        return "\n".join(entry["text"] for entry in self.metrics("notice"))
+
+
+@pytest.fixture
+def watched(start: Start, tmp_path: Path, wait_until: Wait) -> Callable[..., Served]:
+    return lambda *arguments: Served(start, tmp_path, wait_until, *arguments)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """The weights of allreduce, on one worker, when nothing happens."""
+    known: dict[str, str] = {}
+
+    def weights(*arguments: object) -> str:
+        key = repr(arguments)
+        if key not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            known[key] = Run(folder, "train", *arguments, "--workers", 1, "--json").wait().json["weights_sha256"]
+        return known[key]
+
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("workers", "strategy"),
+    [(1, "ps:sync:servers=1"), (4, "ps:sync:servers=3"), (2, "ps:sync:tcp")],
+)
+def test_the_weights_of_allreduce(
+    distbelief: Cli, undisturbed: Callable[..., str], workers: int, strategy: str
+) -> None:
+    """With everything in the job that makes exactness hard."""
+    outcome = distbelief("train", *EVERYTHING, "--workers", workers, "--strategy", strategy, "--json")
+    assert outcome.json["weights_sha256"] == undisturbed(*EVERYTHING)
+    assert (outcome.json["servers_lost"], outcome.json["reexecuted"]) == (0, 0)
+
+
+@pytest.mark.parametrize("strategy", ["ps:sync", "ps:sync:servers=3:tcp"])
+def test_servers_and_a_worker_are_killed(
+    watched: Callable[..., Served], undisturbed: Callable[..., str], strategy: str
+) -> None:
+    run = watched(*SMALL, "--workers", 2, "--strategy", strategy)
+    run.after(10)
+    run.signal_server(0, signal.SIGKILL)
+    run.after(20)
+    run.signal(1, signal.SIGKILL)
+    run.after(40)
+    run.complete()
+    run.signal_server(1, signal.SIGKILL)
+    run.after(run.step() + 5)
+    result = run.result()
+    assert result["weights_sha256"] == undisturbed(*SMALL)
+    assert (result["servers_lost"], result["reexecuted"]) == (2, 0)
+    assert "server 0 died" in run.notices()
+
+
+def test_the_only_server_killed_goes_back_and_says_so(
+    watched: Callable[..., Served], undisturbed: Callable[..., str]
+) -> None:
+    run = watched(*SMALL, "--workers", 2, "--strategy", "ps:sync:servers=1", "--save-every", 8)
+    run.after(30)
+    run.signal_server(0, signal.SIGKILL)
+    result = run.result()
+    assert result["weights_sha256"] == undisturbed(*SMALL)
+    assert result["servers_lost"] == 1
+    assert "go back to a checkpoint" in run.notices()
+    anew = next(entry for entry in run.journal("servers") if entry["life"] == 2)
+    assert anew["sealed"] > 0  # not from the beginning
+    reached = max(entry["step"] + 1 for entry in run.metrics("step") if entry["at"] < anew["at"])
+    if reached > anew["sealed"]:  # else it died in the moment in which that was written
+        assert [back["step"] for back in run.metrics("rollback")] == [anew["sealed"]]
+
+
+def test_a_frozen_server_and_one_that_dies_while_the_coordinator_is_away(
+    watched: Callable[..., Served], undisturbed: Callable[..., str]
+) -> None:
+    run = watched(*SMALL, "--workers", 2, "--strategy", "ps:sync")
+    run.after(20)
+    os.kill(run.coordinator(), signal.SIGKILL)
+    run.signal_server(0, signal.SIGKILL)
+    run.after(run.step() + 10)
+    run.complete()
+    run.signal_server(1, signal.SIGSTOP)
+    result = run.result()
+    assert result["weights_sha256"] == undisturbed(*SMALL)
+    assert (len(run.journal("epoch")), result["servers_lost"], result["reexecuted"]) == (2, 2, 0)
+    assert [entry["server"] for entry in run.journal("server_fenced")] == [1]
+
+
+def test_stopped_by_control_c_and_resumed_with_other_servers_and_without(
+    start: Start, tmp_path: Path, undisturbed: Callable[..., str]
+) -> None:
+    """One server, then three, then none, then two again: each goes on from what the one before has saved."""
+    run_dir, brake = tmp_path / "run", tmp_path / "brake"
+    brake.touch()
+    run = start("train", *SMALL, "--run-dir", "run", "--workers", 2, "--strategy", "ps:sync:servers=1")
+    for strategy in ("ps:sync:servers=3", "allreduce", "ps:sync"):
+        before = step(run_dir)
+        until(lambda before=before: step(run_dir) > before + 5, run)
+        run.signal(signal.SIGINT)
+        assert run.wait().status == 130
+        assert sealed(run_dir)[0] > before
+        if strategy == "ps:sync":
+            brake.unlink()
+        run = start("resume", "run", "--workers", 2, "--strategy", strategy, "--json")
+    result = run.wait().json
+    assert result["weights_sha256"] == undisturbed(*SMALL)
+    assert (result["servers"], result["servers_lost"]) == (2, 0)
+    check_whole(run_dir, result)
+
+
+def test_verify(distbelief: Cli) -> None:
+    outcome = distbelief("verify", TINY, "--set", "steps=2", "--strategy", "ps:sync", "--workers", 2)
+    assert outcome.status == 0, outcome.stderr
+
+
+def test_more_servers_than_parameters_and_a_worker_without_samples_and_a_replay(
+    watched: Callable[..., Served], undisturbed: Callable[..., str], start: Start
+) -> None:
+    """Five samples in batches of eight: the last shard is always empty. Who has it saves its part of each step, too."""
+    job = [TINY, "--set", "samples=5"]
+    run = watched(*job, "--strategy", "ps:sync:servers=3", "--workers", 4, "--save-every", 1)
+    assert run.result()["weights_sha256"] == undisturbed(*job)
+    assert "the servers have gone on" not in run.notices()
+    again = start("replay", "run", "--step", 4).wait()
+    assert again.status == 0, again.stderr
+
+
+def test_a_loss_that_is_no_number_is_the_same_error_as_in_allreduce(distbelief: Cli) -> None:
+    said = []
+    for strategy in ("allreduce", "ps:sync"):
+        outcome = distbelief("train", TINY, "--set", "fault=nan", "--strategy", strategy, "--workers", 1)
+        assert outcome.status == 1
+        said.append([line for line in outcome.stderr.splitlines() if "loss" in line])
+    assert said[0] == said[1] != []
+
+
+def test_a_job_that_servers_cannot_load_gives_one_clear_error(distbelief: Cli) -> None:
+    outcome = distbelief("train", TINY, "--set", "fault=server", "--strategy", "ps:sync", "--workers", 2, "--plain")
+    assert outcome.status == 2
+    (line,) = outcome.stderr.splitlines()
+    assert re.fullmatch(r"error: server [01]: job\(\) failed in served.py, line \d+: .*: no server can load this", line)
+
+
+def test_strategies_that_make_no_sense(distbelief: Cli) -> None:
+    for strategy, message in [("ps:foo", "unknown option 'foo'"), ("ps:sync:servers=0", "must be at least 1, not 0")]:
+        outcome = distbelief("train", TINY, "--strategy", strategy)
+        assert (outcome.status, message in outcome.stderr) == (2, True), outcome.stderr

@@ -1,0 +1,214 @@
+"""A worker's client against sockets that play servers: what is not answered is sent again, to whoever is primary."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from distbelief.comm import serverclient
+from distbelief.comm.messages import ServerMap
+from distbelief.comm.serverclient import ServerClient
+from distbelief.comm.serverwords import (
+    Answered,
+    Fetch,
+    Fetched,
+    Go,
+    Letter,
+    Look,
+    Looked,
+    Push,
+    Refused,
+    pack,
+)
+from distbelief.comm.words import Abort, Aborted
+from distbelief.servers.wire import unpack
+
+SECRET = bytes(range(32))
+
+
+class Played:
+    """A server's door, opened by the test."""
+
+    def __init__(self, context: zmq.Context) -> None:
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.address = f"tcp://127.0.0.1:{port}"
+        self.client = b""
+
+    def heard(self) -> list[Letter]:
+        self.client, secret, *frames = self.socket.recv_multipart(copy=False)
+        self.client = self.client.bytes
+        assert secret.bytes == SECRET
+        return unpack(frames)
+
+    def say(self, *messages: object, payloads: tuple[bytes, ...] = ()) -> None:
+        letters = [Letter(message) for message in messages]
+        self.socket.send_multipart([self.client, *pack(SECRET, letters)[1:], *payloads])
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Played]]:
+    context = zmq.Context()
+    played = [Played(context), Played(context)]
+    yield played
+    for one in played:
+        one.socket.close()
+    context.term()
+
+
+@pytest.fixture
+def client() -> Iterator[ServerClient]:
+    made = ServerClient(3, SECRET)
+    yield made
+    made.close()
+
+
+def map_of(servers: list[Played], primaries: list[int], version: int = 1, life: int = 1) -> ServerMap:
+    none = [-1] * len(primaries)
+    addresses = {number: one.address for number, one in enumerate(servers)}
+    return ServerMap(version, life, primaries, none, none, addresses)
+
+
+class Waiting:
+    """Something that waits in a thread, as the training thread does."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                wait()
+            except BaseException as error:
+                self.error = error
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        if self.error:
+            raise self.error
+
+
+def test_pushes_are_numbered_by_slice_and_settle_when_answered(servers: list[Played], client: ServerClient) -> None:
+    client.learn(map_of(servers, [0, 1, 0]))
+    assert client.slices(Abort()) == 3
+    for number in (0, 0, 1):
+        client.push(number, Go(5, 1.0))
+    waiting = Waiting(lambda: client.settle(Abort()))
+    first = [letter.message for letter in servers[0].heard()]
+    assert first == [Push(3, 0, 0, Go(5, 1.0)), Push(3, 1, 0, Go(5, 1.0))]
+    assert [letter.message for letter in servers[1].heard()] == [Push(3, 0, 1, Go(5, 1.0))]
+    servers[0].say(Answered(0, 0), Answered(0, 1))
+    servers[1].say(Answered(1, 0))
+    waiting.end()
+
+
+def test_what_waits_goes_to_the_new_primary(servers: list[Played], client: ServerClient) -> None:
+    client.learn(map_of(servers, [0, 0]))
+    found: list[object] = []
+    questions = [lambda ticket: Look(ticket, 0), lambda ticket: Look(ticket, 1)]
+    waiting = Waiting(lambda: client.ask(questions, Abort(), lambda letter: found.append(letter.message)))
+    asked = [letter.message for letter in servers[0].heard()]
+    assert asked == [Look(1, 0), Look(2, 1)]
+    servers[0].say(Looked(1, 0, 7, []))  # then it dies
+    time.sleep(0.2)
+    client.learn(map_of(servers, [1, 1], version=2))
+    assert [letter.message for letter in servers[1].heard()] == [Look(2, 1)]
+    servers[1].say(Looked(2, 1, 7, []))
+    waiting.end()
+    assert found == [Looked(1, 0, 7, []), Looked(2, 1, 7, [])]
+
+
+def test_what_is_refused_is_asked_again(servers: list[Played], client: ServerClient) -> None:
+    """The server does not know yet that it is primary. No new map comes."""
+    client.learn(map_of(servers, [0]))
+    client.push(0, Go(1, 1.0))
+    waiting = Waiting(lambda: client.settle(Abort()))
+    for _ in range(3):
+        assert [letter.message for letter in servers[0].heard()] == [Push(3, 0, 0, Go(1, 1.0))]
+        servers[0].say(Refused(0, 1))
+    servers[0].heard()
+    servers[0].say(Answered(0, 0))
+    waiting.end()
+
+
+def test_what_was_lost_is_sent_again(
+    servers: list[Played], client: ServerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serverclient, "AGAIN_S", 0.2)
+    client.learn(map_of(servers, [0]))
+    client.push(0, Go(1, 1.0))
+    waiting = Waiting(lambda: client.settle(Abort()))
+    assert servers[0].heard() == servers[0].heard()
+    servers[0].say(Answered(0, 0))
+    waiting.end()
+
+
+def test_what_makes_no_sense_is_ignored(servers: list[Played], client: ServerClient) -> None:
+    client.learn(map_of(servers, [0]))
+    found: list[Letter] = []
+    waiting = Waiting(lambda: client.ask([lambda ticket: Fetch(ticket, 0, 2)], Abort(), found.append))
+    servers[0].heard()
+    door = servers[0]
+    for frames in ([b"garbage"], [b""], [b"\x91\x81\xa4type\xa3Odd"], [b"\x80"] * 3):
+        door.socket.send_multipart([door.client, *frames])
+    door.say(Fetched(9, 0, 2), payloads=(b"of another question",))
+    door.say(Answered(0, 77))
+    door.say(Fetched(1, 0, 2))  # without its bytes
+    door.say(Fetched(1, 0, 2), payloads=(b"values",))
+    door.say(Fetched(1, 0, 2), payloads=(b"twice",))
+    waiting.end()
+    assert [(letter.message, bytes(letter.payload)) for letter in found] == [(Fetched(1, 0, 2), b"values")]
+
+
+def test_when_the_parameters_begin_anew_everything_is_given_up(servers: list[Played], client: ServerClient) -> None:
+    client.learn(map_of(servers, [0]))
+    client.push(0, Go(1, 1.0))
+    waiting = Waiting(lambda: client.settle(Abort()))
+    servers[0].heard()
+    client.learn(map_of(servers, [1], version=2, life=2))
+    with pytest.raises(Aborted, match="begin anew"):
+        waiting.end()
+    client.settle(Abort())  # nothing is left to wait for
+
+
+def test_a_generation_that_begins_after_it_is_not_given_up(servers: list[Played], client: ServerClient) -> None:
+    client.learn(map_of(servers, [0]))
+    client.slices(Abort())
+    client.push(0, Go(1, 1.0))
+    client.learn(map_of(servers, [1, 1], version=2, life=2))
+    client.restart()
+    assert client.slices(Abort()) == 2
+    client.settle(Abort())
+
+
+def test_a_wait_is_given_up_with_its_generation(servers: list[Played], client: ServerClient) -> None:
+    abort = Abort()
+    waiting = Waiting(lambda: client.slices(abort))  # no map ever comes
+    abort.set("the generation is over")
+    with pytest.raises(Aborted):
+        waiting.end()
+    client.learn(map_of(servers, [0], version=2))
+    client.learn(map_of(servers, [1], version=1))  # late
+    assert client.version == 2
+
+
+def test_a_new_generation_does_not_wait_for_what_the_last_one_sent(servers: list[Played], client: ServerClient) -> None:
+    client.learn(map_of(servers, [0]))
+    client.slices(Abort())
+    client.push(0, Go(1, 1.0))
+    client.restart()
+    client.settle(Abort())
+    client.push(0, Go(2, 1.0))
+    waiting = Waiting(lambda: client.settle(Abort()))
+    assert [letter.message for letter in servers[0].heard()] == [Push(3, 1, 0, Go(2, 1.0))]  # the number goes on
+    servers[0].say(Answered(0, 1))
+    waiting.end()

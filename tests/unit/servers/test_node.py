@@ -1,0 +1,154 @@
+"""What a server answers, and when: the rules that the simulation only shows together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from served_parts import SHARDS, Kit
+
+from distbelief.comm.messages import ServerMap
+from distbelief.comm.serverwords import (
+    Answered,
+    Contents,
+    Fetch,
+    Fetched,
+    Go,
+    Letter,
+    Look,
+    Measure,
+    Measured,
+    Push,
+    Read,
+    Refused,
+)
+from distbelief.errors import DistBeliefError
+from distbelief.servers.node import Out, ServerNode
+
+WORKER, OTHER = b"worker", b"other"
+
+
+@pytest.fixture(scope="module")
+def kit() -> Iterator[Kit]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Kit(clip_norm=None)
+    torch.set_num_threads(before)
+
+
+def node(kit: Kit, me: int, known: ServerMap | None = None) -> ServerNode:
+    made = ServerNode(me, lambda number, first: (kit.store(number, first), ""))
+    if known:
+        made.learn(known)
+    return made
+
+
+def map_of(kit: Kit, primary: int, backup: int = -1, recruit: int = -1, version: int = 1, life: int = 1) -> ServerMap:
+    count = len(kit.shapes)
+    return ServerMap(version, life, [primary] * count, [backup] * count, [recruit] * count, {0: "", 1: ""})
+
+
+def told(out: Out) -> list[object]:
+    return [letter.message for _, letter in out.clients]
+
+
+def push(kit: Kit, sequence: int = 0, step: int = 0) -> Letter:
+    change = kit.change(0, kit.history(1)[step], step, (0, SHARDS))
+    return Letter(Push(5, sequence, 0, change.content), change.payload)
+
+
+def go(sequence: int = 1, step: int = 0) -> Letter:
+    return Letter(Push(5, sequence, 0, Go(step, 1.0)))
+
+
+def both_ways(one: ServerNode, other: ServerNode, out: Out) -> list[object]:
+    """What `one` says to `other`, and all that follows; what clients of `one` are told by it."""
+    heard: list[object] = []
+    while out.servers:
+        back = Out()
+        for _, letter in out.servers:
+            back.add(other.receive(letter))
+        out = Out()
+        for _, letter in back.servers:
+            out.add(one.receive(letter))
+        heard += told(out)
+    return heard
+
+
+def test_one_that_is_not_primary_refuses(kit: Kit) -> None:
+    for server in (node(kit, 1, map_of(kit, 0, 1)), node(kit, 2, map_of(kit, 0, 1)), node(kit, 1)):
+        for letter in (push(kit), Letter(Look(1, 0)), Letter(Fetch(1, 0, 1)), Letter(Read(1, 0, 0))):
+            assert told(server.receive(letter, WORKER)) == [Refused(0, server.version)]
+
+
+def test_alone_it_answers_at_once(kit: Kit) -> None:
+    server = node(kit, 0, map_of(kit, 0))
+    assert told(server.receive(Letter(Fetch(7, 0, 1)), OTHER)) == []
+    assert told(server.receive(push(kit), WORKER)) == [Answered(0, 0)]
+    assert told(server.receive(push(kit), WORKER)) == [Answered(0, 0)]  # it came twice
+    assert told(server.receive(Letter(Measure(8, 0, 0)), WORKER)) == [Measured(8, 0, [])]
+    out = server.receive(go(), WORKER)
+    values = kit.history(1)[1][kit.shapes[0].first_byte : kit.shapes[0].end_byte]
+    ((_, answered), (client, fetched)) = out.clients
+    assert (answered.message, client) == (Answered(0, 1), OTHER)
+    assert isinstance(fetched.message, Fetched)
+    assert (fetched.message.ticket, fetched.message.version, bytes(fetched.payload)) == (7, 1, values)
+
+
+def test_nothing_is_said_of_sums_that_the_backup_does_not_have(kit: Kit) -> None:
+    """A look, a measure and a fetch: what follows from each of them must not be undone by a death."""
+    primary, backup = node(kit, 0), node(kit, 1, map_of(kit, 0, 1))
+    both_ways(primary, backup, primary.learn(map_of(kit, 0, 1)))
+    out = primary.receive(push(kit), WORKER)
+    assert told(out) == []
+    for question in (Look(1, 0), Measure(2, 0, 0)):
+        assert told(primary.receive(Letter(question), WORKER)) == []
+    heard = both_ways(primary, backup, out)
+    assert {type(one).__name__ for one in heard} == {"Answered", "Looked", "Measured"}
+    out = primary.receive(go(), WORKER)
+    assert told(primary.receive(Letter(Fetch(3, 0, 1)), WORKER)) == []
+    assert {type(one).__name__ for one in both_ways(primary, backup, out)} == {"Answered", "Fetched"}
+
+
+def test_a_question_that_comes_again_is_answered_once(kit: Kit) -> None:
+    server = node(kit, 0, map_of(kit, 0))
+    for _ in range(3):
+        assert told(server.receive(Letter(Fetch(7, 0, 1)), WORKER)) == []
+    server.receive(push(kit), WORKER)
+    assert [type(one) for one in told(server.receive(go(), WORKER))] == [Answered, Fetched]
+
+
+def test_who_waits_at_one_that_is_primary_no_more_is_sent_away(kit: Kit) -> None:
+    for later in (map_of(kit, 1, 0, version=2), map_of(kit, 1, version=2)):  # it is backup, or nothing
+        server = node(kit, 0, map_of(kit, 0))
+        server.receive(Letter(Fetch(7, 0, 1)), WORKER)
+        assert told(server.learn(later)) == [Refused(0, 2)]
+        assert told(server.learn(later)) == []
+
+
+def test_a_read_of_another_version_brings_nothing(kit: Kit) -> None:
+    server = node(kit, 0, map_of(kit, 0))
+    assert told(server.receive(Letter(Read(1, 0, 3)), WORKER)) == [Contents(1, 0, -1)]
+    out = server.receive(Letter(Read(2, 0, 0)), WORKER)
+    assert told(out) == [Contents(2, 0, 0)]
+    assert len(out.clients[0][1].payload) == kit.shapes[0].size_bytes
+
+
+def test_a_new_life_begins_anew_and_forgets_what_others_say_of_the_old_one(kit: Kit) -> None:
+    primary, backup = node(kit, 0), node(kit, 1, map_of(kit, 0, 1))
+    both_ways(primary, backup, primary.learn(map_of(kit, 0, 1)))
+    late = primary.receive(push(kit), WORKER)
+    backup.learn(map_of(kit, 1, 0, version=2, life=2))
+    for _, letter in late.servers:
+        assert backup.receive(letter) == Out()
+    assert told(backup.receive(Letter(Look(1, 0)), WORKER)) == []  # the other one has not said that it is there
+    hello = primary.learn(map_of(kit, 1, 0, version=2, life=2))
+    assert told(hello) == []  # the push is of the old life: the worker gives it up with its generation
+    (looked,) = both_ways(backup, primary, backup.remind())
+    assert (looked.version, looked.nodes) == (0, [])  # type: ignore[attr-defined]
+
+
+def test_what_no_server_is_told(kit: Kit) -> None:
+    with pytest.raises(DistBeliefError, match="a server is not told Answered"):
+        node(kit, 0, map_of(kit, 0)).receive(Letter(Answered(0, 0)), WORKER)
