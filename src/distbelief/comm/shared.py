@@ -78,8 +78,8 @@ class SharedExchange:
     def slot(self, index: int) -> Segment:
         return self._ledger.slot(self.rank, index)
 
-    def state(self, size_bytes: int) -> Segment:
-        return self._keeper.lasting("state", size_bytes)
+    def state(self, size_bytes: int, name: str = "state") -> Segment:
+        return self._keeper.lasting(name, size_bytes)
 
     @property
     def _past(self) -> dict[int, Ledger]:

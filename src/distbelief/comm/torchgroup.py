@@ -50,10 +50,10 @@ class TorchExchange(TorchGroup):
     def slot(self, index: int) -> Segment:
         return self._slots[index]
 
-    def state(self, size_bytes: int) -> Segment:
-        if "state" not in self._memory:
-            self._memory["state"] = Segment.private(size_bytes)
-        return self._memory["state"]
+    def state(self, size_bytes: int, name: str = "state") -> Segment:
+        if name not in self._memory:
+            self._memory[name] = Segment.private(size_bytes)
+        return self._memory[name]
 
     def held(self, step: int) -> list[Held] | None:
         return None  # partial sums are in the memory of their makers; they are computed again

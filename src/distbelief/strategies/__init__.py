@@ -10,10 +10,11 @@ from distbelief.errors import JobError
 from distbelief.strategies.allreduce import AllReduce
 from distbelief.strategies.degrees import Wish
 from distbelief.strategies.hybrid import SCHEDULES, Hybrid, Meshed, Pipeline, Sharded, Tensor
+from distbelief.strategies.local_sgd import LocalSGD, parse_local_sgd
 
-AnyStrategy = AllReduce | Pipeline | Tensor | Sharded | Hybrid
+AnyStrategy = AllReduce | LocalSGD | Pipeline | Tensor | Sharded | Hybrid
 
-KNOWN = "allreduce, pipeline:4, tensor:2, sharded, or degrees such as dp2.tp2.pp2 and dp2.fsdp2"
+KNOWN = "allreduce, local_sgd:8, pipeline:4, tensor:2, sharded, or degrees such as dp2.tp2.pp2 and dp2.fsdp2"
 _DEGREES = {"dp": "data", "fsdp": "sharded", "tp": "tensor", "pp": "pipeline"}
 _PART = re.compile(r"([a-z]+)(\d*)")
 
@@ -31,6 +32,8 @@ def parse(text: str) -> AnyStrategy:
     name, *options = text.split(":")
     if name == "allreduce":
         return _allreduce(text, options)
+    if name == "local_sgd":
+        return parse_local_sgd(text, options)
     if name == "pipeline":
         stages, rest = _degree(text, options)
         return Pipeline(stages, **_options(text, rest, scheduled=True))
@@ -68,6 +71,15 @@ def wish_of(text: str) -> Wish | None:
     """
     strategy = parse(text)
     return strategy.wish() if isinstance(strategy, Meshed) else None
+
+
+def stride_of(text: str) -> int:
+    """How many steps a strategy commits together.
+
+    >>> stride_of("local_sgd:8"), stride_of("allreduce")
+    (8, 1)
+    """
+    return parse(text).stride
 
 
 def _allreduce(text: str, options: Sequence[str]) -> AllReduce:

@@ -18,11 +18,12 @@ from distbelief.comm.exchange import ROW, Exchange, Gift, StepPlan
 from distbelief.comm.segment import Segment
 from distbelief.data.seeding import seed_everything
 from distbelief.errors import JobError
-from distbelief.shards import Range, Schedule, mix, shard_seed
+from distbelief.shards import Range, mix, shard_seed
 from distbelief.strategies.agreement import agree_on_state
 from distbelief.strategies.base import (
     Applied,
     BeginFrom,
+    Division,
     Fetch,
     RolledBack,
     Seat,
@@ -49,7 +50,7 @@ class DataParallelReplica:
     """See `Replica`. With `exact` off, a member's shards are fused into one batch: one unit of work per member."""
 
     def __init__(
-        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: Exchange, fetch: Fetch,
+        self, computer: ShardComputer, recipe: Recipe, schedule: Division, seat: Seat, exchange: Exchange, fetch: Fetch,
         exact: bool, begin_from: BeginFrom = nothing_saved,
     ) -> None:  # fmt: skip
         self.model = computer.model
@@ -107,6 +108,10 @@ class DataParallelReplica:
         if self._writes_for_all:
             self._state.write_note(self._state.steps_applied, content)
 
+    def _stamp(self, step: int) -> int:
+        """Under which number the exchange knows that step."""
+        return step
+
     def _plan(self, occupied: int) -> StepWork:
         ranges, rank = self._seat.ranges, self._seat.rank
         if self._exact:
@@ -118,7 +123,7 @@ class DataParallelReplica:
     def _plan_takeover(self, step: int) -> tuple[int, StepWork] | None:
         if not self._exact or step >= self._seat.steps:
             return None
-        held = self.exchange.held(step)
+        held = self.exchange.held(self._stamp(step))
         if held is None:
             return None
         shards, occupied = self._schedule.shards, self._schedule.occupied(step)
@@ -134,7 +139,7 @@ class DataParallelReplica:
 
     def compute(self, step: int) -> None:
         work = self._work_of(step)
-        self.exchange.begin(StepPlan(step, work.sources, work.order))
+        self.exchange.begin(StepPlan(self._stamp(step), work.sources, work.order))
         self._rows.fill(0)
         self._touched.fill(0)
         self._began_at = time.perf_counter()
@@ -235,8 +240,7 @@ class DataParallelReplica:
             untouched = untouched.copy()
             untouched[: len(self._computer.parameters)] = True
         if self._writes_for_all:
-            generation, at = self._seat.generation, time.time()
-            self._state.remember(Applied(step, result.loss, result.samples, result.fingerprint, generation, at))
+            self._remember(step, result, time.time())
             self._state.write_integers(step + 1, shared.integers)
         units = int(np.count_nonzero(shared.rows[:, _COUNTS]))
         self._update(step, 1.0 / weight if weight else 0.0, units, untouched)
@@ -248,6 +252,10 @@ class DataParallelReplica:
         helped = self._helper is not None and self._helper.seconds > helped_s  # then the buffers are another shard's
         self._computer.commit_integers(shared.integers if helped or integers != shared.integers else None)
         return result
+
+    def _remember(self, step: int, result: StepResult, at: float) -> None:
+        generation = self._seat.generation
+        self._state.remember(Applied(step, result.loss, result.samples, result.fingerprint, generation, at))
 
     def _look_ahead(self, step: int) -> None:
         """Fetch the next step's first batch while others finish this one."""

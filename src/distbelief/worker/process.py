@@ -128,9 +128,7 @@ def _obey(place: Place, loaded: Loaded) -> int:
 def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort) -> None:
     spec, link = place.spec, place.link
     mine = action.ranges[action.rank]
-    one_by_one = loaded.strategy.exact or action.degrees  # else a member takes its shards together
-    units = [(v, v + 1) for v in range(*mine)] if one_by_one else [mine]
-    loaded.feed.expect(units, until=loaded.steps)
+    loaded.feed.expect_groups(loaded.prepared.groups(mine), until=loaded.steps, stride=loaded.strategy.stride)
     exchange = _exchange(place, loaded, action, abort)
     start = Beginning(spec, action, link.send)
     link.progress.waiting = lambda: exchange.waiting or start.reading
@@ -164,6 +162,7 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             place.saver,
             loaded.checkpoint_facts,
             lambda lines: link.send(PlanShown(spec.worker, action.generation, list(lines))),
+            loaded.strategy.stride,
         )
         try:
             finished = train(loaded.job, replica, loaded.evaluator, loaded.watch, link.progress, task)

@@ -75,10 +75,10 @@ class Saver:
         threading.Thread(target=self._copy, name="copier", daemon=True).start()
         threading.Thread(target=self._work, name="saver", daemon=True).start()
 
-    def is_due(self, applied: int, steps: int) -> bool:
-        """Whether the state after so many steps is to be saved."""
+    def is_due(self, applied: int, steps: int, before: int) -> bool:
+        """Whether the state after so many steps is to be saved; there was one after `before`, and none in between."""
         every = self._plan.every_steps
-        return applied in (steps, self._asked) or bool(every and applied % every == 0)
+        return applied in (steps, self._asked) or bool(every and applied // every > before // every)
 
     def ask(self, wish: Save, present: int) -> None:
         """`present`: the steps that the training thread has behind it."""
