@@ -56,16 +56,20 @@ class LocalSGD:
     def __post_init__(self) -> None:
         for name, value in (("steps", self.steps), ("replicas", self.replicas)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise JobError(f"LocalSGD: `{name}` must be a whole number of at least 1, not {value!r}")
+                raise JobError(
+                    f"local_sgd: {name} must be a whole number of at least 1, not {value!r}", hint=f"write {_FORM}"
+                )
         if self.outer not in get_args(Outer):
-            raise JobError(f"LocalSGD: `outer` is {' or '.join(get_args(Outer))}, not {self.outer!r}")
+            raise JobError(f"local_sgd: outer is {' or '.join(get_args(Outer))}, not {self.outer!r}")
         if self.outer == "average" and (self.lr is not None or self.momentum is not None):
             raise JobError(
                 "local_sgd: an average has no learning rate and no momentum",
                 hint='say nesterov too (outer="nesterov"), or leave lr and momentum away',
             )
         if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
-            raise JobError(f"local_sgd: the outer learning rate must be above 0, not {self.lr!r}")
+            raise JobError(
+                f"local_sgd: the outer learning rate must be above 0, not {self.lr!r}", hint=f"write {_FORM}"
+            )
         if self.momentum is not None and not 0 < self.momentum < 1:
             raise JobError(
                 f"local_sgd: the outer momentum must lie between 0 and 1, not {self.momentum!r}",

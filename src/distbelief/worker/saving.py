@@ -75,9 +75,9 @@ class Saver:
         threading.Thread(target=self._copy, name="copier", daemon=True).start()
         threading.Thread(target=self._work, name="saver", daemon=True).start()
 
-    def is_due(self, applied: int, steps: int, before: int) -> bool:
-        """Whether the state after so many steps is to be saved; there was one after `before`, and none in between."""
-        every = self._plan.every_steps
+    def is_due(self, applied: int, steps: int, before: int | None = None) -> bool:
+        """Whether the state after so many steps is to be saved; `before`: the last one before it, if not one step."""
+        every, before = self._plan.every_steps, applied - 1 if before is None else before
         return applied in (steps, self._asked) or bool(every and applied // every > before // every)
 
     def ask(self, wish: Save, present: int) -> None:

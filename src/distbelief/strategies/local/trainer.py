@@ -99,6 +99,8 @@ class LocalTrainer(ShardComputer):
                 sum(samples for _, samples in results),
             )
             marks = np.bitwise_or.reduce([result.touched for result, _ in results])
+            if told[place][1] == 0:  # nothing to learn from: as if no parameter had a gradient
+                marks[: len(self.parameters)] = 0
             self._update(step, replica, optimizers, float(told[place][1]), marks, busy)
             touched |= marks
         integers = self.integer_bytes()
