@@ -81,6 +81,11 @@ class RunConfig(Struct, frozen=True, forbid_unknown_fields=True):
         return stride_of(self.strategy) if self.strategy else 1
 
     @property
+    def unit(self) -> str:
+        """What the members divide among themselves."""
+        return "replica" if self.strategy.startswith("local_sgd") else "shard"
+
+    @property
     def balances(self) -> bool:
         """In a mesh members of one data index depend on each other: no shard can move to one of them alone."""
         return self.balance and self.wish is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from distbelief.errors import JobError
@@ -80,6 +81,18 @@ def stride_of(text: str) -> int:
     (8, 1)
     """
     return parse(text).stride
+
+
+def learn_alike(one: AnyStrategy, other: AnyStrategy) -> bool:
+    """Whether both should come to the same weights, so that one can go on from a checkpoint of the other.
+
+    >>> learn_alike(parse("pipeline:2"), parse("allreduce")), learn_alike(parse("local_sgd:8"), parse("allreduce"))
+    (True, False)
+    >>> learn_alike(parse("local_sgd:8"), parse("local_sgd:8:gloo"))
+    True
+    """
+    found = [replace(how, transport="auto") if isinstance(how, LocalSGD) else None for how in (one, other)]
+    return found[0] == found[1]
 
 
 def _allreduce(text: str, options: Sequence[str]) -> AllReduce:
