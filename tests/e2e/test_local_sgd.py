@@ -186,6 +186,17 @@ def test_two_neighbours_without_shared_memory_go_back_to_a_checkpoint(
     assert (back["source"], back["step"] % 16) == ("checkpoint", 0)
 
 
+def test_without_copies_one_death_goes_back_and_says_so(watched: Callable[..., Watched], undisturbed: str) -> None:
+    how = ["--strategy", "local_sgd:8:nesterov:gloo:nocopies", "--workers", 2, "--save-every", "never"]
+    run = watched(*SMALL, *how)
+    run.after(24)
+    run.signal(min(run.members()), signal.SIGKILL)
+    result = run.result()
+    assert result["weights_sha256"] == undisturbed
+    (back,) = run.metrics("rollback")
+    assert (back["source"], back["step"], back["reached"] >= 24) == ("where the run began", 0, True)
+
+
 @pytest.mark.parametrize(("first", "then"), [("shm", "gloo"), ("gloo", "shm")])
 def test_a_stopped_run_is_resumed_to_the_same_weights(
     watched: Callable[..., Watched], start: Start, undisturbed: str, first: str, then: str

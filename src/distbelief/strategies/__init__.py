@@ -91,7 +91,7 @@ def learn_alike(one: AnyStrategy, other: AnyStrategy) -> bool:
     >>> learn_alike(parse("local_sgd:8"), parse("local_sgd:8:gloo"))
     True
     """
-    found = [replace(how, transport="auto") if isinstance(how, LocalSGD) else None for how in (one, other)]
+    found = [replace(how, transport="auto", copies=True) if isinstance(how, LocalSGD) else None for how in (one, other)]
     return found[0] == found[1]
 
 

@@ -27,7 +27,9 @@ LR = 0.7
 """Of the outer step with Nesterov's momentum, as in DiLoCo (arXiv:2311.08105)."""
 MOMENTUM = 0.9
 USUAL_REPLICAS = 4
-_FORM = "local_sgd:8 (local steps), with options after it: replicas=4, nesterov, lr=0.7, momentum=0.9, shm, gloo"
+_FORM = (
+    "local_sgd:8 (local steps), with options after it: replicas=4, nesterov, lr=0.7, momentum=0.9, shm, gloo, nocopies"
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,9 @@ class LocalSGD:
     """Of the outer step; None: 0.9 with nesterov. The average has none."""
     transport: Transport = "auto"
     """How differences travel: shared memory on one host, gloo across hosts; auto chooses."""
+    copies: bool = True
+    """Without shared memory: whether a replica's optimizer state is also sent to another worker, in every outer step.
+    Off: less traffic, and after a death the run goes back to the last checkpoint."""
 
     def __post_init__(self) -> None:
         for name, value in (("steps", self.steps), ("replicas", self.replicas)):
@@ -83,6 +88,7 @@ class LocalSGD:
             *([f"lr={self.lr!r}"] if self.lr is not None else []),
             *([f"momentum={self.momentum!r}"] if self.momentum is not None else []),
             *([self.transport] if self.transport != "auto" else []),
+            *(["nocopies"] if not self.copies else []),
         ]
         return ":".join(["local_sgd", str(self.steps), *options])
 
@@ -129,7 +135,7 @@ def parse_local_sgd(text: str, options: Sequence[str]) -> LocalSGD:
     """The strategy that a command line names.
 
     >>> parse_local_sgd("local_sgd:8:nesterov", ["8", "nesterov"])
-    LocalSGD(steps=8, replicas=None, outer='nesterov', lr=None, momentum=None, transport='auto')
+    LocalSGD(steps=8, replicas=None, outer='nesterov', lr=None, momentum=None, transport='auto', copies=True)
     """
     if not options or not options[0].isdigit():
         raise JobError(f"the strategy '{text}' does not say how many local steps there are", hint=f"write {_FORM}")
@@ -148,6 +154,8 @@ def _option(text: str, option: str) -> tuple[str, Any]:
         return "outer", option
     if option in get_args(Transport):
         return "transport", option
+    if option == "nocopies":
+        return "copies", False
     kinds = {"replicas": int, "lr": float, "momentum": float}
     if key in kinds and equals:
         try:

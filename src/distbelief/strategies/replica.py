@@ -63,8 +63,8 @@ class DataParallelReplica:
         self._exact = exact
         self._state = ReplicaState(computer.layout, recipe, exchange, len(computer.integer_bytes()))
         self._writes_for_all = exchange.rank == 0 or not exchange.shares_state
-        agree_on_state(self._state, exchange, computer, recipe, begin_from)
         self._recipe = recipe
+        self._agree(begin_from)
         computer.bind_parameters(self._state.segment, self._state.values_at)
         computer.commit_integers(self._state.integers(self._state.steps_applied))
         self._takeover = self._plan_takeover(self._state.steps_applied)
@@ -91,6 +91,10 @@ class DataParallelReplica:
                 exchange.backups, slots_needed(schedule.shards, seat.ranges[seat.rank]), self._back_up
             )
         self._began_at = self._unit_s = 0.0
+
+    def _agree(self, begin_from: BeginFrom) -> None:
+        """Before anything is made of the state: have the one that the generation goes on from."""
+        agree_on_state(self._state, self.exchange, self._computer, self._recipe, begin_from)
 
     def steps_applied(self) -> int:
         return self._state.steps_applied

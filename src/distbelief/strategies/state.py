@@ -82,8 +82,10 @@ class ReplicaState:
         self._stamps[0] = True
 
     def forget(self) -> None:
-        """Nothing that is here counts any more."""
+        """Nothing that is here counts any more: the optimizer has not begun."""
         self._stamps[0] = False
+        for memory in self.optimizer:
+            memory.zero_()
 
     def copy_tile(self, tile: int, into: Segment, at_bytes: int) -> None:
         """Copy a tile's values, then its optimizer state."""

@@ -146,7 +146,7 @@ def trained(rounds: int) -> list[dict[str, Segment]]:
     crew = Crew(memories)
 
     def train(states: InnerStates) -> None:
-        rank = next(m.rank for m in crew.members if m is states._exchange)
+        rank = next(m.rank for m in crew.members if m is states.exchange)
         states.agree(0)
         for number in range(rounds):
             states.begin(number)
@@ -169,7 +169,7 @@ def test_one_death_loses_no_replica(dead: int, number: int, ranges: list[Range])
 
     def look(states: InnerStates) -> None:
         assert states.agree(number)[1] == []
-        for replica in range(*ranges[states._exchange.rank]):
+        for replica in range(*ranges[states.exchange.rank]):
             assert torch.equal(states.read(replica, number), value(replica, number))
 
     assert Crew([*survivors, *newcomers]).together(look, ranges) == [None] * len(ranges)

@@ -32,7 +32,7 @@ hybrids = st.builds(
     | st.builds(Sharded, snapshots)
     | hybrids
     | st.builds(AllReduce, st.booleans(), transports)
-    | st.builds(LocalSGD, degree, degree | st.none(), transport=transports)
+    | st.builds(LocalSGD, degree, degree | st.none(), transport=transports, copies=st.booleans())
     | st.builds(
         LocalSGD,
         degree,

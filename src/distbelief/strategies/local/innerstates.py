@@ -5,7 +5,7 @@
 A replica's state before round T lies in place T mod 2 with the stamp T + 1; whoever trains it in that round writes the
 state after it to the other place. So a round can be given up and begun again. Members of one host have one such memory,
 which outlives them. Others have one each, and before a round is committed they send what they have written to the next
-member: then it takes the death of two neighbours at one moment to lose a replica.
+member (unless that costs too much): then it takes the death of two neighbours at one moment to lose a replica.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _TOLD = struct.Struct("q")  # the round that a member has begun, plus 1
 
 
 class InnerStates:
-    """Views of that memory. `ranges`: the replicas of each member."""
+    """Views of that memory. `ranges`: the replicas of each member; `copies`: whether they are sent on."""
 
-    def __init__(self, exchange: Exchange, ranges: Sequence[Range], size_bytes: int) -> None:
-        self._exchange = exchange
+    def __init__(self, exchange: Exchange, ranges: Sequence[Range], size_bytes: int, copies: bool = True) -> None:
+        self._copies = copies and not exchange.shares_state and exchange.size > 1
+        self.exchange = exchange
         self._ranges = ranges
         self._replicas = ranges[-1][1]
         self.size_bytes = size_bytes
@@ -72,7 +73,7 @@ class InnerStates:
         """A generation begins, before that round: every member gets what it needs from those who have it. Returns
         whether somebody had begun the round, and the replicas whose state nobody has; then nothing was moved."""
         mine = bytes(self._has(replica, number) for replica in range(self._replicas))
-        everybody = self._exchange.gather(_TOLD.pack(int(self._begun[0])) + mine)
+        everybody = self.exchange.gather(_TOLD.pack(int(self._begun[0])) + mine)
         begun = any(_TOLD.unpack_from(theirs)[0] == number + 1 for theirs in everybody)
         holders = [
             [rank for rank, theirs in enumerate(everybody) if theirs[_TOLD.size + replica]]
@@ -82,13 +83,14 @@ class InnerStates:
         if not lost:
             for replica, ranks in enumerate(holders):
                 owner = self._owner(replica)
-                self._send(replica, number, ranks[0], [r for r in sorted({owner, self._next(owner)}) if r not in ranks])
+                wanting = [owner, self._next(owner)] if self._copies else [owner]
+                self._send(replica, number, ranks[0], [rank for rank in wanting if rank not in ranks])
         return begun, lost
 
     def send_on(self, number: int) -> None:
         """My replicas' states before that round, to the next member. Every other one gives first, so that no chain of
         members waits for its head."""
-        if self._exchange.shares_state or self._exchange.size == 1:
+        if not self._copies:
             return
         for turn in range(2):
             for replica in range(self._replicas):
@@ -99,10 +101,10 @@ class InnerStates:
     def _send(self, replica: int, number: int, source: int, receivers: Sequence[int]) -> None:
         if not receivers:
             return
-        mine = self._exchange.rank in receivers
+        mine = self.exchange.rank in receivers
         if mine:
             self._stamps[replica, number % 2] = 0
-        self._exchange.transfer(self._places[replica][number % 2], source, receivers)
+        self.exchange.transfer(self._places[replica][number % 2], source, receivers)
         if mine:
             self._stamps[replica, number % 2] = number + 1
 
@@ -110,4 +112,4 @@ class InnerStates:
         return next(rank for rank, (first, end) in enumerate(self._ranges) if first <= replica < end)
 
     def _next(self, rank: int) -> int:
-        return (rank + 1) % self._exchange.size
+        return (rank + 1) % self.exchange.size

@@ -11,6 +11,7 @@ from distbelief.comm.exchange import ROW, Exchange, Geometry
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
+from distbelief.strategies.local.innerstates import InnerStates
 from distbelief.strategies.local.replica import LocalReplica
 from distbelief.strategies.local.rounds import Rounds, group_of
 from distbelief.strategies.local.trainer import TOLD, LocalTrainer
@@ -58,4 +59,5 @@ class PreparedLocalSGD(PreparedModel):
         self, seat: Seat, exchange: Exchange, fetch: Fetch, begin_from: BeginFrom = nothing_saved
     ) -> LocalReplica:
         rounds = Rounds(self._schedule, self._how.steps, self.shards, seat.steps)
-        return LocalReplica(self._trainer, self._outer, rounds, seat, exchange, fetch, begin_from)
+        inner = InnerStates(exchange, seat.ranges, len(self._trainer.optimizer), self._how.copies)
+        return LocalReplica(self._trainer, self._outer, rounds, seat, inner, fetch, begin_from)

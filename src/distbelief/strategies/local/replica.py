@@ -13,11 +13,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
-from distbelief.comm.exchange import ROW, Exchange
+from distbelief.checkpoint.sources import MODEL
+from distbelief.comm.exchange import ROW
 from distbelief.comm.segment import Segment
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.strategies.agreement import agree_on_state
 from distbelief.strategies.base import (
     Applied,
     BeginFrom,
@@ -29,6 +30,7 @@ from distbelief.strategies.base import (
     Takeover,
     nothing_saved,
 )
+from distbelief.strategies.compute import make_model
 from distbelief.strategies.copying import Copy
 from distbelief.strategies.local.innerstates import InnerStates
 from distbelief.strategies.local.portions import LocalPortion, inner_states, is_inner
@@ -46,23 +48,21 @@ class LocalReplica(DataParallelReplica):
     """See `Replica`. `outer`: the optimizer of the outer step."""
 
     def __init__(
-        self, trainer: LocalTrainer, outer: Recipe, rounds: Rounds, seat: Seat, exchange: Exchange, fetch: Fetch,
+        self, trainer: LocalTrainer, outer: Recipe, rounds: Rounds, seat: Seat, inner: InnerStates, fetch: Fetch,
         begin_from: BeginFrom = nothing_saved,
     ) -> None:  # fmt: skip
         self._trainer = trainer
         self._rounds = rounds
-        self._inner = InnerStates(exchange, seat.ranges, len(trainer.optimizer))
+        self._inner = inner
         self._begin_from = begin_from
         self._went_back: RolledBack | None = None
         self._interrupted = False
         within = replace(seat, steps=rounds.count)
-        super().__init__(trainer, outer, rounds, within, exchange, fetch, True, self._begin)
+        super().__init__(trainer, outer, rounds, within, inner.exchange, fetch, True, self._begin)
         # Clipping and the schedule are for local steps.
         self._job = replace(trainer.job, clip_norm=None, schedule=None)
         self._rows = np.zeros((rounds.replicas, ROW + TOLD * rounds.local))
         self._helper = None  # a replica's state has one writer, and a late one would be begun anew from its first step
-        if not exchange.shares_state:
-            self._agree_on_inner()
 
     # --- what a generation goes on from ------------------------------------------------------------------------------
 
@@ -73,30 +73,40 @@ class LocalReplica(DataParallelReplica):
         rounds = self._rounds.done(saved.step)
         inner = {name: tensor for name, tensor in saved.tensors.items() if is_inner(name)}
         others = {name: tensor for name, tensor in saved.tensors.items() if name not in inner}
+        states: Sequence[torch.Tensor] = [torch.zeros_like(self._trainer.optimizer)] * self._rounds.replicas
         if saved.step:  # else it is weights alone, and optimizers begin
             states = inner_states(inner, self._trainer.layout, self._trainer.recipe, self._rounds.replicas)
-            self._inner.set(rounds, states)
+        self._inner.set(rounds, states)
         return replace(saved, step=rounds, tensors=others)
 
-    def _agree_on_inner(self) -> None:
+    def _agree(self, begin_from: BeginFrom) -> None:
+        super()._agree(begin_from)
+        if self.exchange.shares_state:
+            return
         self._interrupted, lost = self._inner.agree(self._state.steps_applied)
         if not lost:
             return
         reached = self.steps_applied()
         self._state.forget()
-        agree_on_state(self._state, self.exchange, self._computer, self._recipe, self._begin_again)
-        self._computer.commit_integers(self._state.integers(self._state.steps_applied))
+        super()._agree(self._begin_again)
         self._inner.agree(self._state.steps_applied)
-        self._went_back = RolledBack(reached, self.steps_applied(), "checkpoint")
+        source = "checkpoint" if self.steps_applied() else "where the run began"
+        self._went_back = RolledBack(reached, self.steps_applied(), source)
 
     def _begin_again(self, step: int = -1) -> Saved | None:
-        saved = self._begin(step)
-        if saved is None or not saved.step:
+        return self._begin(step) or self._begin_anew()
+
+    def _begin_anew(self) -> Saved:
+        """From the job's own initial values, which are nowhere any more."""
+        job = self._trainer.job
+        if isinstance(job.model, torch.nn.Module):
             raise DistBeliefError(
-                "the optimizer state of a replica was on two workers, which died together, and there is no checkpoint",
-                hint="save more often (--save-every)",
+                "whoever had the optimizer state of a replica has died, and there is no checkpoint to go back to",
+                hint="save more often (--save-every), or let `model` be a function, which can be called again",
             )
-        return saved
+        model = make_model(job, self._trainer.device)
+        self._inner.set(0, [torch.zeros_like(self._trainer.optimizer)] * self._rounds.replicas)
+        return Saved(0, {f"{MODEL}{n}": t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())})
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
