@@ -167,7 +167,7 @@ def taken_over(state: State, event: m.StepTakenOver, now: float) -> Result:
 
 def _back_to_outer_step(event: m.StepTakenOver, replicas: int) -> str:
     again = f"{event.recomputed} of {replicas} replica{'s' if replicas > 1 else ''}"
-    return f"goes back to the last outer step, after step {event.step}: {again} train again from there"
+    return f"goes back to the last outer step, after step {event.step}: {again} computed again from there"
 
 
 def collective_failed(state: State, event: m.CollectiveFailed, now: float) -> Result:
