@@ -59,7 +59,8 @@ class TorchExchange(TorchGroup):
         return None  # partial sums are in the memory of their makers; they are computed again
 
     def working(self, shard: int) -> None:
-        """Nobody could look it up."""
+        """Nobody could look it up. But what is computed after an abort is computed again: better not now."""
+        self._abort.check()
 
     def begin(self, plan: StepPlan) -> None:
         self._plan = plan
