@@ -82,7 +82,16 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
 # Not Adafactor: it makes steps of full size from the rounding of a gradient that is zero, as that of a bias before a
 # norm is, also in allreduce.
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "Adafactor"])
-@pytest.mark.parametrize("how", [LocalSGD(3, replicas=3), LocalSGD(3, replicas=4, outer="nesterov")], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [
+        LocalSGD(3, replicas=3),
+        LocalSGD(3, replicas=4, outer="nesterov"),
+        LocalSGD(1, replicas=3),  # in every fourth round the last replicas have no samples at all
+        LocalSGD(1, replicas=6, outer="nesterov"),
+    ],
+    ids=str,
+)
 def test_the_bits_of_a_plain_loop(optimizer: str, how: LocalSGD) -> None:
     """With partial batches, several types, dropout, statistics, tied, frozen and unused parameters, and clipping."""
     torch.set_num_threads(1)

@@ -113,6 +113,9 @@ class LocalReplica(DataParallelReplica):
     def compute(self, step: int) -> None:
         number = self._rounds.done(step)
         self._inner.begin(number)
+        first, end = self._seat.ranges[self._seat.rank]
+        for idle in range(max(first, self._rounds.occupied(number)), end):  # no samples: it stays as it is
+            self._inner.write(idle, number + 1, self._inner.read(idle, number))
         try:
             super().compute(number)
         finally:
