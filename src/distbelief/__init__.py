@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from distbelief.job import Job
     from distbelief.strategies.allreduce import AllReduce
     from distbelief.strategies.hybrid import Hybrid, Pipeline, Sharded, Tensor
+    from distbelief.strategies.local_sgd import LocalSGD
     from distbelief.worker.metrics import accuracy
 
 _HOME = {
@@ -25,6 +26,7 @@ _HOME = {
     "Hybrid": "distbelief.strategies.hybrid",
     "Job": "distbelief.job",
     "JobError": "distbelief.errors",
+    "LocalSGD": "distbelief.strategies.local_sgd",
     "Pipeline": "distbelief.strategies.hybrid",
     "Result": "distbelief.api",
     "RunFailed": "distbelief.errors",
@@ -42,6 +44,7 @@ __all__ = [
     "Hybrid",
     "Job",
     "JobError",
+    "LocalSGD",
     "Pipeline",
     "Result",
     "RunFailed",

@@ -161,7 +161,7 @@ def resume_run(
 
     from distbelief.engines.launch import read_launch
     from distbelief.engines.rundir import ended
-    from distbelief.strategies import parse
+    from distbelief.strategies import learn_alike, parse
 
     launch = read_launch(run_dir)
     record = ended(run_dir) if (run_dir / "journal.jsonl").exists() else None
@@ -175,6 +175,11 @@ def resume_run(
             hint="resume it from that program: distbelief.resume(run_dir, job)",
         )
     how = parse(strategy or launch.strategy) if isinstance(strategy, str | None) else strategy
+    if not learn_alike(how, parse(launch.strategy)):
+        raise JobError(
+            f"a run of {launch.strategy} cannot go on as {how}: the replicas of local_sgd have optimizers of their own",
+            hint="begin another run with its weights: distbelief train JOB --from RUN",
+        )
     count = launch.workers if workers is None else workers
     _check_workers(count, launch.min_workers if workers is None else 1)
     launch = replace(

@@ -87,8 +87,12 @@ class Watched:
                 steps.append(entry["step"])
         return steps
 
-    def result(self) -> dict[str, Any]:
+    def release(self) -> None:
+        """Let it be quick from now on."""
         self._brake.unlink()
+
+    def result(self) -> dict[str, Any]:
+        self.release()
         outcome = self.run.wait().json
         # Every step was committed and reported exactly once.
         assert sorted(self.lasting_steps()) == list(range(outcome["steps"]))

@@ -40,16 +40,16 @@ class AloneExchange:
         self._parts = [[slot.tensor(t.dtype, t.offset_bytes, t.numel) for t in geometry.tiles] for slot in self._slots]
         self._sums = [torch.empty(tile.numel, dtype=tile.dtype) for tile in geometry.tiles]
         self._reduced: set[int] = set()
-        self._memory = memory
+        self._memory = {} if memory is None else {"state": memory}
         self._plan = StepPlan(-1, [], 0)
 
     def slot(self, index: int) -> Segment:
         return self._slots[index]
 
-    def state(self, size_bytes: int) -> Segment:
-        if self._memory is None:
-            self._memory = Segment.private(size_bytes)
-        return self._memory
+    def state(self, size_bytes: int, name: str = "state") -> Segment:
+        if name not in self._memory:
+            self._memory[name] = Segment.private(size_bytes)
+        return self._memory[name]
 
     def held(self, step: int) -> list[Held] | None:
         return None

@@ -21,7 +21,7 @@ from distbelief.shards import Program, Range
 if TYPE_CHECKING:
     from distbelief.comm.backups import Backups
 
-ROW = 4  # float64 numbers that travel per shard and step
+ROW = 4  # float64 numbers that travel per shard and step, at least
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Gift:
     """What a member tells all others about its part of a step."""
 
     rows: np.ndarray
-    """(shards, ROW): numbers per shard; those of my shards count."""
+    """(shards, Geometry.row): numbers per shard; those of my shards count."""
     mine: Sequence[Range]
     """The shards whose rows are mine, also the empty ones."""
     nodes: Sequence[tuple[Range, int]]
@@ -117,6 +117,8 @@ class Geometry:
     """Entries of the layout, each with a bit that says whether any shard touched it."""
     integer_bytes: int = 0
     """The size of the model's integer buffers."""
+    row: int = ROW
+    """Numbers that travel per shard and step."""
 
 
 class Group(Protocol):
@@ -154,8 +156,9 @@ class Exchange(Group, Protocol):
 
     def slot(self, index: int) -> Segment: ...
 
-    def state(self, size_bytes: int) -> Segment:
-        """Memory for parameters and optimizer state: one copy per host, or this member's own."""
+    def state(self, size_bytes: int, name: str = "state") -> Segment:
+        """Memory for parameters and optimizer state, or other memory that lasts from one generation to the next: one
+        copy per host, or this member's own."""
 
     def held(self, step: int) -> list[Held] | None:
         """Partial sums of this step that earlier generations have left, whoever made them; None: nobody had begun it.

@@ -26,6 +26,7 @@ from distbelief.comm.exchange import Broken
 from distbelief.comm.words import Abort, Aborted
 
 _CHUNK_BYTES = 64 << 20
+_TRANSFER = (1 << 31) - 1  # a tag that no partial sum has: some may be on their way meanwhile
 _MISSED_S = 5.0  # a wait whose sockets are closed ends within milliseconds, if it ends
 
 
@@ -139,9 +140,9 @@ class TorchGroup:
             for first in range(0, block.numel(), _CHUNK_BYTES):
                 part = block[first : first + _CHUNK_BYTES]
                 if self.rank == source:
-                    wait_all([dist.isend(part, receiver) for receiver in receivers])
+                    wait_all([dist.isend(part, receiver, tag=_TRANSFER) for receiver in receivers])
                 elif self.rank in receivers:
-                    dist.recv(part, source)
+                    dist.recv(part, source, tag=_TRANSFER)
 
     def close(self) -> None:
         if dist.is_initialized():

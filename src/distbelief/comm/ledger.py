@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distbelief.comm.exchange import ROW, Geometry
+from distbelief.comm.exchange import Geometry
 from distbelief.comm.liveness import LIFE_BYTES, Life
 from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.words import Abort, Words, row_bytes
@@ -88,7 +88,7 @@ def _places(geometry: Geometry, at: int) -> tuple[list[tuple[np.dtype[Any], tupl
     """Where the small arrays lie behind the words, and where they end."""
     members = len(geometry.slots)
     fields: list[tuple[Any, tuple[int, ...]]] = [
-        (np.float64, (geometry.shards, ROW)),
+        (np.float64, (geometry.shards, geometry.row)),
         (np.uint8, (members, geometry.marks)),
         (np.float64, (len(geometry.tiles),)),
         (np.int32, (members, 1 + geometry.shards, 3)),
@@ -96,7 +96,7 @@ def _places(geometry: Geometry, at: int) -> tuple[list[tuple[np.dtype[Any], tupl
         ([("length", np.int64), ("more", np.int64), ("data", np.uint8, MAILBOX_BYTES)], (members,)),
         (np.int64, (geometry.shards,)),
         (np.int64, (members, geometry.shards)),
-        (np.float64, (geometry.shards, ROW)),
+        (np.float64, (geometry.shards, geometry.row)),
         (np.uint8, (geometry.shards, geometry.marks)),
     ]
     places = []

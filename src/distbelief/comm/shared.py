@@ -82,8 +82,8 @@ class SharedExchange:
         """Under which others of this host find it."""
         return self._ledger.slot_name(self.rank, index)
 
-    def state(self, size_bytes: int) -> Segment:
-        return self._keeper.lasting("state", size_bytes)
+    def state(self, size_bytes: int, name: str = "state") -> Segment:
+        return self._keeper.lasting(name, size_bytes)
 
     @property
     def _past(self) -> dict[int, Ledger]:

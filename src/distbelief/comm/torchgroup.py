@@ -50,16 +50,17 @@ class TorchExchange(TorchGroup):
     def slot(self, index: int) -> Segment:
         return self._slots[index]
 
-    def state(self, size_bytes: int) -> Segment:
-        if "state" not in self._memory:
-            self._memory["state"] = Segment.private(size_bytes)
-        return self._memory["state"]
+    def state(self, size_bytes: int, name: str = "state") -> Segment:
+        if name not in self._memory:
+            self._memory[name] = Segment.private(size_bytes)
+        return self._memory[name]
 
     def held(self, step: int) -> list[Held] | None:
         return None  # partial sums are in the memory of their makers; they are computed again
 
     def working(self, shard: int) -> None:
-        """Nobody could look it up."""
+        """Nobody could look it up. But what is computed after an abort is computed again: better not now."""
+        self._abort.check()
 
     def begin(self, plan: StepPlan) -> None:
         self._plan = plan

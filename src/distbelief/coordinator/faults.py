@@ -151,14 +151,23 @@ def taken_over(state: State, event: m.StepTakenOver, now: float) -> Result:
     state = replace(state, taken_over=event.generation, troubles=replace(state.troubles, killers=killers))
     for (step, shard), workers in killers.items():
         if len(workers) > 1:
+            which = f"step {step}" if state.config.stride == 1 else f"the steps from {step} on"
             message = (
-                f"shard {shard} of step {step} has killed {len(workers)} workers "
+                f"shard {shard} of {which} has killed {len(workers)} workers "
                 f"({', '.join(map(str, workers))}): whoever computes it dies"
             )
             hint = f"look at the samples of that shard, and in logs/worker-{workers[-1]}.log"
             failure = m.WorkerFailed(workers[-1], "", "exit", message, hint, step=step, shard=shard)
             return fail(state, failure, now)
-    return state, [Report({**line, "at": now})]
+    outputs: list[Output] = [Report({**line, "at": now})]
+    if state.config.stride > 1 and event.recomputed and state.reference:
+        outputs.append(say(_back_to_outer_step(event, state.reference.job.shards), now))
+    return state, outputs
+
+
+def _back_to_outer_step(event: m.StepTakenOver, replicas: int) -> str:
+    again = f"{event.recomputed} of {replicas} replica{'s' if replicas > 1 else ''}"
+    return f"goes back to the last outer step, after step {event.step}: {again} computed again from there"
 
 
 def collective_failed(state: State, event: m.CollectiveFailed, now: float) -> Result:

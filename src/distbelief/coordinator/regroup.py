@@ -117,7 +117,7 @@ def _start(
     if cause != "start":
         outputs.append(say(_change(cause, reason, was, plan.degrees), now))
     if plan.spares:
-        what_for = str(plan.degrees or f"{shards} shard{'s' if shards > 1 else ''}")
+        what_for = str(plan.degrees or f"{shards} {state.config.unit}{'s' if shards > 1 else ''}")
         outputs.append(say(explain.spares(len(candidates), what_for, plan.spares), now))
     return state, outputs
 

@@ -72,7 +72,8 @@ def _ask(state: State, now: float, ahead_s: float = AHEAD_S) -> Result:
         margin = 0
     else:
         margin = math.ceil(ahead_s / max(step_s, 1e-4))
-    step = min(furthest + 1 + margin, _last(state))
+    # There is a state after every multiple of the stride only, and times are those from one to the next.
+    step = min(furthest + (1 + margin) * state.config.stride, _last(state))
     state = replace(state, saves=replace(state.saves, asked=step, asked_at=now, ahead_s=ahead_s))
     return state, _tell(state)
 

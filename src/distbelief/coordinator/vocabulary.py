@@ -19,7 +19,7 @@ from distbelief.coordinator.fleetstate import Fleet
 from distbelief.coordinator.paged import Paged
 from distbelief.coordinator.progress import Progress
 from distbelief.errors import DistBeliefError
-from distbelief.strategies import wish_of
+from distbelief.strategies import stride_of, wish_of
 from distbelief.strategies.degrees import Degrees, Wish
 
 REPORTED_GRACE_S: Final = 5.0
@@ -80,6 +80,16 @@ class RunConfig(Struct, frozen=True, forbid_unknown_fields=True):
     def wish(self) -> Wish | None:
         """Of a strategy that divides the model."""
         return wish_of(self.strategy) if self.strategy else None
+
+    @property
+    def stride(self) -> int:
+        """Steps that are committed together."""
+        return stride_of(self.strategy) if self.strategy else 1
+
+    @property
+    def unit(self) -> str:
+        """What the members divide among themselves."""
+        return "replica" if self.strategy.startswith("local_sgd") else "shard"
 
     @property
     def balances(self) -> bool:

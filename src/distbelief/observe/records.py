@@ -55,8 +55,12 @@ class Slowest:
 
 @dataclass(frozen=True)
 class Interval:
+    """From one commit to the next."""
+
     seconds: float
     samples: int
+    steps: int = 1
+    """That were committed together."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class Progress:
     def remaining_s(self) -> float | None:
         if self.total is None or not self.intervals:
             return None
-        return (self.total - self.step) * statistics.median(interval.seconds for interval in self.intervals)
+        return (self.total - self.step) * statistics.median(one.seconds / one.steps for one in self.intervals)
 
     @property
     def slowest(self) -> Slowest | None:
@@ -146,6 +150,9 @@ def _step(progress: Progress, record: Record) -> Progress:
     # A step done again after a loss, a gap, or a clock set back is no measurement.
     if progress.at is not None and step == progress.step + 1 and at > progress.at:
         intervals = (*intervals, Interval(at - progress.at, int(record["samples"])))[-WINDOW_STEPS:]
+    elif intervals and step == progress.step + 1 and at == progress.at:  # committed together with the one before it
+        last = intervals[-1]
+        intervals = (*intervals[:-1], Interval(last.seconds, last.samples + int(record["samples"]), last.steps + 1))
     return replace(progress, step=step, loss=loss, smoothed=smoothed, at=at, intervals=intervals)
 
 

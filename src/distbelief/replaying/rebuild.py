@@ -18,6 +18,7 @@ from distbelief.replaying.records import RecordedRun
 from distbelief.strategies import parse
 from distbelief.strategies.base import BeginFrom, Saved, Seat, nothing_saved
 from distbelief.strategies.hybrid import Meshed
+from distbelief.strategies.local_sgd import LocalSGD
 from distbelief.strategies.prepared import PreparedAllReduce
 from distbelief.strategies.replica import DataParallelReplica
 from distbelief.worker.failure import describe_failure
@@ -51,6 +52,11 @@ def worker_spec(run: RecordedRun) -> WorkerSpec:
 @contextlib.contextmanager
 def loaded_here(run: RecordedRun) -> Iterator[Loaded]:
     """The job of the run, as its workers had it: the same file, settings, module path and number of threads."""
+    if any(isinstance(parse(strategy), LocalSGD) for strategy in run.strategies):
+        raise DistBeliefError(
+            f"{run.run_dir} was trained with local_sgd, whose replicas are apart: its single steps cannot be replayed",
+            hint="`distbelief verify JOB --strategy local_sgd:…` trains it again beside a plain loop",
+        )
     torch.set_num_threads(run.launch.threads)
     try:
         loaded = load(worker_spec(run), None)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from distbelief.errors import JobError
 from distbelief.strategies.allreduce import AllReduce
 from distbelief.strategies.degrees import Wish
 from distbelief.strategies.hybrid import SCHEDULES, Hybrid, Meshed, Pipeline, Sharded, Tensor
+from distbelief.strategies.local_sgd import LocalSGD, parse_local_sgd
 from distbelief.strategies.parameterserver import MODES, ParameterServer
 
-AnyStrategy = AllReduce | ParameterServer | Pipeline | Tensor | Sharded | Hybrid
+AnyStrategy = AllReduce | LocalSGD | ParameterServer | Pipeline | Tensor | Sharded | Hybrid
 
 KNOWN = (
-    "allreduce, ps:sync, ps:async, ps:ssp:staleness=4, pipeline:4, tensor:2, sharded, "
+    "allreduce, ps:sync, ps:async, ps:ssp:staleness=4, local_sgd:8, pipeline:4, tensor:2, sharded, "
     "or degrees such as dp2.tp2.pp2 and dp2.fsdp2"
 )
 _DEGREES = {"dp": "data", "fsdp": "sharded", "tp": "tensor", "pp": "pipeline"}
@@ -38,6 +40,8 @@ def parse(text: str) -> AnyStrategy:
         return _allreduce(text, options)
     if name == "ps":
         return _parameter_server(text, options)
+    if name == "local_sgd":
+        return parse_local_sgd(text, options)
     if name == "pipeline":
         stages, rest = _degree(text, options)
         return Pipeline(stages, **_options(text, rest, scheduled=True))
@@ -75,6 +79,27 @@ def wish_of(text: str) -> Wish | None:
     """
     strategy = parse(text)
     return strategy.wish() if isinstance(strategy, Meshed) else None
+
+
+def stride_of(text: str) -> int:
+    """How many steps a strategy commits together.
+
+    >>> stride_of("local_sgd:8"), stride_of("allreduce")
+    (8, 1)
+    """
+    return parse(text).stride
+
+
+def learn_alike(one: AnyStrategy, other: AnyStrategy) -> bool:
+    """Whether both should come to the same weights, so that one can go on from a checkpoint of the other.
+
+    >>> learn_alike(parse("pipeline:2"), parse("allreduce")), learn_alike(parse("local_sgd:8"), parse("allreduce"))
+    (True, False)
+    >>> learn_alike(parse("local_sgd:8"), parse("local_sgd:8:gloo"))
+    True
+    """
+    found = [replace(how, transport="auto", copies=True) if isinstance(how, LocalSGD) else None for how in (one, other)]
+    return found[0] == found[1]
 
 
 def _allreduce(text: str, options: Sequence[str]) -> AllReduce:

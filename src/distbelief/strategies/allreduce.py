@@ -35,6 +35,10 @@ class AllReduce:
         options = [*(["inexact"] if not self.exact else []), *([self.transport] if self.transport != "auto" else [])]
         return ":".join(["allreduce", *options])
 
+    @property
+    def stride(self) -> int:
+        return 1
+
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedAllReduce:
         from distbelief.strategies.prepared import PreparedAllReduce
 

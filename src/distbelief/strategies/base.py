@@ -24,6 +24,16 @@ Fetch = Callable[[int, int, int], tuple[Any, int]]
 """(step, first shard, end shard) -> the batch of those shards together, and how many samples it has."""
 
 
+class Division(Protocol):
+    """What is committed as a whole, and into how many units of work it is divided among the members."""
+
+    @property
+    def shards(self) -> int: ...
+
+    def occupied(self, step: int) -> int:
+        """How many of the units of that one have samples: the first so many."""
+
+
 @dataclass(frozen=True)
 class Task:
     """A shard to compute."""
@@ -42,6 +52,8 @@ class StepResult:
     samples: int
     fingerprint: str
     """Equal wherever and whenever this step is executed; kept with the step."""
+    before: Sequence[StepResult] = ()
+    """Of the steps that were committed together with this one, in front of it."""
 
 
 @dataclass(frozen=True)
@@ -217,16 +229,20 @@ class Replica(Seated, Protocol):
     """Of members that do steps together."""
 
     def compute(self, step: int) -> None:
-        """Forward and backward of my shards of that step, into named partial sums."""
+        """Forward and backward of my shards of that step, into named partial sums. Where several steps are committed
+        together, all of them, from that one on."""
 
     def commit(self, step: int) -> StepResult:
-        """Add the partial sums of all members and update. Atomic: applied whole or not at all."""
+        """Add the partial sums of all members and update. Atomic: applied whole or not at all. Returns what the last
+        step gave that is applied now."""
 
 
 class Prepared(Protocol):
     """A model that has been made and checked on this worker, before it has a seat."""
 
     model: torch.nn.Module
+    shards: int
+    """How many units of work the members divide among themselves."""
 
     @property
     def parameters(self) -> int: ...
@@ -238,6 +254,10 @@ class Prepared(Protocol):
         """What must be the same on all members for the bits to be the same."""
 
     def canary(self, fetch: Fetch) -> str: ...
+
+    def groups(self, mine: Range) -> list[list[Range]]:
+        """What a member with that range fetches: shards, in groups. It goes through the steps that are committed
+        together with one group after the other; within a step it takes a group's shards in order."""
 
     def geometry(self, ranges: Sequence[Range]) -> Geometry | None:
         """Of the exchange that it wants; None: a group will do."""
@@ -257,5 +277,9 @@ class Strategy(Protocol):
     @property
     def transport(self) -> str:
         """auto · shm · gloo"""
+
+    @property
+    def stride(self) -> int:
+        """Steps that are committed together: there is a state after every multiple of it, and at the end."""
 
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> Prepared: ...

@@ -40,6 +40,10 @@ class Meshed(ABC):
     def transport(self) -> Literal["gloo"]:
         return "gloo"
 
+    @property
+    def stride(self) -> int:
+        return 1
+
     @abstractmethod
     def wish(self) -> Wish:
         """How many ways each thing is to be divided."""

@@ -28,7 +28,7 @@ from distbelief.strategies.tileoptimizer import Recipe, state_bytes, state_place
 
 
 @dataclass(frozen=True)
-class _Place:
+class TilePlace:
     """A stretch of a named tensor in the bytes of a tile: its values, then its optimizer state."""
 
     tensor: str
@@ -39,11 +39,11 @@ class _Place:
     at_bytes: int
 
 
-def _places(layout: Layout, recipe: Recipe, tile: int) -> Iterator[_Place]:
+def tile_places(layout: Layout, recipe: Recipe, tile: int) -> Iterator[TilePlace]:
     for piece in layout.pieces[tile]:
         entry = layout.entries[piece.entry]
         at = piece.tile_first * entry.dtype.itemsize
-        yield _Place(f"{MODEL}{entry.name}", entry.dtype, tuple(entry.shape), piece.first, piece.numel, at)
+        yield TilePlace(f"{MODEL}{entry.name}", entry.dtype, tuple(entry.shape), piece.first, piece.numel, at)
     if tile >= layout.parameter_tiles:
         return
     after = layout.tiles[tile].size_bytes
@@ -52,11 +52,11 @@ def _places(layout: Layout, recipe: Recipe, tile: int) -> Iterator[_Place]:
         for field, at in place.fields:
             name = f"optimizer/{field.key}/{entry.name}"
             if recipe.elementwise and field.shape:
-                yield _Place(name, field.dtype, tuple(entry.shape), piece.first, piece.numel, after + at)
+                yield TilePlace(name, field.dtype, tuple(entry.shape), piece.first, piece.numel, after + at)
             elif piece.first == 0:  # a single number is the same for all pieces of a parameter
-                yield _Place(name, field.dtype, field.shape, 0, field.numel, after + at)
+                yield TilePlace(name, field.dtype, field.shape, 0, field.numel, after + at)
         if piece.first == 0:
-            yield _Place(f"begun/{entry.name}", torch.uint8, (), 0, 1, after + place.flag_at)
+            yield TilePlace(f"begun/{entry.name}", torch.uint8, (), 0, 1, after + place.flag_at)
 
 
 class TilePortion:
@@ -83,9 +83,9 @@ class TilePortion:
         found = [Slice(p.tensor, copy.tensor(p.dtype, at, p.count), p.shape, p.first) for at, p in self._all()]
         return [*found, *(Slice.whole(entry.tensor, outside[entry.tensor]) for entry in self._outside)]
 
-    def _all(self) -> Iterator[tuple[int, _Place]]:
+    def _all(self) -> Iterator[tuple[int, TilePlace]]:
         for tile, start in self.starts.items():
-            for place in _places(self._layout, self._recipe, tile):
+            for place in tile_places(self._layout, self._recipe, tile):
                 yield start + place.at_bytes, place
 
 
@@ -141,7 +141,7 @@ def put_back(saved: Saved, state: ReplicaState, computer: ShardComputer, recipe:
             part = slice(piece.tile_first, piece.tile_first + piece.numel)
             state.values[tile][part] = value[piece.first : piece.first + piece.numel]
         if tile < layout.parameter_tiles and not _is_weights_alone(saved):
-            _put_optimizer_back(tensors, state, layout, recipe, tile)
+            put_optimizer_back(tensors, state.optimizer[tile], layout, recipe, tile)
     integers = (tensors[f"{MODEL}{n}"] for n, b in model.named_buffers() if not b.is_floating_point())
     state.write_integers(saved.step, b"".join(i.contiguous().numpy().tobytes() for i in integers))
     set_frozen(model, tensors)
@@ -152,10 +152,10 @@ def put_back(saved: Saved, state: ReplicaState, computer: ShardComputer, recipe:
     state.begin_at(saved.step)  # last: half of it is no state
 
 
-def _put_optimizer_back(
-    tensors: Mapping[str, torch.Tensor], state: ReplicaState, layout: Layout, recipe: Recipe, tile: int
+def put_optimizer_back(
+    tensors: Mapping[str, torch.Tensor], memory: torch.Tensor, layout: Layout, recipe: Recipe, tile: int
 ) -> None:
-    memory = state.optimizer[tile]
+    """Write the named tensors to their places in the bytes of a tile's optimizer state."""
     for place in state_places(recipe, layout, tile):
         piece, name = place.piece, layout.entries[place.piece.entry].name
         for field, at in place.fields:

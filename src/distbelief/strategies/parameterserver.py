@@ -75,6 +75,10 @@ class ParameterServer:
         return self.mode == "sync"
 
     @property
+    def stride(self) -> int:
+        return 1
+
+    @property
     def waits(self) -> bool:
         """Whether workers do steps together."""
         return self.mode == "sync"

@@ -1,4 +1,7 @@
-"""allreduce on one worker, before it has a seat: the model made, laid out, and checked by the canary."""
+"""allreduce on one worker, before it has a seat: the model made, laid out, and checked by the canary.
+
+What holds for every strategy in which each member has the whole model is in `PreparedModel`.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +24,20 @@ from distbelief.strategies.replica import DataParallelReplica
 from distbelief.strategies.tileoptimizer import Recipe, state_bytes
 
 
-class PreparedAllReduce:
-    """The model on this worker, checked and laid out; it has no seat yet."""
+class PreparedModel:
+    """The whole model on this worker, checked and laid out; it has no seat yet."""
 
-    def __init__(self, job: Job, schedule: Schedule, device: torch.device, exact: bool) -> None:
+    _computer: ShardComputer
+
+    def __init__(self, job: Job, schedule: Schedule, device: torch.device) -> None:
         self.model = make_model(job, device)
+        self.shards = schedule.shards
         self._job = job
         self._schedule = schedule
-        self._exact = exact
         self._device = device
         parameters = [p for _, p in trainable(self.model)]
         self._recipe = Recipe(job.optimizer, parameters)
         self._layout = lay_out(self.model, whole_parameters=not self._recipe.elementwise)
-        self._computer = ShardComputer(job, self.model, self._layout, device)
-
-    def least_bytes(self) -> int:
-        """One slot for gradients, and values and optimizer state twice: the state itself and its undo copy."""
-        layout = self._layout
-        optimizer = sum(state_bytes(self._recipe, layout, tile) for tile in range(layout.parameter_tiles))
-        return layout.size_bytes + 2 * (layout.size_bytes + optimizer)
 
     def facts(self) -> dict[str, str]:
         return {
@@ -58,6 +56,30 @@ class PreparedAllReduce:
     def parameters(self) -> int:
         return sum(p.numel() for p in self._computer.parameters)
 
+    def frozen(self) -> list[str]:
+        return frozen(self.model)
+
+    def set_frozen(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        set_frozen(self.model, tensors)
+
+
+class PreparedAllReduce(PreparedModel):
+    """See `Prepared`."""
+
+    def __init__(self, job: Job, schedule: Schedule, device: torch.device, exact: bool) -> None:
+        super().__init__(job, schedule, device)
+        self._exact = exact
+        self._computer = ShardComputer(job, self.model, self._layout, device)
+
+    def least_bytes(self) -> int:
+        """One slot for gradients, and values and optimizer state twice: the state itself and its undo copy."""
+        layout = self._layout
+        optimizer = sum(state_bytes(self._recipe, layout, tile) for tile in range(layout.parameter_tiles))
+        return layout.size_bytes + 2 * (layout.size_bytes + optimizer)
+
+    def groups(self, mine: Range) -> list[list[Range]]:
+        return [[(shard, shard + 1) for shard in range(*mine)] if self._exact else [mine]]
+
     def geometry(self, ranges: Sequence[Range]) -> Geometry:
         return Geometry(
             tiles=self._layout.tiles,
@@ -67,12 +89,6 @@ class PreparedAllReduce:
             marks=len(self._layout.entries),
             integer_bytes=len(self._computer.integer_bytes()),
         )
-
-    def frozen(self) -> list[str]:
-        return frozen(self.model)
-
-    def set_frozen(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        set_frozen(self.model, tensors)
 
     def build(
         self, seat: Seat, exchange: Exchange, fetch: Fetch, begin_from: BeginFrom = nothing_saved

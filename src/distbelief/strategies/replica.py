@@ -16,11 +16,12 @@ import torch
 from distbelief.comm.backups import Backup
 from distbelief.comm.exchange import ROW, Exchange, Gift, StepPlan
 from distbelief.comm.segment import Segment
-from distbelief.shards import Range, Schedule, shard_seed
+from distbelief.shards import Range, shard_seed
 from distbelief.strategies.agreement import agree_on_state
 from distbelief.strategies.base import (
     Applied,
     BeginFrom,
+    Division,
     Fetch,
     RolledBack,
     Seat,
@@ -46,7 +47,7 @@ class DataParallelReplica:
     """See `Replica`. With `exact` off, a member's shards are fused into one batch: one unit of work per member."""
 
     def __init__(
-        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: Exchange, fetch: Fetch,
+        self, computer: ShardComputer, recipe: Recipe, schedule: Division, seat: Seat, exchange: Exchange, fetch: Fetch,
         exact: bool, begin_from: BeginFrom = nothing_saved,
     ) -> None:  # fmt: skip
         self.model = computer.model
@@ -59,8 +60,8 @@ class DataParallelReplica:
         self._exact = exact
         self._state = ReplicaState(computer.layout, recipe, exchange, len(computer.integer_bytes()))
         self._writes_for_all = exchange.rank == 0 or not exchange.shares_state
-        agree_on_state(self._state, exchange, computer, recipe, begin_from)
         self._recipe = recipe
+        self._agree(begin_from)
         computer.bind_parameters(self._state.segment, self._state.values_at)
         computer.commit_integers(self._state.integers(self._state.steps_applied))
         self._takeover = self._plan_takeover(self._state.steps_applied)
@@ -84,6 +85,10 @@ class DataParallelReplica:
             )
         self._began_at = self._unit_s = 0.0
 
+    def _agree(self, begin_from: BeginFrom) -> None:
+        """Before anything is made of the state: have the one that the generation goes on from."""
+        agree_on_state(self._state, self.exchange, self._computer, self._recipe, begin_from)
+
     def steps_applied(self) -> int:
         return self._state.steps_applied
 
@@ -100,6 +105,10 @@ class DataParallelReplica:
         if self._writes_for_all:
             self._state.write_note(self._state.steps_applied, content)
 
+    def _stamp(self, step: int) -> int:
+        """Under which number the exchange knows that step."""
+        return step
+
     def _plan(self, occupied: int) -> StepWork:
         ranges, rank = self._seat.ranges, self._seat.rank
         if self._exact:
@@ -111,7 +120,7 @@ class DataParallelReplica:
     def _plan_takeover(self, step: int) -> tuple[int, StepWork] | None:
         if not self._exact or step >= self._seat.steps:
             return None
-        held = self.exchange.held(step)
+        held = self.exchange.held(self._stamp(step))
         if held is None:
             return None
         shards, occupied = self._schedule.shards, self._schedule.occupied(step)
@@ -127,7 +136,7 @@ class DataParallelReplica:
 
     def compute(self, step: int) -> None:
         work = self._work_of(step)
-        self.exchange.begin(StepPlan(step, work.sources, work.order))
+        self.exchange.begin(StepPlan(self._stamp(step), work.sources, work.order))
         self._rows.fill(0)
         self._touched.fill(0)
         self._began_at = time.perf_counter()
@@ -222,14 +231,13 @@ class DataParallelReplica:
         self.comm_s += time.perf_counter() - started
         if self._helper:
             self.comm_s -= self._helper.seconds - helped_s  # helping is computing
-        result, untouched = judge_rows(step, shared.rows), shared.untouched
+        result, untouched = self._judge(step, shared.rows), shared.untouched
         weight = math.fsum(shared.rows[:, WEIGHT])
         if weight == 0:  # nothing to learn from: as if no parameter had a gradient; buffers have seen the samples
             untouched = untouched.copy()
             untouched[: len(self._computer.parameters)] = True
         if self._writes_for_all:
-            generation, at = self._seat.generation, time.time()
-            self._state.remember(Applied(step, result.loss, result.samples, result.fingerprint, generation, at))
+            self._remember(step, result, time.time())
             self._state.write_integers(step + 1, shared.integers)
         units = int(np.count_nonzero(shared.rows[:, COUNTS]))
         self._update(step, 1.0 / weight if weight else 0.0, units, untouched)
@@ -242,6 +250,10 @@ class DataParallelReplica:
         self._computer.commit_integers(shared.integers if helped or integers != shared.integers else None)
         return result
 
+    def _remember(self, step: int, result: StepResult, at: float) -> None:
+        generation = self._seat.generation
+        self._state.remember(Applied(step, result.loss, result.samples, result.fingerprint, generation, at))
+
     def _look_ahead(self, step: int) -> None:
         """Fetch the next step's first batch while others finish this one."""
         if step >= self._seat.steps:
@@ -249,6 +261,9 @@ class DataParallelReplica:
         work = self._work(self._schedule.occupied(step)).partials.work
         if work:
             self._ahead = (step, self._fetch(step, *self._shards_of(work[0])))
+
+    def _judge(self, step: int, rows: np.ndarray) -> StepResult:
+        return judge_rows(step, rows)
 
     def _update(self, step: int, scale: float, units: int, untouched: np.ndarray) -> None:
         while self._copies:

@@ -81,6 +81,12 @@ class ReplicaState:
         self._stamps[1:] = 2 * step
         self._stamps[0] = True
 
+    def forget(self) -> None:
+        """Nothing that is here counts any more: the optimizer has not begun."""
+        self._stamps[0] = False
+        for memory in self.optimizer:
+            memory.zero_()
+
     def copy_tile(self, tile: int, into: Segment, at_bytes: int) -> None:
         """Copy a tile's values, then its optimizer state."""
         to = into.tensor(torch.uint8, 0, into.size_bytes).data_ptr() + at_bytes
@@ -141,9 +147,10 @@ class ReplicaState:
         place["fingerprint"], place["generation"] = applied.fingerprint, applied.generation
         place["step"] = applied.step
 
-    def remembered(self, first: int) -> list[Applied]:
-        """What the applied steps from `first` on gave, as far back as it is kept."""
-        applied = self.steps_applied
+    def remembered(self, first: int, until: int | None = None) -> list[Applied]:
+        """What the applied steps from `first` on gave, as far back as it is kept. `until`: how many those are, where
+        several are applied at once."""
+        applied = self.steps_applied if until is None else until
         steps = np.arange(max(first, applied - _REMEMBERED, 0), applied)
         places = self._history[steps % _REMEMBERED]
         return [

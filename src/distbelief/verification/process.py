@@ -34,6 +34,8 @@ class Order(msgspec.Struct, frozen=True):
     parent: int
     nudged: bool = False
     """Begin with weights that are one rounding away from the job's."""
+    strategy: str = ""
+    """The one that is verified: where it learns otherwise than one step after the other, so does the plain loop."""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -45,10 +47,14 @@ class Failure(msgspec.Struct, frozen=True):
     of_job: bool
 
 
-def run_plain(job_file: Path, settings: Mapping[str, str], most_steps: int, folder: Path, nudged: bool = False) -> None:
+def run_plain(
+    job_file: Path, settings: Mapping[str, str], most_steps: int, folder: Path, nudged: bool = False, strategy: str = ""
+) -> None:
     """Train the job of a file with the plain loop, into `folder`. What it prints goes to `plain.log` there."""
     folder.mkdir(parents=True)
-    order = Order(str(job_file.resolve()), dict(settings), most_steps, str(folder), sys.path, os.getpid(), nudged)
+    order = Order(
+        str(job_file.resolve()), dict(settings), most_steps, str(folder), sys.path, os.getpid(), nudged, strategy
+    )
     with (folder / "plain.log").open("wb") as log:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "distbelief.verification.process"],
@@ -93,7 +99,10 @@ def _train(order: Order) -> None:
 
     from distbelief.checkpoint.weights import save_weights
     from distbelief.data.seeding import seed_everything
+    from distbelief.strategies import parse
+    from distbelief.strategies.local_sgd import LocalSGD
     from distbelief.verification.plain import make_model, nudge, train_plainly
+    from distbelief.verification.plainlocal import train_locally
     from distbelief.worker.jobfile import load_job
 
     torch.set_num_threads(THREADS)
@@ -103,8 +112,13 @@ def _train(order: Order) -> None:
     model = make_model(job)
     if order.nudged:
         nudge(model)
+    how = parse(order.strategy) if order.strategy else None
+    if isinstance(how, LocalSGD):
+        losses = train_locally(job, model, how, order.most_steps)
+    else:
+        losses = train_plainly(job, model, order.most_steps)
     with (Path(order.folder) / "metrics.jsonl").open("w") as metrics:
-        for step, loss in enumerate(train_plainly(job, model, order.most_steps)):
+        for step, loss in enumerate(losses):
             print(json.dumps({"kind": "step", "step": step, "loss": loss}), file=metrics, flush=True)
     save_weights(model, Path(order.folder) / "weights.safetensors")
 

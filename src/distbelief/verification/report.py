@@ -6,7 +6,7 @@ import math
 from typing import Any, TextIO
 
 from distbelief.observe import text
-from distbelief.strategies import parse
+from distbelief.strategies import learn_alike, parse
 from distbelief.strategies.allreduce import AllReduce
 from distbelief.verification.compare import ABOVE_NOISE, Comparison, Difference
 from distbelief.verification.trial import PLAIN, Plan
@@ -54,6 +54,8 @@ def lines(plan: Plan, found: Comparison) -> list[str]:
 
 
 def _meaning(plan: Plan, found: Comparison) -> list[str]:
+    if plan.against != PLAIN and not learn_alike(parse(plan.strategy), parse(plan.against)):
+        return ["local_sgd learns something else, by its nature. What it should learn is what `--against plain` does."]
     if all(how == PLAIN or parse(how).exact for how in (plan.strategy, plan.against)):
         return ["Both promise the same bits, so something is wrong, if only in the order of a sum."]
     if found.noisy:

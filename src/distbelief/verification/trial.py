@@ -70,7 +70,7 @@ def _with_and_without_a_nudge(plan: Plan, folder: Path, stream: TextIO) -> tuple
 def _train(plan: Plan, how: str, run_dir: Path, stream: TextIO) -> None:
     print(f"{how}:", file=stream, flush=True)
     if how == PLAIN:
-        run_plain(plan.job, plan.settings, plan.most_steps, run_dir)
+        run_plain(plan.job, plan.settings, plan.most_steps, run_dir, strategy=plan.strategy)
         return
     with contextlib.closing(PlainView(stream)) as view:
         run_file(

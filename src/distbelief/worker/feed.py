@@ -30,15 +30,22 @@ class Feed:
         self._shuffle = shuffle
         self._until = 0
         self._readers = Readers(source, job.seed, job.readers) if isinstance(source, MapStyle) else None
-        self._units: Sequence[Range] = []
+        self._groups: Sequence[Sequence[Range]] = []
+        self._stride = 1
         self._asked: set[tuple[int, int]] = set()
-        self._spans: dict[int, tuple[int, npt.NDArray[np.int64]]] = {}
+        self._spans: dict[tuple[int, Range], tuple[int, npt.NDArray[np.int64]]] = {}
 
     def expect(self, units: Sequence[Range], until: int) -> None:
         """From now on these ranges of shards are asked for in every step before `until`; others are dropped."""
-        kept = {first for first, end in units if (first, end) in self._units}
-        self._units = units
+        self.expect_groups([units], until, 1)
+
+    def expect_groups(self, groups: Sequence[Sequence[Range]], until: int, stride: int) -> None:
+        """The same, where `stride` steps are gone through with one group of ranges after the other."""
+        before = {unit for group in self._groups for unit in group}
+        kept = {unit[0] for group in groups for unit in group if unit in before}
+        self._groups = groups
         self._until = until
+        self._stride = stride
         self._spans.clear()
         if self._readers:
             self._readers.forget(lambda key: key[1] in kept)
@@ -48,13 +55,15 @@ class Feed:
         """(epoch, sample numbers) of the shards [first, end) of a step."""
         epoch, low, _ = self._schedule.shard(step, first)
         _, _, high = self._schedule.shard(step, end - 1)
-        if not self._units or first < self._units[0][0] or end > self._units[-1][1]:
+        group = next((g for g in self._groups if g and g[0][0] <= first and end <= g[-1][1]), None)
+        if group is None:
             return epoch, self._permuted(epoch, low, high)
-        if step not in self._spans:  # one permutation for all of a step's units
-            _, start, _ = self._schedule.shard(step, self._units[0][0])
-            _, _, stop = self._schedule.shard(step, self._units[-1][1] - 1)
-            self._spans = {step: (start, self._permuted(epoch, start, stop))}
-        start, span = self._spans[step]
+        key = step, group[0]
+        if key not in self._spans:  # one permutation for all of a step's units
+            _, start, _ = self._schedule.shard(step, group[0][0])
+            _, _, stop = self._schedule.shard(step, group[-1][1] - 1)
+            self._spans = {key: (start, self._permuted(epoch, start, stop))}
+        start, span = self._spans[key]
         return epoch, span[low - start : high - start]
 
     def _permuted(self, epoch: int, low: int, high: int) -> npt.NDArray[np.int64]:
@@ -68,9 +77,13 @@ class Feed:
         if self._readers is None:
             return self._source.fetch(self.samples(step, first, end)[1]), high - low
         self._ask(step, first, end)
-        ahead = range(step, min(step + 1 + AHEAD, self._until)) if (first, end) in self._units else ()
-        for later in ahead:  # not for a shard that is computed for somebody else: mine of this step have been taken
-            for unit in self._units:
+        # Not for a shard that is computed for somebody else: mine of this step have been taken.
+        group = next((group for group in self._groups if (first, end) in group), ())
+        until = self._until
+        if len(self._groups) > 1:  # then comes another group, with the same steps
+            until = min(until, (step // self._stride + 1) * self._stride)
+        for later in range(step, min(step + 1 + AHEAD, until)):
+            for unit in group:
                 if later > step or unit[0] > first:  # those before it in this step have been taken
                     self._ask(later, *unit)
         self._asked.discard((step, first))

@@ -54,7 +54,7 @@ class Loaded:
     def facts(self) -> JobFacts:
         return JobFacts(
             name=self.job.name,
-            shards=self.schedule.shards,
+            shards=self.prepared.shards,
             steps=self.steps,
             global_batch=self.job.global_batch,
             samples=self.schedule.samples,

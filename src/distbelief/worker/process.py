@@ -145,12 +145,11 @@ def _obey(place: Place, loaded: Loaded) -> int:
 def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort) -> None:
     spec, link = place.spec, place.link
     mine = action.ranges[action.rank]
-    one_by_one = loaded.strategy.exact or action.degrees  # else a member takes its shards together
-    units = [(v, v + 1) for v in range(*mine)] if one_by_one else [mine]
     if _is_free(loaded):  # whole batches, and nobody knows which comes next
-        loaded.feed.expect([(0, loaded.schedule.shards)], until=0)
+        loaded.feed.expect_groups([[(0, loaded.schedule.shards)]], until=0, stride=1)
     else:
-        loaded.feed.expect(units, until=loaded.steps)
+        groups = loaded.prepared.groups(mine)
+        loaded.feed.expect_groups(groups, until=loaded.steps, stride=loaded.strategy.stride)
     exchange = _exchange(place, loaded, action, abort)
     start = Beginning(spec, action, link.send)
     link.progress.waiting = lambda: exchange.waiting or start.reading
@@ -186,6 +185,7 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             place.saver,
             loaded.checkpoint_facts,
             lambda lines: link.send(PlanShown(spec.worker, action.generation, list(lines))),
+            loaded.strategy.stride,
         )
         try:
             if isinstance(replica, AsynchronousReplica):

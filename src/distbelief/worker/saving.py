@@ -75,10 +75,10 @@ class Saver:
         threading.Thread(target=self._copy, name="copier", daemon=True).start()
         threading.Thread(target=self._work, name="saver", daemon=True).start()
 
-    def is_due(self, applied: int, steps: int) -> bool:
-        """Whether the state after so many steps is to be saved."""
-        every = self._plan.every_steps
-        return applied in (steps, self._asked) or bool(every and applied % every == 0)
+    def is_due(self, applied: int, steps: int, before: int | None = None) -> bool:
+        """Whether the state after so many steps is to be saved; `before`: the last one before it, if not one step."""
+        every, before = self._plan.every_steps, applied - 1 if before is None else before
+        return applied in (steps, self._asked) or bool(every and applied // every > before // every)
 
     @property
     def wished(self) -> int:

@@ -66,6 +66,16 @@ class Assignment:
     """What checkpoints say of the job."""
     show: Callable[[Sequence[str]], None] = lambda lines: None
     """Tells people how the model is divided."""
+    stride: int = 1
+    """Steps that are committed together: there is a state after every multiple of it, and after the last step."""
+
+    def before(self, applied: int) -> int:
+        """The state before that one: after how many steps.
+
+        >>> Assignment(0, 1, 20, Path(), 0, stride=8).before(20)
+        16
+        """
+        return (applied - 1) // self.stride * self.stride
 
 
 def train(
@@ -88,29 +98,33 @@ def train(
     busy_s = 0.0
     last = None
     watch.data_s, watch.shards = 0.0, 0
-    for step in range(first, task.steps):
+    step = first
+    while step < task.steps:
         started = time.perf_counter()
         replica.compute(step)
         last = replica.commit(step)
+        results = [*last.before, last]
         took = time.perf_counter() - started
         busy_s += took
-        if step > first or task.steps == first + 1:  # the first step warms up
+        if step > first or step + len(results) == task.steps:  # the first step warms up
             watch.speed.seconds += took
-            watch.speed.samples += last.samples
-        progress.step = step + 1
+            watch.speed.samples += sum(result.samples for result in results)
+        progress.step = step + len(results)
         compute_s = busy_s - watch.data_s - replica.comm_s
         progress.timing = Timing(watch.data_s, compute_s, replica.comm_s, watch.shards, dict(replica.waits()))
         if leads:
-            progress.reports.append(
-                StepReport(step, last.loss, last.samples, last.fingerprint, time.time(), task.generation)
-            )
+            at = time.time()
+            for number, one in enumerate(results, step):
+                report = StepReport(number, one.loss, one.samples, one.fingerprint, at, task.generation)
+                progress.reports.append(report)
         if leads and (lines := replica.plan_lines()):
             task.show(lines)
-        if step + 1 == task.steps:  # before the last evaluation, which may fail
+        step += len(results)
+        if step == task.steps:  # before the last evaluation, which may fail
             replica.save_weights(task.run_dir / "weights.safetensors")
-        if evaluator and _is_due(job, step + 1, task):
-            metrics = _evaluate(evaluator, replica, progress, step + 1)
-        _save_if_due(replica, step + 1, task)
+        if evaluator and _is_due(job, step, task):
+            metrics = _evaluate(evaluator, replica, progress, step)
+        _save_if_due(replica, step, task)
     if last is None:  # the steps were done before this generation; whoever led may have died before it had saved
         replica.save_weights(task.run_dir / "weights.safetensors")
     digest = replica.weights_sha256()
@@ -129,13 +143,14 @@ def train(
 
 
 def _save_if_due(replica: Replica, applied: int, task: Assignment) -> None:
-    if task.saver and task.saver.is_due(applied, task.steps):
+    if task.saver and task.saver.is_due(applied, task.steps, task.before(applied)):
         facts = facts_at(task.facts, replica, applied)
         task.saver.take(replica, applied, task.generation, facts, last=applied == task.steps)
 
 
 def _is_due(job: Job, applied: int, task: Assignment) -> bool:
-    return applied == task.steps or bool(job.evaluate_every and applied % job.evaluate_every == 0)
+    every = job.evaluate_every
+    return applied == task.steps or bool(every and applied // every > task.before(applied) // every)
 
 
 def _is_missing(replica: Replica, applied: int) -> bool:

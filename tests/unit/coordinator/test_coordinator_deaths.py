@@ -164,6 +164,16 @@ def test_a_takeover_is_told_once_per_generation() -> None:
     assert outputs == [s.Report({"kind": "recovery", "generation": 2, "step": 4, "recomputed": 2, "at": 5.5})]
 
 
+def test_replicas_that_train_again_from_the_last_outer_step_are_said() -> None:
+    run = Run(workers=3, strategy="local_sgd:4").started(0, 1, 2)
+    run.kill(1, now=5.0)
+    takeover = m.StepTakenOver(worker=0, generation=2, step=4, recomputed=2)
+    said = texts(run.feed(takeover, takeover, now=5.5))
+    assert said == "goes back to the last outer step, after step 4: 2 of 4 replicas computed again from there"
+    run.kill(2, now=6.0)
+    assert texts(run.feed(m.StepTakenOver(worker=0, generation=3, step=4, recomputed=0), now=6.5)) == ""
+
+
 def test_a_shard_that_kills_two_workers_ends_the_run_and_is_named() -> None:
     run = Run(workers=3).started(0, 1, 2)
     run.kill(1)

@@ -14,6 +14,14 @@ from distbelief.coordinator import state as s
 # --- parts and seals -------------------------------------------------------------------------------------------------
 
 
+def test_where_steps_are_committed_together_a_checkpoint_is_asked_for_where_there_is_a_state() -> None:
+    for step_s, named in ((1.0, 4), (0.1, 10)):  # a state is at least 0.3 s ahead: one round, or four of them
+        run = at_step(saving_run(0, 1, strategy="local_sgd:2"), 2, step_s=step_s)
+        assert asked(run.feed(m.CheckpointRequested())) == {0: named, 1: named}
+    last = at_step(saving_run(0, 1, strategy="local_sgd:7"), 7, step_s=1.0)
+    assert asked(last.feed(m.CheckpointRequested())) == {0: LAST, 1: LAST}
+
+
 def test_when_all_parts_are_there_one_writer_is_asked_to_seal() -> None:
     run = saving_run(0, 1, 2)
     assert run.feed(part(1, 4), part(0, 4)) == []

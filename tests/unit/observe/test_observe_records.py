@@ -51,6 +51,13 @@ def test_speed_is_the_median_over_recent_steps_by_the_records_own_times() -> Non
     assert describe(progress, {"steps": 16}).remaining_s == pytest.approx(1.0)
 
 
+def test_steps_that_were_committed_together_took_the_time_together() -> None:
+    times = [10.0, 10.0, 11.0, 11.0, 12.0, 12.0]  # two at a time, 64 samples each
+    progress = fold(*(step(i + 1, at) for i, at in enumerate(times)))
+    assert progress.samples_per_s == pytest.approx(128)
+    assert describe(progress, {"steps": 16}).remaining_s == pytest.approx(5.0)
+
+
 def test_no_speed_before_two_steps() -> None:
     assert Progress().samples_per_s is None
     assert fold(step(1, 5.0)).samples_per_s is None

@@ -14,11 +14,13 @@ from distbelief.strategies import AnyStrategy, parse, wish_of
 from distbelief.strategies.allreduce import AllReduce
 from distbelief.strategies.degrees import Wish
 from distbelief.strategies.hybrid import SCHEDULES, Hybrid, Pipeline, Sharded, Tensor
+from distbelief.strategies.local_sgd import LocalSGD
 from distbelief.strategies.parameterserver import ParameterServer
 
 degree = st.integers(1, 64)
 snapshots = st.none() | st.integers(0, 1000)
 schedule = st.sampled_from(SCHEDULES)
+transports = st.sampled_from(["auto", "shm", "gloo"])
 hybrids = st.builds(
     Hybrid, data=degree | st.none(), tensor=degree, pipeline=st.integers(2, 64), sharded=degree, schedule=schedule,
     snapshots=snapshots,
@@ -30,8 +32,18 @@ hybrids = st.builds(
     | st.builds(Tensor, degree, snapshots)
     | st.builds(Sharded, snapshots)
     | hybrids
-    | st.builds(ParameterServer, st.integers(1, 64), st.just("sync"), st.sampled_from(["auto", "shm", "tcp"]))
-    | st.builds(AllReduce, st.booleans(), st.sampled_from(["auto", "shm", "gloo"]))
+    | st.builds(ParameterServer, st.integers(1, 64), over=st.sampled_from(["auto", "shm", "tcp"]))
+    | st.builds(AllReduce, st.booleans(), transports)
+    | st.builds(LocalSGD, degree, degree | st.none(), transport=transports, copies=st.booleans())
+    | st.builds(
+        LocalSGD,
+        degree,
+        degree | st.none(),
+        st.just("nesterov"),
+        st.none() | st.floats(1e-6, 10),
+        st.none() | st.floats(0.01, 0.99),
+        transports,
+    )
 )
 def test_every_value_is_what_its_string_form_says(strategy: AnyStrategy) -> None:
     assert parse(str(strategy)) == strategy
@@ -87,6 +99,16 @@ def test_string_forms(text: str, value: AnyStrategy, wish: Wish) -> None:
         ("ps:sync:servers=", "unknown option 'servers='", "ps:sync:servers=2"),
         ("ps:sync:servers=-1", "unknown option 'servers=-1'", "ps:sync:servers=2"),
         ("ps:sync:gloo", "unknown option 'gloo'", "tcp"),
+        ("local_sgd", "'local_sgd' does not say how many local steps there are", "local_sgd:8"),
+        ("local_sgd:nesterov", "does not say how many local steps", "local_sgd:8"),
+        ("local_sgd:0", "local_sgd: steps must be a whole number of at least 1, not 0", "local_sgd:8"),
+        ("local_sgd:8:replicas=0", "replicas must be a whole number of at least 1, not 0", "replicas=4"),
+        ("local_sgd:8:replicas=many", "'replicas=many' in the strategy", "replicas=4"),
+        ("local_sgd:8:adam", "unknown option 'adam'", "nesterov"),
+        ("local_sgd:8:lr=0.5", "an average has no learning rate", "nesterov"),
+        ("local_sgd:8:nesterov:lr=-1", "the outer learning rate must be above 0, not -1.0", "lr=0.7"),
+        ("local_sgd:8:nesterov:momentum=1", "between 0 and 1, not 1.0", "leave nesterov away"),
+        ("local_sgd:8:nesterov:nesterov", "gives its outer twice", "once"),
     ],
 )
 def test_what_makes_no_sense_is_said_with_what_would(text: str, message: str, hint: str) -> None:

@@ -144,6 +144,21 @@ def test_the_next_steps_are_read_ahead_and_no_further_than_until(tmp_path: Path)
         assert left == [], "nothing is asked for or kept that nobody will take"
 
 
+def test_groups_are_read_one_after_the_other_through_the_steps_of_a_round(tmp_path: Path) -> None:
+    log, stride, steps = tmp_path / "read", 4, 6
+    groups: list[list[Range]] = [[(0, 1), (1, 2)], [(2, 3), (3, 4)]]
+    with feed(Table(log)) as it:
+        it.expect_groups(groups, until=steps, stride=stride)
+        for first, group in itertools.product(range(0, steps, stride), groups):
+            for step in range(first, min(first + stride, steps)):
+                for unit in units_of(step, group):
+                    check(it.fetch(step, *unit), expected(step, unit))
+        left = [key for key in itertools.product(range(9), range(SHARDS)) if it._readers._knows(key)]  # type: ignore[union-attr]
+        assert left == [], "nothing is asked for or kept that nobody will take"
+    read = sorted(int(line.split()[0]) for line in log.read_text().splitlines())
+    assert read == sorted(s for step in range(steps) for s in expected(step, (0, SHARDS)).tolist()), "each sample once"
+
+
 def test_the_data_sets_code_runs_in_other_processes_and_leaves_our_random_numbers_alone(tmp_path: Path) -> None:
     log = tmp_path / "read"
     with feed(Table(log)) as it:

@@ -70,6 +70,13 @@ def test_every_so_many_steps_the_last_one_and_what_is_asked_for_are_due(tmp_path
     assert [step for step in range(1, 11) if only_last.is_due(step, steps=10)] == [10]
 
 
+def test_where_several_steps_are_committed_together_the_first_state_after_it_was_due_is_saved(tmp_path: Path) -> None:
+    saver = Crew(tmp_path, every_steps=4).savers[0]
+    states = [3, 6, 9, 12, 15, 17]
+    due = [now for now, before in zip(states, [0, *states], strict=False) if saver.is_due(now, 17, before)]
+    assert due == [6, 9, 12, 17]
+
+
 def test_a_step_that_is_over_was_missed_and_that_is_said(tmp_path: Path) -> None:
     crew = Crew(tmp_path)
     crew.savers[0].ask(Save(3), present=3)

@@ -66,6 +66,7 @@ class PreparedMesh:
         self._recipe = Recipe(job.optimizer, stand_ins)
         self._state: LiveState | None = None
         self._snapshots = Snapshots(strategy.snapshots)
+        self.shards = schedule.shards
         self._costs: dict[int, Sequence[UnitCost]] = {}
 
     @cached_property
@@ -88,6 +89,9 @@ class PreparedMesh:
     def canary(self, fetch: Fetch) -> str:
         """Nothing to compare: members add in other orders, so that their bits differ anyway."""
         return ""
+
+    def groups(self, mine: Range) -> list[list[Range]]:
+        return [[(shard, shard + 1) for shard in range(*mine)]]
 
     def geometry(self, ranges: Sequence[Range]) -> Geometry | None:
         return None

@@ -1,0 +1,63 @@
+"""local_sgd on one worker, before it has a seat: the model made, laid out, and checked by the canary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from distbelief.comm.exchange import ROW, Exchange, Geometry
+from distbelief.job import Job
+from distbelief.shards import Range, Schedule
+from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
+from distbelief.strategies.local.innerstates import InnerStates
+from distbelief.strategies.local.replica import LocalReplica
+from distbelief.strategies.local.rounds import Rounds, group_of
+from distbelief.strategies.local.trainer import TOLD, LocalTrainer
+from distbelief.strategies.local_sgd import LocalSGD
+from distbelief.strategies.partials import slots_needed
+from distbelief.strategies.prepared import PreparedModel
+from distbelief.strategies.tileoptimizer import Recipe, state_bytes
+
+
+class PreparedLocalSGD(PreparedModel):
+    """See `Prepared`. What the members divide among themselves are the replicas."""
+
+    def __init__(self, job: Job, schedule: Schedule, device: torch.device, how: LocalSGD) -> None:
+        super().__init__(job, schedule, device)
+        self._how = how
+        self.shards = how.replicas_of(job)
+        self._trainer = LocalTrainer(job, self.model, self._layout, device, self._recipe)
+        self._computer = self._trainer
+        self._outer = Recipe(partial(torch.optim.SGD, **how.outer_options), self._trainer.parameters)
+
+    def least_bytes(self) -> int:
+        """A slot for differences; values and the outer optimizer's state twice; values, a gradient and the optimizer
+        state of the replica that is trained; and the optimizer state of all replicas, before and after a round."""
+        layout = self._layout
+        outer = sum(state_bytes(self._outer, layout, tile) for tile in range(layout.parameter_tiles))
+        inner = len(self._trainer.optimizer)
+        return 3 * layout.size_bytes + 2 * (layout.size_bytes + outer) + (1 + 2 * self.shards) * inner
+
+    def geometry(self, ranges: Sequence[Range]) -> Geometry:
+        return Geometry(
+            tiles=self._layout.tiles,
+            slot_bytes=self._layout.size_bytes,
+            slots=[slots_needed(self.shards, mine) for mine in ranges],
+            shards=self.shards,
+            marks=len(self._layout.entries),
+            integer_bytes=len(self._trainer.integer_bytes()),
+            row=ROW + TOLD * self._how.steps,
+        )
+
+    def groups(self, mine: Range) -> list[list[Range]]:
+        groups = [group_of(self._schedule.shards, self.shards, replica) for replica in range(*mine)]
+        return [[(shard, shard + 1) for shard in range(*group)] for group in groups]
+
+    def build(
+        self, seat: Seat, exchange: Exchange, fetch: Fetch, begin_from: BeginFrom = nothing_saved
+    ) -> LocalReplica:
+        rounds = Rounds(self._schedule, self._how.steps, self.shards, seat.steps)
+        inner = InnerStates(exchange, seat.ranges, len(self._trainer.optimizer), self._how.copies)
+        return LocalReplica(self._trainer, self._outer, rounds, seat, inner, fetch, begin_from)

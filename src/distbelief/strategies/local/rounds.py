@@ -1,0 +1,72 @@
+"""Rounds: a round is some local steps and the outer step after them. Pure.
+
+The run counts in steps (global batches); what is committed, taken over and undone as a whole is a round. A round ends
+at every multiple of H steps, and at the end of the run. Replica r has the same contiguous group of a step's shards in
+every step, whoever computes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distbelief.errors import JobError
+from distbelief.shards import Range, Schedule
+
+
+def group_of(shards: int, replicas: int, replica: int) -> Range:
+    """The shards of a replica.
+
+    >>> [group_of(8, 3, r) for r in range(3)]
+    [(0, 2), (2, 5), (5, 8)]
+    """
+    return replica * shards // replicas, (replica + 1) * shards // replicas
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Which steps a round has, and which replicas have samples in it. `total` steps in all.
+
+    >>> rounds = Rounds(Schedule(samples=20, global_batch=8, shards=4), local=4, replicas=2, total=10)
+    >>> rounds.count, [list(rounds.steps(t)) for t in range(3)], rounds.after(3)
+    (3, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]], 10)
+    """
+
+    schedule: Schedule
+    local: int
+    """H, the steps of a round."""
+    replicas: int
+    total: int
+
+    @property
+    def shards(self) -> int:
+        """What is divided among the members: the replicas, one unit of work each."""
+        return self.replicas
+
+    @property
+    def count(self) -> int:
+        return -(-self.total // self.local)
+
+    def steps(self, number: int) -> range:
+        return range(number * self.local, min((number + 1) * self.local, self.total))
+
+    def after(self, rounds: int) -> int:
+        """The steps that are done after so many rounds."""
+        return min(rounds * self.local, self.total)
+
+    def done(self, steps: int) -> int:
+        """The rounds that are done after so many steps: the inverse of `after`."""
+        rounds = -(-steps // self.local)
+        if self.after(rounds) != steps:
+            raise JobError(
+                f"a state after {steps} steps lies within a round of {self.local} local steps",
+                hint="it was saved by another strategy or at the end of a shorter run: begin with its weights (--from)",
+            )
+        return rounds
+
+    def group(self, replica: int) -> Range:
+        return group_of(self.schedule.shards, self.replicas, replica)
+
+    def occupied(self, number: int) -> int:
+        """How many replicas have samples in that round. They are always the first ones."""
+        most = max(self.schedule.occupied(step) for step in self.steps(number))
+        return sum(1 for replica in range(self.replicas) if self.group(replica)[0] < most)

@@ -1,0 +1,214 @@
+"""local_sgd in one process: against the plain loop, with any optimizer; its state saved and put back; its counting."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from saved_states import OPTIMIZERS, job_with
+from saved_states import Trainer as AllReduceTrainer
+from torch import nn, optim
+
+from distbelief.checkpoint.faults import CheckpointMismatch
+from distbelief.checkpoint.manifest import Facts
+from distbelief.checkpoint.saving import seal, write_part
+from distbelief.comm.alone import AloneExchange
+from distbelief.comm.segment import Segment
+from distbelief.data.sources import as_source
+from distbelief.errors import JobError
+from distbelief.job import Job
+from distbelief.shards import Schedule
+from distbelief.strategies.base import BeginFrom, NonFiniteLoss, Saved, Seat, StepResult, nothing_saved
+from distbelief.strategies.local_sgd import LocalSGD
+from distbelief.verification.plain import make_model
+from distbelief.verification.plainlocal import train_locally
+from distbelief.worker.feed import Feed
+from distbelief.worker.origin import facts_at, saved_at
+
+STEPS = 8  # 40 samples in batches of 12: every fourth batch has 4 samples, for the first replica only
+_folders = itertools.count()
+
+
+def job_of(optimizer: str = "AdamW", **options: Any) -> Job:
+    return job_with(optimizer, **{"global_batch": 12, "shards": 6, "steps": STEPS, **options})
+
+
+class Trainer:
+    """One process that has all replicas, and begins where it is told to."""
+
+    def __init__(self, job: Job, how: LocalSGD, begin_from: BeginFrom = nothing_saved) -> None:
+        source = as_source(job.data)
+        schedule = Schedule(len(source), job.global_batch, job.resolved_shards)
+        feed = Feed(source, schedule, job, shuffle=True)
+        prepared = how.prepare(job, schedule, torch.device("cpu"))
+        ranges = [(0, prepared.shards)]
+        feed.expect_groups(prepared.groups(ranges[0]), STEPS, how.stride)
+        self.exchange = AloneExchange(prepared.geometry(ranges))
+        self.replica = prepared.build(Seat(0, ranges, STEPS), self.exchange, feed.fetch, begin_from)
+        self.model = prepared.model
+
+    def train(self, until: int = STEPS) -> list[StepResult]:
+        found: list[StepResult] = []
+        while (step := self.replica.steps_applied()) < until:
+            self.replica.compute(step)
+            last = self.replica.commit(step)
+            found += [*last.before, last]
+        self.replica.synchronise()
+        return found
+
+    def saved(self) -> Saved:
+        """Its present state, by way of a checkpoint's file."""
+        folder, step = f"memory://local/{next(_folders)}", self.replica.steps_applied()
+        portion = self.replica.portions()[0]
+        copy = Segment.private(portion.size_bytes)
+        copying = self.replica.copy_portion(step, copy)
+        copying.finish()
+        record = write_part(folder, step, 1, 1, portion.slices(copy, copying.outside))
+        seal(folder, step, facts_at(Facts(), self.replica, step), [record])
+        return saved_at(folder, step)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    differ = [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
+    assert not differ, differ
+
+
+# Not Adafactor: it makes steps of full size from the rounding of a gradient that is zero, as that of a bias before a
+# norm is, also in allreduce.
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "Adafactor"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        LocalSGD(3, replicas=3),
+        LocalSGD(3, replicas=4, outer="nesterov"),
+        LocalSGD(1, replicas=3),  # in every fourth round the last replicas have no samples at all
+        LocalSGD(1, replicas=6, outer="nesterov"),
+    ],
+    ids=str,
+)
+def test_the_bits_of_a_plain_loop(optimizer: str, how: LocalSGD) -> None:
+    """With partial batches, several types, dropout, statistics, tied, frozen and unused parameters, and clipping."""
+    torch.set_num_threads(1)
+    job = job_of(optimizer, schedule=lambda step: 1 / (1 + step))
+    trainer = Trainer(job, how)
+    results = trainer.train()
+    model = make_model(job)
+    losses = list(train_locally(job, model, how))
+    assert_same_bits(trainer.weights(), dict(model.state_dict()))
+    assert [one.loss for one in results] == losses
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_saved_state_goes_on_to_the_same_bits(optimizer: str) -> None:
+    job, how = job_of(optimizer), LocalSGD(3, replicas=3, outer="nesterov")
+    first = Trainer(job, how)
+    first.train(until=6)
+    saved = first.saved()
+    again = Trainer(job, how, lambda step=-1: saved)
+    assert again.replica.steps_applied() == 6
+    assert [one.fingerprint for one in again.train()] == [one.fingerprint for one in first.train()]
+    assert_same_bits(again.weights(), first.weights())
+    last = saved.history[-1]
+    assert (last.step, last.loss) == (5, first.replica.remembered(5)[0].loss)
+
+
+def test_a_replica_that_forgot_its_own_momentum_would_come_elsewhere() -> None:
+    """That what is saved of the replicas counts: without it the weights are others."""
+    job, how = job_of("momentum"), LocalSGD(3, replicas=3)
+    first = Trainer(job, how)
+    first.train(until=6)
+    saved = first.saved()
+    inner = [name for name in saved.tensors if name.startswith("replica1/optimizer/momentum_buffer/")]
+    assert inner
+    for name in inner:
+        saved.tensors[name].zero_()
+    again = Trainer(job, how, lambda step=-1: saved)
+    again.train()
+    first.train()
+    assert any(not torch.equal(a, b) for a, b in zip(again.weights().values(), first.weights().values(), strict=True))
+
+
+def test_a_state_of_another_number_of_replicas_does_not_fit() -> None:
+    job = job_of("momentum")
+    first = Trainer(job, LocalSGD(3, replicas=3))
+    first.train(until=3)
+    saved = first.saved()
+    with pytest.raises(CheckpointMismatch, match="replica2"):
+        Trainer(job, LocalSGD(3, replicas=2), lambda step=-1: saved)
+    with pytest.raises(JobError, match="after 3 steps lies within a round of 2 local steps"):
+        Trainer(job, LocalSGD(2, replicas=3), lambda step=-1: saved)
+
+
+def test_everything_is_counted_in_steps() -> None:
+    trainer = Trainer(job_of(), LocalSGD(3, replicas=3))
+    replica = trainer.replica
+    replica.compute(0)
+    last = replica.commit(0)
+    assert (len(last.before), replica.steps_applied()) == (2, 3)
+    assert [one.step for one in replica.remembered(1)] == [1, 2]
+    assert [one.samples for one in (*last.before, last)] == [12, 12, 12]
+    replica.keep_note(b"metrics")
+    assert replica.note() == (3, b"metrics")
+    trainer.train()
+    assert replica.steps_applied() == STEPS  # the last round has two steps
+    assert [one.samples for one in replica.remembered(0)] == [12, 12, 12, 4, 12, 12, 12, 4]
+
+
+def test_one_replica_and_one_local_step_is_allreduce_within_rounding() -> None:
+    job = job_of("momentum")
+    local = Trainer(job, LocalSGD(1, replicas=1))
+    results = local.train(until=6)
+    other = AllReduceTrainer(job)
+    other.train(until=6)
+    assert [one.loss for one in results] == pytest.approx([one.loss for one in other.replica.remembered(0)], rel=1e-5)
+    for name, tensor in other.model.state_dict().items():
+        torch.testing.assert_close(local.weights()[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_the_average_is_the_mean_of_replicas_that_trained_apart() -> None:
+    """By hand: two replicas, one weight, two local steps of gradient descent each on their own samples."""
+    x, y = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.tensor([[1.0], [0.0], [2.0], [1.0]])
+    job = Job(
+        model=lambda: nn.Linear(1, 1, bias=False),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda p: optim.SGD(p, lr=0.1),
+        data=(x, y),
+        global_batch=4,
+        shards=2,
+        steps=STEPS,
+        shuffle=False,
+    )
+    trainer = Trainer(job, LocalSGD(2, replicas=2))
+    start = trainer.model.weight.item()
+    order = [trainer.replica._fetch(0, shard, shard + 1)[0] for shard in range(2)]
+    ends = []
+    for own_x, own_y in order:
+        weight = start
+        for _ in range(2):
+            weight -= 0.1 * float((2 * (weight * own_x - own_y) * own_x).mean())
+        ends.append(weight)
+    trainer.train(until=2)
+    assert trainer.model.weight.item() == pytest.approx(sum(ends) / 2, rel=1e-6)
+
+
+def test_a_loss_that_is_not_finite_names_its_step_and_shard() -> None:
+    seen = itertools.count()
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(output, target) * (float("nan") if next(seen) == 3 else 1.0)
+
+    x = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+    job = Job(
+        model=lambda: nn.Linear(2, 1), loss=loss, optimizer=lambda p: optim.SGD(p, lr=0.1),
+        data=(x, x[:, :1]), global_batch=8, shards=4, steps=STEPS,
+    )  # fmt: skip
+    trainer = Trainer(job, LocalSGD(4, replicas=2))
+    with pytest.raises(NonFiniteLoss, match="the loss is nan at step 1, shard 1"):
+        trainer.replica.compute(0)  # the first replica: shards 0 and 1 of step 0, then those of step 1
+    assert trainer.replica.steps_applied() == 0
