@@ -18,7 +18,7 @@ LASTING = ("freeze worker", "slow worker", "cut worker")
 
 FORMS = """\
 kill worker [N] · freeze worker [N] · slow worker [N] by 3x · cut worker [N] · leave worker [N]
-kill coordinator · join · scale to N · kill server [N] (a parameter server, of strategies that have them)
+kill coordinator · join · scale to N · kill server [N] (of two parameter servers or more)
 when: at step 40 · at 3s · every 40 steps · every 3s (left out: from the start)
 how long, for freeze, slow and cut: for 5s (left out: to the end)
 Sentences are parted by commas; without N, a worker or a server is chosen by --seed."""
