@@ -3,7 +3,7 @@
 It learns the step and the members from the run directory, as any onlooker does, and acts with signals, requests for a
 number of workers, and a relay that can be cut. Whom a sentence strikes: the worker it names or, when that one is gone,
 the living one in its place; else a random one. A fault that may end a worker waits until somebody would be left to go
-on, and one that ends a parameter server until another one has all that it has, if there is to be another one.
+on, and one that ends a parameter server until others have all that it has.
 """
 
 from __future__ import annotations
@@ -207,8 +207,8 @@ class Injector:
 
     def _kill_server(self, fault: Fault, seen: Seen) -> bool:
         living = [number for number in sorted(seen.servers) if number not in self._servers_killed]
-        if len(living) < len(seen.servers) or (len(living) > 1 and not seen.doubled):
-            return False  # the last one that was killed is still in the map, or a copy is under way
+        if not seen.doubled or len(living) < len(seen.servers):
+            return False  # a copy is under way, or the last one that was killed is still in the map
         if fault.worker is None:
             server = self._dice.choice(living)
         else:

@@ -18,7 +18,7 @@ LASTING = ("freeze worker", "slow worker", "cut worker")
 
 FORMS = """\
 kill worker [N] · freeze worker [N] · slow worker [N] by 3x · cut worker [N] · leave worker [N]
-kill coordinator · join · scale to N · kill server [N] (a parameter server, of strategies that have them)
+kill coordinator · join · scale to N · kill server [N] (of two parameter servers or more)
 when: at step 40 · at 3s · every 40 steps · every 3s (left out: from the start)
 how long, for freeze, slow and cut: for 5s (left out: to the end)
 Sentences are parted by commas; without N, a worker or a server is chosen by --seed."""
@@ -89,9 +89,12 @@ def write(faults: tuple[Fault, ...]) -> str:
 def check(faults: tuple[Fault, ...], workers: int, servers: int = 0) -> None:
     """Refuse a number that no worker or server of the run could ever have had a place for."""
     for fault in faults:
-        if fault.kind == "kill server" and (not servers or (fault.worker or 0) >= servers):
-            known = f"the servers of this run are 0 to {servers - 1}" if servers else "use --strategy ps:sync"
-            raise ScheduleError(f"'{fault}': there is no such parameter server", hint=known)
+        if fault.kind == "kill server" and servers < 2:
+            hint = "use --strategy ps:sync, with two servers or more: what only one has is lost with it"
+            raise ScheduleError(f"'{fault}': this strategy has {servers or 'no'} parameter server", hint=hint)
+        if fault.kind == "kill server" and (fault.worker or 0) >= servers:
+            hint = f"the servers of this run are 0 to {servers - 1}"
+            raise ScheduleError(f"'{fault}': there is no parameter server {fault.worker}", hint=hint)
     most = max([workers, *(fault.count for fault in faults if fault.kind == "scale")])
     if any(fault.kind == "join" for fault in faults):
         return  # they may go on joining

@@ -33,6 +33,7 @@ class Stage:
         self.lines: list[str] = []
         self.asked: list[int] = []
         self.workers: dict[int, subprocess.Popen[bytes]] = {}
+        self.served: dict[int, subprocess.Popen[bytes]] = {}
         self._journal = journal
         self._generation = 0
         self._all: list[subprocess.Popen[bytes]] = []
@@ -50,6 +51,14 @@ class Stage:
         self._journal.append(
             {"kind": "generation", "generation": self._generation, "members": listed, "at": time.time(), "lost": []}
         )
+
+    def servers(self, *numbers: int, doubled: bool = True) -> None:
+        """A map of these parameter servers; new ones get a process."""
+        for number in numbers:
+            self.served.setdefault(number, self.process())
+        listed = [{"number": number, "pid": self.served[number].pid} for number in numbers]
+        placed = {"map": {"backups": [0 if doubled else -1]}, "recruits": [-1]}
+        self._journal.append({"kind": "servers", "servers": listed, "placement": placed, "at": time.time()})
 
     def step(self, committed: int) -> None:
         with (self.run_dir / "metrics.jsonl").open("a") as file:
@@ -121,6 +130,29 @@ def test_a_kill_comes_at_its_step_and_not_before(stage: Stage) -> None:
     assert stage.lines == [f"fault: kill worker 1 at step 5 (worker 1, process {stage.workers[1].pid})"]
     assert injector.missed == ["join at step 900 (the run ended before)"]
     assert [record["kind"] for record in injector.journal] == ["epoch", "generation"]
+
+
+def test_a_server_is_killed_when_others_have_what_it_has(stage: Stage) -> None:
+    def gone() -> set[int]:
+        return {number for number, process in stage.served.items() if process.poll() is not None}
+
+    with stage.injector("kill server 1, kill server 1 at step 2") as injector:
+        stage.servers(0, 1, doubled=False)
+        stage.members(0, 1)
+        time.sleep(0.1)  # long enough for a blow that comes too early
+        assert gone() == set()
+        stage.servers(0, 1)
+        until(lambda: gone() == {1})
+        stage.step(2)
+        time.sleep(0.1)  # the map still has the dead one
+        assert gone() == {1}
+        stage.servers(0, 2)
+        until(lambda: gone() == {1, 2})  # whoever stands in for it
+    assert [(note.kind, note.worker, note.server) for note in injector.notes] == [
+        ("kill server", None, 1),
+        ("kill server", None, 2),
+    ]
+    assert injector.missed == []
 
 
 def test_a_random_victim_follows_from_the_seed(stage: Stage) -> None:

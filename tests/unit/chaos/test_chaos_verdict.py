@@ -261,6 +261,16 @@ def test_a_killed_coordinator() -> None:
     assert fault.shards_recomputed is None
 
 
+def test_a_killed_parameter_server() -> None:
+    """It is noticed when a map without it is written down; no generation follows."""
+    maps = [{"kind": "servers", "gone": gone, "at": BEGAN + at} for gone, at in [([], 0.0), ([0], 0.2), ([0, 2], 0.35)]]
+    blow = replace(note("kill server", 0.25), server=2)
+    (outcome,) = judge(TWIN, faulty(*ALL, journal=tuple(maps)), [blow]).faults
+    assert outcome.noticed_ms == pytest.approx(100)
+    assert outcome.next_commit_ms == pytest.approx(50)
+    assert outcome.shards_recomputed is None
+
+
 def test_planned_changes_and_a_slow_worker() -> None:
     journal = (generation(2, 0.32, "join"), generation(3, 0.42, "leave"), generation(4, 0.48, "balance"))
     run = faulty(*steps(0.0, 0.1, 0.2, 0.3), step(4, 0.4, 2), step(5, 0.5, 3), journal=journal)
