@@ -35,13 +35,17 @@ class SliceMemory:
         for tile, size_bytes in zip(shape.tiles, shape.state_bytes, strict=True):
             self._optimizer[tile] = self._state[at : at + size_bytes]
             at += size_bytes
-        self._parts = (job, recipe, layout)
+        self._job = job
+        self._recipe = recipe
         self._updates = self._made()
 
     def _made(self) -> TileUpdates:
         """The optimizer goes on from what lies in the memory."""
         tiles = [TileMemory(t, self.values[t], self._optimizer[t]) for t in self.parameter_tiles]
-        return TileUpdates(*self._parts, tiles)
+        return TileUpdates(self._job.seed, self._recipe, self.layout, tiles)
+
+    def _rate(self, step: int) -> float:
+        return self._job.schedule(step) if self._job.schedule else 1.0
 
     @property
     def parameter_tiles(self) -> list[int]:
@@ -54,7 +58,7 @@ class SliceMemory:
     def update(self, step: int, sums: dict[int, torch.Tensor], units: int, untouched: np.ndarray) -> None:
         """One step. `sums`: gradients as the optimizer wants them, and sums of the buffers over so many shards."""
         self._versions[0] = step + 1
-        self._updates.apply(step, {t: sums[t] for t in self.parameter_tiles}, untouched)
+        self._updates.apply(step, {t: sums[t] for t in self.parameter_tiles}, self._rate(step), untouched)
         for tile in self.buffer_tiles:
             set_buffers(self.values[tile], sums[tile].div_(units), self.layout.pieces[tile], untouched)
         self._versions[1] = step + 1
@@ -62,7 +66,7 @@ class SliceMemory:
     def update_freely(self, step: int, version: int, parts: dict[int, torch.Tensor], untouched: np.ndarray) -> None:
         """One update of a worker: gradients, and by how much it changes the buffers."""
         self._versions[0] = version + 1
-        self._updates.apply(step, {t: parts[t] for t in self.parameter_tiles}, untouched)
+        self._updates.apply(step, {t: parts[t] for t in self.parameter_tiles}, self._rate(step), untouched)
         for tile in self.buffer_tiles:
             self.values[tile].add_(parts[tile])
         self._versions[1] = version + 1

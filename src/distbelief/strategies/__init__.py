@@ -149,7 +149,7 @@ def _parameter_server(text: str, options: Sequence[str]) -> ParameterServer:
             raise JobError(
                 f"unknown option '{option}' in the strategy '{text}'",
                 hint="options of ps: sync, ssp, async, servers=2, staleness=4 (of ssp), n_push=1, n_fetch=1, "
-                "warm_up=0, noise=0, shm, tcp (as in ps:async:servers=2:n_push=4)",
+                "warm_up=0, noise=0, shm, tcp (as in ps:sync:servers=2 and ps:async:n_push=4)",
             )
     return ParameterServer(**values)
 

@@ -70,7 +70,7 @@ class DataParallelReplica:
         self._tiles = [t for t in exchange.tiles if t < computer.layout.parameter_tiles]
         self._buffer_tiles = [t for t in exchange.tiles if t >= computer.layout.parameter_tiles]
         memory = [TileMemory(t, self._state.values[t], self._state.optimizer[t]) for t in self._tiles]
-        self._updates = TileUpdates(computer.job, recipe, computer.layout, memory)
+        self._updates = TileUpdates(computer.job.seed, recipe, computer.layout, memory)
         self._copies: list[Copy] = []
         self._ahead: tuple[int, Any] = (-1, None)
         self._work = lru_cache(maxsize=4)(self._plan)
@@ -278,7 +278,8 @@ class DataParallelReplica:
                 gradient.mul_(clip)
             self._state.open(tile, step)
             gradients[tile] = gradient
-        self._updates.apply(step, gradients, untouched)
+        rate = self._job.schedule(step) if self._job.schedule else 1.0
+        self._updates.apply(step, gradients, rate, untouched)
         for tile in self._tiles:
             self._state.close(tile, step)
         for tile in self._buffer_tiles:

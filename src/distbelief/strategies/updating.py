@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from distbelief.data.seeding import seed_everything
-from distbelief.job import Job
 from distbelief.shards import mix
 from distbelief.strategies.layout import Layout, Piece
 from distbelief.strategies.tileoptimizer import Recipe, TileMemory, TileOptimizer
@@ -17,8 +16,8 @@ from distbelief.strategies.tileoptimizer import Recipe, TileMemory, TileOptimize
 class TileUpdates:
     """The job's optimizer over some tiles of parameters."""
 
-    def __init__(self, job: Job, recipe: Recipe, layout: Layout, tiles: Sequence[TileMemory]) -> None:
-        self._job = job
+    def __init__(self, seed: int, recipe: Recipe, layout: Layout, tiles: Sequence[TileMemory]) -> None:
+        self._seed = seed
         self._elementwise = recipe.elementwise
         self._parameters = len(layout.entries_of("parameter"))
         # An optimizer that is not element-wise may couple what it is given, and may draw random numbers. So it is given
@@ -26,13 +25,13 @@ class TileUpdates:
         sets = [tiles] if recipe.elementwise else [[one] for one in tiles]
         self._optimizers = [(some[0].tile, TileOptimizer(recipe, layout, some)) for some in sets if some]
 
-    def apply(self, step: int, gradients: dict[int, torch.Tensor], untouched: np.ndarray) -> None:
-        """One step. The gradients (by tile) may be overwritten. Entries that nobody touched are left as they are."""
-        rate = self._job.schedule(step) if self._job.schedule else 1.0
+    def apply(self, step: int, gradients: dict[int, torch.Tensor], rate: float, untouched: np.ndarray) -> None:
+        """One step. The gradients (by tile) may be overwritten. Entries that nobody touched are left as they are.
+        `rate`: by what the learning rate is multiplied."""
         skip = untouched if untouched[: self._parameters].any() else None
         for first, optimizer in self._optimizers:
             if not self._elementwise:
-                seed_everything(mix(self._job.seed, 4, step, first) >> 1)
+                seed_everything(mix(self._seed, 4, step, first) >> 1)
             optimizer.update(gradients, rate, skip)
 
 
