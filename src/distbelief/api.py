@@ -40,6 +40,8 @@ class Result:
     recoveries: int
     reexecuted: int = 0
     """Steps that were executed again, since no member had the state after them any more (in divided models)."""
+    wire_ratio: float | None = None
+    """Bytes of gradients that were sent, of those that would have been sent uncompressed; None: not compressed."""
 
     def state_dict(self) -> dict[str, Any]:
         """The trained weights, for `model.load_state_dict`."""
@@ -307,6 +309,7 @@ def _result(record: dict[str, Any], run_dir: Path, started: float) -> Result:
         workers=result["workers"],
         recoveries=result["recoveries"],
         reexecuted=result.get("reexecuted", 0),  # a run of an earlier version has none
+        wire_ratio=result.get("wire_ratio"),
     )
 
 

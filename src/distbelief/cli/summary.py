@@ -25,6 +25,7 @@ KEYS = (
     "workers",
     "recoveries",
     "reexecuted",
+    "wire_ratio",
 )
 
 
@@ -43,6 +44,8 @@ def rows(result: Result) -> list[tuple[str, str]]:
         found.append(("recoveries", str(result.recoveries)))
     if result.reexecuted:
         found.append(("executed again", text.count(result.reexecuted, "step")))
+    if result.wire_ratio is not None:
+        found.append(("on the wire", f"{text.percent(result.wire_ratio)} of the uncompressed bytes"))
     return [*found, ("weights sha256", result.weights_sha256), ("run", result.run_dir)]
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from distbelief.comm.compression.subject import Compression
 from distbelief.comm.segment import Segment
 from distbelief.shards import Program, Range
 
@@ -117,6 +118,8 @@ class Geometry:
     """Entries of the layout, each with a bit that says whether any shard touched it."""
     integer_bytes: int = 0
     """The size of the model's integer buffers."""
+    compression: Compression | None = None
+    """How gradients are made smaller on their way, over a network."""
 
 
 class Group(Protocol):

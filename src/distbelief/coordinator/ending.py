@@ -43,6 +43,7 @@ def complete(state: State, now: float) -> Result:
         "workers": len(state.members),
         "recoveries": state.recoveries,
         "reexecuted": state.reexecuted,
+        "wire_ratio": first.wire_bytes / first.plain_bytes if first.plain_bytes else None,
     }
     line = workers_line(state.progress, state.members, state.generation, now)
     state, outputs = end(state, "completed", f"all {len(ends)} members have finished", now, result=result)

@@ -24,6 +24,7 @@ from distbelief.strategies.base import (
     Applied,
     BeginFrom,
     Fetch,
+    Portion,
     RolledBack,
     Seat,
     StepResult,
@@ -329,7 +330,7 @@ class DataParallelReplica:
     def _outside(self, applied: int) -> dict[str, torch.Tensor]:
         return outside_of_tiles(self.model, self._computer.layout, self._state.integers(applied))
 
-    def portions(self) -> Sequence[TilePortion]:
+    def portions(self) -> Sequence[Portion]:
         return self._portions
 
     def copy_portion(self, applied: int, into: Segment) -> Copy:
@@ -353,6 +354,9 @@ class DataParallelReplica:
 
     def waits(self) -> Mapping[int, float]:
         return {}
+
+    def traffic(self) -> tuple[int, int]:
+        return 0, 0
 
     def plan_lines(self) -> Sequence[str]:
         return ()

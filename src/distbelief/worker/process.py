@@ -33,9 +33,9 @@ from distbelief.comm.messages import (
     WorkerReady,
 )
 from distbelief.comm.network import interface_to
+from distbelief.comm.networked import networked
 from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.shared import SharedExchange
-from distbelief.comm.torchgroup import TorchExchange
 from distbelief.comm.words import Abort, Aborted
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.base import Replica, Saved, Seat
@@ -280,7 +280,7 @@ def _exchange(place: Place, loaded: Loaded, action: TrainGeneration, abort: Abor
     meeting = Rendezvous(*place.spec.store, name)
     if geometry is None:
         return TorchGroup(meeting, action.rank, len(action.members), abort)
-    return TorchExchange(meeting, action.rank, geometry, abort, place.own_memory)
+    return networked(meeting, action.rank, geometry, abort, place.own_memory)
 
 
 def _group_name(generation: int) -> str:

@@ -99,7 +99,8 @@ def train(
             watch.speed.samples += last.samples
         progress.step = step + 1
         compute_s = busy_s - watch.data_s - replica.comm_s
-        progress.timing = Timing(watch.data_s, compute_s, replica.comm_s, watch.shards, dict(replica.waits()))
+        waits, traffic = dict(replica.waits()), replica.traffic()
+        progress.timing = Timing(watch.data_s, compute_s, replica.comm_s, watch.shards, waits, *traffic)
         if leads:
             progress.reports.append(
                 StepReport(step, last.loss, last.samples, last.fingerprint, time.time(), task.generation)
@@ -117,6 +118,7 @@ def train(
     if not leads:  # one that has a replica of its own must have the same as all others
         return WorkerFinished(task.worker, task.generation, task.steps, weights_sha256=digest)
     loss = last.loss if last else replica.remembered(task.steps - 1)[-1].loss
+    wire_bytes, plain_bytes = replica.traffic()
     return WorkerFinished(
         task.worker,
         task.generation,
@@ -125,6 +127,8 @@ def train(
         loss=loss,
         metrics=metrics,
         samples_per_s=watch.speed.per_s(),
+        wire_bytes=wire_bytes,
+        plain_bytes=plain_bytes,
     )
 
 
