@@ -43,8 +43,9 @@ def complete(state: State, now: float) -> Result:
         "workers": len(state.members),
         "recoveries": state.recoveries,
         "reexecuted": state.reexecuted,
-        "wire_ratio": first.wire_bytes / first.plain_bytes if first.plain_bytes else None,
     }
+    if first.plain_bytes:
+        result["wire_ratio"] = first.wire_bytes / first.plain_bytes
     line = workers_line(state.progress, state.members, state.generation, now)
     state, outputs = end(state, "completed", f"all {len(ends)} members have finished", now, result=result)
     return state, [Report(line), *outputs]
