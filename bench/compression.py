@@ -27,7 +27,7 @@ from options import count, some_of
 
 HERE = Path(__file__).parent
 PLAIN = "none"
-METHODS = (PLAIN, "bf16", "int8", "topk=0.01", "powersgd=4")
+METHODS = (PLAIN, "bf16", "int8", "topk=0.1", "topk=0.01", "powersgd=8", "powersgd=4")
 PARTS = ("link", "accuracy")
 DATA = "/usr/share/datasets/fashion-mnist"
 
