@@ -73,7 +73,8 @@ def main() -> None:
     for part in given.only:
         for method in given.methods:
             if part == "link":
-                found["link"][method] = link(method, given.mbit, [folder, f"steps={given.steps}"], given.goal)
+                figures = link(method, given.mbit, [folder, f"steps={given.steps}"], given.goal)
+                found["link"][method] = {**figures, "most_steps": given.steps}
             else:
                 found["accuracy"][method] = accuracy(method, [folder, *given.set])
             console.print(part, method, found[part][method])
