@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,10 @@ class Result:
     """Parameter servers, in strategies that have them."""
     servers_lost: int = 0
     """Of them, how many died and were replaced."""
+    staleness: dict[str, int] = field(default_factory=dict)
+    """In asynchronous strategies: how many updates had which."""
+    wire_ratio: float | None = None
+    """Bytes of gradients that were sent, of those that would have been sent uncompressed; None: not compressed."""
 
     def state_dict(self) -> dict[str, Any]:
         """The trained weights, for `model.load_state_dict`."""
@@ -318,6 +322,8 @@ def _result(record: dict[str, Any], run_dir: Path, started: float) -> Result:
         reexecuted=result.get("reexecuted", 0),  # a run of an earlier version has none
         servers=result.get("servers", 0),
         servers_lost=result.get("servers_lost", 0),
+        staleness=result.get("staleness", {}),
+        wire_ratio=result.get("wire_ratio"),
     )
 
 

@@ -23,8 +23,10 @@ import torch
 
 from distbelief.comm import group
 from distbelief.comm.alone import AloneExchange
+from distbelief.comm.compression.subject import Compression, Place
 from distbelief.comm.exchange import Exchange, Geometry, Gift, Source, StepPlan, Tile
 from distbelief.comm.group import Rendezvous
+from distbelief.comm.networked import networked
 from distbelief.comm.segment import KeeperClient
 from distbelief.comm.shared import SharedExchange
 from distbelief.comm.torchgroup import TorchExchange
@@ -74,7 +76,10 @@ def join(keeper: KeeperClient, seat: Seat, abort: Abort | None = None) -> Exchan
     if seat.kind == "alone":
         return AloneExchange(geometry(seat))
     meeting = Rendezvous("127.0.0.1", seat.port, seat.name, timeout_s=60)
-    return TorchExchange(meeting, seat.rank, geometry(seat), abort or Abort())
+    if seat.kind == "torch":
+        return TorchExchange(meeting, seat.rank, geometry(seat), abort or Abort())
+    compression = Compression(seat.kind, frozenset({0}), (Place(0, 0, (25, 40)),), seed=1)
+    return networked(meeting, seat.rank, replace(geometry(seat), compression=compression), abort or Abort())
 
 
 def shard_values(step: int, shard: int, tile: Tile) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The contract of exchanges: shared memory and torch groups add up the same bits and keep the same promises, and so
-does a member without any other, as far as a single member can."""
+does a member without any other, as far as a single member can. Those that compress keep all promises but that of the
+same bits; their own ones are in test_compressed.py."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from torch.distributed import TCPStore
 MEMBER = str(Path(__file__).with_name("exchange_member.py"))
 TAKEOVER = str(Path(__file__).with_name("takeover_member.py"))
 KINDS = ["shared", "torch"]
+COMPRESSED = ["int8", "powersgd=2"]
 MEMBERS = [1, 2, 3, 5]
 GROUPS = [("alone", 1), *itertools.product(KINDS, MEMBERS)]
 
@@ -73,12 +75,12 @@ def test_in_shared_memory_every_tile_has_one_owner_elsewhere_everybody_has_all(
     assert stage.play(MEMBER, "tiles_of", seats("alone", port, 1, 8)) == [everything]
 
 
-@pytest.mark.parametrize(("kind", "size"), GROUPS)
+@pytest.mark.parametrize(("kind", "size"), [*GROUPS, *itertools.product(COMPRESSED, [1, 3])])
 def test_gather_brings_everybodys_bytes_of_any_size(stage: Stage, port: int, kind: str, size: int) -> None:
     stage.play(MEMBER, "gather", seats(kind, port, size, 8))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *COMPRESSED])
 def test_the_state_is_shared_exactly_where_the_exchange_says_so(stage: Stage, port: int, kind: str) -> None:
     found = stage.play(MEMBER, "keep_state", seats(kind, port, 3, 8))
     shares = kind == "shared"
@@ -96,18 +98,19 @@ def test_an_abort_ends_the_wait_for_a_member_that_never_arrives(stage: Stage, po
     assert found == ["member 2 was lost", "member 2 was lost", "left"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *COMPRESSED])
 def test_an_abort_that_came_first_ends_the_first_wait(stage: Stage, port: int, kind: str) -> None:
     members = seats(kind, port, 2, 8)
     assert stage.play(MEMBER, "come_too_late", members) == ["the run ends"] * 2
 
 
+@pytest.mark.parametrize("kind", ["torch", *COMPRESSED])
 @pytest.mark.parametrize("phase", ["meet", "share", "reduced", "gather", "receive"])
 def test_an_abort_from_another_thread_ends_a_torch_groups_wait_for_a_peer_that_lives(
-    stage: Stage, port: int, phase: str
+    stage: Stage, port: int, phase: str, kind: str
 ) -> None:
     """gloo itself would wait for minutes; the peer gives no sign, neither data nor the end of the connection."""
-    members = [{**member, "phase": phase} for member in seats("torch", port, 2, 8)]
+    members = [{**member, "phase": phase} for member in seats(kind, port, 2, 8)]
     assert stage.play(MEMBER, "wait_for_the_living", members) == ["member 1 does not come", "idle"]
 
 
@@ -115,9 +118,9 @@ def test_a_member_that_was_called_away_from_one_meeting_is_met_at_the_next(stage
     assert stage.play(MEMBER, "meet_at_the_second_attempt", seats("torch", port, 2, 8)) == [2, 2]
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_a_newcomer_is_given_the_state(stage: Stage, port: int, size: int) -> None:
-    assert stage.play(MEMBER, "hand_over", seats("torch", port, size, 8)) == ["the same"] * size
+@pytest.mark.parametrize(("kind", "size"), [("torch", 2), ("torch", 3), ("torch", 5), ("int8", 3)])
+def test_a_newcomer_is_given_the_state(stage: Stage, port: int, kind: str, size: int) -> None:
+    assert stage.play(MEMBER, "hand_over", seats(kind, port, size, 8)) == ["the same"] * size
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -137,7 +140,8 @@ def test_the_next_generation_finishes_a_step_with_what_was_published(
     assert recomputed == (size - arrived) * 8 // size
 
 
-def test_a_peer_that_dies_aborts_a_torch_group(stage: Stage, port: int) -> None:
-    survivor, dead = stage.outcomes(MEMBER, "lose_a_peer", seats("torch", port, 2, 8))
+@pytest.mark.parametrize("kind", ["torch", *COMPRESSED])
+def test_a_peer_that_dies_aborts_a_torch_group(stage: Stage, port: int, kind: str) -> None:
+    survivor, dead = stage.outcomes(MEMBER, "lose_a_peer", seats(kind, port, 2, 8))
     assert dead.status == -signal.SIGKILL
     assert "connection between members broke" in survivor.value, survivor

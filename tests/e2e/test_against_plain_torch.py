@@ -104,7 +104,7 @@ def test_the_same_bits_as_a_plain_loop(distbelief: Cli, tmp_path: Path) -> None:
     assert losses_of(tmp_path / "run") == pytest.approx(losses, rel=1e-12)
 
 
-def test_the_loss_curve_of_the_ordinary_full_batch_loop(distbelief: Cli, tmp_path: Path) -> None:
+def full_batch_loop() -> list[float]:
     torch.set_num_threads(1)
     seed_all(plain.SEED)
     model = plain.Mlp()
@@ -119,6 +119,26 @@ def test_the_loss_curve_of_the_ordinary_full_batch_loop(distbelief: Cli, tmp_pat
         optimizer.param_groups[0]["lr"] = 5e-3 * plain.rate(step)
         optimizer.step()
         losses.append(loss.item())
-    arguments = ["--set", "simple=true", "--workers", 2, "--run-dir", tmp_path / "run", "--json"]
+    return losses
+
+
+@pytest.mark.parametrize(("strategy", "close"), [("allreduce", 1e-5), ("allreduce:bf16:always", 5e-3)])
+def test_the_loss_curve_of_the_ordinary_full_batch_loop(
+    distbelief: Cli, tmp_path: Path, strategy: str, close: float
+) -> None:
+    arguments = [
+        "--set",
+        "simple=true",
+        "--workers",
+        2,
+        "--strategy",
+        strategy,
+        "--run-dir",
+        tmp_path / "run",
+        "--json",
+    ]
     distbelief("train", JOBS / "plain.py", *arguments).json  # noqa: B018
-    assert losses_of(tmp_path / "run") == pytest.approx(losses, rel=1e-5)
+    losses = full_batch_loop()
+    assert losses_of(tmp_path / "run") == pytest.approx(losses, rel=close)
+    if strategy != "allreduce":
+        assert losses_of(tmp_path / "run") != pytest.approx(losses, rel=1e-5), "it was not compressed"

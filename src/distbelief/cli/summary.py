@@ -27,6 +27,8 @@ KEYS = (
     "reexecuted",
     "servers",
     "servers_lost",
+    "staleness",
+    "wire_ratio",
 )
 
 
@@ -50,6 +52,8 @@ def rows(result: Result) -> list[tuple[str, str]]:
         found.append(("servers lost", str(result.servers_lost)))
     if result.reexecuted:
         found.append(("executed again", text.count(result.reexecuted, "step")))
+    if result.wire_ratio is not None:
+        found.append(("on the wire", f"{text.percent(result.wire_ratio)} of the uncompressed bytes"))
     return [*found, ("weights sha256", result.weights_sha256), ("run", result.run_dir)]
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from distbelief.comm.compression.subject import Compression
 from distbelief.comm.segment import Segment
 from distbelief.shards import Program, Range
 
@@ -119,6 +120,8 @@ class Geometry:
     """The size of the model's integer buffers."""
     row: int = ROW
     """Numbers that travel per shard and step."""
+    compression: Compression | None = None
+    """How gradients are made smaller on their way, over a network."""
 
 
 class Group(Protocol):

@@ -50,6 +50,10 @@ class Timing(Struct, frozen=True):
     shards: int = 0
     waits: dict[int, float] = {}
     """Rank -> seconds that this member has waited for that one; a part of `comm_s`."""
+    wire_bytes: int = 0
+    """Gradients that all members have sent, as far as this one saw, where they are compressed."""
+    plain_bytes: int = 0
+    """The same uncompressed."""
 
 
 class StepReport(Struct, frozen=True):
@@ -183,6 +187,8 @@ class WorkerFinished(Struct, frozen=True, tag=True):
     samples_per_s: float = 0.0
     staleness: dict[int, int] = {}
     """Of an asynchronous run: how many updates had which."""
+    wire_bytes: int = 0
+    plain_bytes: int = 0
 
 
 class WorkerFailed(Struct, frozen=True, tag=True):

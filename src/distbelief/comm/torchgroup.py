@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distbelief.comm.exchange import Geometry, Gift, Held, Shared, StepPlan, depth, tree_add
+from distbelief.comm.exchange import Geometry, Gift, Held, Shared, Source, StepPlan, depth, tree_add
 from distbelief.comm.group import Rendezvous, TorchGroup, wait_all
 from distbelief.comm.segment import Segment
 from distbelief.comm.words import Abort
@@ -32,6 +32,8 @@ class TorchExchange(TorchGroup):
     ) -> None:
         """`memory`: what this process keeps from one generation to the next."""
         self.tiles: Sequence[int] = range(len(geometry.tiles))
+        self._plain: Sequence[int] = self.tiles
+        """The tiles of this step that travel as they are: here, all of them."""
         self._geometry = geometry
         self._memory = {} if memory is None else memory
         self._slots = [Segment.private(geometry.slot_bytes) for _ in range(geometry.slots[rank])]
@@ -74,7 +76,7 @@ class TorchExchange(TorchGroup):
                 ]
 
     def _mine(self) -> list[int]:
-        return [tile for tile in self.tiles if self._owner[tile] == self.rank]
+        return [tile for tile in self._plain if self._owner[tile] == self.rank]
 
     def _tag(self, source: int, tile: int) -> int:
         return source * len(self.tiles) + tile
@@ -92,8 +94,12 @@ class TorchExchange(TorchGroup):
         with self.network():
             for number, source in enumerate(self._plan.sources):
                 if source.rank == self.rank:
-                    view = self._views[source.slot][tile]
-                    self._sends.append(dist.isend(view, owner, tag=self._tag(number, tile)))
+                    part = self._part(source, tile)
+                    self._sends.append(dist.isend(part, owner, tag=self._tag(number, tile)))
+
+    def _part(self, source: Source, tile: int) -> torch.Tensor:
+        """A partial sum of mine, as it is to be added."""
+        return self._views[source.slot][tile]
 
     def share(self, gift: Gift, meanwhile: Callable[[], bool] = lambda: False) -> Shared:
         everything = np.zeros_like(gift.rows)
@@ -101,13 +107,23 @@ class TorchExchange(TorchGroup):
             everything[first:end] = gift.rows[first:end]
         touched = torch.from_numpy((gift.untouched == 0).astype(np.uint8))
         integers = torch.frombuffer(bytearray(gift.integers or b"\0"), dtype=torch.uint8)
+        # Every row has one giver. As whole numbers, because -0.0 + 0.0 would be another zero.
+        words = np.append(everything.view(np.int64), self._word())
         with self.network():
-            # Every row has one giver. As whole numbers, because -0.0 + 0.0 would be another zero.
-            dist.all_reduce(torch.from_numpy(everything.view(np.int64)))
+            dist.all_reduce(torch.from_numpy(words))
             dist.all_reduce(touched, op=dist.ReduceOp.MAX)
             if gift.integers:
                 dist.broadcast(integers, self._plan.sources[0].rank)
+        self._hear(int(words[-1]))
+        everything = words[:-1].view(np.float64).reshape(everything.shape)
         return Shared(everything, touched.numpy() == 0, integers.numpy().tobytes() if gift.integers else b"")
+
+    def _word(self) -> int:
+        """What the members tell each other with every step, beside the rows; the words of all are added."""
+        return 0
+
+    def _hear(self, word: int) -> None:
+        """That sum, the same for everybody at the same step."""
 
     def reduced(self, tile: int) -> torch.Tensor:
         if not self._collected:
@@ -121,25 +137,36 @@ class TorchExchange(TorchGroup):
             for tile in self._mine():
                 wait_all(self._receives[tile])
                 parts = [
-                    self._views[source.slot][tile] if source.rank == self.rank else self._stage(number, tile)
+                    self._part(source, tile) if source.rank == self.rank else self._stage(number, tile)
                     for number, source in enumerate(plan.sources)
                 ]
                 out = self._out[tile]
                 tree_add(plan.program, parts, out, [torch.empty_like(out) for _ in range(levels)])
-            broadcasts = [
-                dist.broadcast(self._sums.tensor(torch.uint8, first, end - first), owner, async_op=True)
-                for owner, first, end in self._stretches()
-            ]
-            wait_all(broadcasts)
+            self._spread()
+
+    def _spread(self) -> None:
+        """Those sums are there that are mine to add: give them to everybody, who may then apply the step."""
+        wait_all(self._broadcasts())
+
+    def _broadcasts(self) -> list[dist.Work | None]:
+        return [
+            dist.broadcast(self._sums.tensor(torch.uint8, first, end - first), owner, async_op=True)
+            for owner, first, end in self._stretches()
+        ]
 
     def _stretches(self) -> list[tuple[int, int, int]]:
-        """(owner, first byte, end byte) of the neighbouring tiles that each rank owns."""
-        tiles = self._geometry.tiles
-        return [
-            (owner, tiles[mine[0]].offset_bytes, tiles[mine[-1]].offset_bytes + tiles[mine[-1]].size_bytes)
-            for owner in range(self.size)
-            if (mine := [tile for tile in self.tiles if self._owner[tile] == owner])
-        ]
+        """(owner, first byte, end byte) of neighbouring tiles that one rank owns."""
+        found: list[tuple[int, int, int]] = []
+        previous = -2
+        for tile in self._plain:
+            shape, owner = self._geometry.tiles[tile], self._owner[tile]
+            end = shape.offset_bytes + shape.size_bytes
+            if tile == previous + 1 and found[-1][0] == owner:
+                found[-1] = (owner, found[-1][1], end)
+            else:
+                found.append((owner, shape.offset_bytes, end))
+            previous = tile
+        return found
 
     def share_squares(self, mine: dict[int, float]) -> list[float]:
         return [mine[tile] for tile in sorted(mine)]

@@ -61,6 +61,8 @@ def complete(state: State, now: float) -> Result:
         result |= {"servers": state.fleet.target, "servers_lost": state.fleet.kills}
     if first.staleness:
         result["staleness"] = first.staleness
+    if first.plain_bytes:
+        result["wire_ratio"] = first.wire_bytes / first.plain_bytes
     line = workers_line(state.progress, state.members, state.generation, now)
     state, outputs = end(state, "completed", f"all {len(ends)} members have finished", now, result=result)
     return state, [Report(line), *outputs]

@@ -147,6 +147,8 @@ def _worker(progress: Progress, members: Sequence[Member], member: Member) -> Li
     }
     if member.place:
         line["place"] = member.place
+    if timing.plain_bytes:
+        line["wire_ratio"] = timing.wire_bytes / timing.plain_bytes
     if timing.waits:  # ranks are other workers in the next generation
         line["waits"] = {members[rank].worker: s for rank, s in timing.waits.items() if 0 <= rank < len(members)}
     return line

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from distbelief.comm.compression.option import NAMES as COMPRESSIONS
 from distbelief.errors import JobError
 from distbelief.strategies.allreduce import AllReduce
 from distbelief.strategies.degrees import Wish
@@ -29,7 +30,9 @@ def parse(text: str) -> AnyStrategy:
     """The strategy that a command line names: its name, then options after colons.
 
     >>> parse("allreduce:inexact:gloo")
-    AllReduce(exact=False, transport='gloo')
+    AllReduce(exact=False, transport='gloo', compression='', always=False)
+    >>> str(parse("allreduce:topk=0.01:gloo"))
+    'allreduce:topk=0.01'
     >>> parse("pipeline:4:zbv")
     Pipeline(stages=4, schedule='zbv', snapshots=None)
     >>> parse("dp2.tp2.pp2:snapshots=50")
@@ -109,10 +112,17 @@ def _allreduce(text: str, options: Sequence[str]) -> AllReduce:
             values["exact"] = False
         elif option in ("auto", "shm", "gloo"):
             values["transport"] = option
+        elif option == "always":
+            values["always"] = True
+        elif option.partition("=")[0] in COMPRESSIONS:
+            if "compression" in values:
+                raise JobError(f"the strategy '{text}' gives its compression twice", hint="give it once")
+            values["compression"] = option
         else:
             raise JobError(
                 f"unknown option '{option}' in the strategy '{text}'",
-                hint="options of allreduce: inexact, shm, gloo (as in allreduce:gloo)",
+                hint="options of allreduce: inexact, shm, gloo (as in allreduce:gloo); a compression: bf16, int8, "
+                "topk=0.01 or powersgd=4, and with it always",
             )
     return AllReduce(**values)
 

@@ -6,8 +6,9 @@ The value alone, without torch, which the command line need not import.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from distbelief.comm.compression.option import canonical
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Schedule
@@ -18,20 +19,53 @@ if TYPE_CHECKING:
     from distbelief.strategies.prepared import PreparedAllReduce
 
 
+_UNSAID: Any = None
+
+
 @dataclass(frozen=True)
 class AllReduce:
     """Synchronous data parallelism. The weights do not depend on the number of workers, unless `exact` is off.
 
     >>> AllReduce().exact, str(AllReduce(exact=False))
     (True, 'allreduce:inexact')
+    >>> AllReduce(compression="topk=0.01")
+    AllReduce(exact=False, transport='gloo', compression='topk=0.01', always=False)
     """
 
-    exact: bool = True
-    """Off: a worker fuses its shards into one batch, and sums may be taken in any order. Faster, not reproducible."""
+    exact: bool = _UNSAID
+    """Off: a worker fuses its shards into one batch, and sums may be taken in any order. Faster, not reproducible. It
+    is on, unless gradients are compressed."""
     transport: Literal["auto", "shm", "gloo"] = "auto"
     """How gradients travel: shared memory on one host, gloo across hosts; auto chooses."""
+    compression: str = ""
+    """How gradients are made smaller on their way: bf16, int8, topk=0.01 or powersgd=4. They then go over gloo."""
+    always: bool = False
+    """Compression is never switched off by itself where the link is faster than the compressor."""
+
+    def __post_init__(self) -> None:
+        said = self.exact is not _UNSAID
+        if not said:
+            object.__setattr__(self, "exact", not self.compression)
+        if not self.compression:
+            if self.always:
+                raise JobError("always is for compression, and there is none", hint="for example allreduce:int8:always")
+            return
+        object.__setattr__(self, "compression", canonical(self.compression))
+        if self.exact:
+            raise JobError(
+                f"with the compression {self.compression} the weights depend on who computes what: it cannot be exact",
+                hint="leave exact out, or leave compression out",
+            )
+        if self.transport == "shm":
+            raise JobError(
+                f"in shared memory there is nothing to compress with {self.compression}",
+                hint="leave shm out: gradients then go over gloo",
+            )
+        object.__setattr__(self, "transport", "gloo")
 
     def __str__(self) -> str:
+        if self.compression:  # the rest follows from it
+            return ":".join(["allreduce", self.compression, *(["always"] if self.always else [])])
         options = [*(["inexact"] if not self.exact else []), *([self.transport] if self.transport != "auto" else [])]
         return ":".join(["allreduce", *options])
 
@@ -44,4 +78,4 @@ class AllReduce:
 
         if device.type != "cpu":
             raise JobError(f"allreduce does not run on '{device}' yet", hint="use --device cpu")
-        return PreparedAllReduce(job, schedule, device, self.exact)
+        return PreparedAllReduce(job, schedule, device, self.exact, self.compression, self.always)

@@ -299,6 +299,9 @@ class AsynchronousReplica:
     def waits(self) -> Mapping[int, float]:
         return {}
 
+    def traffic(self) -> tuple[int, int]:
+        return 0, 0
+
     def plan_lines(self) -> Sequence[str]:
         return ()
 

@@ -217,6 +217,9 @@ class Seated(Protocol):
     def waits(self) -> Mapping[int, float]:
         """Seconds that were spent waiting for each rank, where that is known."""
 
+    def traffic(self) -> tuple[int, int]:
+        """(bytes of gradients that all members sent, bytes that they would have sent uncompressed); 0: not known."""
+
     def plan_lines(self) -> Sequence[str]:
         """How the model is divided, for people: what is new since it was last asked."""
 

@@ -3,6 +3,7 @@
     model/NAME           a parameter (frozen ones too) or a buffer; a tied one under its first name
     optimizer/KEY/NAME   what the optimizer keeps for a parameter
     begun/NAME           whether it keeps anything for it yet
+    compression/…        what members have not sent yet of their gradients (compressed.py); others do without
 
 Tiles and members are nowhere in the names, so any layout and any number of members can load it.
 """
@@ -25,6 +26,8 @@ from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.layout import Layout
 from distbelief.strategies.state import ReplicaState
 from distbelief.strategies.tileoptimizer import Recipe, state_bytes, state_places
+
+OWED = "compression/"
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,8 @@ def _fitting(saved: Saved, computer: ShardComputer, recipe: Recipe) -> dict[str,
 
 
 def require_fit(given: Forms, wanted: Forms) -> None:
-    """Raise an error that names what differs."""
+    """Raise an error that names what differs. What members owe each other belongs to no model."""
+    given = {name: of for name, of in given.items() if not name.startswith(OWED)}
     if lines := differences(given, "what is to be loaded", wanted, "the job"):
         raise misfit(
             "that state is of another model or optimizer",

@@ -12,10 +12,12 @@ from functools import cached_property
 
 import torch
 
+from distbelief.comm.compressed import CompressedExchange
 from distbelief.comm.exchange import Exchange, Geometry
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
+from distbelief.strategies.compressed import CompressedReplica, compressing
 from distbelief.strategies.compute import ShardComputer, make_model
 from distbelief.strategies.layout import lay_out, trainable
 from distbelief.strategies.named import frozen, set_frozen
@@ -66,16 +68,27 @@ class PreparedModel:
 class PreparedAllReduce(PreparedModel):
     """See `Prepared`."""
 
-    def __init__(self, job: Job, schedule: Schedule, device: torch.device, exact: bool) -> None:
+    def __init__(
+        self,
+        job: Job,
+        schedule: Schedule,
+        device: torch.device,
+        exact: bool,
+        compression: str = "",
+        always: bool = False,
+    ) -> None:
         super().__init__(job, schedule, device)
         self._exact = exact
         self._computer = ShardComputer(job, self.model, self._layout, device)
+        self._compression = compressing(self._layout, compression, job.seed, always) if compression else None
 
     def least_bytes(self) -> int:
-        """One slot for gradients, and values and optimizer state twice: the state itself and its undo copy."""
+        """One slot for gradients, and values and optimizer state twice: the state itself and its undo copy; and where
+        gradients are compressed, what is left of them, twice."""
         layout = self._layout
         optimizer = sum(state_bytes(self._recipe, layout, tile) for tile in range(layout.parameter_tiles))
-        return layout.size_bytes + 2 * (layout.size_bytes + optimizer)
+        residuals = 2 * layout.size_bytes if self._compression else 0
+        return layout.size_bytes + 2 * (layout.size_bytes + optimizer) + residuals
 
     def groups(self, mine: Range) -> list[list[Range]]:
         return [[(shard, shard + 1) for shard in range(*mine)] if self._exact else [mine]]
@@ -88,11 +101,13 @@ class PreparedAllReduce(PreparedModel):
             shards=self._schedule.shards,
             marks=len(self._layout.entries),
             integer_bytes=len(self._computer.integer_bytes()),
+            compression=self._compression,
         )
 
     def build(
         self, seat: Seat, exchange: Exchange, fetch: Fetch, begin_from: BeginFrom = nothing_saved
     ) -> DataParallelReplica:
-        return DataParallelReplica(
-            self._computer, self._recipe, self._schedule, seat, exchange, fetch, self._exact, begin_from
-        )
+        given = self._computer, self._recipe, self._schedule, seat
+        if isinstance(exchange, CompressedExchange):
+            return CompressedReplica(*given, exchange, fetch, self._exact, begin_from)
+        return DataParallelReplica(*given, exchange, fetch, self._exact, begin_from)

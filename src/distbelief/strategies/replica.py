@@ -23,6 +23,7 @@ from distbelief.strategies.base import (
     BeginFrom,
     Division,
     Fetch,
+    Portion,
     RolledBack,
     Seat,
     StepResult,
@@ -321,7 +322,7 @@ class DataParallelReplica:
     def _outside(self, applied: int) -> dict[str, torch.Tensor]:
         return outside_of_tiles(self.model, self._computer.layout, self._state.integers(applied))
 
-    def portions(self) -> Sequence[TilePortion]:
+    def portions(self) -> Sequence[Portion]:
         return self._portions
 
     def copy_portion(self, applied: int, into: Segment) -> Copy:
@@ -345,6 +346,9 @@ class DataParallelReplica:
 
     def waits(self) -> Mapping[int, float]:
         return {}
+
+    def traffic(self) -> tuple[int, int]:
+        return 0, 0
 
     def plan_lines(self) -> Sequence[str]:
         return ()

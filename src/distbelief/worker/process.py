@@ -34,11 +34,11 @@ from distbelief.comm.messages import (
     WorkerReady,
 )
 from distbelief.comm.network import interface_to
+from distbelief.comm.networked import networked
 from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.served import ServedGroup
 from distbelief.comm.serverclient import ServerClient
 from distbelief.comm.shared import SharedExchange
-from distbelief.comm.torchgroup import TorchExchange
 from distbelief.comm.words import Abort, Aborted
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.asynchronous import AsynchronousReplica
@@ -324,7 +324,7 @@ def _members(
         return SharedExchange(place.keeper, name, action.rank, geometry, abort, past)
     if geometry is None:
         return _torch_group(place, action, abort)
-    return TorchExchange(_meeting(place, action), action.rank, geometry, abort, place.own_memory)
+    return networked(_meeting(place, action), action.rank, geometry, abort, place.own_memory)
 
 
 def _torch_group(place: Place, action: TrainGeneration, abort: Abort) -> TorchGroup:

@@ -111,7 +111,8 @@ def train(
             watch.speed.samples += sum(result.samples for result in results)
         progress.step = step + len(results)
         compute_s = busy_s - watch.data_s - replica.comm_s
-        progress.timing = Timing(watch.data_s, compute_s, replica.comm_s, watch.shards, dict(replica.waits()))
+        waits, traffic = dict(replica.waits()), replica.traffic()
+        progress.timing = Timing(watch.data_s, compute_s, replica.comm_s, watch.shards, waits, *traffic)
         if leads:
             at = time.time()
             for number, one in enumerate(results, step):
@@ -131,6 +132,7 @@ def train(
     if not leads:  # one that has a replica of its own must have the same as all others
         return WorkerFinished(task.worker, task.generation, task.steps, weights_sha256=digest)
     loss = last.loss if last else replica.remembered(task.steps - 1)[-1].loss
+    wire_bytes, plain_bytes = replica.traffic()
     return WorkerFinished(
         task.worker,
         task.generation,
@@ -139,6 +141,8 @@ def train(
         loss=loss,
         metrics=metrics,
         samples_per_s=watch.speed.per_s(),
+        wire_bytes=wire_bytes,
+        plain_bytes=plain_bytes,
     )
 
 

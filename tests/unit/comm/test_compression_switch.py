@@ -120,6 +120,6 @@ def test_it_explains_itself_in_one_line() -> None:
         "int8 is on: the link carries 12.5 MB/s, 4.0 times fewer bytes go over it,"
         " and messages take 3.8 times less time"
     )
-    assert fast.why == ("int8 is off: the link carries 20.0 GB/s, and compressing only 1.0 GB/s: it would save no time")
+    assert fast.why == ("int8 is off: the link carries 20.0 GB/s, and compressing 1.0 GB/s: it would save no time")
     same = after(slow, 100, 0.75e9)
     assert same.why.endswith("about the same time")

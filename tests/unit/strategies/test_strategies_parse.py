@@ -44,6 +44,15 @@ hybrids = st.builds(
         st.none() | st.floats(0.01, 0.99),
         transports,
     )
+    | st.builds(
+        AllReduce,
+        exact=st.just(False),
+        transport=st.sampled_from(["auto", "gloo"]),
+        compression=st.sampled_from(
+            ["bf16", "int8", "int8=64", "int8:block=1024", "topk=1e-3", "powersgd", "powersgd=2"]
+        ),
+        always=st.booleans(),
+    )
 )
 def test_every_value_is_what_its_string_form_says(strategy: AnyStrategy) -> None:
     assert parse(str(strategy)) == strategy
@@ -109,6 +118,17 @@ def test_string_forms(text: str, value: AnyStrategy, wish: Wish) -> None:
         ("local_sgd:8:nesterov:lr=-1", "the outer learning rate must be above 0, not -1.0", "lr=0.7"),
         ("local_sgd:8:nesterov:momentum=1", "between 0 and 1, not 1.0", "leave nesterov away"),
         ("local_sgd:8:nesterov:nesterov", "gives its outer twice", "once"),
+        ("allreduce:int4", "unknown option 'int4'", "int8"),
+        ("allreduce:topk", "must say which fraction", "topk=0.01"),
+        ("allreduce:topk=many", "'many' in the compression 'topk=many' is not a fraction", "topk=0.01"),
+        ("allreduce:topk=0.9", "cannot send the fraction 0.9", "0.5"),
+        ("allreduce:powersgd=0", "cannot have the rank 0", "1024"),
+        ("allreduce:powersgd=x", "'x' in the compression 'powersgd=x' is not a whole number", "powersgd=4"),
+        ("allreduce:int8=3", "blocks of 3 elements", "1024"),
+        ("allreduce:bf16=2", "bf16 has no number", "int8"),
+        ("allreduce:int8:bf16", "gives its compression twice", "once"),
+        ("allreduce:int8:shm", "in shared memory there is nothing to compress", "gloo"),
+        ("allreduce:always", "always is for compression", "int8:always"),
     ],
 )
 def test_what_makes_no_sense_is_said_with_what_would(text: str, message: str, hint: str) -> None:
@@ -116,6 +136,18 @@ def test_what_makes_no_sense_is_said_with_what_would(text: str, message: str, hi
         parse(text)
     assert message in caught.value.message
     assert hint in caught.value.hint
+
+
+def test_compression_implies_the_rest() -> None:
+    value = parse("allreduce:int8")
+    assert (
+        value
+        == AllReduce(compression="int8")
+        == AllReduce(exact=False, transport="gloo", compression="int8:block=1024")
+    )
+    assert (value.exact, value.transport, str(value)) == (False, "gloo", "allreduce:int8")
+    assert parse("allreduce:inexact:gloo:powersgd") == AllReduce(compression="powersgd=4")
+    assert AllReduce().exact
 
 
 def test_values_check_themselves() -> None:
@@ -129,12 +161,15 @@ def test_values_check_themselves() -> None:
         (lambda: ParameterServer(2, over="gloo"), "unknown transport 'gloo'"),  # type: ignore[arg-type]
         (lambda: Hybrid(data=0, tensor=2), "data must be a whole number of at least 1, not 0"),
         (lambda: Hybrid(tensor=2, schedule="zbv"), "tp2:zbv has none"),
+        (lambda: AllReduce(exact=True, compression="int8"), "it cannot be exact"),
+        (lambda: AllReduce(compression="zip"), "there is no compression 'zip'"),
     ]:
         with pytest.raises(JobError, match=message):
             make()
 
 
-def test_no_torch_is_needed_to_read_one() -> None:
-    code = "import sys; from distbelief.strategies import parse; parse('dp2.pp2').wish(); print('torch' in sys.modules)"
+@pytest.mark.parametrize("text", ["dp2.pp2", "allreduce:topk=0.01"])
+def test_no_torch_is_needed_to_read_one(text: str) -> None:
+    code = f"import sys; from distbelief.strategies import wish_of; wish_of('{text}'); print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"

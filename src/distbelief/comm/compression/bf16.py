@@ -11,7 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distbelief.comm.compression.codec import CHUNK, Encoded, Header, checked, chunks, frame_for, output, received
+from distbelief.comm.compression.codec import (
+    CHUNK,
+    Encoded,
+    Frame,
+    Header,
+    checked,
+    chunks,
+    frame_for,
+    output,
+    received,
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,9 @@ class Bf16:
 
     def __str__(self) -> str:
         return "bf16"
+
+    def frames(self, length: int) -> list[Frame]:
+        return [(torch.bfloat16, length)]
 
     def encode(self, vector: Tensor, reuse: Encoded | None = None) -> Encoded:
         vector = checked(vector)

@@ -22,6 +22,10 @@ CHUNK = 1 << 17
 """Elements that are worked on at a time: 512 kB of float32 and a scratch of the same size stay in a core's cache."""
 
 
+Frame = tuple[torch.dtype, int]
+"""The type of a frame, and how many elements it has at most."""
+
+
 class Header(msgspec.Struct, frozen=True):
     """What the receiver must know to decode: who encoded it, and how long the vector was."""
 
@@ -51,6 +55,9 @@ class Encoded:
 
 class Codec(Protocol):
     """Encodes flat float32 vectors. Its `str` is the text that `spec.parse` reads."""
+
+    def frames(self, length: int) -> list[Frame]:
+        """Those that a vector of this length becomes, at their largest."""
 
     def encode(self, vector: Tensor, reuse: Encoded | None = None) -> Encoded:
         """The vector as frames. `reuse`: an earlier result whose frames may be written over, as nobody needs them."""

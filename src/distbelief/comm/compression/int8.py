@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distbelief.comm.compression.codec import CHUNK, Encoded, Header, checked, frame_for, output, received
-from distbelief.errors import JobError
+from distbelief.comm.compression.codec import CHUNK, Encoded, Frame, Header, checked, frame_for, output, received
+from distbelief.comm.compression.limits import check_block
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _LEVELS = 127
 _SMALLEST = _LEVELS * 2.0**-126  # below it the scale would not be a normal number, and its inverse no number at all
-_BLOCKS = range(8, (1 << 20) + 1)
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,13 @@ class Int8:
     block: int = 1024
 
     def __post_init__(self) -> None:
-        if self.block not in _BLOCKS:
-            raise JobError(
-                f"int8 cannot have blocks of {self.block} elements", hint="block=8 to block=1048576; 1024 is usual"
-            )
+        check_block(self.block)
 
     def __str__(self) -> str:
         return f"int8:block={self.block}"
+
+    def frames(self, length: int) -> list[Frame]:
+        return [(torch.float32, self._count(length)), (torch.int8, length)]
 
     def encode(self, vector: Tensor, reuse: Encoded | None = None) -> Encoded:
         return self._encode(checked(vector), None, reuse)

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distbelief.errors import DistBeliefError, JobError
+from distbelief.comm.compression.limits import check_rank
+from distbelief.errors import DistBeliefError
 
 AllSum = Callable[[Tensor], Tensor]
 """Sums a flat float32 vector over all members, the same bits for everybody; it may write into its argument."""
@@ -34,8 +35,7 @@ class LowRank:
     rank: int = 4
 
     def __post_init__(self) -> None:
-        if not 1 <= self.rank <= 1024:
-            raise JobError(f"PowerSGD cannot have the rank {self.rank}", hint="rank=1 to rank=1024; 4 is usual")
+        check_rank(self.rank)
 
     def __str__(self) -> str:
         return f"powersgd:rank={self.rank}"
@@ -122,6 +122,21 @@ class PowerSGD:
         for matrix, residual in zip(self._matrices, self._residuals, strict=True):
             gradients[matrix.at].add_(residual.view(self._shapes[matrix.at]))
             residual.zero_()
+
+    @property
+    def compressed(self) -> dict[int, tuple[int, int]]:
+        """Which of the gradients are compressed -> the shape of its query."""
+        return {matrix.at: (matrix.rank, matrix.columns) for matrix in self._matrices}
+
+    @property
+    def starts(self) -> list[Tensor]:
+        """The queries that a run begins with."""
+        return self._starts
+
+    def keep_in(self, residuals: Sequence[Tensor], queries: Sequence[Tensor]) -> None:
+        """Go on from the state that is in this memory, one tensor for each that is compressed, and keep it there."""
+        self._residuals = [r.view(m.rows, m.columns) for r, m in zip(residuals, self._matrices, strict=True)]
+        self._queries = list(queries)
 
     def state(self) -> dict[str, Tensor]:
         """Copies, for a checkpoint: `query/…` is the same for all members and what a newcomer needs; `residual/…` is

@@ -111,7 +111,7 @@ class Switch:
         if self.on:
             times = f"{self.gain:.1f} times less time" if self.gain >= 1.05 else "about the same time"
             return f"{state}: {link}, {ratio:.1f} times fewer bytes go over it, and messages take {times}"
-        return f"{state}: {link}, and compressing only {_speed(self.codec.rate)}: it would save no time"
+        return f"{state}: {link}, and compressing {_speed(self.codec.rate)}: it would save no time"
 
 
 def _speed(seconds_per_byte: float) -> str:

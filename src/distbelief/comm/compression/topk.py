@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distbelief.comm.compression.codec import CHUNK, Encoded, Header, checked, chunks, output, received
-from distbelief.errors import DistBeliefError, JobError
+from distbelief.comm.compression.codec import CHUNK, Encoded, Frame, Header, checked, chunks, output, received
+from distbelief.comm.compression.limits import check_fraction
+from distbelief.errors import DistBeliefError
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _SAMPLES = 1 << 15
@@ -38,11 +39,7 @@ class TopK:
     fraction: float
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.fraction <= 0.5:
-            raise JobError(
-                f"top-k cannot send the fraction {self.fraction:g} of a vector",
-                hint="topk:0.01 sends one element in a hundred; above 0.5 the places cost more than is saved",
-            )
+        check_fraction(self.fraction)
 
     def __str__(self) -> str:
         return f"topk:{self.fraction!r}"
@@ -50,6 +47,9 @@ class TopK:
     def count(self, length: int) -> int:
         """How many elements of so long a vector are sent: at least one, if there is one."""
         return min(length, max(1, int(self.fraction * length + 0.5)))
+
+    def frames(self, length: int) -> list[Frame]:
+        return [(torch.int32, self.count(length)), (torch.float32, self.count(length))]
 
     def encode(self, vector: Tensor, reuse: Encoded | None = None) -> Encoded:
         """`reuse` is of no use here: messages differ in length and are small."""

@@ -193,7 +193,7 @@ class LocalReplica(DataParallelReplica):
         layout, recipe = self._trainer.layout, self._trainer.recipe
         return [
             LocalPortion(tiles, layout, recipe, range(*replicas))
-            for tiles, replicas in zip(super().portions(), self._seat.ranges, strict=True)
+            for tiles, replicas in zip(self._portions, self._seat.ranges, strict=True)
         ]
 
     def portions(self) -> Sequence[Any]:

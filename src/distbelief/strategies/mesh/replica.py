@@ -205,6 +205,9 @@ class MeshReplica:
     def waits(self) -> Mapping[int, float]:
         return self._runner.waited_s
 
+    def traffic(self) -> tuple[int, int]:
+        return 0, 0
+
     def plan_lines(self) -> Sequence[str]:
         if not self._news:
             return ()

@@ -1,0 +1,200 @@
+"""An exchange over torch.distributed that sends fewer bytes: what all ways of compressing have in common.
+
+Parameters' gradients are compressed on their way to the sum, and the sum on its way back; buffers, rows and words never
+are. What a member did not send is its residual, which goes with its next step. The first member measures whether
+compressing pays, and tells all others with the rows of a step how the next one goes. A step that goes uncompressed
+takes along what was left. Everybody applies the same bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from distbelief.comm.compression.residuals import Residuals
+from distbelief.comm.compression.subject import Compression
+from distbelief.comm.compression.switch import Message, Switch
+from distbelief.comm.exchange import Geometry, Gift, Shared, Source, StepPlan
+from distbelief.comm.group import Rendezvous
+from distbelief.comm.segment import Segment
+from distbelief.comm.torchgroup import TorchExchange
+from distbelief.comm.words import Abort
+
+_OFF, _ON = 1, 2  # the first member's word; the others' is 0
+
+
+class CompressedExchange(TorchExchange, ABC):
+    """See `Exchange`. Sums may depend on who takes part: it is not for exact strategies."""
+
+    def __init__(
+        self,
+        meeting: Rendezvous,
+        rank: int,
+        geometry: Geometry,
+        abort: Abort,
+        memory: dict[str, Segment] | None = None,
+        further: int = 0,
+    ) -> None:
+        """`further`: elements that the way of compressing keeps beside the residuals."""
+        assert geometry.compression is not None
+        self.compression: Compression = geometry.compression
+        super().__init__(meeting, rank, geometry, abort, memory)
+        self.residuals = Residuals(self._memory, geometry.slot_bytes // 4, further)
+        self.switch = Switch(self.compression.method)
+        self.news: list[str] = []
+        """What people should know: that compression was switched off or on, and why."""
+        self._packed = [tile for tile in self.tiles if tile in self.compression.tiles]
+        self._unpacked = [tile for tile in self.tiles if tile not in self.compression.tiles]
+        self._on = True
+        self._met = False
+        self._packing = False
+        """Whether this step is compressed."""
+        self._sources: list[Source] = []
+        """Mine."""
+        self._senders: frozenset[int] = frozenset()
+        self._releasing = False
+        self._released: dict[int, torch.Tensor] = {}
+        self._codec_s = self._wire_s = 0.0
+        self._bill = lru_cache(maxsize=16)(self._reckon)
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """(bytes that all members have sent, bytes that they would have sent uncompressed), as far as this one saw."""
+        return self.residuals.traffic
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan) -> None:
+        found = self.residuals.begin(plan.step)
+        if not self._met:
+            self._met = True
+            self._meet(found)
+        self._packing = self._on and self.size > 1
+        self._plain = self._unpacked if self._packing else self.tiles
+        self._sources = [source for source in plan.sources if source.rank == self.rank]
+        self._senders = frozenset(source.rank for source in plan.sources)
+        self._codec_s = self._wire_s = 0.0
+        self._releasing = False
+        if self._packing:
+            self.residuals.wrote()
+        elif self._sources:
+            self._releasing = self.residuals.release()
+        else:
+            self.residuals.keep(slice(None))
+        super().begin(plan)
+        if self._packing:
+            self._begin_packed()
+
+    def publish(self, tile: int) -> None:
+        if self._packing and tile in self.compression.tiles:
+            self._publish_packed(tile)
+        else:
+            super().publish(tile)
+
+    def _part(self, source: Source, tile: int) -> torch.Tensor:
+        part = super()._part(source, tile)
+        if not self._releasing or source != self._sources[0] or tile not in self.compression.tiles:
+            return part
+        if tile not in self._released:
+            self._released[tile] = torch.empty_like(part)
+        return torch.add(part, self.residuals.before[self._span(tile)], out=self._released[tile])
+
+    def share(self, gift: Gift, meanwhile: Callable[[], bool] = lambda: False) -> Shared:
+        if not self._packing or self._whole_when_shared:
+            # The sums that I own are not encoded yet; but nobody can apply the step before they are.
+            self.residuals.written()
+        return super().share(gift, meanwhile)
+
+    def _word(self) -> int:
+        if self.rank > 0:
+            return 0
+        return _ON if self.compression.always or self.switch.on else _OFF
+
+    def _hear(self, word: int) -> None:
+        self._on = word == _ON
+
+    def _collect(self) -> None:
+        super()._collect()
+        if self._packing:
+            self._collect_packed()
+        self._measure()
+
+    def _spread(self) -> None:
+        started = time.perf_counter()
+        super()._spread()
+        self._wire_s = time.perf_counter() - started
+
+    def keep_untouched(self, untouched: np.ndarray) -> None:
+        """The step was applied, but not to these entries of the layout: what was sent of theirs was not used."""
+        if self._packing or self._releasing:
+            for place in self.compression.places:
+                if untouched[place.mark]:
+                    self.residuals.keep(place.part)
+
+    def _span(self, tile: int) -> slice:
+        """The elements of a tile in the residual."""
+        shape = self._geometry.tiles[tile]
+        return slice(shape.offset_bytes // 4, shape.offset_bytes // 4 + shape.numel)
+
+    # --- what it costs -----------------------------------------------------------------------------------------------
+
+    def _measure(self) -> None:
+        wire, plain = self._bill(self._senders, self._packing)
+        self.residuals.count(wire, plain)
+        if self.rank > 0 or self.size == 1 or self.compression.always:
+            return
+        codec_s: float | None = self._codec_s if self._packing else None
+        if self.switch.probe_due:
+            codec_s = self._probe()
+        encoded = self._bill(self._senders, True)[0]
+        was_on = self.switch.on
+        self.switch = self.switch.after(
+            Message(plain // self.size, self._timed_bytes(), self._wire_s, codec_s, encoded // self.size)
+        )
+        if self.switch.on != was_on:
+            self.news.append(self.switch.why)
+
+    def _reckon(self, senders: frozenset[int], packing: bool) -> tuple[int, int]:
+        """(bytes, bytes uncompressed) that all members together send in a step with these givers of partial sums."""
+        plain = packed_plain = 0
+        for tile in self.tiles:
+            copies = len(senders - {self._owner[tile]}) + self.size - 1
+            size_bytes = copies * self._geometry.tiles[tile].size_bytes
+            plain += size_bytes
+            packed_plain += size_bytes if tile in self.compression.tiles else 0
+        return (plain - packed_plain + self._packed_bytes(senders) if packing else plain), plain
+
+    # --- what a way of compressing does ------------------------------------------------------------------------------
+
+    _whole_when_shared = True
+    """Whether the residual after the step is there when all is published, but for that of the sums that I own."""
+
+    def _meet(self, found: bool) -> None:
+        """Before a generation's first step. `found`: whether this member has a residual of the state it begins from."""
+
+    @abstractmethod
+    def _begin_packed(self) -> None: ...
+
+    @abstractmethod
+    def _publish_packed(self, tile: int) -> None: ...
+
+    @abstractmethod
+    def _collect_packed(self) -> None:
+        """Put the sums where they belong."""
+
+    @abstractmethod
+    def _packed_bytes(self, senders: frozenset[int]) -> int:
+        """What all members together send of compressed tiles in a step."""
+
+    @abstractmethod
+    def _timed_bytes(self) -> int:
+        """What went over this member's link in `_wire_s`, in the direction that had more of it."""
+
+    @abstractmethod
+    def _probe(self) -> float:
+        """Seconds that compressing this step, which went uncompressed, would have taken."""

@@ -1,0 +1,81 @@
+"""The contract of compressed exchanges: everybody applies the same bytes, and what is not sent is sent later."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exchange_member import Seat
+from forked_stage import Stage
+from torch.distributed import TCPStore
+
+MEMBER = str(Path(__file__).with_name("compressed_member.py"))
+METHODS = ["bf16", "int8", "int8=64", "topk=0.05", "powersgd=2"]
+STEPS = 8
+CLOSE = 1e-4  # rounding of float32, over all steps
+
+_names = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+def seats(port: int, size: int, **more: Any) -> list[dict[str, Any]]:
+    name = f"compressed {next(_names)}"
+    return [{"seat": Seat("torch", name, port, rank, size, 8), **more} for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("method", METHODS)
+def test_all_apply_the_same_and_nothing_is_lost(stage: Stage, port: int, method: str, size: int) -> None:
+    found = stage.play(MEMBER, "several_steps", seats(port, size, method=method, steps=STEPS))
+    assert len({one.digest for one in found}) == 1
+    assert max(one.missing for one in found) < CLOSE
+    wire, plain = found[0].traffic
+    if size == 1:
+        assert not any(found[0].packed)
+        assert (wire, plain, found[0].owed) == (0, 0, 0.0)
+    else:
+        assert all(found[0].packed)
+        assert max(one.owed for one in found) > 0.0, "something was lost on the way, and kept"
+        assert 0 < wire < plain
+
+
+@pytest.mark.parametrize("interrupt", ["published", "collected"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_that_is_taken_again_consumes_nothing_twice(
+    stage: Stage, port: int, method: str, interrupt: str
+) -> None:
+    smooth = stage.play(MEMBER, "several_steps", seats(port, 3, method=method, steps=STEPS))
+    rough = stage.play(MEMBER, "several_steps", seats(port, 3, method=method, steps=STEPS, interrupt=interrupt))
+    assert {one.digest for one in rough} == {one.digest for one in smooth}
+    assert max(one.missing for one in rough) < CLOSE
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_newcomer_applies_what_all_others_apply(stage: Stage, port: int, method: str) -> None:
+    assert len(set(stage.play(MEMBER, "with_a_newcomer", seats(port, 3, method=method)))) == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_was_sent_of_a_parameter_that_no_shard_touched_is_still_owed(stage: Stage, port: int, method: str) -> None:
+    assert stage.play(MEMBER, "untouched", seats(port, 2, method=method)) == [0.0, 0.0]
+
+
+def test_a_compressor_slower_than_the_link_is_switched_off_by_all_at_one_step(stage: Stage, port: int) -> None:
+    found = stage.play(MEMBER, "too_slow", seats(port, 3, steps=STEPS))
+    assert len({tuple(one.packed) for one in found}) == 1
+    assert found[0].packed[0]
+    assert not found[0].packed[-1]
+    assert max(one.missing for one in found) < CLOSE, "what was owed went out with the first uncompressed step"
+    # Some members have nothing to do in the step in which it is switched off; then they still owe it.
+    assert min(one.owed for one in found) == 0.0
+    assert [("int8 is off: the link carries" in line) for line in found[0].news] == [True]
+    assert [one.news for one in found[1:]] == [[], []]

@@ -1,0 +1,120 @@
+"""Whole runs whose gradients are compressed: they learn as well, survive deaths, and resume with what they owe."""
+
+from __future__ import annotations
+
+import functools
+import json
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPOSITORY, Outcome, Run
+from saved_runs import JOB, LARGE, SLOW, kill_everything, records, sealed, until
+from watched import Watched
+
+from distbelief.checkpoint.reading import read_manifest, read_tensors
+
+Start = Callable[..., Run]
+Cli = Callable[..., Outcome]
+Wait = Callable[[Callable[[], object]], None]
+
+DIGITS = [REPOSITORY / "examples" / "digits.py", "--set", "epochs=8", "--workers", 2, "--save-every", "never"]
+METHODS = {"bf16": 0.51, "int8": 0.27, "topk=0.05": 0.12, "powersgd=4": 0.15}
+
+
+@functools.cache
+def trained(strategy: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(Path(folder), "train", *DIGITS, "--strategy", strategy, "--json")
+        result = run.wait().json
+        assert run.leftovers() == []
+    return result
+
+
+@pytest.mark.parametrize(("method", "most"), METHODS.items())
+def test_digits_are_learnt_to_within_a_point_with_fewer_bytes(method: str, most: float) -> None:
+    plain, compressed = trained("allreduce:inexact:gloo"), trained(f"allreduce:{method}:always")
+    assert compressed["metrics"]["accuracy"] >= plain["metrics"]["accuracy"] - 0.01
+    assert plain["wire_ratio"] is None
+    assert 0 < compressed["wire_ratio"] < most
+
+
+def test_the_summary_and_the_metrics_say_how_much_was_sent(distbelief: Cli, tmp_path: Path) -> None:
+    outcome = distbelief(
+        "train", JOB, *LARGE, "--strategy", "allreduce:int8:always", "--workers", 2, "--run-dir", "run"
+    )
+    assert outcome.status == 0, outcome
+    assert "on the wire: 25 % of the uncompressed bytes" in outcome.stdout
+    assert "gradients are compressed (int8); they go over gloo, also between workers of one host" in outcome.stdout
+    lines = records(tmp_path / "run", "workers")
+    assert lines[-1]["workers"][0]["wire_ratio"] == pytest.approx(0.251, abs=0.01)
+    plans = records(tmp_path / "run", "plan", "journal.jsonl")
+    assert "gradients are compressed (int8)" in plans[0]["lines"][0]
+
+
+def test_what_makes_no_sense_is_one_clear_error(distbelief: Cli) -> None:
+    outcome = distbelief("train", JOB, "--strategy", "allreduce:topk=0.9", "--workers", 2)
+    assert outcome.status != 0
+    assert "top-k cannot send the fraction 0.9 of a vector" in outcome.stderr
+    assert "Traceback" not in outcome.stdout + outcome.stderr
+
+
+@pytest.mark.parametrize("method", ["int8", "powersgd=4"])
+def test_a_kill_in_the_middle_goes_on(start: Start, tmp_path: Path, wait_until: Wait, method: str) -> None:
+    arguments = [JOB, *SLOW, "--set", "steps=120", "--workers", 3, "--strategy", f"allreduce:{method}:always"]
+    run = Watched(start, tmp_path, wait_until, *arguments)
+    run.after(10)
+    run.has_members(3)
+    run.signal(run.living()[1], signal.SIGKILL)
+    run.after(run.step() + 20)
+    result = run.result()
+    assert result["recoveries"] >= 1
+    assert result["steps"] == 120
+    losses = [entry["loss"] for entry in run.metrics("step")]
+    assert sum(losses[-10:]) < sum(losses[:10])
+
+
+@pytest.fixture(scope="module", params=["int8", "topk=0.01", "powersgd=2"])
+def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[object]]:
+    """A folder with a run of two workers that was killed when it had a checkpoint, and how the run was started."""
+    folder = tmp_path_factory.mktemp("killed")
+    (folder / "brake").touch()
+    how = ["--strategy", f"allreduce:{request.param}:always", "--no-balance", "--workers", 2]
+    job = [JOB, "--set", "steps=40", *SLOW, *how]
+    run = Run(folder, "train", *job, "--save-every", 5, "--run-dir", "run")
+    try:
+        until(lambda: len(sealed(folder / "run")) >= 2, run)
+    finally:
+        kill_everything(run)
+    (folder / "brake").unlink()
+    return folder, job
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_never_was(killed: tuple[Path, list[object]]) -> None:
+    folder, job = killed
+    resumed, smooth = Run(folder, "resume", "run", "--json"), None
+    found = resumed.wait().json
+    smooth = Run(folder, "train", *job, "--run-dir", "smooth", "--json").wait().json
+    assert found["weights_sha256"] == smooth["weights_sha256"]
+    assert found["wire_ratio"] < 1
+    manifest = read_manifest(folder / "run" / "checkpoints", 40)
+    owed = {name: t for name, t in read_tensors(folder / "run" / "checkpoints", manifest).items() if "residual" in name}
+    assert {name.split("/")[2] for name in owed} == {"0", "1"}, "each member's own"
+    assert any(bool(tensor.any()) for tensor in owed.values())
+
+
+def test_other_strategies_can_resume_it(distbelief: Cli, start: Start, tmp_path: Path) -> None:
+    """What was owed is given up then; and a compressed run resumes one that was not."""
+    (tmp_path / "brake").touch()
+    for number, (first, then) in enumerate([("allreduce:int8", "allreduce"), ("allreduce", "allreduce:powersgd=2")]):
+        run_dir = tmp_path / f"run{number}"
+        job = [JOB, "--set", "steps=30", *SLOW, "--workers", 2, "--strategy", first, "--run-dir", run_dir]
+        run = start("train", *job, "--save-every", 5)
+        until(lambda run_dir=run_dir: sealed(run_dir), run)
+        kill_everything(run)
+        result = distbelief("resume", run_dir, "--workers", 3, "--strategy", then, "--json").json
+        assert result["steps"] == 30
+        assert json.loads((run_dir / "job.json").read_text())["strategy"] == then
