@@ -112,9 +112,10 @@ def _work(
                     return metrics
                 if saves:
                     _save(replica, step, task)
-                replica.exchange.gather(b"")
+                replica.exchange.gather(b"")  # all have saved
                 if leads:
                     replica.open(step)
+                replica.exchange.gather(b"")  # else some would ask while it is shut, and wait here once more
         progress.timing = clock.timing()
         due = _due(job, replica.steps_applied())
         if leads and evaluator and due > evaluated:
