@@ -86,7 +86,7 @@ def test_one_worker_alone_learns_what_one_process_does(distbelief: Cli) -> None:
 def test_a_stopped_run_goes_on_from_its_checkpoint_without_a_batch_lost_or_counted_twice(
     start: Start, tmp_path: Path, wait_until: Wait
 ) -> None:
-    job = [JOBS / "counter.py", "--set", "steps=90", "--set", "brake_s=0.05"]
+    job = [JOBS / "counter.py", "--set", "steps=300", "--set", "brake_s=0.05"]
     strategy = ["--strategy", "ps:async:servers=2:n_push=2", "--workers", 2, "--save-every", 20]
     run = Watched(start, tmp_path, wait_until, *job, *strategy)
     run.after(30)
@@ -99,8 +99,8 @@ def test_a_stopped_run_goes_on_from_its_checkpoint_without_a_batch_lost_or_count
     assert all(step % 2 == 0 for step in saved)
     (tmp_path / "brake").unlink()
     again = start("resume", "run", "--json").wait().json
-    assert again["steps"] == 90
-    assert counted(run.folder) == {45.0}  # updates of two batches each
+    assert again["steps"] == 300
+    assert counted(run.folder) == {150.0}  # updates of two batches each
 
 
 def test_strange_options_are_refused(distbelief: Cli) -> None:
