@@ -180,8 +180,8 @@ class Pulse:
 
     @property
     def step_s(self) -> float | None:
-        """How long a step takes lately."""
-        return statistics.median(self._steps.durations) if self._steps.durations else None
+        """How long a step takes lately. On average: where nobody waits for others, steps come in bursts."""
+        return statistics.fmean(self._steps.durations) if self._steps.durations else None
 
     def ticked(self, now: float) -> Pulse:
         """Our own loop came round, with all heartbeats taken in that had arrived. Notices when it had stood still."""
