@@ -89,7 +89,6 @@ def test_a_frozen_worker_is_killed_and_replaced(
 def test_the_coordinator_killed_again_and_again(
     watched: Callable[..., Watched], undisturbed: Callable[..., str], wait_until: Wait
 ) -> None:
-    run = watched(*SMALL, "--workers", 3)
     """The last time a worker is killed while no coordinator is there."""
     run = watched(*SMALL, "--workers", 3)
     for kills, steps in enumerate((5, 12, 19), start=1):
