@@ -14,6 +14,8 @@ from distbelief.shards import Range
 SECRET_BYTES = 32
 STATUS_UNKNOWN = -1000
 """In place of an exit status: it is dead, and of what will be known later."""
+RUN_ENDS = "the run ends"
+"""Why a worker gives up what it does: the one reason for which nothing is worth finishing."""
 EXIT_REPORTED = 3
 """A worker ends with this status when it has said why in a WorkerFailed, which may still be on its way."""
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from distbelief.comm.messages import RUN_ENDS
 from distbelief.comm.segment import Segment
 from distbelief.comm.served import ServedGroup
 from distbelief.comm.serverwords import (
@@ -40,19 +39,13 @@ from distbelief.comm.serverwords import (
     Wait,
 )
 from distbelief.comm.words import Abort
-from distbelief.errors import DistBeliefError
 from distbelief.shards import Schedule, mix, shard_seed
-from distbelief.strategies.base import Applied, NonFiniteLoss, RolledBack, Seat, Takeover, Task
+from distbelief.strategies.base import Applied, NonFiniteLoss, Seat, Takeover, Task
 from distbelief.strategies.base import Fetch as FetchBatch
-from distbelief.strategies.committed import CommittedModel
 from distbelief.strategies.compute import ShardComputer
-from distbelief.strategies.named import TilePortion, outside_of_tiles, whole_entries
 from distbelief.strategies.parameterserver import ParameterServer
-from distbelief.strategies.reading import AlreadyCopied, read_portion
-from distbelief.strategies.slicing import SliceShape, cut
+from distbelief.strategies.servedmember import AlreadyCopied, ServedMember
 from distbelief.strategies.tileoptimizer import Recipe
-
-RUN_ENDS = "the run ends"
 
 
 class AtBoundaries:
@@ -67,33 +60,18 @@ class AtBoundaries:
             self._abort.check()
 
 
-class AsynchronousReplica:
-    """See `Replica`, without steps in common: `next` and `work` take their place."""
+class AsynchronousReplica(ServedMember):
+    """See `Seated`. Without steps in common: `next` and `work` take their place."""
 
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
         fetch: FetchBatch, strategy: ParameterServer,
     ) -> None:  # fmt: skip
-        self.exchange = exchange
-        self.comm_s = 0.0
+        super().__init__(computer, recipe, schedule, seat, exchange, fetch)
         self.staleness: Mapping[int, int] = {}
-        self._computer = computer
-        self._job = computer.job
-        self._recipe = recipe
-        self._schedule = schedule
-        self._seat = seat
-        self._fetch = fetch
         self._strategy = strategy
-        self._client = exchange.client
         self._abort = AtBoundaries(exchange.abort)
-        self._slices = cut(computer.layout, recipe)
         self._ledger = len(self._slices)
-        self._values = exchange.memory("values", computer.layout.size_bytes)
-        self._segments: dict[str, torch.Tensor] = {}
-        computer.bind_parameters(self._values, 0)
-        self._buffers = computer.committed_buffers(self._values, 0)
-        self._whole = CommittedModel(computer, self._buffers)
-        self._past: deque[Applied] = deque(maxlen=1024)
         self._version = -1
         self._since_fetch = 0
         self._join()
@@ -101,22 +79,15 @@ class AsynchronousReplica:
     def _join(self) -> None:
         exchange = self.exchange
         self._client.restart()
-        there = self._client.slices(exchange.abort)
-        if there != len(self._slices) + 1:
-            raise DistBeliefError(f"the servers have {there - 1} slices, this worker {len(self._slices)}")
+        self._check_slices(besides=1)
         looked: list[Looked] = []
         self._client.ask([partial(_look, self._ledger)], exchange.abort, lambda letter: looked.append(letter.message))
-        self._completed: int = looked[0].version
+        self._applied = looked[0].version
         self._note = looked[0].note
-        reached = np.frombuffer(exchange.memory("reached", 8).buffer, np.int64, 1)
-        self._reached = reached
         self._known = 0  # the ledger remembers what may not have been reported
         if exchange.rank == 0:
             self._client.change(self._ledger, Members(self._seat.generation, list(self._seat.workers)), exchange.abort)
-        self._rolled_back: RolledBack | None = None
-        if self._completed < reached[0]:  # not before: a generation that is given up here tells nobody of it
-            self._rolled_back = RolledBack(int(reached[0]), self._completed, "checkpoint")
-        self._reached[0] = self._completed
+        self._note_rollback()
 
     # --- updates -----------------------------------------------------------------------------------------------------
 
@@ -145,14 +116,14 @@ class AsynchronousReplica:
         if given.news:
             self._known = given.news[-1].step + 1
         self.staleness = given.staleness or self.staleness
-        self._completed = self._reached[0] = given.done
+        self._applied = self._reached[0] = given.done
 
     def fetch(self) -> None:
         """Bring the values to what the servers have now."""
 
         def fetched(letter: Letter) -> None:
             message: Fetched = letter.message
-            self._take(self._slices[message.slice], message, letter.payload)
+            self._take(message, letter.payload)
             if message.slice == 0:
                 self._base_integers = np.frombuffer(message.integers, np.int64)
                 self._computer.commit_integers(self._as_buffers(self._base_integers))
@@ -160,15 +131,6 @@ class AsynchronousReplica:
         inline = not self.exchange.maps
         questions = [partial(_fetch, shape.number, inline) for shape in self._slices]
         self._client.ask(questions, self._abort, fetched)
-
-    def _take(self, shape: SliceShape, message: Fetched, payload: Any) -> None:
-        into = self._values.tensor(torch.uint8, shape.first_byte, shape.value_bytes)
-        if not message.segment:
-            into.copy_(torch.frombuffer(payload, dtype=torch.uint8))
-            return
-        if message.segment not in self._segments:
-            self._segments[message.segment] = self.exchange.values(message.segment, shape.value_bytes)
-        into.copy_(self._segments[message.segment])
 
     def work(self, lease: Lease) -> None:
         """Compute the batches of an update, push it, and say so when every slice has it."""
@@ -269,82 +231,27 @@ class AsynchronousReplica:
 
     def arrived(self, step: int) -> None:
         """All are at this gate: these are the parameters after exactly so many steps."""
-        self._completed = step
+        self._applied = step
         self._reached[0] = step
         self.fetch()
         self._since_fetch = 0
 
     # --- what is known -----------------------------------------------------------------------------------------------
 
-    def steps_applied(self) -> int:
-        return self._completed
-
     def taken_over(self) -> Takeover | None:
         return None
 
-    def remembered(self, first: int) -> list[Applied]:
-        return [one for one in list(self._past) if one.step >= first]
-
-    def note(self) -> tuple[int, bytes]:
-        return self._note
-
     def keep_note(self, content: bytes) -> None:
-        self._note = (self._completed, content)
+        self._note = (self._applied, content)
         if self.exchange.rank == 0:
-            self._client.change(self._ledger, Note(self._completed, content), self._abort)
-
-    def rolled_back(self) -> RolledBack | None:
-        return self._rolled_back
-
-    def waits(self) -> Mapping[int, float]:
-        return {}
-
-    def traffic(self) -> tuple[int, int]:
-        return 0, 0
-
-    def plan_lines(self) -> Sequence[str]:
-        return ()
-
-    # --- the state ---------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _portions(self) -> list[TilePortion]:
-        size, outside = self.exchange.size, whole_entries(self._outside())
-        return [
-            TilePortion(
-                self._computer.layout, self._recipe,
-                [tile for shape in self._slices[rank::size] for tile in shape.tiles], outside if rank == 0 else [],
-            )
-            for rank in range(size)
-        ]  # fmt: skip
-
-    def _outside(self) -> dict[str, torch.Tensor]:
-        return outside_of_tiles(self._computer.model, self._computer.layout, self._computer.integer_bytes())
-
-    def portions(self) -> Sequence[TilePortion]:
-        return self._portions
+            self._client.change(self._ledger, Note(self._applied, content), self._abort)
 
     def copy_portion(self, applied: int, into: Segment) -> AlreadyCopied:
-        rank = self.exchange.rank
-        self._whole.restore()
-        return read_portion(
-            self._client, self._abort, self._slices[rank :: self.exchange.size], self._portions[rank], into,
-            self._outside() if rank == 0 else {}, version=None,
-        )  # fmt: skip
-
-    def measure(self, tasks: Sequence[Task], measure: Callable[[Task, Any, Any], None]) -> None:
-        rank, size = self.exchange.rank, self.exchange.size
-        self._whole.measure(tasks[rank * len(tasks) // size : (rank + 1) * len(tasks) // size], measure)
+        """All are at a gate, and nobody pushes."""
+        return self._read_portion(into, applied, self._abort)
 
     def measure_alone(self, tasks: Sequence[Task], measure: Callable[[Task, Any, Any], None]) -> None:
         self._whole.measure(tasks, measure)
-
-    def save_weights(self, path: Path) -> None:
-        if self.exchange.rank == 0:
-            self._whole.save(path)
-
-    def weights_sha256(self) -> str:
-        return self._whole.sha256()
 
 
 def _look(number: int, ticket: int) -> Question:

@@ -16,7 +16,7 @@ from distbelief.shards import Schedule
 if TYPE_CHECKING:
     import torch
 
-    from distbelief.strategies.served import PreparedServed
+    from distbelief.strategies.preparedserved import PreparedServed
 
 MODES = ("sync", "ssp", "async")
 
@@ -98,7 +98,7 @@ class ParameterServer:
         return text + (f":{self.over}" if self.over != "auto" else "")
 
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedServed:
-        from distbelief.strategies.served import PreparedServed
+        from distbelief.strategies.preparedserved import PreparedServed
 
         if device.type != "cpu":
             raise JobError(f"ps does not run on '{device}' yet", hint="use --device cpu")

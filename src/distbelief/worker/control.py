@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from distbelief.comm.messages import (
+    RUN_ENDS,
     Command,
     EndRun,
     Introduce,
@@ -137,7 +138,7 @@ def step(state: WorkerState, event: Command | GenerationFinished) -> tuple[Worke
         case Serve():
             return state, [LearnMap(event.map)]
     state = replace(state, epoch=event.epoch)
-    stop: list[Action] = [AbortStep("the run ends")] if state.phase == "training" else []
+    stop: list[Action] = [AbortStep(RUN_ENDS)] if state.phase == "training" else []
     match event:
         case EndRun():
             return replace(state, phase="ended"), [*stop, Leave(event.status, event.reason)]

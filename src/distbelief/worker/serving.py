@@ -46,7 +46,7 @@ from distbelief.servers.slicememory import SliceMemory
 from distbelief.servers.stores import SliceStore
 from distbelief.servers.wire import unpack
 from distbelief.strategies.base import Saved
-from distbelief.strategies.served import PreparedServed
+from distbelief.strategies.preparedserved import PreparedServed
 from distbelief.strategies.slicing import SliceShape
 from distbelief.strategies.state import ReplicaState
 from distbelief.worker.loading import load_for_server

@@ -1,0 +1,79 @@
+"""ps on one worker or server, before it has a seat: the model made and laid out, and where it is cut into slices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from distbelief.comm.alone import AloneExchange
+from distbelief.comm.exchange import Geometry
+from distbelief.comm.served import ServedGroup
+from distbelief.job import Job
+from distbelief.shards import Range, Schedule
+from distbelief.strategies.agreement import agree_on_state
+from distbelief.strategies.asynchronous import AsynchronousReplica
+from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
+from distbelief.strategies.layout import Layout
+from distbelief.strategies.parameterserver import ParameterServer
+from distbelief.strategies.prepared import PreparedAllReduce
+from distbelief.strategies.replica import DataParallelReplica
+from distbelief.strategies.served import ServedReplica
+from distbelief.strategies.slicing import SliceShape, cut
+from distbelief.strategies.state import ReplicaState
+from distbelief.strategies.tileoptimizer import Recipe
+
+
+class PreparedServed(PreparedAllReduce):
+    def __init__(self, job: Job, schedule: Schedule, device: torch.device, strategy: ParameterServer) -> None:
+        super().__init__(job, schedule, device, strategy.exact)
+        self.strategy = strategy
+
+    def geometry(self, ranges: Sequence[Range]) -> Geometry:
+        usual = super().geometry(ranges)
+        if self.strategy.waits:
+            return usual
+        return replace(usual, slots=[min(self.strategy.n_push, 2)] * len(ranges))
+
+    def slices(self) -> list[SliceShape]:
+        return cut(self._layout, self._recipe)
+
+    def integer_numbers(self, content: bytes) -> np.ndarray:
+        """The integer buffers as numbers, each as int64."""
+        found = []
+        for _, buffer in self.model.named_buffers():
+            if not buffer.is_floating_point() and buffer.numel():
+                size = buffer.numel() * buffer.element_size()
+                part, content = bytearray(content[:size]), content[size:]
+                found.append(torch.frombuffer(part, dtype=buffer.dtype).to(torch.int64).numpy())
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    @property
+    def recipe(self) -> Recipe:
+        return self._recipe
+
+    def first_state(self, begin_from: BeginFrom) -> ReplicaState:
+        """All of what the servers begin with, in memory of its own."""
+        alone = AloneExchange(replace(self.geometry([(0, self._schedule.shards)]), slots=[0]))
+        state = ReplicaState(self._layout, self._recipe, alone, len(self._computer.integer_bytes()))
+        agree_on_state(state, alone, self._computer, self._recipe, begin_from)
+        return state
+
+    def build(  # type: ignore[override]
+        self, seat: Seat, exchange: Any, fetch: Fetch, begin_from: BeginFrom = nothing_saved
+    ) -> ServedReplica | AsynchronousReplica | DataParallelReplica:
+        """Without servers (one process that computes a step again) it is allreduce: the bits are the same."""
+        if not isinstance(exchange, ServedGroup):
+            return super().build(seat, exchange, fetch, begin_from)
+        if not self.strategy.waits:
+            return AsynchronousReplica(
+                self._computer, self._recipe, self._schedule, seat, exchange, fetch, self.strategy
+            )
+        return ServedReplica(self._computer, self._recipe, self._schedule, seat, exchange, fetch)
