@@ -22,7 +22,10 @@ Cli = Callable[..., Outcome]
 Wait = Callable[[Callable[[], object]], None]
 
 DIGITS = [REPOSITORY / "examples" / "digits.py", "--set", "epochs=8", "--workers", 2, "--save-every", "never"]
-METHODS = {"int8": 0.27, "powersgd=4": 0.15}  # one of each kind: codes of numbers, and of matrices; all are measured in bench/
+METHODS = {
+    "int8": 0.27,
+    "powersgd=4": 0.15,
+}  # one of each kind: codes of numbers, and of matrices; all are measured in bench/
 
 
 @functools.cache
