@@ -30,7 +30,7 @@ from drivers import BENCH, DriverFailed, Measured, Task
 from workloads import WORKERS, WORKLOADS
 
 OURS, TCP, PEER, IDEAL = "ps:sync", "ps:sync over TCP", "gloo p2p server", "independent processes"
-PARTS = ("mlp", "cnn")
+PARTS = ("mlp", "cnn", "wide")
 GOAL = 2.0
 """Steps per second over the best peer's."""
 

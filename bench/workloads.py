@@ -1,4 +1,4 @@
-"""What is trained in the comparison: three models with generated data. Also a job file, so that DistBelief trains
+"""What is trained in the comparison: models with generated data. Also a job file, so that DistBelief trains
 them exactly as a user's job; the peers' loop (peer.py) takes model, data, loss and optimizer from here too.
 
 It knows nothing of drivers, timing or goals.
@@ -58,6 +58,10 @@ def job(workload: str = "mlp", steps: int = 100, shards: int = WORKERS) -> Job:
 
 def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+
+
+def _wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10))
 
 
 def _mlp_data() -> Data:
@@ -150,6 +154,14 @@ WORKLOADS = {
     "mlp": Workload("MLP 784-1024-1024-10, ReLU, SGD momentum", 128, _mlp, _mlp_data, F.cross_entropy, _momentum(0.02)),
     "cnn": Workload(
         "CNN 28×28: conv 32, conv 64, fc 128, SGD momentum", 64, _cnn, _cnn_data, F.cross_entropy, _momentum(0.01)
+    ),
+    "wide": Workload(  # many parameters and few samples: what servers and networks have to do is most of a step
+        "MLP 784-2048-2048-10, 16 samples per worker, SGD momentum",
+        16,
+        _wide,
+        _mlp_data,
+        F.cross_entropy,
+        _momentum(0.005),
     ),
     "gpt": Workload("GPT 6 layers, 256 wide, 8 heads, 128 symbols, AdamW", 8, _GPT, _gpt_data, _symbol_loss, _adamw),
 }
