@@ -1,7 +1,7 @@
 """The embedded engine: a coordinator and N workers on this machine, started, watched and ended from this process.
 
-It keeps the shared segments, merges the logs, tells the coordinator of exits, starts and kills workers on its word,
-starts the coordinator again when it dies, and shows progress. One thread, one poll loop; whatever happens, leaving it
+Workers and servers are `hosting.py`'s. This starts the coordinator, and another one when it dies, carries out its
+commands, tells it of exits, merges the logs and shows progress. One thread, one poll loop; whatever happens, leaving it
 leaves no process and no segment behind.
 """
 
@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import secrets
 import signal
-import socket
 import time
 from typing import Any
 
-import msgspec
 import zmq
 
-from distbelief.comm.keeper import SegmentKeeper
-from distbelief.comm.memfd import receive_message
 from distbelief.comm.messages import (
     SECRET_BYTES,
     EndRun,
@@ -36,17 +31,16 @@ from distbelief.comm.messages import (
     decode_command,
     encode,
 )
-from distbelief.comm.network import dial, host_of
+from distbelief.comm.network import dial
 from distbelief.coordinator.saving import STOP_S
-from distbelief.engines.guests import TEMPLATE, Guests
+from distbelief.engines.hosting import Hosting, Role, host_name
 from distbelief.engines.launch import Launch, Observer
-from distbelief.engines.processes import CoordinatorProcess, LogPipe, Zygote
+from distbelief.engines.processes import CoordinatorProcess, LogPipe
 from distbelief.engines.rundir import ended, verdict
 from distbelief.engines.signals import Signals
 from distbelief.engines.watching import Watching
 from distbelief.errors import RunFailed
 from distbelief.strategies import servers_of
-from distbelief.worker.spec import WorkerSpec
 
 REFRESH_S = 0.2
 HASTE_S = 0.3
@@ -67,7 +61,7 @@ def run(launch: Launch, observer: Observer) -> dict[str, Any]:
 
 
 class _Run:
-    """One run's processes, sockets and segments."""
+    """One run's coordinator, and what it commands here. See also `hosting.Told`."""
 
     def __init__(self, launch: Launch, observer: Observer, signals: Signals) -> None:
         self._launch = launch
@@ -75,18 +69,7 @@ class _Run:
         self._signals = signals
         self._stack = contextlib.ExitStack()
         self._watching = Watching()
-        self._can_fork = False
-        self._wanted: list[int] = []
-        """Workers that we were asked to start before we could."""
-        self._workers: dict[int, int] = {}  # process number -> worker
-        self._alive: set[int] = set()
-        self._exits: dict[int, int] = {}  # worker -> status
-        self._servers: dict[int, int] = {}  # process number -> parameter server
-        self._servers_alive: set[int] = set()
-        self._server_exits: dict[int, int] = {}
-        self._servers_wanted: list[int] = []
         self._secret = secrets.token_bytes(SECRET_BYTES)
-        self._store: tuple[str, int] | None = None
         self._epoch = 0
         self._answered_at = time.monotonic()
         self._short_lives = 0
@@ -99,12 +82,8 @@ class _Run:
     def start(self) -> None:
         """Coordinator and zygote start side by side: importing torch is the longest part of a launch."""
         launch = self._launch
-        self._keeper = SegmentKeeper()
-        self._stack.callback(self._keeper.close)
-        if launch.job_pickle:
-            self._keeper.put("job", launch.job_pickle)
-        self._zygote = Zygote(self._log("zygote"), self._launch.strategy)
-        self._stack.callback(self._zygote.close)
+        self._hosting = Hosting(launch, self._secret, self._watching, self)
+        self._stack.callback(self._hosting.close)
         self._order = {
             "run_dir": str(launch.run_dir),
             "secret": self._secret.hex(),
@@ -113,17 +92,19 @@ class _Run:
             "resume": launch.strategy if launch.resumed else "",
         }
         self._start_coordinator()
-        self._address = self._order["listen"] = self._coordinator.address()  # a later one listens there too
+        address = self._order["listen"] = self._coordinator.address()  # a later one listens there too
         self._order["resume"] = ""  # once
-        self._connect(self._address)
-        self._watching.watch(self._zygote.socket, self._zygote_ready)
+        self._connect(address)
         self._watching.watch(self._signals.wake_fd, self._stop)
-        self._guests = Guests(launch.run_dir, self._secret)
-        self._stack.callback(self._guests.close)
-        self._watching.watch(self._guests.listener, self._guest_arrives)
+        self._hosting.begin(address)
+        if not launch.resumed:  # then the journal knows who is to be there
+            for worker in range(launch.workers):
+                self._hosting.start("worker", worker)
+            for server in range(servers_of(launch.strategy)):
+                self._hosting.start("server", server)
 
     def _start_coordinator(self) -> None:
-        self._coordinator = CoordinatorProcess(self._order, self._log("coordinator"))
+        self._coordinator = CoordinatorProcess(self._order, self.log("coordinator"))
         self._stack.callback(self._coordinator.close)
 
     def _connect(self, address: str) -> None:
@@ -137,76 +118,18 @@ class _Run:
     def _attach(self) -> None:
         """Tell all there is to know. Repeated, so that what was lost, on the way or with a coordinator, is mended."""
         self._next_attach = time.monotonic() + ATTACH_EVERY_S
-        running = {self._workers[pid]: pid for pid in self._alive}
-        servers = {self._servers[pid]: pid for pid in self._servers_alive}
-        self._send(EngineAttached(host_name(), running, self._exits, servers, self._server_exits))
+        there = self._hosting
+        workers, servers = there.running("worker"), there.running("server")
+        self._send(EngineAttached(host_name(), workers, there.exits("worker"), servers, there.exits("server")))
         if self._signals.count:
             self._ask_to_stop()
-
-    def _zygote_ready(self) -> None:
-        self._zygote.wait_ready()
-        self._can_fork = True
-        self._watching.watch(self._zygote.socket, self._zygote_event)
-        if self._launch.usable_transport == "gloo":
-            host = host_of(self._address)
-            self._store = (host, self._zygote.fork_store(host, self._log("store")))
-        self._write_template()
-        first = () if self._launch.resumed else range(self._launch.workers)
-        for worker in dict.fromkeys([*first, *self._wanted]):  # the coordinator may have grown impatient: each one once
-            self._start_worker(worker)
-        count = 0 if self._launch.resumed else servers_of(self._launch.strategy)
-        for server in dict.fromkeys([*range(count), *self._servers_wanted]):
-            self._start_server(server)
-
-    def _write_template(self) -> None:
-        """What a worker on another host needs to know, for whoever may read the run directory's private files."""
-        path = self._launch.run_dir / TEMPLATE
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(fd, "wb") as file:
-            file.write(msgspec.json.encode(self._spec(-1)))
-        self._stack.callback(path.unlink, missing_ok=True)
-
-    def _spec(self, worker: int) -> WorkerSpec:
-        return self._launch.worker_spec(worker, host_name(), self._address, self._secret.hex(), self._store)
-
-    def _start_worker(self, worker: int) -> None:
-        pid, connection = self._zygote.fork_worker(self._spec(worker), self._log(f"worker {worker}"))
-        self._adopt(worker, pid, connection)
-
-    def _start_server(self, server: int) -> None:
-        pid, connection = self._zygote.fork_server(self._spec(server), self._log(f"server {server}"))
-        self._servers[pid] = server
-        self._servers_alive.add(pid)
-        self._stack.callback(connection.close)
-        self._watching.watch(connection, lambda: self._segment_request(connection))
-
-    def _guest_arrives(self) -> None:
-        """A worker that somebody has started by hand, with a number that the coordinator gave it."""
-        guest = self._guests.accept(self._spec)
-        if guest is None:
-            return
-        self._adopt(guest.worker, guest.pid, guest.connection)
-
-        def left() -> None:
-            self._watching.unwatch(guest.pidfd)
-            self._exited({"event": "exited", "pid": guest.pid, "status": self._guests.departed(guest)})
-
-        self._watching.watch(guest.pidfd, left)
-
-    def _adopt(self, worker: int, pid: int, connection: socket.socket) -> None:
-        self._workers[pid] = worker
-        self._alive.add(pid)
-        self._stack.callback(connection.close)
-        self._watching.watch(connection, lambda: self._segment_request(connection))
 
     def loop(self) -> None:
         """Serve until the coordinator has ended the run and every process is gone."""
         next_refresh = 0.0
-        while not (self._ended and not self._alive and not self._servers_alive):
+        while not (self._ended and self._hosting.is_empty):
             self._watching.serve(REFRESH_S)
-            for event in self._zygote.early_exits:
-                self._exited(event)
-            self._zygote.early_exits.clear()
+            self._hosting.collect()
             now = time.monotonic()
             if now >= next_refresh:
                 next_refresh = now + REFRESH_S
@@ -221,8 +144,7 @@ class _Run:
             if now >= self._deadline:
                 self._deadline = float("inf")
                 self._finish(GRACE_S / 2)
-                for pid in [*self._alive, *self._servers_alive]:
-                    self._end_by_force(pid)
+                self._hosting.kill_all()
 
     # --- what happens ------------------------------------------------------------------------------------------------
 
@@ -230,49 +152,22 @@ class _Run:
         while self._socket.poll(0):
             self._answered_at = time.monotonic()
             command = decode_command(self._socket.recv_multipart()[-1])
+            if isinstance(command, EndRun):
+                # After a failure nobody has anything left to do, and a worker that still loads hears nothing.
+                self._finish(GRACE_S if command.status == "completed" else HASTE_S)
+                continue
+            self._epoch = max(self._epoch, command.epoch)
+            if command.epoch < self._epoch:
+                continue  # no command of an older coordinator is carried out
             match command:
-                case EndRun():
-                    # After a failure nobody has anything left to do, and a worker that still loads hears nothing.
-                    self._finish(GRACE_S if command.status == "completed" else HASTE_S)
-                case StartWorker():
-                    self._start_another(command)
+                case StartWorker() if not self._ended:
+                    self._hosting.start("worker", command.worker)
+                case StartServer() if not self._ended:
+                    self._hosting.start("server", command.server)
                 case KillWorker():
-                    self._kill(command)
-                case StartServer(server=server) if self._obeyed(command.epoch):
-                    self._start_another_server(server)
-                case KillServer(server=server) if self._obeyed(command.epoch):
-                    for pid in [pid for pid in self._servers_alive if self._servers[pid] == server]:
-                        self._end_by_force(pid)
-
-    def _start_another(self, command: StartWorker) -> None:
-        if not self._obeyed(command.epoch) or self._ended or command.worker in self._workers.values():
-            return
-        if self._can_fork:
-            self._start_worker(command.worker)
-        elif command.worker not in self._wanted:
-            self._wanted.append(command.worker)
-
-    def _start_another_server(self, server: int) -> None:
-        if self._ended or server in self._servers.values():
-            return
-        if self._can_fork:
-            self._start_server(server)
-        elif server not in self._servers_wanted:
-            self._servers_wanted.append(server)
-
-    def _kill(self, command: KillWorker) -> None:
-        if self._obeyed(command.epoch):
-            for pid in [pid for pid in self._alive if self._workers[pid] == command.worker]:
-                self._end_by_force(pid)
-
-    def _end_by_force(self, pid: int) -> None:
-        if not self._guests.kill(pid):
-            self._zygote.kill(pid)
-
-    def _obeyed(self, epoch: int) -> bool:
-        """No command of an older coordinator is carried out."""
-        self._epoch = max(self._epoch, epoch)
-        return epoch == self._epoch
+                    self._hosting.kill("worker", command.worker)
+                case KillServer():
+                    self._hosting.kill("server", command.server)
 
     def _coordinator_ended(self) -> None:
         """It has ended the run, or it has died: then another one takes the run over from the journal."""
@@ -314,39 +209,12 @@ class _Run:
         name = signal.Signals(self._signals.received).name
         self._send(StopRequested(f"{name} received", at_once=self._signals.count > 1))
 
-    def _zygote_event(self) -> None:
-        try:
-            event, _ = receive_message(self._zygote.socket)
-        except EOFError:
-            self._can_fork = False
-            self._watching.unwatch(self._zygote.socket)
-            self._alive.clear()  # workers die with the zygote; guests are told of the end
-            self._servers_alive.clear()
-            self._send(StopRequested("the process that starts workers has died", at_once=True))
-            self._finish(0.5)
-            return
-        self._exited(event)
+    def exited(self, role: Role, number: int, status: int) -> None:
+        self._send(WorkerExited(number, status) if role == "worker" else ServerExited(number, status))
 
-    def _exited(self, event: dict[str, Any]) -> None:
-        pid = int(event.get("pid", -1))
-        if event.get("event") == "exited" and pid in self._servers_alive:
-            self._servers_alive.discard(pid)
-            server = self._servers[pid]
-            self._server_exits[server] = int(event["status"])
-            self._keeper.drop_all(f"server {server}/")
-            self._send(ServerExited(server, self._server_exits[server]))
-        elif event.get("event") == "exited" and pid in self._alive:
-            self._alive.discard(pid)
-            worker = self._workers[pid]
-            self._exits[worker] = int(event["status"])
-            self._send(WorkerExited(worker, self._exits[worker]))
-
-    def _segment_request(self, connection: socket.socket) -> None:
-        try:
-            self._keeper.answer(connection)
-        except (EOFError, ConnectionError):
-            self._watching.unwatch(connection)
-            connection.close()
+    def cannot_host(self) -> None:
+        self._send(StopRequested("the process that starts workers has died", at_once=True))
+        self._finish(0.5)
 
     def _send(self, event: Event) -> None:
         with contextlib.suppress(zmq.Again):  # nobody has read for long; all of it is said again and again
@@ -354,7 +222,7 @@ class _Run:
 
     # --- plumbing ----------------------------------------------------------------------------------------------------
 
-    def _log(self, source: str) -> LogPipe:
+    def log(self, source: str) -> LogPipe:
         log = LogPipe(source, self._launch.run_dir / "logs" / f"{source.replace(' ', '-')}.log", self._observer.log)
         self._stack.callback(log.close)
 
@@ -370,7 +238,3 @@ class _Run:
         """Every process we started is gone when this returns, also after an exception."""
         self._stack.close()
         self._observer.refresh()
-
-
-def host_name() -> str:
-    return platform.node() or "localhost"

@@ -1,0 +1,198 @@
+"""The workers and parameter servers of a run on this machine: forked from a warm process, or come by hand; watched,
+given shared memory, and ended. It does what it is told and tells what it sees: the coordinator decides.
+
+Members have numbers, workers and servers each their own. Leaving it leaves no process and no segment behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import socket
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from distbelief.comm.keeper import SegmentKeeper
+from distbelief.comm.memfd import receive_message
+from distbelief.comm.network import host_of
+from distbelief.engines.guests import TEMPLATE, Guests
+from distbelief.engines.launch import Launch
+from distbelief.engines.processes import LogPipe, Zygote
+from distbelief.engines.watching import Watching
+from distbelief.worker.spec import WorkerSpec
+
+Role = Literal["worker", "server"]
+Member = tuple[Role, int]
+
+
+class Told(Protocol):
+    """Whoever hosts for a run."""
+
+    def log(self, source: str) -> LogPipe:
+        """Where a process may print to."""
+
+    def exited(self, role: Role, number: int, status: int) -> None: ...
+
+    def cannot_host(self) -> None:
+        """The warm process has died, and all that it had forked with it."""
+
+
+class Hosting:
+    def __init__(self, launch: Launch, secret: bytes, watching: Watching, told: Told) -> None:
+        self._launch = launch
+        self._secret = secret
+        self._watching = watching
+        self._told = told
+        self._stack = contextlib.ExitStack()
+        self._can_fork = False
+        self._wanted: list[Member] = []
+        """Members that we were asked to start before we could."""
+        self._members: dict[int, Member] = {}  # by process
+        self._alive: set[int] = set()
+        self._exits: dict[Member, int] = {}
+        self._address = ""
+        self._store: tuple[str, int] | None = None
+        self._keeper = SegmentKeeper()
+        self._stack.callback(self._keeper.close)
+        if launch.job_pickle:
+            self._keeper.put("job", launch.job_pickle)
+        self._zygote = Zygote(told.log("zygote"), launch.strategy)
+        self._stack.callback(self._zygote.close)
+
+    def begin(self, address: str) -> None:
+        """The coordinator listens there: from now on members can be started, as soon as the warm process is ready."""
+        self._address = address
+        self._watching.watch(self._zygote.socket, self._zygote_ready)
+        self._guests = Guests(self._launch.run_dir, self._secret)
+        self._stack.callback(self._guests.close)
+        self._watching.watch(self._guests.listener, self._guest_arrives)
+
+    def _zygote_ready(self) -> None:
+        self._zygote.wait_ready()
+        self._can_fork = True
+        self._watching.watch(self._zygote.socket, self._zygote_event)
+        if self._launch.usable_transport == "gloo":
+            host = host_of(self._address)
+            self._store = (host, self._zygote.fork_store(host, self._told.log("store")))
+        self._write_template()
+        for role, number in self._wanted:
+            self._fork(role, number)
+
+    def _write_template(self) -> None:
+        """What a worker on another host needs to know, for whoever may read the run directory's private files."""
+        path = self._launch.run_dir / TEMPLATE
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(fd, "wb") as file:
+            file.write(msgspec.json.encode(self._spec(-1)))
+        self._stack.callback(path.unlink, missing_ok=True)
+
+    def _spec(self, number: int) -> WorkerSpec:
+        return self._launch.worker_spec(number, host_name(), self._address, self._secret.hex(), self._store)
+
+    # --- what it is told ---------------------------------------------------------------------------------------------
+
+    def start(self, role: Role, number: int) -> None:
+        """Start a member, once: the coordinator may grow impatient and say it again."""
+        if (role, number) in self._members.values() or (role, number) in self._wanted:
+            return
+        if self._can_fork:
+            self._fork(role, number)
+        else:
+            self._wanted.append((role, number))
+
+    def kill(self, role: Role, number: int) -> None:
+        for pid in [pid for pid in self._alive if self._members[pid] == (role, number)]:
+            self._end_by_force(pid)
+
+    def kill_all(self) -> None:
+        for pid in list(self._alive):
+            self._end_by_force(pid)
+
+    def _fork(self, role: Role, number: int) -> None:
+        fork = self._zygote.fork_worker if role == "worker" else self._zygote.fork_server
+        pid, connection = fork(self._spec(number), self._told.log(f"{role} {number}"))
+        self._adopt((role, number), pid, connection)
+
+    def _adopt(self, member: Member, pid: int, connection: socket.socket) -> None:
+        self._members[pid] = member
+        self._alive.add(pid)
+        self._stack.callback(connection.close)
+        self._watching.watch(connection, lambda: self._segment_request(connection))
+
+    def _end_by_force(self, pid: int) -> None:
+        if not self._guests.kill(pid):
+            self._zygote.kill(pid)
+
+    # --- what it sees ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._alive
+
+    def running(self, role: Role) -> dict[int, int]:
+        """Number -> process."""
+        found = ((self._members[pid], pid) for pid in self._alive)
+        return {number: pid for (of, number), pid in found if of == role}
+
+    def exits(self, role: Role) -> dict[int, int]:
+        """Number -> exit status, of those that are gone."""
+        return {number: status for (of, number), status in self._exits.items() if of == role}
+
+    def collect(self) -> None:
+        """Tell of exits that were reported while a fork was awaited."""
+        early = list(self._zygote.early_exits)
+        self._zygote.early_exits.clear()
+        for event in early:
+            self._exited(event)
+
+    def _guest_arrives(self) -> None:
+        """A worker that somebody has started by hand, with a number that the coordinator gave it."""
+        guest = self._guests.accept(self._spec)
+        if guest is None:
+            return
+        self._adopt(("worker", guest.worker), guest.pid, guest.connection)
+
+        def left() -> None:
+            self._watching.unwatch(guest.pidfd)
+            self._exited({"event": "exited", "pid": guest.pid, "status": self._guests.departed(guest)})
+
+        self._watching.watch(guest.pidfd, left)
+
+    def _zygote_event(self) -> None:
+        try:
+            event, _ = receive_message(self._zygote.socket)
+        except EOFError:
+            self._can_fork = False
+            self._watching.unwatch(self._zygote.socket)
+            self._alive.clear()  # members die with the zygote; guests are told of the end
+            self._told.cannot_host()
+            return
+        self._exited(event)
+
+    def _exited(self, event: dict[str, Any]) -> None:
+        pid = int(event.get("pid", -1))
+        if event.get("event") != "exited" or pid not in self._alive:
+            return
+        self._alive.discard(pid)
+        role, number = member = self._members[pid]
+        self._exits[member] = int(event["status"])
+        if role == "server":
+            self._keeper.drop_all(f"server {number}/")
+        self._told.exited(role, number, self._exits[member])
+
+    def _segment_request(self, connection: socket.socket) -> None:
+        try:
+            self._keeper.answer(connection)
+        except (EOFError, ConnectionError):
+            self._watching.unwatch(connection)
+            connection.close()
+
+    def close(self) -> None:
+        """Every process that was started here is gone when this returns."""
+        self._stack.close()
+
+
+def host_name() -> str:
+    return platform.node() or "localhost"
