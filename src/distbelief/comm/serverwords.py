@@ -65,6 +65,9 @@ class Gradient(Struct, frozen=True, tag=True):
     integers: bytes = b""
     """By how much the integer buffers change, each as int64. For slice 0."""
     segment: str = ""
+    dated: bool = False
+    """The values that it was computed with come along: in the same frame behind it, or in this segment."""
+    values: str = ""
 
 
 # --- changes of the ledger -------------------------------------------------------------------------------------------

@@ -48,6 +48,12 @@ from distbelief.strategies.servedmember import AlreadyCopied, ServedMember
 from distbelief.strategies.tileoptimizer import Recipe
 
 
+def free_slots(strategy: ParameterServer) -> int:
+    """How many times the memory for gradients a worker has. Batches that are pushed together need it twice; delay
+    compensation has the values in the last one."""
+    return min(strategy.n_push, 2) + (strategy.dc > 0)
+
+
 class AtBoundaries:
     """The abort of a generation, for a worker whose update must not be lost to a change of members: only the end of the
     run interrupts it; everything else waits until the update is done."""
@@ -131,6 +137,10 @@ class AsynchronousReplica(ServedMember):
         inline = not self.exchange.maps
         questions = [partial(_fetch, shape.number, inline) for shape in self._slices]
         self._client.ask(questions, self._abort, fetched)
+        if self._strategy.dc and self.exchange.slot(0)[1]:
+            then, _ = self.exchange.slot(free_slots(self._strategy) - 1)
+            size_bytes = self._computer.layout.size_bytes
+            then.tensor(torch.uint8, 0, size_bytes).copy_(self._values.tensor(torch.uint8, 0, size_bytes))
 
     def work(self, lease: Lease) -> None:
         """Compute the batches of an update, push it, and say so when every slice has it."""
@@ -190,10 +200,14 @@ class AsynchronousReplica(ServedMember):
     def _push(self, lease: Lease, slot: Segment, name: str, touched: np.ndarray) -> None:
         marks = touched.tobytes()
         present = self._as_numbers()
+        dated = self._strategy.dc > 0
+        values = self.exchange.slot(free_slots(self._strategy) - 1)[1] if dated and name else ""
         for shape in self._slices:
             integers = (present - self._base_integers).tobytes() if shape.number == 0 else b""
-            content = Gradient(lease.update, lease.step, marks, integers, name)
-            payload = None if name else slot.view(shape.first_byte, shape.value_bytes)
+            content = Gradient(lease.update, lease.step, marks, integers, name, dated, values)
+            payload: Any = None if name else slot.view(shape.first_byte, shape.value_bytes)
+            if dated and not name:
+                payload = b"".join((payload, self._values.view(shape.first_byte, shape.value_bytes)))
             self._client.push(shape.number, content, payload)
         self._client.settle(self._abort)
 

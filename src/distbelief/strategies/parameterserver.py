@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from distbelief.strategies.preparedserved import PreparedServed
 
 MODES = ("sync", "ssp", "async")
+FREE = {"n_push": 1, "n_fetch": 1, "warm_up": 0, "noise": 0.0, "dc": 0.0}
+"""Options of the modes in which nobody waits, and what they are if they are not given."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class ParameterServer:
     """So many updates are computed one after the other, before several workers begin (a warm start)."""
     noise: float = 0.0
     """The standard deviation of Gaussian noise that is added to every pushed gradient."""
+    dc: float = 0.0
+    """Delay compensation: how strongly a late gradient is corrected for what the parameters have moved meanwhile."""
     over: Literal["auto", "shm", "tcp"] = "auto"
 
     def __post_init__(self) -> None:
@@ -59,16 +63,18 @@ class ParameterServer:
                 )
         if self.over not in ("auto", "shm", "tcp"):
             raise JobError(f"unknown transport '{self.over}'", hint="use auto, shm (one host) or tcp")
-        if not (math.isfinite(self.noise) and self.noise >= 0):
-            raise JobError(f"noise must be 0 or more, not {self.noise}")
+        for name in ("noise", "dc"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise JobError(f"{name} of parameter servers must be 0 or more, not {getattr(self, name)}")
         if (self.mode == "ssp") != (self.staleness is not None):
             raise JobError(
                 "ssp needs a bound on staleness, and the other modes have none", hint="for example ps:ssp:staleness=4"
             )
         if self.staleness is not None and self.staleness < 0:
             raise JobError(f"staleness must be 0 or more, not {self.staleness}")
-        if self.mode == "sync" and (self.n_push, self.n_fetch, self.warm_up, self.noise) != (1, 1, 0, 0.0):
-            raise JobError("n_push, n_fetch, warm_up and noise are for async and ssp", hint="leave them out of ps:sync")
+        if self.mode == "sync" and any(getattr(self, name) != usual for name, usual in FREE.items()):
+            names = ", ".join(FREE)
+            raise JobError(f"{names} are for async and ssp", hint="leave them out of ps:sync")
 
     @property
     def exact(self) -> bool:
@@ -92,7 +98,7 @@ class ParameterServer:
         text = f"ps:{self.mode}:servers={self.servers}"
         if self.staleness is not None:
             text += f":staleness={self.staleness}"
-        for name, usual in (("n_push", 1), ("n_fetch", 1), ("warm_up", 0), ("noise", 0.0)):
+        for name, usual in FREE.items():
             if getattr(self, name) != usual:
                 text += f":{name}={getattr(self, name)}"
         return text + (f":{self.over}" if self.over != "auto" else "")

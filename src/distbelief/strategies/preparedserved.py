@@ -15,7 +15,7 @@ from distbelief.comm.served import ServedGroup
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.agreement import agree_on_state
-from distbelief.strategies.asynchronous import AsynchronousReplica
+from distbelief.strategies.asynchronous import AsynchronousReplica, free_slots
 from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
 from distbelief.strategies.layout import Layout
 from distbelief.strategies.parameterserver import ParameterServer
@@ -36,7 +36,7 @@ class PreparedServed(PreparedAllReduce):
         usual = super().geometry(ranges)
         if self.strategy.waits:
             return usual
-        return replace(usual, slots=[min(self.strategy.n_push, 2)] * len(ranges))
+        return replace(usual, slots=[free_slots(self.strategy)] * len(ranges))
 
     def slices(self) -> list[SliceShape]:
         return cut(self._layout, self._recipe)
