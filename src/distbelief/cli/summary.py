@@ -28,6 +28,7 @@ KEYS = (
     "servers",
     "servers_lost",
     "staleness",
+    "pace",
     "wire_ratio",
 )
 
@@ -50,6 +51,8 @@ def rows(result: Result) -> list[tuple[str, str]]:
         found.append(("recoveries", str(result.recoveries)))
     if result.servers_lost:
         found.append(("servers lost", str(result.servers_lost)))
+    if result.pace:
+        found.append(("push/fetch every", ", ".join(f"{p['n_push']}/{p['n_fetch']}" for p in result.pace.values())))
     if result.reexecuted:
         found.append(("executed again", text.count(result.reexecuted, "step")))
     if result.wire_ratio is not None:

@@ -56,6 +56,8 @@ class Timing(Struct, frozen=True):
     """Gradients that all members have sent, as far as this one saw, where they are compressed."""
     plain_bytes: int = 0
     """The same uncompressed."""
+    pace: list[int] = []
+    """Where it adapts itself: n_push and n_fetch."""
 
 
 class StepReport(Struct, frozen=True):

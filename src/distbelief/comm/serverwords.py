@@ -82,6 +82,8 @@ class Ask(Struct, frozen=True, tag=True):
     """How many updates are in the parameters that it has; -1: it fetches them after this."""
     known: int = 0
     """It has heard of all steps before this one."""
+    batches: int = 0
+    """So many it would like to push together; 0: as many as the run fixes."""
 
 
 class Complete(Struct, frozen=True, tag=True):
@@ -104,7 +106,8 @@ class Members(Struct, frozen=True, tag=True):
 
 
 class Gate(Struct, frozen=True, tag=True):
-    """Lease nothing beyond that step until `Open` comes: the parameters are to be those after exactly so many."""
+    """Lease nothing beyond that step until `Open` comes: the parameters are to be those after exactly so many. Where
+    more is leased already, nothing beyond that."""
 
     step: int
 

@@ -56,6 +56,8 @@ class Fleet:
     """Since a step was last committed."""
     kills: int = 0
     """Servers that died in the run."""
+    paces: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Worker -> n_push and n_fetch, where it has chosen others than 1 and 1."""
 
     @property
     def complete(self) -> bool:

@@ -67,6 +67,9 @@ def replay(state: State, entry: Entry, now: float) -> State:
             return replace(state, rolled_back=entry["generation"], reexecuted=reexecuted, progress=progress)
         case "plan":
             return replace(state, plan=tuple(entry["lines"]))
+        case "pace":
+            paces = {**state.fleet.paces, entry["worker"]: (entry["n_push"], entry["n_fetch"])}
+            return replace(state, fleet=replace(state.fleet, paces=paces))
         case "servers":
             return replace(state, fleet=_fleet(state.fleet, entry, now))
         case "servers_hired":

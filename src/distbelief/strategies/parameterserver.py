@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from distbelief.strategies.preparedserved import PreparedServed
 
 MODES = ("sync", "ssp", "async")
-FREE = {"n_push": 1, "n_fetch": 1, "warm_up": 0, "noise": 0.0, "dc": 0.0}
+FREE = {"adaptive": False, "n_push": 1, "n_fetch": 1, "warm_up": 0, "noise": 0.0, "dc": 0.0}
 """Options of the modes in which nobody waits, and what they are if they are not given."""
 
 
@@ -43,6 +43,8 @@ class ParameterServer:
     """Batches whose gradients are pushed together."""
     n_fetch: int = 1
     """Updates of a worker from one fetch of the parameters to the next."""
+    adaptive: bool = False
+    """n_push and n_fetch are chosen by each worker, from what it measures."""
     warm_up: int = 0
     """So many updates are computed one after the other, before several workers begin (a warm start)."""
     noise: float = 0.0
@@ -72,6 +74,8 @@ class ParameterServer:
             )
         if self.staleness is not None and self.staleness < 0:
             raise JobError(f"staleness must be 0 or more, not {self.staleness}")
+        if self.adaptive and (self.n_push, self.n_fetch) != (1, 1):
+            raise JobError("adaptive chooses n_push and n_fetch itself", hint="leave these out, or adaptive")
         if self.mode == "sync" and any(getattr(self, name) != usual for name, usual in FREE.items()):
             names = ", ".join(FREE)
             raise JobError(f"{names} are for async and ssp", hint="leave them out of ps:sync")
@@ -99,8 +103,8 @@ class ParameterServer:
         if self.staleness is not None:
             text += f":staleness={self.staleness}"
         for name, usual in FREE.items():
-            if getattr(self, name) != usual:
-                text += f":{name}={getattr(self, name)}"
+            if (value := getattr(self, name)) != usual:
+                text += f":{name}" if value is True else f":{name}={value}"
         return text + (f":{self.over}" if self.over != "auto" else "")
 
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedServed:

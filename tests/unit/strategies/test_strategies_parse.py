@@ -41,6 +41,7 @@ hybrids = st.builds(
         noise=st.floats(0, 1),
         dc=st.floats(0, 9),
     )
+    | st.builds(ParameterServer, mode=st.just("ssp"), staleness=st.integers(0, 9), adaptive=st.booleans())
     | st.builds(AllReduce, st.booleans(), transports)
     | st.builds(LocalSGD, degree, degree | st.none(), transport=transports, copies=st.booleans())
     | st.builds(
@@ -115,6 +116,8 @@ def test_string_forms(text: str, value: AnyStrategy, wish: Wish) -> None:
         ("ps:sync:servers=0", "must be at least 1, not 0", "ps:sync:servers=2"),
         ("ps:sync:servers=", "unknown option 'servers='", "ps:sync:servers=2"),
         ("ps:sync:servers=-1", "unknown option 'servers=-1'", "ps:sync:servers=2"),
+        ("ps:sync:adaptive", "are for async and ssp", "leave them out"),
+        ("ps:async:adaptive:n_push=2", "adaptive chooses n_push and n_fetch itself", "leave"),
         ("ps:sync:dc=0.1", "dc are for async and ssp", "leave them out"),
         ("ps:async:dc=-1", "dc of parameter servers must be 0 or more, not -1.0", ""),
         ("ps:async:dc=much", "unknown option 'dc=much'", "dc=0"),
