@@ -292,6 +292,12 @@ class ScaleRequested(Struct, frozen=True, tag=True):
     workers: int
 
 
+class ServersRequested(Struct, frozen=True, tag=True):
+    """Somebody wants this many parameter servers from now on."""
+
+    servers: int
+
+
 class StopRequested(Struct, frozen=True, tag=True):
     reason: str
     at_once: bool = False
@@ -419,6 +425,7 @@ Event = (
     | WorkerLeft
     | JoinRequested
     | ScaleRequested
+    | ServersRequested
     | StopRequested
     | CheckpointRequested
     | CheckpointLoaded

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from distbelief.comm.messages import ServerMap
 from distbelief.servers.roles import Placement
@@ -63,6 +63,11 @@ class Fleet:
     def complete(self) -> bool:
         """Whether training can begin."""
         return len(self.there) >= self.target
+
+    def aiming_at(self, target: int, dropped: Collection[int]) -> Fleet:
+        """With another number that is wanted, and without some that were on their way."""
+        hired = {server: at for server, at in self.hired.items() if server not in dropped}
+        return replace(self, target=target, hired=hired, gone=self.gone | set(dropped))
 
     def map(self) -> ServerMap | None:
         if self.placement is None:

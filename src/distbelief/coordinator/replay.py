@@ -76,6 +76,8 @@ def replay(state: State, entry: Entry, now: float) -> State:
             hired = {**state.fleet.hired, **dict.fromkeys(entry["servers"], now)}
             next_server = max(state.fleet.next_server, *(number + 1 for number in entry["servers"]))
             return replace(state, fleet=replace(state.fleet, hired=hired, next_server=next_server))
+        case "servers_scaled":
+            return replace(state, fleet=state.fleet.aiming_at(entry["target"], entry["dropped"]))
         case "resumed":
             return _resumed(state, entry, now)
         case "ended":
