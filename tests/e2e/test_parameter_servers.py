@@ -183,6 +183,25 @@ def test_servers_come_and_go_by_command(
     assert (nothing.status, "--servers" in nothing.stderr) == (2, True)
 
 
+def test_late_workers_are_helped(
+    watched: Callable[..., Served], undisturbed: Callable[..., str], tmp_path: Path
+) -> None:
+    """One is 20 times slower, then the one that leads is: others compute their shards, and nobody has other bits."""
+    job = [*SMALL, "--set", "shards=8"]
+    run = watched(*job, "--workers", 3, "--strategy", "ps:sync:backups=1", "--no-balance", "--save-every", 20)
+    run.after(5)
+    for worker in (1, 0):
+        (tmp_path / "draft").write_text(str(run.members()[worker]))
+        (tmp_path / "draft").rename(tmp_path / "slow")
+        run.after(run.step() + 12)
+    result = run.result()
+    assert result["weights_sha256"] == undisturbed(*job)
+    assert result["helped"] > 10
+    assert (result["recoveries"], result["reexecuted"]) == (0, 0)
+    assert [entry["step"] for entry in run.journal("checkpoint")] == list(range(20, 201, 20))
+    check_whole(run.folder, result)
+
+
 def test_verify(distbelief: Cli) -> None:
     outcome = distbelief("verify", TINY, "--set", "steps=2", "--strategy", "ps:sync", "--workers", 2)
     assert outcome.status == 0, outcome.stderr

@@ -58,6 +58,8 @@ class Timing(Struct, frozen=True):
     """The same uncompressed."""
     pace: list[int] = []
     """Where it adapts itself: n_push and n_fetch."""
+    helped: int = 0
+    """Shards that it has computed for members that were late."""
 
 
 class StepReport(Struct, frozen=True):

@@ -47,6 +47,15 @@ class Go(Struct, frozen=True, tag=True):
     factor: float
 
 
+class Begun(Struct, frozen=True, tag=True):
+    """A member computes this step: it has all that it needs of the one before. Said where late shards get backup
+    copies, so that nobody goes on by more than a step without it."""
+
+    step: int
+    generation: int
+    rank: int
+
+
 class Note(Struct, frozen=True, tag=True):
     """Bytes that belong to the state after so many steps."""
 
@@ -118,7 +127,7 @@ class Open(Struct, frozen=True, tag=True):
     step: int
 
 
-Content = Node | Go | Note | Gradient | Ask | Complete | Members | Gate | Open
+Content = Node | Go | Begun | Note | Gradient | Ask | Complete | Members | Gate | Open
 RUN = 1 << 40
 """In place of a client: the source of updates, which are the run's, whoever computes them."""
 
@@ -198,6 +207,9 @@ class Measure(Struct, frozen=True, tag=True):
     ticket: int
     slice: int
     step: int
+    generation: int = 0
+    members: int = 0
+    """So many of this generation must have begun the step too; 0: nobody says so."""
 
 
 class Look(Struct, frozen=True, tag=True):
@@ -205,6 +217,8 @@ class Look(Struct, frozen=True, tag=True):
 
     ticket: int
     slice: int
+    briefly: bool = False
+    """Nothing of those before it."""
 
 
 class Read(Struct, frozen=True, tag=True):

@@ -37,6 +37,8 @@ class ParameterServer:
 
     servers: int = 2
     mode: Literal["sync", "ssp", "async"] = "sync"
+    backups: int = 0
+    """sync: of so many late workers at a time the missing shards are computed by others, too; the first copy counts."""
     staleness: int | None = None
     """ssp: the most updates that others may have made to parameters while one was computed with them."""
     n_push: int = 1
@@ -56,7 +58,7 @@ class ParameterServer:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise JobError(f"unknown mode '{self.mode}' of parameter servers", hint=f"known: {', '.join(MODES)}")
-        for name, least in (("servers", 1), ("n_push", 1), ("n_fetch", 1), ("warm_up", 0)):
+        for name, least in (("servers", 1), ("backups", 0), ("n_push", 1), ("n_fetch", 1), ("warm_up", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise JobError(
@@ -74,6 +76,10 @@ class ParameterServer:
             )
         if self.staleness is not None and self.staleness < 0:
             raise JobError(f"staleness must be 0 or more, not {self.staleness}")
+        if self.backups and self.mode != "sync":
+            raise JobError(
+                "backups are for sync", hint=f"nobody waits for late workers in ps:{self.mode}: leave them out"
+            )
         if self.adaptive and (self.n_push, self.n_fetch) != (1, 1):
             raise JobError("adaptive chooses n_push and n_fetch itself", hint="leave these out, or adaptive")
         if self.mode == "sync" and any(getattr(self, name) != usual for name, usual in FREE.items()):
@@ -100,6 +106,8 @@ class ParameterServer:
 
     def __str__(self) -> str:
         text = f"ps:{self.mode}:servers={self.servers}"
+        if self.backups:
+            text += f":backups={self.backups}"
         if self.staleness is not None:
             text += f":staleness={self.staleness}"
         for name, usual in FREE.items():

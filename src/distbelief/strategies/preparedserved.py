@@ -22,6 +22,7 @@ from distbelief.strategies.parameterserver import ParameterServer
 from distbelief.strategies.prepared import PreparedAllReduce
 from distbelief.strategies.replica import DataParallelReplica
 from distbelief.strategies.served import ServedReplica
+from distbelief.strategies.servedhelping import HelpingReplica
 from distbelief.strategies.slicing import SliceShape, cut
 from distbelief.strategies.state import ReplicaState
 from distbelief.strategies.tileoptimizer import Recipe
@@ -75,5 +76,9 @@ class PreparedServed(PreparedAllReduce):
         if not self.strategy.waits:
             return AsynchronousReplica(
                 self._computer, self._recipe, self._schedule, seat, exchange, fetch, self.strategy
+            )
+        if self.strategy.backups:
+            return HelpingReplica(
+                self._computer, self._recipe, self._schedule, seat, exchange, fetch, self.strategy.backups
             )
         return ServedReplica(self._computer, self._recipe, self._schedule, seat, exchange, fetch)

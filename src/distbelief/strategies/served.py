@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from distbelief.comm.exchange import ROW, Held, Source
 from distbelief.comm.segment import Segment
 from distbelief.comm.served import ServedGroup
+from distbelief.comm.serverclient import Idle
 from distbelief.comm.serverwords import (
     Fetch,
     Fetched,
@@ -109,10 +110,12 @@ class ServedReplica(ServedMember):
         self._ask(Look, lambda letter: found.__setitem__(letter.message.slice, letter.message))
         return [found[shape.number] for shape in self._slices]
 
-    def _ask(self, make: Callable[[int, int], Question], each: Callable[[Letter], None]) -> None:
+    def _ask(
+        self, make: Callable[[int, int], Question], each: Callable[[Letter], None], idle: Idle | None = None
+    ) -> None:
         """Ask about every slice."""
         questions = [partial(_about, make, shape.number) for shape in self._slices]
-        self._client.ask(questions, self.exchange.abort, each)
+        self._client.ask(questions, self.exchange.abort, each, idle)
 
     def taken_over(self) -> Takeover | None:
         return Takeover(self._takeover[0], self._takeover[1].recomputed) if self._takeover else None
@@ -144,11 +147,26 @@ class ServedReplica(ServedMember):
         self.exchange.begin(step)
         self._rows.fill(0)
         self._touched.fill(0)
-        work = self._work_of(step).partials.work
-        for number, unit in enumerate(work):
-            self._compute_unit(step, unit, last=number + 1 == len(work))
+        self._begin(step)
+        for unit in self._units(step):
+            self._compute_unit(step, unit)
 
-    def _compute_unit(self, step: int, unit: ShardWork, last: bool) -> None:
+    def _begin(self, step: int) -> None:
+        """A step begins: for members that tell others."""
+
+    def _units(self, step: int) -> Iterable[ShardWork]:
+        """What this member computes, in that order."""
+        return self._work_of(step).partials.work
+
+    def _sums(self, step: int) -> dict[Range, int]:
+        """What it has computed -> in which slot the sum is."""
+        return self._work_of(step).partials.results
+
+    def _meanwhile(self, step: int, told: Collection[int]) -> Idle | None:
+        """What this member does while it waits for others. `told`: slices whose new values have come."""
+        return None
+
+    def _compute_unit(self, step: int, unit: ShardWork) -> None:
         ahead, self._ahead = self._ahead, (-1, None)
         self.exchange.working(unit.shard)
         batch, samples = ahead[1] if ahead[0] == step else self._fetch(step, unit.shard, unit.shard + 1)
@@ -174,33 +192,38 @@ class ServedReplica(ServedMember):
 
     def commit(self, step: int) -> StepResult:
         started = time.perf_counter()
-        work = self._work_of(step)
         if self._leaves_out_somebody(step):  # nothing holds the others back until it, too, has all of the step before
             self.exchange.gather(b"")
-        for node, slot in work.partials.results.items():
+        for node, slot in self._sums(step).items():
             self._push(step, node, slot)
         self._client.flush()
         self._look_ahead(step + 1)
         if self.exchange.rank == 0:
-            factor = self._limit(step)
-            for shape in self._slices:
-                self._client.push(shape.number, Go(step, factor))
+            self._go(step, self._meanwhile(step, ()))
         result = self._bring(step + 1)
         assert result is not None
         self.exchange.forget_past()
         self.comm_s += time.perf_counter() - started
         return result
 
-    def _push(self, step: int, node: Range, slot: int) -> None:
+    def _go(self, step: int, idle: Idle | None = None) -> None:
+        """Have the step applied."""
+        factor = self._limit(step, idle)
+        for shape in self._slices:
+            self._client.push(shape.number, Go(step, factor))
+        self._client.flush()
+
+    def _push(self, step: int, node: Range, slot: int, touched: np.ndarray | None = None) -> None:
         segment, name = self.exchange.slot(slot)
-        rows, touched = self._rows[node[0] : node[1]].tobytes(), self._touched.tobytes()
+        rows = self._rows[node[0] : node[1]].tobytes()
+        marks = (self._touched if touched is None else touched).tobytes()
         integers = self._computer.integer_bytes() if node[0] == 0 else b""
-        content = Node(step, *node, rows, touched, integers, name)
+        content = Node(step, *node, rows, marks, integers, name)
         for shape in self._slices:
             payload = None if name else segment.view(shape.first_byte, shape.value_bytes)
             self._client.push(shape.number, content, payload)
 
-    def _limit(self, step: int) -> float:
+    def _limit(self, step: int, idle: Idle | None = None) -> float:
         """What the gradients are multiplied by. It is known when all slices have all sums of the step: so this is also
         how the first member learns that the step may be applied."""
         squares: dict[int, list[float]] = {}
@@ -209,11 +232,14 @@ class ServedReplica(ServedMember):
             message: Measured = letter.message
             squares[message.slice] = message.squares
 
-        self._ask(partial(_measure, step), measured)
+        self._ask(self._measure(step), measured, idle)
         if self._job.clip_norm is None:
             return 1.0
         norm = math.sqrt(math.fsum(one for some in squares.values() for one in some))
         return min(1.0, self._job.clip_norm / (norm + 1e-6))
+
+    def _measure(self, step: int) -> Callable[[int, int], Question]:
+        return partial(measure_step, step, 0, 0)
 
     def _bring(self, version: int) -> StepResult | None:
         """Bring the values to that version. Returns what the step before it gave, if the servers still know."""
@@ -225,7 +251,7 @@ class ServedReplica(ServedMember):
             if message.version >= 0:
                 self._take(message, letter.payload)
 
-        self._ask(partial(_fetch, version, not self.exchange.maps), fetched)
+        self._ask(partial(_fetch, version, not self.exchange.maps), fetched, self._meanwhile(version - 1, told))
         first = told[0]
         rows = np.frombuffer(first.rows).reshape(-1, ROW) if first.rows else None
         result = judge_rows(version - 1, rows) if rows is not None else None
@@ -273,5 +299,5 @@ def _fetch(version: int, inline: bool, ticket: int, number: int) -> Question:
     return Fetch(ticket, number, version, inline)
 
 
-def _measure(step: int, ticket: int, number: int) -> Question:
-    return Measure(ticket, number, step)
+def measure_step(step: int, generation: int, members: int, ticket: int, number: int) -> Question:
+    return Measure(ticket, number, step, generation, members)

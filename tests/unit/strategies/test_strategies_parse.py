@@ -32,7 +32,9 @@ hybrids = st.builds(
     | st.builds(Tensor, degree, snapshots)
     | st.builds(Sharded, snapshots)
     | hybrids
-    | st.builds(ParameterServer, st.integers(1, 64), over=st.sampled_from(["auto", "shm", "tcp"]))
+    | st.builds(
+        ParameterServer, st.integers(1, 64), backups=st.integers(0, 9), over=st.sampled_from(["auto", "shm", "tcp"])
+    )
     | st.builds(
         ParameterServer,
         mode=st.just("async"),
@@ -116,6 +118,8 @@ def test_string_forms(text: str, value: AnyStrategy, wish: Wish) -> None:
         ("ps:sync:servers=0", "must be at least 1, not 0", "ps:sync:servers=2"),
         ("ps:sync:servers=", "unknown option 'servers='", "ps:sync:servers=2"),
         ("ps:sync:servers=-1", "unknown option 'servers=-1'", "ps:sync:servers=2"),
+        ("ps:async:backups=1", "backups are for sync", "nobody waits"),
+        ("ps:sync:backups=many", "unknown option 'backups=many'", "backups=1"),
         ("ps:sync:adaptive", "are for async and ssp", "leave them out"),
         ("ps:async:adaptive:n_push=2", "adaptive chooses n_push and n_fetch itself", "leave"),
         ("ps:sync:dc=0.1", "dc are for async and ssp", "leave them out"),
