@@ -46,6 +46,10 @@ class Result:
     """Of them, how many died and were replaced."""
     staleness: dict[str, int] = field(default_factory=dict)
     """In asynchronous strategies: how many updates had which."""
+    helped: int = 0
+    """Shards of late workers that others have computed for them, by the workers that were there at the end."""
+    pace: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Where it adapts itself: n_push and n_fetch of each worker at the end."""
     wire_ratio: float | None = None
     """Bytes of gradients that were sent, of those that would have been sent uncompressed; None: not compressed."""
 
@@ -323,6 +327,8 @@ def _result(record: dict[str, Any], run_dir: Path, started: float) -> Result:
         servers=result.get("servers", 0),
         servers_lost=result.get("servers_lost", 0),
         staleness=result.get("staleness", {}),
+        helped=result.get("helped", 0),
+        pace=result.get("pace", {}),
         wire_ratio=result.get("wire_ratio"),
     )
 

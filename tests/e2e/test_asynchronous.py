@@ -78,7 +78,8 @@ def test_no_update_is_staler_than_the_bound(start: Start, tmp_path: Path, wait_u
 
 
 def test_one_worker_alone_learns_what_one_process_does(distbelief: Cli) -> None:
-    arguments = [JOBS / "small.py", "--strategy", "ps:async:servers=1", "--workers", 1, "--json"]
+    """Nothing is late then, so there is nothing to compensate for."""
+    arguments = [JOBS / "small.py", "--strategy", "ps:async:servers=1:dc=0.5", "--workers", 1, "--json"]
     found = distbelief("verify", *arguments).json
     assert found["verdict"] == "equal", found
 
@@ -124,3 +125,20 @@ def test_results_are_machine_readable(distbelief: Cli, tmp_path: Path) -> None:
     assert sum(result["staleness"].values()) == 20
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(20))
+
+
+def test_the_pace_adapts_itself_and_every_batch_counts_once(start: Start, tmp_path: Path, wait_until: Wait) -> None:
+    """A model that costs nothing to compute and much to send: batches are pushed together soon, and a worker dies."""
+    job = [JOBS / "counter.py", "--set", "steps=400", "--set", "width=300000", "--set", "brake_s=0.0005"]
+    strategy = ["--strategy", "ps:async:servers=1:adaptive:tcp", "--workers", 2, "--save-every", 150]
+    run = Watched(start, tmp_path, wait_until, *job, *strategy)
+    wait_until(lambda: any(entry["n_push"] > 1 for entry in run.journal("pace")))
+    run.signal(run.living()[1], signal.SIGKILL)
+    result = run.result()
+    updates = sum(journal_result(run)["staleness"].values())
+    assert counted(run.folder) == {float(updates)}
+    assert updates < 400
+    assert [line["step"] for line in run.metrics("step")] == list(range(400))
+    assert [entry["step"] for entry in run.journal("checkpoint")] == [150, 300, 400]  # gates fall on steps
+    assert max(pace["n_push"] for pace in result["pace"].values()) > 1
+    assert "worker" in run.journal("pace")[0]["reason"]

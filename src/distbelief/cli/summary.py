@@ -28,6 +28,8 @@ KEYS = (
     "servers",
     "servers_lost",
     "staleness",
+    "helped",
+    "pace",
     "wire_ratio",
 )
 
@@ -50,6 +52,10 @@ def rows(result: Result) -> list[tuple[str, str]]:
         found.append(("recoveries", str(result.recoveries)))
     if result.servers_lost:
         found.append(("servers lost", str(result.servers_lost)))
+    if result.helped:
+        found.append(("helped out", f"{text.count(result.helped, 'shard')} of late workers"))
+    if result.pace:
+        found.append(("push/fetch every", ", ".join(f"{p['n_push']}/{p['n_fetch']}" for p in result.pace.values())))
     if result.reexecuted:
         found.append(("executed again", text.count(result.reexecuted, "step")))
     if result.wire_ratio is not None:

@@ -56,6 +56,10 @@ class Timing(Struct, frozen=True):
     """Gradients that all members have sent, as far as this one saw, where they are compressed."""
     plain_bytes: int = 0
     """The same uncompressed."""
+    pace: list[int] = []
+    """Where it adapts itself: n_push and n_fetch."""
+    helped: int = 0
+    """Shards that it has computed for members that were late."""
 
 
 class StepReport(Struct, frozen=True):
@@ -290,6 +294,12 @@ class ScaleRequested(Struct, frozen=True, tag=True):
     workers: int
 
 
+class ServersRequested(Struct, frozen=True, tag=True):
+    """Somebody wants this many parameter servers from now on."""
+
+    servers: int
+
+
 class StopRequested(Struct, frozen=True, tag=True):
     reason: str
     at_once: bool = False
@@ -417,6 +427,7 @@ Event = (
     | WorkerLeft
     | JoinRequested
     | ScaleRequested
+    | ServersRequested
     | StopRequested
     | CheckpointRequested
     | CheckpointLoaded

@@ -41,6 +41,11 @@ LOOK_S = 0.05
 """How often a wait looks whether it is to be given up."""
 
 
+Idle = Callable[[], float]
+"""Called while nothing comes: does something useful, and says after how many seconds it wants to be called again.
+It may push and ask."""
+
+
 class Stop(Protocol):
     def check(self) -> None:
         """Raise `Aborted` when a wait is to be given up."""
@@ -52,6 +57,8 @@ class _Sent:
     slice: int
     server: int
     at: float
+    each: Callable[[Letter], None] = lambda letter: None
+    """Is given the reply, if it is a question."""
 
 
 class ServerClient:
@@ -133,21 +140,24 @@ class ServerClient:
         self._wait(lambda: self._awaited in self._given, abort)
         return self._given.pop(self._awaited)
 
-    def ask(self, questions: Iterable[Callable[[int], Question]], abort: Stop, each: Callable[[Letter], None]) -> None:
+    def ask(
+        self, questions: Iterable[Callable[[int], Question]], abort: Stop, each: Callable[[Letter], None],
+        idle: Idle | None = None,
+    ) -> None:  # fmt: skip
         """Ask, and call `each` with every reply as it comes. A question is made for the ticket that it is given."""
         waiting = set()
-        for make in questions:
-            self._tickets += 1
-            waiting.add(self._tickets)
-            question = make(self._tickets)
-            self._questions[self._tickets] = self._queued(Letter(question), question.slice)
-        self.flush()
 
         def answered(letter: Letter) -> None:
             waiting.discard(letter.message.ticket)
             each(letter)
 
-        self._wait(lambda: not waiting, abort, answered)
+        for make in questions:
+            self._tickets += 1
+            waiting.add(self._tickets)
+            question = make(self._tickets)
+            self._questions[self._tickets] = replace(self._queued(Letter(question), question.slice), each=answered)
+        self.flush()
+        self._wait(lambda: not waiting, abort, idle)
 
     def close(self) -> None:
         for _, socket in self._sockets.values():
@@ -165,22 +175,25 @@ class ServerClient:
             self._outbox.setdefault(server, []).append(letter)
         return _Sent(letter, number, server, time.monotonic())
 
-    def _wait(
-        self, done: Callable[[], bool], abort: Stop, answered: Callable[[Letter], None] = lambda letter: None
-    ) -> None:
+    def _wait(self, done: Callable[[], bool], abort: Stop, idle: Idle | None = None) -> None:
         self.flush()
         self._adopt()
-        self.waiting = True
+        idle_at = time.monotonic() if idle else float("inf")
         try:
             while not done():
                 abort.check()
-                ready = self._poller.poll(int(LOOK_S * 1000))
+                if idle and time.monotonic() >= idle_at:
+                    self.waiting = False
+                    idle_at = idle() + time.monotonic()
+                    continue
+                self.waiting = True
+                ready = self._poller.poll(int(1000 * max(min(LOOK_S, idle_at - time.monotonic()), 0.0)) + 1)
                 for source, _ in ready:
                     if source == self._wake:
                         with contextlib.suppress(BlockingIOError):
                             os.eventfd_read(self._wake)
                     else:
-                        self._receive(source, answered)
+                        self._receive(source)
                 self._adopt()
                 now = time.monotonic()
                 if now - self._looked_at > LOOK_S:
@@ -189,7 +202,7 @@ class ServerClient:
         finally:
             self.waiting = False
 
-    def _receive(self, socket: Any, answered: Callable[[Letter], None]) -> None:
+    def _receive(self, socket: Any) -> None:
         while True:
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -208,8 +221,8 @@ class ServerClient:
                     case Refused(slice=number):
                         self._refused(number)
                     case _:
-                        if self._questions.pop(letter.message.ticket, None):
-                            answered(letter)
+                        if sent := self._questions.pop(letter.message.ticket, None):
+                            sent.each(letter)
 
     def _refused(self, number: int) -> None:
         """One of us has an old map. A newer one is on its way; until then it is asked again, but not at once."""

@@ -47,6 +47,15 @@ class Go(Struct, frozen=True, tag=True):
     factor: float
 
 
+class Begun(Struct, frozen=True, tag=True):
+    """A member computes this step: it has all that it needs of the one before. Said where late shards get backup
+    copies, so that nobody goes on by more than a step without it."""
+
+    step: int
+    generation: int
+    rank: int
+
+
 class Note(Struct, frozen=True, tag=True):
     """Bytes that belong to the state after so many steps."""
 
@@ -65,6 +74,9 @@ class Gradient(Struct, frozen=True, tag=True):
     integers: bytes = b""
     """By how much the integer buffers change, each as int64. For slice 0."""
     segment: str = ""
+    dated: bool = False
+    """The values that it was computed with come along: in the same frame behind it, or in this segment."""
+    values: str = ""
 
 
 # --- changes of the ledger -------------------------------------------------------------------------------------------
@@ -79,6 +91,8 @@ class Ask(Struct, frozen=True, tag=True):
     """How many updates are in the parameters that it has; -1: it fetches them after this."""
     known: int = 0
     """It has heard of all steps before this one."""
+    batches: int = 0
+    """So many it would like to push together; 0: as many as the run fixes."""
 
 
 class Complete(Struct, frozen=True, tag=True):
@@ -101,7 +115,8 @@ class Members(Struct, frozen=True, tag=True):
 
 
 class Gate(Struct, frozen=True, tag=True):
-    """Lease nothing beyond that step until `Open` comes: the parameters are to be those after exactly so many."""
+    """Lease nothing beyond that step until `Open` comes: the parameters are to be those after exactly so many. Where
+    more is leased already, nothing beyond that."""
 
     step: int
 
@@ -112,7 +127,7 @@ class Open(Struct, frozen=True, tag=True):
     step: int
 
 
-Content = Node | Go | Note | Gradient | Ask | Complete | Members | Gate | Open
+Content = Node | Go | Begun | Note | Gradient | Ask | Complete | Members | Gate | Open
 RUN = 1 << 40
 """In place of a client: the source of updates, which are the run's, whoever computes them."""
 
@@ -192,6 +207,9 @@ class Measure(Struct, frozen=True, tag=True):
     ticket: int
     slice: int
     step: int
+    generation: int = 0
+    members: int = 0
+    """So many of this generation must have begun the step too; 0: nobody says so."""
 
 
 class Look(Struct, frozen=True, tag=True):
@@ -199,6 +217,8 @@ class Look(Struct, frozen=True, tag=True):
 
     ticket: int
     slice: int
+    briefly: bool = False
+    """Nothing of those before it."""
 
 
 class Read(Struct, frozen=True, tag=True):

@@ -9,7 +9,7 @@ import msgspec
 
 from distbelief.comm import messages as m
 from distbelief.coordinator import explain
-from distbelief.coordinator.progress import notice, workers_line
+from distbelief.coordinator.progress import helped, notice, paces, workers_line
 from distbelief.coordinator.vocabulary import (
     ENGINE,
     EVERYBODY,
@@ -61,6 +61,10 @@ def complete(state: State, now: float) -> Result:
         result |= {"servers": state.fleet.target, "servers_lost": state.fleet.kills}
     if first.staleness:
         result["staleness"] = first.staleness
+    if backups := helped(state.progress, state.members):
+        result["helped"] = backups
+    if pace := paces(state.progress, state.members):
+        result["pace"] = pace
     if first.plain_bytes:
         result["wire_ratio"] = first.wire_bytes / first.plain_bytes
     line = workers_line(state.progress, state.members, state.generation, now)

@@ -32,8 +32,8 @@ def begun(servers: int, now: float) -> Fleet:
 
 def ready(state: State, event: m.ServerReady, now: float) -> Result:
     fleet = state.fleet
-    if event.server in fleet.gone:
-        return state, []
+    if event.server in fleet.gone:  # it was on its way when fewer were wanted
+        return state, [_goodbye(state)]
     if event.server in fleet.there:
         return state, _told(state)
     problem = _misfit(state, event)
@@ -81,9 +81,10 @@ def _misfit(state: State, event: m.ServerReady) -> str:
 
 def beat(state: State, event: m.ServerBeat, now: float) -> Result:
     one = state.fleet.there.get(event.server)
+    if one is not None and one.leaving and state.fleet.placement and not _holds(state.fleet.placement, event.server):
+        return state, [_goodbye(state)]  # what it was told may be lost
     if one is None or event.epoch < state.epoch:
-        known = event.server in state.fleet.gone
-        return state, [] if known else [Reply(m.Introduce(state.epoch, 0))]
+        return state, [_goodbye(state) if event.server in state.fleet.gone else Reply(m.Introduce(state.epoch, 0))]
     gap_s = min(now - one.heard_at, _LONGEST_GAP_S)
     one = replace(one, heard_at=now, longest_gap_s=max(gap_s, 0.98 * one.longest_gap_s))
     state = replace(state, fleet=replace(state.fleet, there={**state.fleet.there, event.server: one}))
@@ -129,9 +130,8 @@ def exited(state: State, event: m.ServerExited, now: float) -> Result:
         message = f"{fleet.deaths} servers have died one after the other, without a step in between; the last: {ended}"
         return fail(state, m.WorkerFailed(-1, "", "exit", message, f"look in logs/server-{event.server}.log"), now)
     state = replace(state, fleet=replace(fleet, kills=fleet.kills + (state.phase == "training")))
-    outputs: list[Output] = [say(f"{ended}; another one is started", now)]
-    state, more = _hire(state, now)
-    outputs += more
+    state, more = hire(state, now)
+    outputs: list[Output] = [say(f"{ended}; another one is started" if more else ended, now), *more]
     if fleet.placement is None or state.phase != "training" or one is None:
         return state, outputs
     placed, what = placement.without(fleet.placement, {event.server})
@@ -150,7 +150,7 @@ def _start_over(state: State, reason: str, now: float, outputs: list[Output]) ->
     return state, outputs + more
 
 
-def _hire(state: State, now: float) -> Result:
+def hire(state: State, now: float) -> Result:
     fleet = state.fleet
     staying = sum(1 for one in fleet.there.values() if not one.leaving)
     missing = fleet.target - staying - len(fleet.hired)
@@ -207,25 +207,16 @@ def ticked(state: State, now: float) -> Result:
     return state, outputs
 
 
-def leave(state: State, server: int, now: float) -> Result:
-    """A server was asked to go: what it has is handed over first."""
-    fleet = state.fleet
-    one = fleet.there.get(server)
-    if one is None or one.leaving or fleet.placement is None:
-        return state, []
-    decision = placement.leave(fleet.placement, server)
-    fleet = replace(fleet, there={**fleet.there, server: replace(one, leaving=True)}, target=max(fleet.target - 1, 1))
-    state, outputs = _hire(replace(state, fleet=fleet), now)
-    state, more = decided(state, decision, now)
-    return state, [*outputs, say(f"{one.name} was asked to go: {decision[1].reason}", now), *more]
-
-
 def committed(state: State) -> State:
     return replace(state, fleet=replace(state.fleet, deaths=0)) if state.fleet.deaths else state
 
 
+def _goodbye(state: State) -> Reply:
+    return Reply(m.EndRun(state.epoch, "left", "it is not needed any more"))
+
+
 def _holds(placed: Placement, server: int) -> bool:
-    return server in {*placed.map.primaries, *placed.map.backups}
+    return server in {*placed.map.primaries, *placed.map.backups, *placed.recruits}
 
 
 def _less(hired: object, server: int) -> dict[int, float]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from distbelief.comm.messages import ServerMap
 from distbelief.servers.roles import Placement
@@ -56,11 +56,18 @@ class Fleet:
     """Since a step was last committed."""
     kills: int = 0
     """Servers that died in the run."""
+    paces: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Worker -> n_push and n_fetch, where it has chosen others than 1 and 1."""
 
     @property
     def complete(self) -> bool:
         """Whether training can begin."""
         return len(self.there) >= self.target
+
+    def aiming_at(self, target: int, dropped: Collection[int]) -> Fleet:
+        """With another number that is wanted, and without some that were on their way."""
+        hired = {server: at for server, at in self.hired.items() if server not in dropped}
+        return replace(self, target=target, hired=hired, gone=self.gone | set(dropped))
 
     def map(self) -> ServerMap | None:
         if self.placement is None:

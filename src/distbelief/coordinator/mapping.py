@@ -17,8 +17,13 @@ def found(state: State, reason: str, now: float) -> Result:
     """All slices begin: with the run, or anew from a checkpoint after some were lost."""
     fleet = state.fleet
     slices = [Slice(number, size_bytes) for number, size_bytes in enumerate(fleet.slices)]
-    placed = placement.first(slices, {n: one.host for n, one in fleet.there.items()}, version=fleet.version + 1)
-    state = replace(state, fleet=replace(fleet, life=fleet.life + 1, sealed=state.saves.sealed, placement=None))
+    there = dict(fleet.there)
+    if all(one.leaving for one in there.values()):  # those that were to stay are dead
+        there = {number: replace(one, leaving=False) for number, one in there.items()}
+    hosts = {number: one.host for number, one in there.items() if not one.leaving}
+    placed = placement.first(slices, hosts, version=fleet.version + 1)
+    fleet = replace(fleet, there=there, life=fleet.life + 1, sealed=state.saves.sealed, placement=None)
+    state = replace(state, fleet=fleet)
     return decided(state, (placed, Decision((), reason)), now)
 
 

@@ -128,6 +128,17 @@ def workers_line(progress: Progress, members: Sequence[Member], generation: int,
     }
 
 
+def helped(progress: Progress, members: Sequence[Member]) -> int:
+    """Shards that members have computed for late ones."""
+    return sum(progress.timings.get(member.worker, Timing()).helped for member in members)
+
+
+def paces(progress: Progress, members: Sequence[Member]) -> dict[str, dict[str, int]]:
+    """How often each member pushes and fetches, where they choose that themselves."""
+    found = {member.worker: progress.timings.get(member.worker, Timing()).pace for member in members}
+    return {str(w): {"n_push": pace[0], "n_fetch": pace[1]} for w, pace in found.items() if pace}
+
+
 def notice(text: str, now: float) -> Line:
     return {"kind": "notice", "text": text, "at": now}
 
@@ -147,6 +158,10 @@ def _worker(progress: Progress, members: Sequence[Member], member: Member) -> Li
     }
     if member.place:
         line["place"] = member.place
+    if timing.pace:
+        line["pace"] = timing.pace
+    if timing.helped:
+        line["helped"] = timing.helped
     if timing.plain_bytes:
         line["wire_ratio"] = timing.wire_bytes / timing.plain_bytes
     if timing.waits:  # ranks are other workers in the next generation

@@ -67,12 +67,17 @@ def replay(state: State, entry: Entry, now: float) -> State:
             return replace(state, rolled_back=entry["generation"], reexecuted=reexecuted, progress=progress)
         case "plan":
             return replace(state, plan=tuple(entry["lines"]))
+        case "pace":
+            paces = {**state.fleet.paces, entry["worker"]: (entry["n_push"], entry["n_fetch"])}
+            return replace(state, fleet=replace(state.fleet, paces=paces))
         case "servers":
             return replace(state, fleet=_fleet(state.fleet, entry, now))
         case "servers_hired":
             hired = {**state.fleet.hired, **dict.fromkeys(entry["servers"], now)}
             next_server = max(state.fleet.next_server, *(number + 1 for number in entry["servers"]))
             return replace(state, fleet=replace(state.fleet, hired=hired, next_server=next_server))
+        case "servers_scaled":
+            return replace(state, fleet=state.fleet.aiming_at(entry["target"], entry["dropped"]))
         case "resumed":
             return _resumed(state, entry, now)
         case "ended":

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from distbelief.comm import messages as m
-from distbelief.coordinator import faults, fleet, joining, rollback, saving
+from distbelief.coordinator import faults, fleet, fleetsize, joining, pacing, rollback, saving
 from distbelief.coordinator.ending import Result, end, fail
 from distbelief.coordinator.progress import Seen, absorb
 from distbelief.coordinator.regroup import committed
@@ -116,6 +116,8 @@ def _attached(state: State, event: m.EngineAttached, now: float) -> Result:
     state, more = faults.outstanding(state, now)
     outputs += more
     state, more = fleet.attached(state, event, now)
+    outputs += more
+    state, more = fleetsize.kept(state, now)
     return state, outputs + more
 
 
@@ -141,7 +143,8 @@ def _heartbeat(state: State, event: m.Heartbeat, now: float) -> Result:
     speeds = state.speeds.observe(event.worker, event.timing, now)
     state = replace(state, progress=progress, pulse=pulse, speeds=speeds)
     outputs: list[Output] = [Report(line) for line in lines]
-    outputs += fleet.told_worker(state, event)
+    state, more = pacing.heard(state, event, now)
+    outputs += [*more, *fleet.told_worker(state, event)]
     if worker.leaving:
         outputs += _told_again(state, worker, event.generation)
     elif event.finished and worker.finished is None:  # that it has finished was not heard
@@ -215,7 +218,7 @@ def _over(state: State, event: m.EngineAttached, now: float) -> Result:
     return state, [Reply(state.outcome), Exit(status)]
 
 
-def _refused(state: State, event: m.ScaleRequested | m.JoinRequested | m.CheckpointRequested, now: float) -> Result:
+def _refused(state: State, event: object, now: float) -> Result:
     return state, [Reply(m.Answer(state.epoch, False, "the run is over"))]
 
 
@@ -235,6 +238,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.WorkerLeft: faults.left,
         m.JoinRequested: joining.admitted,
         m.ScaleRequested: joining.scaled,
+        m.ServersRequested: fleetsize.scaled,
         m.StopRequested: _stopped,
         m.CheckpointRequested: saving.requested,
         m.ServerReady: fleet.ready,
@@ -261,6 +265,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.WorkerLeft: faults.left,
         m.JoinRequested: joining.admitted,
         m.ScaleRequested: joining.scaled,
+        m.ServersRequested: fleetsize.scaled,
         m.StopRequested: _stopped,
         m.CheckpointRequested: saving.requested,
         m.CheckpointLoaded: saving.loaded,
@@ -293,6 +298,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.WorkerLeft: _ignored,
         m.JoinRequested: _refused,
         m.ScaleRequested: _refused,
+        m.ServersRequested: _refused,
         m.StopRequested: _ignored,
         m.CheckpointRequested: _refused,
         m.CheckpointLoaded: _ignored,

@@ -40,6 +40,8 @@ class WorkerLoad:
     shard_s: float | None = None
     place: str = ""
     """Which part of a divided model it has: "stage 2/4"."""
+    pace: str = ""
+    """How often it pushes and fetches, where it chooses that itself: "4/2"."""
     waiting: float = 0.0
     """The part of its time (of `comm`) in which it waited for others: bubbles."""
     waits_for: int | None = None
@@ -191,6 +193,7 @@ def _load(now: Record, before: Record) -> WorkerLoad:
         comm=comm_s / whole,
         shard_s=compute_s / shards if shards else None,
         place=str(now.get("place", "")),
+        pace="/".join(str(number) for number in now.get("pace", ())),
         waiting=min(sum(waits.values()) / whole, 1.0),
         waits_for=max(waits, key=lambda worker: waits[worker], default=None),
     )

@@ -137,7 +137,7 @@ def _figures(progress: Progress) -> list[RenderableType]:
 def _table(progress: Progress, rows: int) -> RenderableType:
     slowest = progress.slowest
     places = progress.workers[0].place
-    table = _divided_table(places) if places else _plain_table()
+    table = _divided_table(places) if places else _plain_table("push/fetch" if progress.workers[0].pace else "shards")
     shown = _listed(progress, rows)
     for load in shown:
         marked = slowest is not None and load.worker == slowest.worker
@@ -168,10 +168,10 @@ def _empty_table() -> Table:
     return table
 
 
-def _plain_table() -> Table:
+def _plain_table(what: str) -> Table:
     table = _empty_table()
     table.add_column("host", max_width=12, overflow="ellipsis")  # the one that gives way on a narrow terminal
-    table.add_column("shards", no_wrap=True)
+    table.add_column(what, no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("time", min_width=BAR_WIDTH, no_wrap=True)
     _add_shares(table)
@@ -187,7 +187,7 @@ def _row(load: WorkerLoad) -> list[RenderableType]:
     shards = "spare" if load.first == load.end else str(load.first)
     if load.end - load.first > 1:
         shards = f"{load.first}–{load.end - 1}"
-    return [load.host, shards, str(load.step), _time_bar(load), *_shares(load)]
+    return [load.host, load.pace or shards, str(load.step), _time_bar(load), *_shares(load)]
 
 
 def _shares(load: WorkerLoad) -> list[RenderableType]:

@@ -10,17 +10,20 @@ import torch
 
 from distbelief.comm.serverwords import Contents, Fetch, Fetched, Given, Gradient, Letter, Note, Question, Read
 from distbelief.errors import DistBeliefError
-from distbelief.servers.payloads import OpenSegment, tiles_of, with_bytes
+from distbelief.servers.delay import compensate
+from distbelief.servers.payloads import OpenSegment, gradient_and_values, with_bytes
 from distbelief.servers.slicememory import SliceMemory
 from distbelief.servers.stores import Change, Snapshot, State
 
 
 class FreeSlice:
-    def __init__(self, memory: SliceMemory, open_segment: OpenSegment) -> None:
+    def __init__(self, memory: SliceMemory, open_segment: OpenSegment, delay: float = 0.0) -> None:
+        """`delay`: how strongly late gradients are corrected (delay.py)."""
         self.memory = memory
         self.version = 0
         """Updates applied in this life."""
         self._open = open_segment
+        self._delay = delay
         self._integers = np.zeros(0, np.int64)
         tiles = memory.layout.tiles
         self._scratch = {t: torch.empty(tiles[t].numel, dtype=tiles[t].dtype) for t in memory.shape.tiles}
@@ -40,9 +43,12 @@ class FreeSlice:
                 pass  # the ledger keeps it
 
     def _update(self, update: Gradient, change: Change) -> None:
-        parts = tiles_of(self.memory.shape, self.memory.layout, update.segment, change.payload, self._open)
-        for tile, part in zip(self.memory.shape.tiles, parts, strict=True):
+        memory = self.memory
+        parts, values = gradient_and_values(memory.shape, memory.layout, update, change.payload, self._open)
+        for tile, part in zip(memory.shape.tiles, parts, strict=True):
             self._scratch[tile].copy_(part)  # an optimizer may overwrite it, and a backup reads it too
+        for tile, then in zip(memory.parameter_tiles, values, strict=False):  # those of buffers come last
+            compensate(self._scratch[tile], memory.values[tile], then, self._delay)
         untouched = np.frombuffer(update.touched, np.uint8) == 0
         self.memory.update_freely(update.step, self.version, self._scratch, untouched)
         if update.integers:

@@ -42,29 +42,30 @@ class Terms(msgspec.Struct, frozen=True):
     """The steps that were done before this life began."""
     steps: int
     batches: int = 1
-    """Of an update."""
+    """Of an update, unless whoever asks says how many it wants; gates are at multiples of it."""
     bound: int | None = None
     warm_up: int = 0
     """So many updates are computed one after the other, before several at a time are."""
     save_every: int = 0
     """Steps; 0: only when it is asked for."""
 
-    @property
-    def updates(self) -> int:
-        return -(-(self.steps - self.first) // self.batches)
-
-    def step(self, update: int) -> int:
-        """The steps that are done when all updates before this one are."""
-        return min(self.first + update * self.batches, self.steps)
+    def boundary(self, step: int) -> int:
+        """The first step from this one on at which an update can end."""
+        return min(self.first + -(-(step - self.first) // self.batches) * self.batches, self.steps)
 
 
 class _Book(msgspec.Struct, frozen=True):
     ledger: leases.Ledger
+    planned: int
+    """All steps before this one are in an update that was leased."""
+    opened: int
+    """Gates up to this step are behind us."""
     gates: list[int] = []
-    """Updates before which nothing more is leased; sorted."""
-    opened: int = 0
-    """Gates up to this one are behind us."""
+    """Steps beyond which nothing more is leased; sorted."""
+    spans: dict[int, tuple[int, int]] = {}
+    """Of updates that are leased or wait to be leased again: the first step, and how many."""
     generation: int = 0
+    workers: int = 1
     note: tuple[int, bytes] = (-1, b"")
     completed: int = 0
     """Batches."""
@@ -74,7 +75,7 @@ class LedgerSlice:
     def __init__(self, terms: Terms) -> None:
         self.version = 0
         self._terms = terms
-        self._book = _Book(leases.Ledger(terms.updates, terms.bound))
+        self._book = _Book(leases.Ledger(0, terms.bound), terms.first, terms.first)
         self._news: deque[Completion] = deque(maxlen=REMEMBERED)
         self._given: dict[int, Given] = {}
 
@@ -89,15 +90,14 @@ class LedgerSlice:
                 self._complete(change.content)
             case Members(generation=generation, workers=workers):
                 if generation > book.generation:
-                    self._book = msgspec.structs.replace(book, generation=generation)
+                    self._book = msgspec.structs.replace(book, generation=generation, workers=len(workers))
                     self._dismiss(set(workers))
             case Gate(step=step):
-                gate = -(-(step - self._terms.first) // self._terms.batches)
-                if gate > max(book.opened, book.ledger.fresh - 1):
-                    self._book = msgspec.structs.replace(book, gates=sorted({*book.gates, gate}))
+                # What was leased is not taken back: a gate that comes too late is where that ends.
+                gate = self._terms.boundary(max(step, book.planned, book.opened + 1))
+                self._book = msgspec.structs.replace(book, gates=sorted({*book.gates, gate}))
             case Open(step=step):
-                gate = -(-(step - self._terms.first) // self._terms.batches)
-                opened = max(book.opened, gate)
+                opened = max(book.opened, self._terms.boundary(step))
                 left = [one for one in book.gates if one > opened]
                 self._book = msgspec.structs.replace(book, opened=opened, gates=left)
             case Note(step=step, content=content):
@@ -111,39 +111,47 @@ class LedgerSlice:
         self._book = msgspec.structs.replace(self._book, ledger=ledger)
 
     def _gate(self) -> int:
-        """The update before which to stop next."""
+        """The step at which to stop next."""
         terms, book = self._terms, self._book
-        found = [*book.gates, terms.updates]
+        found = [*book.gates, terms.steps]
         if terms.save_every:
-            done = terms.step(book.opened)
-            due = (done // terms.save_every + 1) * terms.save_every
-            found.append(-(-(due - terms.first) // terms.batches))
-        return min(gate for gate in found if gate > book.opened or gate == terms.updates)
+            found.append(terms.boundary((book.opened // terms.save_every + 1) * terms.save_every))
+        return min(gate for gate in found if gate > book.opened or gate == terms.steps)
 
     def _lease(self, ask: Ask) -> None:
         book, terms = self._book, self._terms
-        gate = min(self._gate(), terms.updates)
+        gate = self._gate()
         bound = 0 if book.ledger.completed < terms.warm_up else terms.bound
         # Whoever asks has nothing: what it is said to have, it has forgotten.
         mine = leases.lost(book.ledger, ask.worker)
-        limited = msgspec.structs.replace(mine, total=gate, bound=bound)
+        limited = msgspec.structs.replace(mine, total=mine.fresh + (book.planned < gate), bound=bound)
         version = ask.version if ask.version >= 0 else None
         limited, found = leases.lease(limited, ask.worker, ask.now, version)
-        ledger = msgspec.structs.replace(limited, total=terms.updates, bound=terms.bound)
-        self._book = msgspec.structs.replace(book, ledger=ledger)
+        ledger = msgspec.structs.replace(limited, bound=terms.bound)
+        self._book = book = msgspec.structs.replace(book, ledger=ledger)
         completed = ledger.completed
         what: Lease | Wait | Gathered
         match found:
             case leases.Lease():
-                step = terms.step(found.batch)
-                batches = terms.step(found.batch + 1) - step
-                what = Lease(found.batch, found.token, step, batches, completed)
+                if found.batch not in book.spans:
+                    self._plan(found.batch, ask, gate)
+                what = Lease(found.batch, found.token, *self._book.spans[found.batch], completed)
             case leases.Wait():
                 what = Wait(found.reason, found.todo == "fetch", completed)
             case leases.Done():
-                what = Gathered(terms.step(gate), gate == terms.updates, completed)
+                what = Gathered(gate, gate == terms.steps, completed)
         news = [one for one in self._news if one.step >= ask.known]
         self._given[ask.worker] = Given(what, terms.first + book.completed, news, ledger.staleness)
+
+    def _plan(self, update: int, ask: Ask, gate: int) -> None:
+        """Which steps are in it. Whoever computes it, they stay the same: some slices may have it already."""
+        book = self._book
+        room = gate - book.planned
+        batches = min(ask.batches or self._terms.batches, room)
+        if ask.batches:  # the last ones before a halt are small, so that nobody waits long for the others
+            batches = min(batches, -(-room // book.workers))
+        spans = {**book.spans, update: (book.planned, batches)}
+        self._book = msgspec.structs.replace(book, spans=spans, planned=book.planned + batches)
 
     def _complete(self, done: Complete) -> None:
         book = self._book
@@ -156,7 +164,9 @@ class LedgerSlice:
         for loss, samples in zip(done.losses, done.samples, strict=True):
             self._news.append(Completion(step, loss, samples, done.worker, staleness, done.at))
             step += 1
-        self._book = msgspec.structs.replace(book, ledger=ledger, completed=step - self._terms.first)
+        spans = {update: span for update, span in book.spans.items() if update != done.update}
+        completed = step - self._terms.first
+        self._book = msgspec.structs.replace(book, ledger=ledger, spans=spans, completed=completed)
         self.version += 1
 
     def state(self) -> State:

@@ -1,4 +1,5 @@
-"""How often a worker fetches parameters and pushes gradients: every n_fetch and n_push batches, from what was measured.
+"""How often a worker pushes gradients (every n_push batches, which are one update) and fetches parameters (every
+n_fetch updates), from what was measured.
 
 Communicating after every batch is best for learning, so it starts there, and becomes rarer only while the wait for
 communication costs more than a share of the computing. Pure arithmetic; knows no clock.
@@ -26,7 +27,7 @@ class Limits(Struct, frozen=True):
     share: float = 0.1
     """What fetching and pushing together may cost, as a part of the time spent computing."""
     most: int = 64
-    """No more batches than this between two fetches, or two pushes."""
+    """n_fetch and n_push are no larger than this."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.share) and self.share > 0):

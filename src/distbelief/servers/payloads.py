@@ -24,7 +24,21 @@ def with_bytes(shape: SliceShape, change: Change, open_segment: OpenSegment) -> 
     if not isinstance(content, Node | Gradient) or not content.segment:
         return change
     payload = bytearray(open_segment(content.segment).view(shape.first_byte, shape.value_bytes))
+    if isinstance(content, Gradient) and content.dated:
+        payload += open_segment(content.values).view(shape.first_byte, shape.value_bytes)
+        content = msgspec.structs.replace(content, values="")
     return Change(msgspec.structs.replace(content, segment=""), payload)
+
+
+def gradient_and_values(
+    shape: SliceShape, layout: Layout, update: Gradient, payload: Any, open_segment: OpenSegment
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Of a worker's update, and the values that it was computed with, if they came along."""
+    behind = None
+    if update.dated and not update.segment:
+        payload, behind = memoryview(payload)[: shape.value_bytes], memoryview(payload)[shape.value_bytes :]
+    gradient = tiles_of(shape, layout, update.segment, payload, open_segment)
+    return gradient, tiles_of(shape, layout, update.values, behind, open_segment) if update.dated else []
 
 
 def tiles_of(

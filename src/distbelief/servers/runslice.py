@@ -20,6 +20,7 @@ import torch
 
 from distbelief.comm.exchange import ROW, depth, tree_add
 from distbelief.comm.serverwords import (
+    Begun,
     Contents,
     Fetch,
     Fetched,
@@ -60,6 +61,7 @@ class _Step(msgspec.Struct, frozen=True):
     measured: tuple[int, list[float]]
     past: list[StepPast]
     note: tuple[int, bytes]
+    begun: tuple[int, list[int]] = (0, [])
 
 
 class RunSlice:
@@ -102,6 +104,8 @@ class RunSlice:
         self._rows = np.zeros((self._schedule.shards, ROW))
         self._touched = np.zeros(self._entries, np.uint8)
         self._go: float | None = None
+        self._begun: tuple[int, list[int]] = (0, [])
+        """The newest generation of which somebody has begun the step, and who."""
         self._unsound = False
 
     # --- as a store --------------------------------------------------------------------------------------------------
@@ -110,6 +114,10 @@ class RunSlice:
         match change.content:
             case Note():
                 self.note = (change.content.step, change.content.content)
+            case Begun(step=step, generation=generation, rank=rank) if step == self.version:
+                newest, ranks = self._begun
+                if generation >= newest:
+                    self._begun = generation, sorted({*(ranks if generation == newest else ()), rank})
             case Node() if change.content.step == self.version:
                 self._add(change.content, change.payload)
             case Go() if change.content.step == self.version and self._go is None:
@@ -120,7 +128,7 @@ class RunSlice:
         nodes = self.nodes()
         about = _Step(
             self._rows.tobytes(), self._touched.tobytes(), self._integers, nodes, self._go,
-            self.measured, list(self.past), self.note,
+            self.measured, list(self.past), self.note, self._begun,
         )  # fmt: skip
         parts = [self.memory.contents()]
         for node in nodes:
@@ -145,7 +153,7 @@ class RunSlice:
                 parts.append(content[at : at + shape.size_bytes].clone().view(shape.dtype))
                 at += shape.size_bytes
             self._gathered.add(node, parts)
-        self._go = about.go
+        self._go, self._begun = about.go, about.begun
         # The sums themselves do not travel: they are added again from their parts.
         self.measured = about.measured if about.measured[0] < snapshot.version else (-1, [])
         self._proceed()
@@ -250,7 +258,7 @@ class RunSlice:
             case Look():
                 if not caught_up:
                     return None  # nobody computes again what was seen here
-                first = question.slice == 0
+                first = question.slice == 0 and not question.briefly
                 looked = Looked(
                     question.ticket, question.slice, self.version, self.nodes(), list(self.past) if first else [],
                     self.note if first else (-1, b""), self.integers if first else b"",
@@ -260,6 +268,8 @@ class RunSlice:
                 step, squares = self.measured
                 if not caught_up or (step < question.step and not self._unsound):
                     return None  # what follows from the answer must not be undone by a death
+                if self.version == question.step and question.members and not self._have_begun(question):
+                    return None
                 return Letter(Measured(question.ticket, question.slice, squares))
             case Read():
                 if self.version != question.version:
@@ -268,6 +278,10 @@ class RunSlice:
                 return Letter(Contents(question.ticket, question.slice, self.version), contents)
             case Fetch():
                 return self._fetched(question, segment, everywhere)
+
+    def _have_begun(self, question: Measure) -> bool:
+        generation, ranks = self._begun
+        return question.slice != 0 or (generation == question.generation and len(ranks) >= question.members)
 
     def _fetched(self, question: Fetch, segment: str, everywhere: bool) -> Letter | None:
         first = question.slice == 0

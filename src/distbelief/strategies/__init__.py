@@ -149,17 +149,20 @@ def _parameter_server(text: str, options: Sequence[str]) -> ParameterServer:
         key, _, number = option.partition("=")
         if option in MODES:
             values["mode"] = option
-        elif key == "noise" and _is_number(number):
-            values["noise"] = float(number)
+        elif option == "adaptive":
+            values["adaptive"] = True
+        elif key in ("noise", "dc") and _is_number(number):
+            values[key] = float(number)
         elif option in ("auto", "shm", "tcp"):
             values["over"] = option
-        elif key in ("servers", "staleness", "n_push", "n_fetch", "warm_up") and number.isdigit():
+        elif key in ("servers", "backups", "staleness", "n_push", "n_fetch", "warm_up") and number.isdigit():
             values[key] = int(number)
         else:
             raise JobError(
                 f"unknown option '{option}' in the strategy '{text}'",
-                hint="options of ps: sync, ssp, async, servers=2, staleness=4 (of ssp), n_push=1, n_fetch=1, "
-                "warm_up=0, noise=0, shm, tcp (as in ps:sync:servers=2 and ps:async:n_push=4)",
+                hint="options of ps: sync, ssp, async, servers=2, backups=1 (of sync), staleness=4 (of ssp), "
+                "n_push=1, n_fetch=1, adaptive, warm_up=0, noise=0, dc=0, shm, tcp (as in ps:sync:servers=2 and "
+                "ps:async:n_push=4)",
             )
     return ParameterServer(**values)
 

@@ -10,6 +10,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -48,6 +49,23 @@ from distbelief.strategies.servedmember import AlreadyCopied, ServedMember
 from distbelief.strategies.tileoptimizer import Recipe
 
 
+def free_slots(strategy: ParameterServer) -> int:
+    """How many times the memory for gradients a worker has. Batches that are pushed together need it twice; delay
+    compensation has the values in the last one."""
+    return (2 if strategy.adaptive else min(strategy.n_push, 2)) + (strategy.dc > 0)
+
+
+@dataclass
+class Spent:
+    """Where a worker's time went, in seconds. What runs beside computing does not count."""
+
+    compute_s: float = 0.0
+    fetch_s: float = 0.0
+    push_s: float = 0.0
+    """With the question for the next update, of which there is one per push."""
+    updates: int = 0
+
+
 class AtBoundaries:
     """The abort of a generation, for a worker whose update must not be lost to a change of members: only the end of the
     run interrupts it; everything else waits until the update is done."""
@@ -69,7 +87,12 @@ class AsynchronousReplica(ServedMember):
     ) -> None:  # fmt: skip
         super().__init__(computer, recipe, schedule, seat, exchange, fetch)
         self.staleness: Mapping[int, int] = {}
+        self.spent = Spent()
         self._strategy = strategy
+        self._pace = np.frombuffer(exchange.memory("pace", 16).buffer, np.int64, 2)
+        """n_push and n_fetch; kept from one generation to the next."""
+        if not self._pace.all():
+            self._pace[:] = (strategy.n_push, strategy.n_fetch)
         self._abort = AtBoundaries(exchange.abort)
         self._ledger = len(self._slices)
         self._version = -1
@@ -89,19 +112,38 @@ class AsynchronousReplica(ServedMember):
             self._client.change(self._ledger, Members(self._seat.generation, list(self._seat.workers)), exchange.abort)
         self._note_rollback()
 
+    @property
+    def adaptive(self) -> bool:
+        return self._strategy.adaptive
+
+    @property
+    def pace(self) -> tuple[int, int]:
+        """How many batches are pushed together, and how many updates there are from one fetch to the next."""
+        return int(self._pace[0]), int(self._pace[1])
+
+    @pace.setter
+    def pace(self, numbers: tuple[int, int]) -> None:
+        self._pace[:] = numbers
+
     # --- updates -----------------------------------------------------------------------------------------------------
 
     def next(self) -> Lease | Wait | Gathered:
         """What to do next."""
         started = time.perf_counter()
-        fresh = self._since_fetch == 0 or self._since_fetch >= self._strategy.n_fetch
-        ask = Ask(self._seat.worker, time.time(), -1 if fresh else self._version, self._known)
+        n_push, n_fetch = self.pace
+        fresh = self._since_fetch == 0 or self._since_fetch >= n_fetch
+        version, wanted = -1 if fresh else self._version, n_push if self.adaptive else 0
+        ask = Ask(self._seat.worker, time.time(), version, self._known, wanted)
         given = self._client.change(self._ledger, ask, self._abort)
         assert isinstance(given, Given)
         self._hear(given)
         what = given.what
+        if isinstance(what, Lease):
+            self.spent.push_s += time.perf_counter() - started
         if isinstance(what, Lease) and fresh:
+            before = time.perf_counter()
             self.fetch()
+            self.spent.fetch_s += time.perf_counter() - before
             self._version = what.completed
             self._since_fetch = 0
         elif isinstance(what, Wait) and what.fetch:
@@ -131,6 +173,10 @@ class AsynchronousReplica(ServedMember):
         inline = not self.exchange.maps
         questions = [partial(_fetch, shape.number, inline) for shape in self._slices]
         self._client.ask(questions, self._abort, fetched)
+        if self._strategy.dc and self.exchange.slot(0)[1]:
+            then, _ = self.exchange.slot(free_slots(self._strategy) - 1)
+            size_bytes = self._computer.layout.size_bytes
+            then.tensor(torch.uint8, 0, size_bytes).copy_(self._values.tensor(torch.uint8, 0, size_bytes))
 
     def work(self, lease: Lease) -> None:
         """Compute the batches of an update, push it, and say so when every slice has it."""
@@ -144,7 +190,9 @@ class AsynchronousReplica(ServedMember):
             self.exchange.working_on(step, 0)
             batch, samples = self._fetch(step, 0, self._schedule.shards)
             seed = shard_seed(self._job.seed, step, 0)
+            began = time.perf_counter()
             result = self._computer.run(batch, samples, seed, into, self._buffers, lambda tile: None)
+            self.spent.compute_s += time.perf_counter() - began
             self.exchange.working(-1)
             if not math.isfinite(result.loss_sum):
                 raise NonFiniteLoss(result.loss_sum / (result.weight or 1.0), step, 0)
@@ -163,6 +211,8 @@ class AsynchronousReplica(ServedMember):
         self._client.push(self._ledger, done)
         self._since_fetch += 1
         self.comm_s += time.perf_counter() - started
+        self.spent.push_s += time.perf_counter() - started
+        self.spent.updates += 1
 
     def _into_deltas(self, slot: Segment) -> None:
         """A shard leaves the buffers' new values in the slot; what is pushed is by how much they change."""
@@ -190,10 +240,14 @@ class AsynchronousReplica(ServedMember):
     def _push(self, lease: Lease, slot: Segment, name: str, touched: np.ndarray) -> None:
         marks = touched.tobytes()
         present = self._as_numbers()
+        dated = self._strategy.dc > 0
+        values = self.exchange.slot(free_slots(self._strategy) - 1)[1] if dated and name else ""
         for shape in self._slices:
             integers = (present - self._base_integers).tobytes() if shape.number == 0 else b""
-            content = Gradient(lease.update, lease.step, marks, integers, name)
-            payload = None if name else slot.view(shape.first_byte, shape.value_bytes)
+            content = Gradient(lease.update, lease.step, marks, integers, name, dated, values)
+            payload: Any = None if name else slot.view(shape.first_byte, shape.value_bytes)
+            if dated and not name:
+                payload = b"".join((payload, self._values.view(shape.first_byte, shape.value_bytes)))
             self._client.push(shape.number, content, payload)
         self._client.settle(self._abort)
 

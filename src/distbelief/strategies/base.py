@@ -220,6 +220,9 @@ class Seated(Protocol):
     def traffic(self) -> tuple[int, int]:
         """(bytes of gradients that all members sent, bytes that they would have sent uncompressed); 0: not known."""
 
+    def helped(self) -> int:
+        """Shards that this member has computed for late ones."""
+
     def plan_lines(self) -> Sequence[str]:
         """How the model is divided, for people: what is new since it was last asked."""
 

@@ -61,6 +61,7 @@ class Helper:
         self._slots = 0
         self.seconds = 0.0
         """Spent on backups, over all steps."""
+        self.count = 0
 
     def begin(self) -> None:
         self._slots = 0
@@ -85,4 +86,5 @@ class Helper:
         finally:
             self.seconds += time.perf_counter() - started
         self._backups.offer(shard, step + 1, slot, row, touched)
+        self.count += 1
         return True

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from distbelief.strategies.preparedserved import PreparedServed
 
 MODES = ("sync", "ssp", "async")
+FREE = {"adaptive": False, "n_push": 1, "n_fetch": 1, "warm_up": 0, "noise": 0.0, "dc": 0.0}
+"""Options of the modes in which nobody waits, and what they are if they are not given."""
 
 
 @dataclass(frozen=True)
@@ -35,22 +37,28 @@ class ParameterServer:
 
     servers: int = 2
     mode: Literal["sync", "ssp", "async"] = "sync"
+    backups: int = 0
+    """sync: of so many late workers at a time the missing shards are computed by others, too; the first copy counts."""
     staleness: int | None = None
     """ssp: the most updates that others may have made to parameters while one was computed with them."""
     n_push: int = 1
     """Batches whose gradients are pushed together."""
     n_fetch: int = 1
     """Updates of a worker from one fetch of the parameters to the next."""
+    adaptive: bool = False
+    """n_push and n_fetch are chosen by each worker, from what it measures."""
     warm_up: int = 0
     """So many updates are computed one after the other, before several workers begin (a warm start)."""
     noise: float = 0.0
     """The standard deviation of Gaussian noise that is added to every pushed gradient."""
+    dc: float = 0.0
+    """Delay compensation: how strongly a late gradient is corrected for what the parameters have moved meanwhile."""
     over: Literal["auto", "shm", "tcp"] = "auto"
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise JobError(f"unknown mode '{self.mode}' of parameter servers", hint=f"known: {', '.join(MODES)}")
-        for name, least in (("servers", 1), ("n_push", 1), ("n_fetch", 1), ("warm_up", 0)):
+        for name, least in (("servers", 1), ("backups", 0), ("n_push", 1), ("n_fetch", 1), ("warm_up", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise JobError(
@@ -59,16 +67,24 @@ class ParameterServer:
                 )
         if self.over not in ("auto", "shm", "tcp"):
             raise JobError(f"unknown transport '{self.over}'", hint="use auto, shm (one host) or tcp")
-        if not (math.isfinite(self.noise) and self.noise >= 0):
-            raise JobError(f"noise must be 0 or more, not {self.noise}")
+        for name in ("noise", "dc"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise JobError(f"{name} of parameter servers must be 0 or more, not {getattr(self, name)}")
         if (self.mode == "ssp") != (self.staleness is not None):
             raise JobError(
                 "ssp needs a bound on staleness, and the other modes have none", hint="for example ps:ssp:staleness=4"
             )
         if self.staleness is not None and self.staleness < 0:
             raise JobError(f"staleness must be 0 or more, not {self.staleness}")
-        if self.mode == "sync" and (self.n_push, self.n_fetch, self.warm_up, self.noise) != (1, 1, 0, 0.0):
-            raise JobError("n_push, n_fetch, warm_up and noise are for async and ssp", hint="leave them out of ps:sync")
+        if self.backups and self.mode != "sync":
+            raise JobError(
+                "backups are for sync", hint=f"nobody waits for late workers in ps:{self.mode}: leave them out"
+            )
+        if self.adaptive and (self.n_push, self.n_fetch) != (1, 1):
+            raise JobError("adaptive chooses n_push and n_fetch itself", hint="leave these out, or adaptive")
+        if self.mode == "sync" and any(getattr(self, name) != usual for name, usual in FREE.items()):
+            names = ", ".join(FREE)
+            raise JobError(f"{names} are for async and ssp", hint="leave them out of ps:sync")
 
     @property
     def exact(self) -> bool:
@@ -90,11 +106,13 @@ class ParameterServer:
 
     def __str__(self) -> str:
         text = f"ps:{self.mode}:servers={self.servers}"
+        if self.backups:
+            text += f":backups={self.backups}"
         if self.staleness is not None:
             text += f":staleness={self.staleness}"
-        for name, usual in (("n_push", 1), ("n_fetch", 1), ("warm_up", 0), ("noise", 0.0)):
-            if getattr(self, name) != usual:
-                text += f":{name}={getattr(self, name)}"
+        for name, usual in FREE.items():
+            if (value := getattr(self, name)) != usual:
+                text += f":{name}" if value is True else f":{name}={value}"
         return text + (f":{self.over}" if self.over != "auto" else "")
 
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedServed:

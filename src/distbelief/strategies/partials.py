@@ -6,6 +6,7 @@ member needs only about log2(shards) slots, and what is left at the end are the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distbelief.shards import Range, cover, split
@@ -70,3 +71,18 @@ def partial_sums(shards: int, occupied: int, mine: Range) -> Partials:
 def slots_needed(shards: int, mine: Range) -> int:
     """The most slots that any step of this range uses."""
     return 1 + max((w.slot for w in partial_sums(shards, shards, mine).work), default=0)
+
+
+def reached(work: Sequence[ShardWork]) -> dict[Range, int]:
+    """The sums that are there after these units of work, the first ones of a plan -> their slots.
+
+    >>> plan = partial_sums(8, 8, (4, 8))
+    >>> reached(plan.work[:3]), reached(plan.work) == plan.results
+    ({(4, 6): 0, (6, 7): 1}, True)
+    """
+    held: dict[int, Range] = {}
+    for unit in work:
+        held[unit.slot] = (unit.shard, unit.shard + 1)
+        for into, other in unit.additions:
+            held[into] = (held[into][0], held.pop(other)[1])
+    return {node: slot for slot, node in sorted(held.items(), key=lambda pair: pair[1])}

@@ -15,13 +15,14 @@ from distbelief.comm.served import ServedGroup
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.agreement import agree_on_state
-from distbelief.strategies.asynchronous import AsynchronousReplica
+from distbelief.strategies.asynchronous import AsynchronousReplica, free_slots
 from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
 from distbelief.strategies.layout import Layout
 from distbelief.strategies.parameterserver import ParameterServer
 from distbelief.strategies.prepared import PreparedAllReduce
 from distbelief.strategies.replica import DataParallelReplica
 from distbelief.strategies.served import ServedReplica
+from distbelief.strategies.servedhelping import HelpingReplica
 from distbelief.strategies.slicing import SliceShape, cut
 from distbelief.strategies.state import ReplicaState
 from distbelief.strategies.tileoptimizer import Recipe
@@ -36,7 +37,7 @@ class PreparedServed(PreparedAllReduce):
         usual = super().geometry(ranges)
         if self.strategy.waits:
             return usual
-        return replace(usual, slots=[min(self.strategy.n_push, 2)] * len(ranges))
+        return replace(usual, slots=[free_slots(self.strategy)] * len(ranges))
 
     def slices(self) -> list[SliceShape]:
         return cut(self._layout, self._recipe)
@@ -75,5 +76,9 @@ class PreparedServed(PreparedAllReduce):
         if not self.strategy.waits:
             return AsynchronousReplica(
                 self._computer, self._recipe, self._schedule, seat, exchange, fetch, self.strategy
+            )
+        if self.strategy.backups:
+            return HelpingReplica(
+                self._computer, self._recipe, self._schedule, seat, exchange, fetch, self.strategy.backups
             )
         return ServedReplica(self._computer, self._recipe, self._schedule, seat, exchange, fetch)

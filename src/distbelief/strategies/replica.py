@@ -350,6 +350,9 @@ class DataParallelReplica:
     def traffic(self) -> tuple[int, int]:
         return 0, 0
 
+    def helped(self) -> int:
+        return self._helper.count if self._helper else 0
+
     def plan_lines(self) -> Sequence[str]:
         return ()
 

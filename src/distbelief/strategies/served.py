@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from distbelief.comm.exchange import ROW, Held, Source
 from distbelief.comm.segment import Segment
 from distbelief.comm.served import ServedGroup
+from distbelief.comm.serverclient import Idle
 from distbelief.comm.serverwords import (
     Fetch,
     Fetched,
@@ -116,10 +117,12 @@ class ServedReplica(ServedMember):
         self._ask(Look, lambda letter: found.__setitem__(letter.message.slice, letter.message))
         return [found[shape.number] for shape in self._slices]
 
-    def _ask(self, make: Callable[[int, int], Question], each: Callable[[Letter], None]) -> None:
+    def _ask(
+        self, make: Callable[[int, int], Question], each: Callable[[Letter], None], idle: Idle | None = None
+    ) -> None:
         """Ask about every slice."""
         questions = [partial(_about, make, shape.number) for shape in self._slices]
-        self._client.ask(questions, self.exchange.abort, each)
+        self._client.ask(questions, self.exchange.abort, each, idle)
 
     def taken_over(self) -> Takeover | None:
         return Takeover(self._takeover[0], self._takeover[1].recomputed) if self._takeover else None
@@ -151,11 +154,27 @@ class ServedReplica(ServedMember):
         self.exchange.begin(step)
         self._rows.fill(0)
         self._touched.fill(0)
+        self._begin(step)
         self._pushed.clear()
         partials = self._work_of(step).partials
-        for unit in partials.work:
+        for unit in self._units(step):
             done = [(node, slot) for node, slot in partials.results.items() if _ends_with(node, unit, partials)]
             self._compute_unit(step, unit, done if self._pushes_early else [])
+
+    def _begin(self, step: int) -> None:
+        """A step begins: for members that tell others."""
+
+    def _units(self, step: int) -> Iterable[ShardWork]:
+        """What this member computes, in that order."""
+        return self._work_of(step).partials.work
+
+    def _sums(self, step: int) -> dict[Range, int]:
+        """What it has computed -> in which slot the sum is."""
+        return self._work_of(step).partials.results
+
+    def _meanwhile(self, step: int, told: Collection[int]) -> Idle | None:
+        """What this member does while it waits for others. `told`: slices whose new values have come."""
+        return None
 
     def _compute_unit(self, step: int, unit: ShardWork, done: Sequence[tuple[Range, int]]) -> None:
         """`done`: the partial sums that are complete with it, and their slots."""
@@ -193,24 +212,26 @@ class ServedReplica(ServedMember):
 
     def commit(self, step: int) -> StepResult:
         started = time.perf_counter()
-        work = self._work_of(step)
         if self._leaves_out_somebody(step):  # nothing holds the others back until it, too, has all of the step before
             self.exchange.gather(b"")
-        for node, slot in work.partials.results.items():
-            self._push(
-                step, node, slot, self._touched, [s for s in self._slices if (node, s.number) not in self._pushed]
-            )
+        for node, slot in self._sums(step).items():
+            self._push(step, node, slot)
         self._client.flush()
         self._look_ahead(step + 1)
         if self.exchange.rank == 0:
-            factor = self._limit(step)
-            for shape in self._slices:
-                self._client.push(shape.number, Go(step, factor))
+            self._go(step, self._meanwhile(step, ()))
         result = self._bring(step + 1)
         assert result is not None
         self.exchange.forget_past()
         self.comm_s += time.perf_counter() - started
         return result
+
+    def _go(self, step: int, idle: Idle | None = None) -> None:
+        """Have the step applied."""
+        factor = self._limit(step, idle)
+        for shape in self._slices:
+            self._client.push(shape.number, Go(step, factor))
+        self._client.flush()
 
     def _push_early(self, step: int, number: int, done: Sequence[tuple[Range, int]]) -> None:
         """While the rest of the backward pass is computed."""
@@ -222,19 +243,26 @@ class ServedReplica(ServedMember):
             self._pushed.add((node, number))
         self._client.flush()
 
-    def _push(self, step: int, node: Range, slot: int, touched: np.ndarray, slices: Sequence[SliceShape]) -> None:
+    def _push(
+        self, step: int, node: Range, slot: int, touched: np.ndarray | None = None,
+        slices: Sequence[SliceShape] | None = None,
+    ) -> None:  # fmt: skip
+        """To these slices, or to all that do not have it yet."""
+        if slices is None:
+            slices = [shape for shape in self._slices if (node, shape.number) not in self._pushed]
         segment, name = self.exchange.slot(slot)
         rows = self._rows[node[0] : node[1]]
+        marks = (self._touched if touched is None else touched).tobytes()
         integers = self._computer.integer_bytes() if node[0] == 0 else b""
-        first = Node(step, *node, rows.tobytes(), touched.tobytes(), integers, name)
+        first = Node(step, *node, rows.tobytes(), marks, integers, name)
         rows = rows.copy()
         rows[:, INTEGERS] = 0.0  # known after the backward pass only, and the first slice looks at them for all
-        others = Node(step, *node, rows.tobytes(), touched.tobytes(), b"", name)
+        others = Node(step, *node, rows.tobytes(), marks, b"", name)
         for shape in slices:
             payload = None if name else segment.view(shape.first_byte, shape.value_bytes)
             self._client.push(shape.number, others if shape.number else first, payload)
 
-    def _limit(self, step: int) -> float:
+    def _limit(self, step: int, idle: Idle | None = None) -> float:
         """What the gradients are multiplied by. It is known when all slices have all sums of the step: so this is also
         how the first member learns that the step may be applied."""
         squares: dict[int, list[float]] = {}
@@ -243,11 +271,14 @@ class ServedReplica(ServedMember):
             message: Measured = letter.message
             squares[message.slice] = message.squares
 
-        self._ask(partial(_measure, step), measured)
+        self._ask(self._measure(step), measured, idle)
         if self._job.clip_norm is None:
             return 1.0
         norm = math.sqrt(math.fsum(one for some in squares.values() for one in some))
         return min(1.0, self._job.clip_norm / (norm + 1e-6))
+
+    def _measure(self, step: int) -> Callable[[int, int], Question]:
+        return partial(measure_step, step, 0, 0)
 
     def _bring(self, version: int) -> StepResult | None:
         """Bring the values to that version. Returns what the step before it gave, if the servers still know."""
@@ -259,7 +290,7 @@ class ServedReplica(ServedMember):
             if message.version >= 0:
                 self._take(message, letter.payload)
 
-        self._ask(partial(_fetch, version, not self.exchange.maps), fetched)
+        self._ask(partial(_fetch, version, not self.exchange.maps), fetched, self._meanwhile(version - 1, told))
         first = told[0]
         rows = np.frombuffer(first.rows).reshape(-1, ROW) if first.rows else None
         result = judge_rows(version - 1, rows) if rows is not None else None
@@ -312,5 +343,5 @@ def _fetch(version: int, inline: bool, ticket: int, number: int) -> Question:
     return Fetch(ticket, number, version, inline)
 
 
-def _measure(step: int, ticket: int, number: int) -> Question:
-    return Measure(ticket, number, step)
+def measure_step(step: int, generation: int, members: int, ticket: int, number: int) -> Question:
+    return Measure(ticket, number, step, generation, members)

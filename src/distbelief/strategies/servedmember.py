@@ -115,6 +115,9 @@ class ServedMember:
     def traffic(self) -> tuple[int, int]:
         return 0, 0
 
+    def helped(self) -> int:
+        return 0
+
     def plan_lines(self) -> Sequence[str]:
         return ()
 

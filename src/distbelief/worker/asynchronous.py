@@ -13,6 +13,7 @@ from distbelief.strategies.asynchronous import AsynchronousReplica
 from distbelief.worker.evaluate import Evaluator
 from distbelief.worker.link import Progress
 from distbelief.worker.origin import facts_at
+from distbelief.worker.pacing import PaceKeeper
 from distbelief.worker.training import Assignment, Stopwatch, report_again
 
 SHORTEST_NAP_S = 0.001
@@ -52,7 +53,8 @@ class _Clock:
         self.compute_s += time.perf_counter() - started - (self.replica.comm_s + self.watch.data_s - others_s)
 
     def timing(self) -> Timing:
-        return Timing(self.watch.data_s, self.compute_s, self.replica.comm_s, self.watch.shards)
+        pace = list(self.replica.pace) if self.replica.adaptive else []
+        return Timing(self.watch.data_s, self.compute_s, self.replica.comm_s, self.watch.shards, pace=pace)
 
 
 def train_freely(
@@ -85,12 +87,13 @@ def _work(
     metrics: dict[str, float] = {}
     watch.data_s, watch.shards = 0.0, 0
     clock, nap_s, asked = _Clock(replica, watch), SHORTEST_NAP_S, -1
+    adapter = PaceKeeper(replica.pace) if replica.adaptive else None
     while True:
         if replica.exchange.abort.reason:  # a change of members: now, that the last update is done
             replica.finish()
             replica.exchange.abort.check()
         wish = task.saver.wished if task.saver and leads else -1
-        if wish > max(asked, replica.steps_applied()):
+        if wish > asked:
             asked = wish
             replica.gate(wish)
         what = replica.next()
@@ -101,6 +104,8 @@ def _work(
             case Lease():
                 clock.work(what)
                 nap_s = SHORTEST_NAP_S
+                if adapter:
+                    replica.pace = adapter.look(replica.spent)
             case Wait():
                 time.sleep(nap_s)
                 nap_s = min(2 * nap_s, LONGEST_NAP_S)

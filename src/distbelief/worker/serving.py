@@ -109,7 +109,7 @@ class _Slices:
         memory = SliceMemory(shape, self.prepared.layout, self.prepared.recipe, self._job, values)
         store: RunSlice | FreeSlice
         if not self._strategy.waits:
-            store = FreeSlice(memory, self._open)
+            store = FreeSlice(memory, self._open, self._strategy.dc)
         else:
             store = RunSlice(memory, self._job, self._schedule, self._open)
             store.clock = time.time

@@ -112,7 +112,9 @@ def train(
         progress.step = step + len(results)
         compute_s = busy_s - watch.data_s - replica.comm_s
         waits, traffic = dict(replica.waits()), replica.traffic()
-        progress.timing = Timing(watch.data_s, compute_s, replica.comm_s, watch.shards, waits, *traffic)
+        progress.timing = Timing(
+            watch.data_s, compute_s, replica.comm_s, watch.shards, waits, *traffic, helped=replica.helped()
+        )
         if leads:
             at = time.time()
             for number, one in enumerate(results, step):

@@ -1,6 +1,7 @@
 """A job that is quick to run, with switches for tests."""
 
 import os
+import pathlib
 import time
 
 import torch
@@ -15,16 +16,24 @@ Y = (X.sum(1) > 0).long()
 
 
 def job(
-    steps: int = 12, nap_s: float = 0.0, brake_s: float = 0.0, shards: int = 4, batch: int = 16, precision: str = "fp32"
+    steps: int = 12,
+    nap_s: float = 0.0,
+    brake_s: float = 0.0,
+    shards: int = 4,
+    batch: int = 16,
+    precision: str = "fp32",
+    width: int = 16,
 ) -> Job:
     def loss(output, target):
         time.sleep(nap_s)
         if brake_s and os.path.exists("brake"):  # slow for as long as the test needs time, then quick
             time.sleep(brake_s)
+            if os.path.exists("slow") and pathlib.Path("slow").read_text() == str(os.getpid()):
+                time.sleep(20 * brake_s)
         return F.cross_entropy(output, target)
 
     return Job(
-        model=lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)),
+        model=lambda: nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 2)),
         loss=loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         data=(X, Y),

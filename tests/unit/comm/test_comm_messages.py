@@ -47,6 +47,7 @@ EVENTS: list[m.Event] = [
     m.WorkerLeft(2, 3),
     m.JoinRequested(4711),
     m.ScaleRequested(4),
+    m.ServersRequested(3),
     m.StopRequested("Ctrl-C"),
     m.StopRequested("Ctrl-C", at_once=True),
     m.CheckpointRequested(),

@@ -271,7 +271,7 @@ def test_copies_that_the_old_coordinator_did_not_hear_of() -> None:
     assert all({primary, backup} == {0, 2} for primary, backup in zip(known.primaries, known.backups, strict=True))
 
 
-# --- they freeze, they leave -----------------------------------------------------------------------------------------
+# --- they freeze -----------------------------------------------------------------------------------------------------
 
 
 def progressing(run: Run, step: int, now: float) -> None:
@@ -301,17 +301,3 @@ def test_a_silent_server_is_killed_when_the_run_stands_still() -> None:
     again = run.feed(m.EngineAttached("here", servers={0: 200, 1: 201}), now=8.0)
     assert killed(again) == [1]  # the engine may have missed it
     assert hired(run.feed(*died(1), now=8.1)) == [2]
-
-
-def test_a_server_hands_over_and_goes() -> None:
-    run = served(3)
-    run.state, outputs = fleet.leave(run.state, 0, 1.0)
-    run.outputs += outputs
-    assert hired(outputs) == []
-    assert run.state.fleet.target == 2
-    known = settled(run)
-    assert 0 not in {*known.primaries, *known.backups}
-    goodbyes = [o for o in run.outputs if isinstance(o, s.SendServer) and isinstance(o.command, m.EndRun)]
-    assert {o.server for o in goodbyes} == {0}
-    gone = run.feed(m.ServerExited(0, 0))
-    assert (hired(gone), maps(gone), run.state.fleet.kills) == ([], [], 0)

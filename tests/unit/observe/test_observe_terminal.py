@@ -165,3 +165,12 @@ def test_a_place_in_four_dimensions_fits_80_columns() -> None:
     assert "stage · data · sharded · tensor" in lines[-9]
     assert lines[-1].split()[:8] == ["7", "2/2", "·", "2/2", "·", "2/2", "·", "1/2"]
     assert lines[-1].rstrip().endswith("0 (31 %)"), "nothing is cut off"
+
+
+def test_a_pace_that_workers_choose_is_shown_in_place_of_their_shards() -> None:
+    row = {"host": "here", "first": 0, "end": 4, "step": 9, "data_s": 0, "compute_s": 1.0, "comm_s": 1.0, "shards": 9}
+    rows = [{"worker": worker, **row, "pace": [4, worker + 1]} for worker in (0, 1)]
+    state = advance(Progress(), {"kind": "workers", "at": 1.0, "generation": 1, "step": 9, "workers": rows})
+    *_, header, first, second = draw(state)
+    assert header.split()[:4] == ["worker", "host", "push/fetch", "step"]
+    assert [line.split()[2] for line in (first, second)] == ["4/1", "4/2"]

@@ -13,14 +13,14 @@ class Table:
     def __init__(self, **terms: int) -> None:
         self.slice = LedgerSlice(Terms(**{"first": 0, "steps": 10, **terms}))
 
-    def ask(self, worker: int, version: int = -1, known: int = 0) -> Lease | Wait | Gathered:
-        self.slice.apply(Change(Ask(worker, 0.0, version, known)))
+    def ask(self, worker: int, version: int = -1, known: int = 0, batches: int = 0) -> Lease | Wait | Gathered:
+        self.slice.apply(Change(Ask(worker, 0.0, version, known, batches)))
         given = self.slice.given(worker)
         assert given is not None
         return given.what
 
-    def lease(self, worker: int) -> Lease:
-        found = self.ask(worker)
+    def lease(self, worker: int, batches: int = 0) -> Lease:
+        found = self.ask(worker, batches=batches)
         assert isinstance(found, Lease), found
         return found
 
@@ -96,12 +96,15 @@ def test_at_a_gate_all_come_to_a_halt_after_exactly_so_many_steps() -> None:
     assert table.lease(1).step == 3
 
 
-def test_a_gate_in_the_past_holds_nobody_up() -> None:
+def test_a_gate_that_comes_too_late_is_the_next_that_can_be_and_holds_up_once() -> None:
     table = Table()
     for _ in range(5):
         table.do(1)
     table.slice.apply(Change(Gate(2)))
+    assert table.ask(1) == Gathered(5, last=False, completed=5)
+    table.slice.apply(Change(Open(5)))
     assert table.lease(1).step == 5
+    assert table.lease(2).step == 6
 
 
 def test_a_gate_between_two_updates_is_at_the_later_one() -> None:
@@ -164,3 +167,42 @@ def test_a_copy_goes_on_as_the_original_does() -> None:
     assert looked is not None
     assert looked.message.note == (0, b"note")
     assert looked.message.version == 3
+
+
+def test_whoever_asks_says_how_many_batches_it_wants_and_gates_cut_them_short() -> None:
+    table = Table(steps=30, save_every=10)
+    table.slice.apply(Change(Members(generation=1, workers=[1, 2])))
+    spans = []
+    while True:
+        for worker, wanted in ((1, 8), (2, 1)):
+            found = table.ask(worker, batches=wanted)
+            if isinstance(found, Lease):
+                table.complete(worker, found)
+                spans.append((found.step, found.batches))
+        if isinstance(found, Gathered):
+            assert found.step == sum(batches for _, batches in spans) == spans[-1][0] + spans[-1][1]
+            if found.last:
+                break
+            table.slice.apply(Change(Open(found.step)))
+    assert [step for step, _ in spans] == [sum(batches for _, batches in spans[:n]) for n in range(len(spans))]
+    assert spans[:5] == [(0, 5), (5, 1), (6, 2), (8, 1), (9, 1)]  # the last ones before a halt are small
+    assert {0, 10, 20} <= {step for step, _ in spans}
+
+
+def test_an_update_keeps_its_batches_whoever_computes_it() -> None:
+    """Some slices may have it already."""
+    table = Table(steps=100)
+    dead = table.lease(1, batches=8)
+    table.slice.apply(Change(Members(generation=2, workers=[2, 3])))
+    again = table.lease(2, batches=1)
+    assert (again.update, again.step, again.batches) == (dead.update, 0, 8)
+    assert (table.lease(3, batches=2).step, table.lease(3, batches=2).batches) == (8, 2)
+
+
+def test_a_gate_among_leased_updates_is_behind_them() -> None:
+    table = Table(steps=100)
+    lease = table.lease(1, batches=8)
+    table.slice.apply(Change(Gate(3)))
+    assert isinstance(table.ask(2), Wait)
+    table.complete(1, lease)
+    assert table.ask(2) == Gathered(8, last=False, completed=1)

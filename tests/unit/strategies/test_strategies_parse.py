@@ -32,7 +32,18 @@ hybrids = st.builds(
     | st.builds(Tensor, degree, snapshots)
     | st.builds(Sharded, snapshots)
     | hybrids
-    | st.builds(ParameterServer, st.integers(1, 64), over=st.sampled_from(["auto", "shm", "tcp"]))
+    | st.builds(
+        ParameterServer, st.integers(1, 64), backups=st.integers(0, 9), over=st.sampled_from(["auto", "shm", "tcp"])
+    )
+    | st.builds(
+        ParameterServer,
+        mode=st.just("async"),
+        n_push=st.integers(1, 9),
+        warm_up=st.integers(0, 9),
+        noise=st.floats(0, 1),
+        dc=st.floats(0, 9),
+    )
+    | st.builds(ParameterServer, mode=st.just("ssp"), staleness=st.integers(0, 9), adaptive=st.booleans())
     | st.builds(AllReduce, st.booleans(), transports)
     | st.builds(LocalSGD, degree, degree | st.none(), transport=transports, copies=st.booleans())
     | st.builds(
@@ -107,6 +118,13 @@ def test_string_forms(text: str, value: AnyStrategy, wish: Wish) -> None:
         ("ps:sync:servers=0", "must be at least 1, not 0", "ps:sync:servers=2"),
         ("ps:sync:servers=", "unknown option 'servers='", "ps:sync:servers=2"),
         ("ps:sync:servers=-1", "unknown option 'servers=-1'", "ps:sync:servers=2"),
+        ("ps:async:backups=1", "backups are for sync", "nobody waits"),
+        ("ps:sync:backups=many", "unknown option 'backups=many'", "backups=1"),
+        ("ps:sync:adaptive", "are for async and ssp", "leave them out"),
+        ("ps:async:adaptive:n_push=2", "adaptive chooses n_push and n_fetch itself", "leave"),
+        ("ps:sync:dc=0.1", "dc are for async and ssp", "leave them out"),
+        ("ps:async:dc=-1", "dc of parameter servers must be 0 or more, not -1.0", ""),
+        ("ps:async:dc=much", "unknown option 'dc=much'", "dc=0"),
         ("ps:sync:gloo", "unknown option 'gloo'", "tcp"),
         ("local_sgd", "'local_sgd' does not say how many local steps there are", "local_sgd:8"),
         ("local_sgd:nesterov", "does not say how many local steps", "local_sgd:8"),

@@ -208,6 +208,9 @@ class MeshReplica:
     def traffic(self) -> tuple[int, int]:
         return 0, 0
 
+    def helped(self) -> int:
+        return 0
+
     def plan_lines(self) -> Sequence[str]:
         if not self._news:
             return ()

@@ -1,0 +1,129 @@
+"""A slice that applies each update as it comes: late ones are corrected, and copies go on with the same bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from served_parts import Kit, no_memory
+
+from distbelief.comm.segment import Segment
+from distbelief.comm.serverwords import VALUES_AT, Gradient
+from distbelief.servers.freeslice import FreeSlice
+from distbelief.servers.slicememory import SliceMemory
+from distbelief.servers.stores import Change
+
+STRENGTH = 0.3
+
+
+@pytest.fixture(scope="module")
+def kit() -> Kit:
+    return Kit(clip_norm=None)
+
+
+class Bench:
+    """One slice of a job, what a worker sends to it, and the memory in which it may do so."""
+
+    def __init__(self, kit: Kit, delay: float = STRENGTH, number: int = 0) -> None:
+        self.kit = kit
+        self.shape = kit.shapes[number]
+        self.memory: dict[str, Segment] = {}
+        self.delay = delay
+
+    def store(self) -> FreeSlice:
+        made = SliceMemory(
+            self.shape, self.kit.layout, self.kit.prepared.recipe, self.kit.job,
+            Segment.private(VALUES_AT + self.shape.value_bytes),
+        )  # fmt: skip
+        store = FreeSlice(made, self.memory.__getitem__ if self.memory else no_memory, self.delay)
+        store.begin(self.kit.store(self.shape.number).memory.contents(), np.zeros(0, np.int64))
+        return store
+
+    def change(self, update: int, values: bytes | None, name: str = "") -> Change:
+        """`values`: that come along. `name`: of shared memory, instead of a frame."""
+        gradient = np.sin(np.arange(self.shape.value_bytes // 4) + update).astype(np.float32)
+        gradient[:3] = (0.0, -0.0, 1e30)  # its square is not finite
+        touched = np.ones(len(self.kit.layout.entries), np.uint8).tobytes()
+        content, payload = gradient.tobytes(), None
+        if name:
+            self._lay(name, content)
+            self._lay(f"{name} values", values or b"")
+        else:
+            payload = bytearray(content + (values or b""))
+        dated = values is not None
+        return Change(Gradient(update, update, touched, b"", name, dated, f"{name} values" if name else ""), payload)
+
+    def _lay(self, name: str, content: bytes) -> None:
+        segment = Segment.private(self.kit.layout.size_bytes)
+        segment.view(self.shape.first_byte, len(content))[:] = content
+        self.memory[name] = segment
+
+
+def values(store: FreeSlice) -> bytes:
+    return bytes(store.memory.value_view())
+
+
+def everything(store: FreeSlice) -> bytes:
+    return bytes(store.state()[1].numpy())
+
+
+def test_an_update_that_is_not_late_is_left_alone_bit_for_bit(kit: Kit) -> None:
+    for number in range(len(kit.shapes)):
+        bench = Bench(kit, number=number)
+        plain, compensated = bench.store(), bench.store()
+        for update in range(3):
+            plain.apply(bench.change(update, None))
+            compensated.apply(bench.change(update, values(compensated)))
+            assert everything(plain) == everything(compensated)
+
+
+def test_a_late_update_is_corrected_by_the_formula(kit: Kit) -> None:
+    bench = Bench(kit)
+    store, expected = bench.store(), bench.store()
+    before = values(store)
+    for one in (store, expected):
+        one.apply(bench.change(0, before))
+    late = bench.change(1, before)
+    numbers = np.frombuffer(late.payload, np.float32)
+    half = len(numbers) // 2
+    g, then, now = numbers[:half].copy(), numbers[half:], np.frombuffer(values(store), np.float32)
+    moved = now - then
+    parameters = sum(kit.layout.tiles[tile].numel for tile in store.memory.parameter_tiles)
+    with np.errstate(over="ignore", invalid="ignore"):
+        corrected = (g + np.float32(STRENGTH) * g * g * moved)[:parameters]
+    g[:parameters] = np.where(moved[:parameters] == 0, g[:parameters], corrected)
+    expected.apply(Change(Gradient(1, 1, late.content.touched), bytearray(g.tobytes())))  # type: ignore[union-attr]
+    store.apply(late)
+    found, wanted = (torch.frombuffer(bytearray(values(one)), dtype=torch.float32) for one in (store, expected))
+    assert torch.allclose(found, wanted, rtol=1e-6, atol=1e-7, equal_nan=True)
+    plain = bench.store()
+    plain.apply(bench.change(0, None))
+    plain.apply(bench.change(1, None))
+    assert values(plain) != values(store)
+
+
+def test_a_copy_goes_on_with_the_same_bits_wherever_the_bytes_are(kit: Kit) -> None:
+    """A primary reads shared memory, one that is copying is sent the bytes, and takes over when the primary dies."""
+    bench = Bench(kit)
+    first = bench.change(0, None, "slot")
+    primary = bench.store()
+    before = values(primary)
+    primary.apply(first)
+    recruit = bench.store()
+    recruit.load(primary.state())
+    for update in (1, 2):
+        late = bench.change(update, before, "slot")
+        sent = primary.with_bytes(late)
+        assert sent.payload is not None
+        primary.apply(late)
+        bench.memory.clear()  # the worker has gone on
+        recruit.apply(sent)
+        assert everything(primary) == everything(recruit)
+    assert primary.version == recruit.version == 3
+
+
+def test_bytes_of_another_length_are_refused(kit: Kit) -> None:
+    bench = Bench(kit)
+    store = bench.store()
+    with pytest.raises(Exception, match="bytes, not"):
+        store.apply(bench.change(0, values(store)[:-4]))

@@ -1,0 +1,119 @@
+"""Late members' shards are computed by others: every step is applied once, and the bits are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from served_parts import SHARDS, Kit
+from served_world import World
+from test_served_simulation import STEPS, disturb
+
+from distbelief.comm.exchange import Held, Source
+from distbelief.comm.serverwords import Begun, Go, Look, Measure, Measured
+from distbelief.servers.stores import Change
+from distbelief.shards import Range
+from distbelief.strategies.served import _on_all, measure_step
+from distbelief.strategies.servedhelping import choose
+from distbelief.strategies.takeover import plan_step, plan_takeover
+
+
+@pytest.fixture(scope="module")
+def kit() -> Iterator[Kit]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in runs
+    yield Kit()
+    torch.set_num_threads(before)
+
+
+class HelpingWorld(World):
+    """Whoever wants to leaves its shards to others; and anybody may say that a step is complete."""
+
+    def _work(self, worker: int, rank: int, ranges: list[Range]) -> Iterator[None]:
+        client = self.clients[worker]
+        client.restart()
+        looked = yield from client.ask(Look)
+        if rank == 0:
+            self.found = (min(one.version for one in looked), _on_all(looked, SHARDS))
+        while self.found is None:
+            yield
+        step, nodes = self.found
+        occupied = self.kit.schedule.occupied
+        takeover = None
+        if step < self.steps:
+            held = [Held(node, Source(0, 0)) for node in nodes]
+            takeover = plan_takeover(SHARDS, occupied(step), held, len(ranges), rank)
+        values = b""
+        if takeover is None or takeover.recomputed:
+            values = yield from self._bring(client, step)
+        self.met += 1
+        while self.met < len(ranges):
+            yield
+        while step < self.steps:
+            client.push(0, Begun(step, self.generation, rank))
+            work = takeover or plan_step(SHARDS, occupied(step), ranges, rank)
+            if takeover or self.chance.random() < 0.5:
+                for node, slot in work.partials.results.items():
+                    self._push(client, values, step, node, slot)
+                    yield
+            takeover = None
+            for slot in range(100, 100 + 4 * SHARDS):
+                looked = yield from client.ask(partial(Look, briefly=True))
+                assert all(not one.past for one in looked)
+                if any(one.version > step for one in looked):
+                    break
+                there = {shard for first, end in _on_all(looked, SHARDS) for shard in range(first, end)}
+                missing = sorted(set(range(occupied(step))) - there)
+                if not missing:
+                    break
+                shard = self.chance.choice(missing)
+                self._push(client, values, step, (shard, shard + 1), slot)
+                yield
+            measured = yield from client.ask(partial(measure_step, step, self.generation, len(ranges)))
+            factor = self.kit.factor([one.squares for one in measured])
+            for number in range(len(self.kit.shapes)):
+                client.push(number, Go(step, factor))
+            step += 1
+            values = yield from self._bring(client, step)  # which sees that it is this version, and not a later one
+
+
+@pytest.mark.parametrize("losing", [0.0, 0.05])
+@pytest.mark.parametrize(("servers", "workers"), [(1, 2), (2, 2), (3, 3)])
+def test_the_bits_of_one_process_whoever_computes_what(kit: Kit, servers: int, workers: int, losing: float) -> None:
+    for seed in range(3):
+        world = HelpingWorld(kit, seed, servers, workers, STEPS, losing)
+        disturb(world, servers, 900)
+        world.finish()
+
+
+def test_nobody_goes_on_from_a_step_that_somebody_has_not_begun(kit: Kit) -> None:
+    store = kit.store(0)
+    question = Measure(1, 0, 0, generation=2, members=2)
+    store.apply(kit.change(0, kit.values([kit.store(n) for n in range(len(kit.shapes))]), 0, (0, SHARDS)))
+    store.apply(Change(Begun(0, 2, 0)))
+    store.apply(Change(Begun(0, 1, 1)))  # of an earlier generation
+    store.apply(Change(Begun(1, 2, 1)))  # of another step
+    assert store.reply(question, "", True, True) is None
+    copy = kit.store(0)
+    copy.load(store.state())
+    for one in (store, copy):
+        assert one.reply(question, "", True, True) is None
+        one.apply(Change(Begun(0, 2, 1)))
+        found = one.reply(question, "", True, True)
+        assert found is not None
+        assert isinstance(found.message, Measured)
+        one.apply(Change(Begun(0, 3, 0)))  # a newer generation: all of it must say so
+        assert one.reply(Measure(1, 0, 0, 3, 2), "", True, True) is None
+
+
+def test_the_members_that_miss_most_are_helped_and_not_before_they_are_late() -> None:
+    ranges = [(0, 2), (2, 4), (4, 6), (6, 8)]
+    late = {4, 5, 7}
+    assert choose(late, ranges, rank=0, backups=1, elapsed_s=2.9, shard_s=1.0) == []
+    assert choose(late, ranges, rank=0, backups=1, elapsed_s=3.1, shard_s=1.0) == [5, 4]
+    assert choose(late, ranges, rank=0, backups=2, elapsed_s=3.1, shard_s=1.0) == [5, 4, 7]
+    first = {rank: choose(late, ranges, rank, backups=1, elapsed_s=3.1, shard_s=1.0)[0] for rank in (0, 1)}
+    assert set(first.values()) == {4, 5}  # not both the same
+    assert choose({0, 1}, ranges, rank=0, backups=1, elapsed_s=0.0, shard_s=1.0) == [0, 1]  # its own, left out before
