@@ -44,7 +44,7 @@ class Drop(Struct, frozen=True, tag=True):
 
 
 class Show(Struct, frozen=True, tag=True):
-    """Let workers fetch this vector. `evaluation`: sums of gradients there are gathered from now on; what has come before
+    """Let workers fetch this vector. `evaluation`: sums of gradients there are gathered from now on; what came before
     under the same name stays, for it is the same point. -1: nothing else is to be gathered."""
 
     point: str

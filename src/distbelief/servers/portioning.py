@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from distbelief.shards import Range
+from distbelief.strategies.wholedata import MOST_TOGETHER
 
-MOST = 16
-"""Portions that are given away at once: a worker holds a partial sum per level of their tree."""
 SHARE = 4
 """Of what is left, a worker is given one part in so many for each member."""
 LATE = 2.0
@@ -87,7 +86,7 @@ class Portioning(Struct):
     def _node(self, free: Sequence[int]) -> Range:
         """The first of these portions, and as many after it as make up a node and are a fair share."""
         first, there = free[0], set(free)
-        size, most = 1, min(MOST, max(1, len(free) // (SHARE * self.members)))
+        size, most = 1, min(MOST_TOGETHER, max(1, len(free) // (SHARE * self.members)))
         while 2 * size <= most and first % (2 * size) == 0 and there.issuperset(range(first, first + 2 * size)):
             size *= 2
         return first, first + size

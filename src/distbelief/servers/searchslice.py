@@ -20,8 +20,8 @@ from distbelief.comm.vectorwords import (
     Keep,
     Portions,
     SearchKnown,
-    StepsDone,
     Stepped,
+    StepsDone,
     Take,
     Total,
 )
@@ -121,6 +121,4 @@ class SearchSlice:
         if not caught_up:
             return None  # who goes on from here must find it again, whoever dies
         book = self._book
-        return Letter(
-            SearchKnown(question.ticket, question.slice, book.steps, book.state, book.note, list(book.past))
-        )
+        return Letter(SearchKnown(question.ticket, question.slice, book.steps, book.state, book.note, list(book.past)))

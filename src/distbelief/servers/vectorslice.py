@@ -158,12 +158,10 @@ class VectorSlice:
         snapshot, content = state
         about = msgspec.msgpack.decode(snapshot.about, type=_About)
         size_bytes = self.shape.value_bytes
-        parts = content[size_bytes:].view(self._dtype).split(self._numel) if self._numel else ()
+        parts = list(content[size_bytes:].view(self._dtype).reshape(-1, max(self._numel, 1)))
         self._vectors.drop(self._vectors.names)
         self.begin(content[:size_bytes], dict(zip(about.vectors, parts, strict=False)), about.integers)
-        self._sums = {
-            node: part.clone() for node, part in zip(about.nodes, parts[len(about.vectors) :], strict=True)
-        }
+        self._sums = {node: part.clone() for node, part in zip(about.nodes, parts[len(about.vectors) :], strict=True)}
         self._done, self._pending, self._evaluation = about.done, dict(about.pending), about.evaluation
         self._versions[:] = self.version = snapshot.version
 

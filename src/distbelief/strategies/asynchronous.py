@@ -100,6 +100,7 @@ class AsynchronousReplica(ServedMember):
         assert isinstance(given, Given)
         self._hear(given)
         what = given.what
+        assert isinstance(what, Lease | Wait | Gathered)
         if isinstance(what, Lease) and fresh:
             self.fetch()
             self._version = what.completed

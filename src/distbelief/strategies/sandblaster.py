@@ -25,8 +25,8 @@ _FORM = "sandblaster:servers=2:history=10:portion=64:lr=1.0, each of them if nee
 
 @dataclass(frozen=True)
 class Sandblaster:
-    """A step is one iteration of L-BFGS: a direction, and a line search along it. The loss is that over all samples. The
-    job's optimizer is not used. The weights are the same, bit for bit, on any number of workers and servers.
+    """A step is one iteration of L-BFGS: a direction, and a line search along it. The loss is that over all samples.
+    The job's optimizer is not used. The weights are the same, bit for bit, on any number of workers and servers.
 
     >>> str(Sandblaster()), str(Sandblaster(servers=3, history=5, portion=100, over="tcp"))
     ('sandblaster:servers=2', 'sandblaster:servers=3:history=5:portion=100:tcp')

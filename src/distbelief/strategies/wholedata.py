@@ -13,6 +13,8 @@ from distbelief.shards import Schedule, shard_seed
 
 USUAL_PORTIONS = 64
 """Many more than there are workers, as a rule: so that faster ones can take more."""
+MOST_TOGETHER = 16
+"""Portions that a worker adds up before it sends their sum: it holds a partial sum per level of their tree."""
 
 
 @dataclass(frozen=True)
@@ -50,3 +52,12 @@ def usual_portion(job: Job, samples: int) -> int:
 
 def portion_seed(job: Job, portion: int) -> int:
     return shard_seed(job.seed, 0, portion)
+
+
+def levels(portions: int) -> int:
+    """Partial sums that a worker holds at once.
+
+    >>> levels(1), levels(3), levels(1000)
+    (1, 2, 5)
+    """
+    return min(portions, MOST_TOGETHER).bit_length()
