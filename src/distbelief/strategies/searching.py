@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -72,6 +72,7 @@ class SearchingMember(ServedMember):
         """The number with which the values that this member has were shown."""
         self._state: State | None = None
         self._trial = 0
+        self.clock: Callable[[], float] = time.time
         self._lines = [
             f"L-BFGS over {schedule.samples} samples in {schedule.shards} portions, with {strategy.history} pairs of "
             "history; the job's optimizer is not used"
@@ -152,7 +153,7 @@ class SearchingMember(ServedMember):
         """From here the search goes on, whoever drives it: all vectors that the state names count already."""
         self._vectors.show(state.point)
         self._vectors.settle()
-        samples, now = evaluations * self._schedule.samples, time.time()
+        samples, now = evaluations * self._schedule.samples, self.clock()
         keep = Keep(self._vectors.number, steps, state_bytes(state), state.loss, samples, now)
         self._client.change(self._search, keep, self.exchange.abort)
         return Stepped(keep.number, keep.state, StepsDone(self._applied, steps, state.loss, samples, now))
@@ -185,7 +186,7 @@ class SearchingMember(ServedMember):
         computed: Computed | None = None
         nap_s = SHORTEST_NAP_S
         while True:
-            take = Take(self._seat.generation, self._seat.worker, step, time.time(), computed)
+            take = Take(self._seat.generation, self._seat.worker, step, self.clock(), computed)
             given = self._client.change(self._search, take, self.exchange.abort)
             assert isinstance(given, Given)
             computed = None
@@ -198,15 +199,8 @@ class SearchingMember(ServedMember):
                 case Total(evaluation=evaluation) if evaluation == until:
                     return given.what
                 case _:
-                    self._nap(nap_s)
+                    self._client.nap(nap_s)
                     nap_s = min(2 * nap_s, LONGEST_NAP_S)
-
-    def _nap(self, seconds: float) -> None:
-        self._client.waiting = True
-        try:
-            time.sleep(seconds)
-        finally:
-            self._client.waiting = False
 
     def _compute(self, step: int, portions: Portions) -> Computed | None:
         """The sum of some portions, on all slices; None: others have finished the evaluation meanwhile."""
