@@ -41,6 +41,8 @@ class Portioning(Struct):
 
     portions: int
     evaluation: int = -1
+    open: bool = False
+    """Its point is shown, by the present driver."""
     members: int = 1
     losses: dict[int, tuple[float, float]] = {}
     """Portion -> the loss as a sum, and what it is to be divided by: of those that every slice has."""
@@ -54,16 +56,19 @@ class Portioning(Struct):
             self.losses = {}
         self.evaluation = evaluation
         self.gather(members)
+        self.open = True
 
     def gather(self, members: int) -> None:
-        """There are other members: nobody works on anything."""
+        """There are other members: nobody works on anything, until their driver has begun an evaluation. If it is the
+        same one, what was computed of it counts."""
         self.members = members
         self.holders = []
+        self.open = False
 
     def take(self, worker: int, now: float) -> Range | None:
         """Whoever asks has nothing else to do."""
         self.holders = [one for one in self.holders if one.worker != worker]
-        if self.evaluation < 0:
+        if not self.open:
             return None
         copies: dict[int, list[Holder]] = {p: [] for p in range(self.portions) if p not in self.losses}
         for one in self.holders:
@@ -107,7 +112,7 @@ class Portioning(Struct):
 
     def total(self) -> tuple[float, float] | None:
         """(sum of the loss, weight) over all portions, when all are there."""
-        if self.evaluation < 0 or len(self.losses) < self.portions:
+        if not self.open or len(self.losses) < self.portions:
             return None
         losses, weights = zip(*self.losses.values(), strict=True)
         if not all(math.isfinite(one) for one in (*losses, *weights)):

@@ -89,7 +89,7 @@ class VectorSlice:
             case Do(number=number, commands=commands) if number > self._done:
                 self._pending[number] = commands
                 if not number & ((1 << COUNTS) - 1):  # another driver: nothing of the one before counts any more
-                    self._pending = {number: commands}
+                    self._pending = {n: some for n, some in self._pending.items() if n >= number}
                     self._done = number - 1
                 while self._done + 1 in self._pending:
                     self._done += 1
@@ -160,6 +160,7 @@ class VectorSlice:
         size_bytes = self.shape.value_bytes
         parts = list(content[size_bytes:].view(self._dtype).reshape(-1, max(self._numel, 1)))
         self._vectors.drop(self._vectors.names)
+        self._versions[0] = -1
         self.begin(content[:size_bytes], dict(zip(about.vectors, parts, strict=False)), about.integers)
         self._sums = {node: part.clone() for node, part in zip(about.nodes, parts[len(about.vectors) :], strict=True)}
         self._done, self._pending, self._evaluation = about.done, dict(about.pending), about.evaluation
