@@ -185,7 +185,7 @@ def resume_run(
     how = parse(strategy or launch.strategy) if isinstance(strategy, str | None) else strategy
     if not learn_alike(how, parse(launch.strategy)):
         raise JobError(
-            f"a run of {launch.strategy} cannot go on as {how}: the replicas of local_sgd have optimizers of their own",
+            f"a run of {launch.strategy} cannot go on as {how}: each has state that the other one does not know",
             hint="begin another run with its weights: distbelief train JOB --from RUN",
         )
     count = launch.workers if workers is None else workers

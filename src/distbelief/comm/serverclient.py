@@ -159,6 +159,14 @@ class ServerClient:
         self.flush()
         self._wait(lambda: not waiting, abort, idle)
 
+    def nap(self, seconds: float) -> None:
+        """There is nothing to do for so long."""
+        self.waiting = True
+        try:
+            time.sleep(seconds)
+        finally:
+            self.waiting = False
+
     def close(self) -> None:
         for _, socket in self._sockets.values():
             socket.close(linger=0)

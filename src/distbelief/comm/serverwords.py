@@ -15,6 +15,7 @@ import msgspec
 import zmq
 from msgspec import Struct
 
+from distbelief.comm import vectorwords as v
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range
 
@@ -127,7 +128,9 @@ class Open(Struct, frozen=True, tag=True):
     step: int
 
 
-Content = Node | Go | Begun | Note | Gradient | Ask | Complete | Members | Gate | Open
+Content = (
+    Node | Go | Begun | Note | Gradient | Ask | Complete | Members | Gate | Open | v.Do | v.Begin | v.Take | v.Keep
+)
 RUN = 1 << 40
 """In place of a client: the source of updates, which are the run's, whoever computes them."""
 
@@ -170,9 +173,9 @@ class Completion(Struct, frozen=True):
 
 
 class Given(Struct, frozen=True):
-    """The answer to an `Ask`."""
+    """The answer to an `Ask`, or a `Take`."""
 
-    what: Lease | Wait | Gathered
+    what: Lease | Wait | Gathered | v.Portions | v.Idle | v.Total | v.Stepped
     done: int
     """Steps."""
     news: list[Completion] = []
@@ -229,8 +232,8 @@ class Read(Struct, frozen=True, tag=True):
     version: int
 
 
-FromClient = Push | Fetch | Measure | Look | Read
-Question = Fetch | Measure | Look | Read
+Question = Fetch | Measure | Look | Read | v.Products | v.ReadVectors
+FromClient = Push | Question
 
 # --- to workers ------------------------------------------------------------------------------------------------------
 
@@ -298,8 +301,8 @@ class Contents(Struct, frozen=True, tag=True):
     version: int
 
 
-ToClient = Answered | Refused | Fetched | Measured | Looked | Contents
-Reply = Fetched | Measured | Looked | Contents
+Reply = Fetched | Measured | Looked | Contents | v.Produced | v.SearchKnown
+ToClient = Answered | Refused | Reply
 
 _encoder = msgspec.msgpack.Encoder()
 _to_client = msgspec.msgpack.Decoder(list[ToClient])

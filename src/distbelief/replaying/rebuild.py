@@ -21,6 +21,7 @@ from distbelief.strategies.hybrid import Meshed
 from distbelief.strategies.local_sgd import LocalSGD
 from distbelief.strategies.prepared import PreparedAllReduce
 from distbelief.strategies.replica import DataParallelReplica
+from distbelief.strategies.sandblaster import Sandblaster
 from distbelief.worker.failure import describe_failure
 from distbelief.worker.loading import Loaded, load
 from distbelief.worker.origin import saved_at, weights_of
@@ -56,6 +57,12 @@ def loaded_here(run: RecordedRun) -> Iterator[Loaded]:
         raise DistBeliefError(
             f"{run.run_dir} was trained with local_sgd, whose replicas are apart: its single steps cannot be replayed",
             hint="`distbelief verify JOB --strategy local_sgd:…` trains it again beside a plain loop",
+        )
+    if any(isinstance(parse(strategy), Sandblaster) for strategy in run.strategies):
+        raise DistBeliefError(
+            f"{run.run_dir} was trained with sandblaster, whose steps are line searches with a history: single ones "
+            "cannot be replayed",
+            hint="`distbelief verify JOB --strategy sandblaster` trains it again beside a plain loop",
         )
     torch.set_num_threads(run.launch.threads)
     try:

@@ -27,6 +27,7 @@ from distbelief.comm.serverwords import (
     Read,
     Refused,
 )
+from distbelief.comm.vectorwords import Products, ReadVectors
 from distbelief.errors import DistBeliefError
 from distbelief.servers import holding as h
 from distbelief.servers.stores import Change, SliceStore
@@ -133,7 +134,7 @@ class ServerNode:
                     name = (RUN, content.update)
                 held.askers[name] = sender
                 self._changed(message.slice, held.holding.change(name, Change(content, letter.payload)), out)
-            case Fetch() | Measure() | Look() | Read():
+            case Fetch() | Measure() | Look() | Read() | Products() | ReadVectors():
                 held = self._held.get(message.slice)
                 if held is None or not held.holding.is_primary:
                     out.clients.append((sender, Letter(Refused(message.slice, self.version))))

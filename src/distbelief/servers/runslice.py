@@ -278,6 +278,8 @@ class RunSlice:
                 return Letter(Contents(question.ticket, question.slice, self.version), contents)
             case Fetch():
                 return self._fetched(question, segment, everywhere)
+            case _:
+                raise DistBeliefError(f"a slice of a synchronous run is not asked {type(question).__name__}")
 
     def _have_begun(self, question: Measure) -> bool:
         generation, ranks = self._begun

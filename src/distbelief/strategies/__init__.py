@@ -15,11 +15,12 @@ from distbelief.strategies.degrees import Wish
 from distbelief.strategies.hybrid import SCHEDULES, Hybrid, Meshed, Pipeline, Sharded, Tensor
 from distbelief.strategies.local_sgd import LocalSGD, parse_local_sgd
 from distbelief.strategies.parameterserver import MODES, ParameterServer
+from distbelief.strategies.sandblaster import Sandblaster, parse_sandblaster
 
-AnyStrategy = AllReduce | LocalSGD | ParameterServer | Pipeline | Tensor | Sharded | Hybrid
+AnyStrategy = AllReduce | LocalSGD | ParameterServer | Sandblaster | Pipeline | Tensor | Sharded | Hybrid
 
 KNOWN = (
-    "allreduce, ps:sync, ps:async, ps:ssp:staleness=4, local_sgd:8, pipeline:4, tensor:2, sharded, "
+    "allreduce, ps:sync, ps:async, ps:ssp:staleness=4, sandblaster, local_sgd:8, pipeline:4, tensor:2, sharded, "
     "or degrees such as dp2.tp2.pp2 and dp2.fsdp2"
 )
 _DEGREES = {"dp": "data", "fsdp": "sharded", "tp": "tensor", "pp": "pipeline"}
@@ -43,6 +44,8 @@ def parse(text: str) -> AnyStrategy:
         return _allreduce(text, options)
     if name == "ps":
         return _parameter_server(text, options)
+    if name == "sandblaster":
+        return parse_sandblaster(text, options)
     if name == "local_sgd":
         return parse_local_sgd(text, options)
     if name == "pipeline":
@@ -101,8 +104,14 @@ def learn_alike(one: AnyStrategy, other: AnyStrategy) -> bool:
     >>> learn_alike(parse("local_sgd:8"), parse("local_sgd:8:gloo"))
     True
     """
-    found = [replace(how, transport="auto", copies=True) if isinstance(how, LocalSGD) else None for how in (one, other)]
-    return found[0] == found[1]
+    return _learning(one) == _learning(other)
+
+
+def _learning(how: AnyStrategy) -> AnyStrategy | None:
+    """What is learnt, without how it runs; None: what the job's own optimizer learns."""
+    if isinstance(how, LocalSGD):
+        return replace(how, transport="auto", copies=True)
+    return how.learning if isinstance(how, Sandblaster) else None
 
 
 def _allreduce(text: str, options: Sequence[str]) -> AllReduce:
@@ -134,12 +143,15 @@ def servers_of(text: str) -> int:
     (3, 0)
     """
     strategy = parse(text)
-    return strategy.servers if isinstance(strategy, ParameterServer) else 0
+    return strategy.servers if isinstance(strategy, ParameterServer | Sandblaster) else 0
 
 
 def waits(text: str) -> bool:
-    """Whether workers do steps together: only then can work be moved from one to another between two of them."""
+    """Whether work can be moved from one worker to another between two steps: they do these together, and none of them
+    takes more by itself."""
     strategy = parse(text)
+    if isinstance(strategy, Sandblaster):
+        return False
     return not isinstance(strategy, ParameterServer) or strategy.waits
 
 

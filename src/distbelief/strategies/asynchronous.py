@@ -138,6 +138,7 @@ class AsynchronousReplica(ServedMember):
         assert isinstance(given, Given)
         self._hear(given)
         what = given.what
+        assert isinstance(what, Lease | Wait | Gathered)
         if isinstance(what, Lease):
             self.spent.push_s += time.perf_counter() - started
         if isinstance(what, Lease) and fresh:

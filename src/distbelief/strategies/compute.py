@@ -107,7 +107,10 @@ class ShardComputer:
             value.copy_(buffer)
 
     def integer_bytes(self) -> bytes:
-        return b"".join(b.cpu().contiguous().numpy().tobytes() for b in self._integers)
+        return _joined(self._integers)
+
+    def committed_integer_bytes(self) -> bytes:
+        return _joined(self._committed_integers)
 
     def run(
         self,
@@ -154,6 +157,10 @@ class ShardComputer:
 
     def canary(self, batch: Any, samples: int) -> str:
         """A fingerprint of shard 0 of step 0 at the initial weights: members that give other bits differ in it."""
+        return self.rehearse(batch, samples)[0]
+
+    def rehearse(self, batch: Any, samples: int) -> tuple[str, ShardResult]:
+        """The canary, and what that shard told of itself. Nothing is left of it."""
         slot = Segment.private(self.layout.size_bytes)
         before = [live.clone() for live in self._live_tiles]
         result = self.run(batch, samples, shard_seed(self.job.seed, 0, 0), slot, before, lambda tile: None)
@@ -161,7 +168,7 @@ class ShardComputer:
         self._views.clear()
         digest = hashlib.blake2b(slot.view(0, self.layout.size_bytes), digest_size=16)
         digest.update(repr((result.loss_sum, result.weight, result.integers)).encode())
-        return digest.hexdigest()
+        return digest.hexdigest(), result
 
     def _changed_buffers(self, committed: Sequence[torch.Tensor]) -> np.ndarray:
         """A byte per float buffer: whether the shard left another value in it than it found."""
@@ -203,6 +210,10 @@ class _SlotViews:
     slot: Segment
     parameters: list[torch.Tensor]
     buffers: list[torch.Tensor]
+
+
+def _joined(integers: Sequence[torch.Tensor]) -> bytes:
+    return b"".join(one.cpu().contiguous().numpy().tobytes() for one in integers)
 
 
 def _tile_views(segment: Segment, tiles: Sequence[Any]) -> list[torch.Tensor]:

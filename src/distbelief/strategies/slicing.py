@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from distbelief.shards import Range
 from distbelief.strategies.layout import Layout
 from distbelief.strategies.tileoptimizer import Recipe, state_bytes
 
@@ -48,3 +49,12 @@ def cut(layout: Layout, recipe: Recipe, most: int = MOST_SLICES) -> list[SliceSh
             slices.append(SliceShape(len(slices), mine, at.offset_bytes, end_byte, tuple(sizes[first : tile + 1])))
             first = tile + 1
     return slices
+
+
+def parameter_stretch(layout: Layout, shape: SliceShape) -> tuple[int, Range]:
+    """The elements of all parameters together, and those of this slice, where all parameters have one type: (0, 0) for
+    a slice of buffers alone."""
+    last = layout.tiles[layout.parameter_tiles - 1]
+    size = last.offset_bytes // last.dtype.itemsize + last.numel
+    first = shape.first_byte // last.dtype.itemsize
+    return size, (first, min(shape.end_byte // last.dtype.itemsize, size)) if first < size else (0, 0)

@@ -101,7 +101,9 @@ def _train(order: Order) -> None:
     from distbelief.data.seeding import seed_everything
     from distbelief.strategies import parse
     from distbelief.strategies.local_sgd import LocalSGD
+    from distbelief.strategies.sandblaster import Sandblaster
     from distbelief.verification.plain import make_model, nudge, train_plainly
+    from distbelief.verification.plainlbfgs import train_by_search
     from distbelief.verification.plainlocal import train_locally
     from distbelief.worker.jobfile import load_job
 
@@ -115,6 +117,8 @@ def _train(order: Order) -> None:
     how = parse(order.strategy) if order.strategy else None
     if isinstance(how, LocalSGD):
         losses = train_locally(job, model, how, order.most_steps)
+    elif isinstance(how, Sandblaster):
+        losses = train_by_search(job, model, how, order.most_steps)
     else:
         losses = train_plainly(job, model, order.most_steps)
     with (Path(order.folder) / "metrics.jsonl").open("w") as metrics:

@@ -55,7 +55,10 @@ def lines(plan: Plan, found: Comparison) -> list[str]:
 
 def _meaning(plan: Plan, found: Comparison) -> list[str]:
     if plan.against != PLAIN and not learn_alike(parse(plan.strategy), parse(plan.against)):
-        return ["local_sgd learns something else, by its nature. What it should learn is what `--against plain` does."]
+        return [
+            "local_sgd and sandblaster learn something else, by their nature. What one of them should learn is what "
+            "`--against plain` does."
+        ]
     if all(how == PLAIN or parse(how).exact for how in (plan.strategy, plan.against)):
         return ["Both promise the same bits, so something is wrong, if only in the order of a sum."]
     if found.noisy:

@@ -28,6 +28,7 @@ from distbelief.shards import Schedule
 from distbelief.strategies import parse
 from distbelief.strategies.base import Prepared, Strategy
 from distbelief.strategies.named import tied, transient
+from distbelief.strategies.sandblaster import Sandblaster
 from distbelief.version import __version__
 from distbelief.worker.evaluate import Evaluator
 from distbelief.worker.feed import Feed
@@ -80,8 +81,15 @@ def load_for_server(spec: WorkerSpec, keeper: KeeperClient | None) -> tuple[Job,
     """What a parameter server needs of the job: it computes no shard, and reads no sample."""
     job = _job(spec, keeper)
     source = as_source(job.data, job.collate)
-    schedule = Schedule(len(source), job.global_batch, job.resolved_shards, job.drop_last)
-    return job, schedule, _steps(job, schedule, spec), parse(spec.strategy).prepare(job, schedule, _device(spec.device))
+    strategy = parse(spec.strategy)
+    schedule = _schedule(job, strategy, len(source))
+    return job, schedule, _steps(job, schedule, spec), strategy.prepare(job, schedule, _device(spec.device))
+
+
+def _schedule(job: Job, strategy: Strategy, samples: int) -> Schedule:
+    if isinstance(strategy, Sandblaster):
+        return strategy.schedule(job, samples)
+    return Schedule(samples, job.global_batch, job.resolved_shards, job.drop_last)
 
 
 def _steps(job: Job, schedule: Schedule, spec: WorkerSpec) -> int:
@@ -107,12 +115,12 @@ def load(spec: WorkerSpec, keeper: KeeperClient | None) -> Loaded:
     device = _device(spec.device)
     source = as_source(job.data, job.collate)
     check_metrics(job.metrics)
-    if job.resolved_shards > len(source):
+    if job.resolved_shards > len(source) and not isinstance(strategy, Sandblaster):
         raise JobError(
             f"{job.resolved_shards} shards are more than the {len(source)} samples of the data set",
             hint="set a smaller `shards` or `global_batch` in the job",
         )
-    schedule = Schedule(len(source), job.global_batch, job.resolved_shards, job.drop_last)
+    schedule = _schedule(job, strategy, len(source))
     steps = _steps(job, schedule, spec)
     feed = Feed(source, schedule, job, shuffle=job.shuffle)
     evaluator = None

@@ -44,6 +44,7 @@ from distbelief.errors import DistBeliefError
 from distbelief.strategies.asynchronous import AsynchronousReplica
 from distbelief.strategies.base import Replica, Saved, Seat, Seated
 from distbelief.strategies.parameterserver import ParameterServer
+from distbelief.strategies.sandblaster import Sandblaster
 from distbelief.worker.asynchronous import train_freely
 from distbelief.worker.control import Leave, StandDown, TrainGeneration
 from distbelief.worker.failure import describe_failure
@@ -114,7 +115,7 @@ def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: b
 
 
 def _client(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> ServerClient | None:
-    if not isinstance(loaded.strategy, ParameterServer):
+    if not isinstance(loaded.strategy, ParameterServer | Sandblaster):
         return None
     client = ServerClient(spec.worker, bytes.fromhex(spec.secret))
     link.progress.learn = client.learn

@@ -46,12 +46,14 @@ from distbelief.servers.slicememory import SliceMemory
 from distbelief.servers.stores import SliceStore
 from distbelief.servers.wire import unpack
 from distbelief.strategies.base import Saved
+from distbelief.strategies.preparedsandblaster import PreparedSandblaster
 from distbelief.strategies.preparedserved import PreparedServed
 from distbelief.strategies.slicing import SliceShape
 from distbelief.strategies.state import ReplicaState
 from distbelief.worker.loading import load_for_server
 from distbelief.worker.origin import newest_saved, weights_of
 from distbelief.worker.spec import WorkerSpec
+from distbelief.worker.vectorstores import VectorStores
 
 BEAT_S = 0.2
 REMIND_S = 0.5
@@ -86,13 +88,19 @@ class _Slices:
         # Where workers are on other hosts, nobody could map what lies in shared memory.
         self._keeper = keeper if spec.shares_memory else None
         self._job, self._schedule, self._steps, prepared = load_for_server(spec, keeper)
-        assert isinstance(prepared, PreparedServed)
-        self.prepared: PreparedServed = prepared
-        self._strategy = prepared.strategy
+        assert isinstance(prepared, PreparedServed | PreparedSandblaster)
+        self.facts = prepared.facts()
         self._shapes = prepared.slices()
-        self.sizes = [shape.size_bytes for shape in self._shapes]
-        if not self._strategy.waits:
-            self.sizes.append(LEDGER_BYTES)
+        self._vectors: VectorStores | None = None
+        if isinstance(prepared, PreparedSandblaster):
+            self._vectors = VectorStores(prepared, self._schedule.shards, self._open)
+            self.sizes = [*prepared.slice_sizes, LEDGER_BYTES]
+        else:
+            self.prepared: PreparedServed = prepared
+            self._strategy = prepared.strategy
+            self.sizes = [shape.size_bytes for shape in self._shapes]
+            if not self._strategy.waits:
+                self.sizes.append(LEDGER_BYTES)
         self._mapped: dict[str, Segment] = {}
         self._first: tuple[int, ReplicaState] | None = None
         self.life: int = 0
@@ -100,12 +108,15 @@ class _Slices:
 
     def make(self, number: int, first: bool) -> tuple[SliceStore, str]:
         """`first`: with the values that the parameters have when this life begins."""
+        if self._vectors:
+            if number == len(self._shapes):
+                return self._vectors.search(self._saved if first else None), ""
+            values, name = self._segment(number)
+            return self._vectors.slice(self._shapes[number], values, self._saved if first else None), name
         if number == len(self._shapes):
             return LedgerSlice(self._terms(self._first_state().steps_applied if first else 0)), ""
         shape = self._shapes[number]
-        size_bytes = VALUES_AT + shape.value_bytes
-        name = f"server {self._spec.worker}/life {self.life}/slice {number}" if self._keeper else ""
-        values = self._keeper.segment(name, size_bytes) if self._keeper else Segment.private(size_bytes)
+        values, name = self._segment(number)
         memory = SliceMemory(shape, self.prepared.layout, self.prepared.recipe, self._job, values)
         store: RunSlice | FreeSlice
         if not self._strategy.waits:
@@ -124,6 +135,12 @@ class _Slices:
                     store.note = state.note()
         return store, name
 
+    def _segment(self, number: int) -> tuple[Segment, str]:
+        """Memory for the values of a slice, and its name where workers can map it."""
+        size_bytes = VALUES_AT + self._shapes[number].value_bytes
+        name = f"server {self._spec.worker}/life {self.life}/slice {number}" if self._keeper else ""
+        return self._keeper.segment(name, size_bytes) if self._keeper else Segment.private(size_bytes), name
+
     def _contents(self, state: ReplicaState, shape: SliceShape) -> torch.Tensor:
         content = Segment.private(shape.size_bytes)
         at = 0
@@ -141,6 +158,8 @@ class _Slices:
     def began(self) -> None:
         """All slices are made: what they began with is not needed any more."""
         self._first = None
+        if self._vectors:
+            self._vectors.forget()
 
     def _first_state(self) -> ReplicaState:
         if self._first is None or self._first[0] != self.life:
@@ -200,8 +219,7 @@ class _Server:
 
     def serve(self, slices: _Slices) -> None:
         node = ServerNode(self._spec.worker, slices.make)
-        facts = slices.prepared.facts()
-        ready = ServerReady(self._spec.worker, self._spec.host, os.getpid(), self._address, slices.sizes, facts)
+        ready = ServerReady(self._spec.worker, self._spec.host, os.getpid(), self._address, slices.sizes, slices.facts)
         self._tell(ready)
         poller = zmq.Poller()
         poller.register(self._inbox, zmq.POLLIN)

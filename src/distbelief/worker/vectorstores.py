@@ -1,0 +1,65 @@
+"""The slices of `sandblaster` on a server, with what they begin with: the model's values, or a checkpoint's vectors."""
+
+from __future__ import annotations
+
+import torch
+
+from distbelief.comm.segment import Segment
+from distbelief.comm.vectorwords import StepsDone
+from distbelief.servers.payloads import OpenSegment
+from distbelief.servers.searchslice import SearchSlice
+from distbelief.servers.vectorslice import VectorSlice
+from distbelief.strategies.base import BeginFrom, Saved
+from distbelief.strategies.preparedsandblaster import PreparedSandblaster
+from distbelief.strategies.searching import START
+from distbelief.strategies.slicing import SliceShape, parameter_stretch
+from distbelief.strategies.state import ReplicaState
+from distbelief.strategies.vectorportions import saved_state, saved_vectors, state_bytes
+
+
+class VectorStores:
+    """`begin_from`: read once for all slices of a life."""
+
+    def __init__(self, prepared: PreparedSandblaster, portions: int, open_segment: OpenSegment) -> None:
+        self._prepared = prepared
+        self._portions = portions
+        self._open = open_segment
+        self._first: tuple[ReplicaState, Saved | None] | None = None
+
+    def forget(self) -> None:
+        """All slices are made, or begin anew: what they began with is not needed any more."""
+        self._first = None
+
+    def search(self, begin_from: BeginFrom | None) -> SearchSlice:
+        """`begin_from`: None if it gets a copy of another one's."""
+        store = SearchSlice(self._portions)
+        if begin_from:
+            state, saved = self._begun(begin_from)
+            past = [StepsDone(one.step, one.step + 1, one.loss, one.samples, one.at) for one in state.remembered(0)]
+            store.begin(state.steps_applied, state_bytes(saved_state(saved)), state.note(), past)
+        return store
+
+    def slice(self, shape: SliceShape, values: Segment, begin_from: BeginFrom | None) -> VectorSlice:
+        layout = self._prepared.layout
+        store = VectorSlice(shape, layout, self._portions, values, self._open)
+        if begin_from:
+            state, saved = self._begun(begin_from)
+            content = torch.zeros(shape.value_bytes, dtype=torch.uint8)
+            for tile in shape.tiles:
+                at = layout.tiles[tile].offset_bytes - shape.first_byte
+                content[at : at + layout.tiles[tile].size_bytes] = state.values[tile].view(torch.uint8)
+            search = saved_state(saved)
+            if saved and search:
+                vectors = saved_vectors(saved, search, layout, shape, content)
+            else:
+                _, (first, end) = parameter_stretch(layout, shape)
+                dtype = layout.tiles[0].dtype
+                vectors = {START: content[: (end - first) * dtype.itemsize].view(dtype)}
+            store.begin(content, vectors, state.integers(state.steps_applied))
+        return store
+
+    def _begun(self, begin_from: BeginFrom) -> tuple[ReplicaState, Saved | None]:
+        if self._first is None:
+            saved = begin_from()
+            self._first = self._prepared.first_state(lambda step=-1: saved), saved
+        return self._first

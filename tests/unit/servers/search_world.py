@@ -1,0 +1,396 @@
+"""sandblaster's servers and members in one process: the real members, slices and driver; messages as in served_world.
+
+Members are threads, of which one runs at a time: whoever waits hands over to the world, which decides by its dice what
+happens next. Memory is as on one host: what a member has pushed is overwritten as soon as it has gone on, and what a
+slice shows may be overwritten while a member reads it.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from served_world import MAPS, World
+from torch import nn
+
+from distbelief.comm.messages import ServerMap
+from distbelief.comm.segment import Segment
+from distbelief.comm.serverwords import VALUES_AT, Answered, Letter, Push, Refused
+from distbelief.comm.words import Abort, Aborted
+from distbelief.job import Job
+from distbelief.servers import placement
+from distbelief.servers.node import ServerNode
+from distbelief.servers.placement import Slice
+from distbelief.servers.stores import SliceStore
+from distbelief.strategies.base import Seat, nothing_saved
+from distbelief.strategies.preparedsandblaster import PreparedSandblaster
+from distbelief.strategies.sandblaster import Sandblaster
+from distbelief.strategies.searching import SearchingMember
+from distbelief.verification.plain import make_model
+from distbelief.verification.plainlbfgs import train_by_search
+from distbelief.worker.vectorstores import VectorStores
+
+SAMPLES = 42
+STRATEGY = Sandblaster(portion=4, history=3)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(60, 180), nn.Tanh(), nn.Linear(180, 4))
+        self.register_buffer("scale", torch.tensor([0.5]))
+        self.register_buffer("classes", torch.tensor(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layers(inputs) * self.scale
+
+
+class Kit:
+    """The job, and what one process comes to."""
+
+    def __init__(self, steps: int) -> None:
+        dice = torch.Generator().manual_seed(3)
+        inputs = torch.randn(SAMPLES, 60, generator=dice)
+        targets = torch.randint(0, 4, (SAMPLES,), generator=dice)
+        self.job = Job(
+            model=Net,
+            loss=nn.functional.cross_entropy,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+            data=(inputs, targets),
+            global_batch=10,
+            steps=steps,
+            shuffle=False,
+        )
+        self.steps = steps
+        self.schedule = STRATEGY.schedule(self.job, SAMPLES)
+        self.shapes = self.prepared().slices()
+        model = make_model(self.job)
+        self.losses: list[float] = []
+        self.weights: list[list[torch.Tensor]] = []
+        for loss in train_by_search(self.job, model, STRATEGY):
+            self.losses.append(loss)
+            self.weights.append([parameter.detach().clone() for parameter in model.parameters()])
+
+    def prepared(self) -> PreparedSandblaster:
+        return PreparedSandblaster(self.job, self.schedule, torch.device("cpu"), STRATEGY)
+
+    def fetch(self, step: int, first: int, end: int) -> tuple[Any, int]:
+        _, low, _ = self.schedule.shard(step, first)
+        _, _, high = self.schedule.shard(step, end - 1)
+        inputs, targets = self.job.data
+        return (inputs[low:high], targets[low:high]), high - low
+
+
+class Turns:
+    """Lets one thread run, until it waits."""
+
+    def __init__(self) -> None:
+        self.mine = threading.Semaphore(0)
+        self.world = threading.Semaphore(0)
+
+    def give(self) -> None:
+        self.mine.release()
+        self.world.acquire()
+
+    def wait(self) -> None:
+        self.world.release()
+        self.mine.acquire()
+
+
+class Client:
+    """See `ServerClient`."""
+
+    def __init__(self, number: int, post: Callable[[Any, Any, Letter], None]) -> None:
+        self.number = number
+        self.turns = Turns()
+        self.ended = True
+        self.known: ServerMap | None = None
+        self._post = post
+        self._sequences: dict[int, int] = {}
+        self._tickets = 0
+        self._unanswered: dict[Any, Letter] = {}
+        self._given: dict[Any, Any] = {}
+        self._replies: dict[int, Letter] = {}
+
+    def restart(self) -> None:
+        self._unanswered.clear()
+
+    def slices(self, abort: Abort) -> int:
+        while self.known is None:
+            self.nap(0)
+            abort.check()
+        return len(self.known.primaries)
+
+    def push(self, number: int, content: Any, payload: Any = None) -> None:
+        sequence = self._sequences[number] = self._sequences.get(number, -1) + 1
+        self._send((number, sequence), Letter(Push(self.number, sequence, number, content), payload))
+
+    def flush(self) -> None:
+        """All is on its way."""
+
+    def settle(self, abort: Abort) -> None:
+        self._wait(lambda: not any(isinstance(key, tuple) for key in self._unanswered), abort)
+
+    def change(self, number: int, content: Any, abort: Abort) -> Any:
+        self.push(number, content)
+        key = number, self._sequences[number]
+        self._wait(lambda: key not in self._unanswered, abort)
+        return self._given.pop(key)
+
+    def ask(self, questions: Iterable[Callable[[int], Any]], abort: Abort, each: Callable[[Letter], None]) -> None:
+        tickets = []
+        for make in questions:
+            self._tickets += 1
+            tickets.append(self._tickets)
+            self._send(self._tickets, Letter(make(self._tickets)))
+        self._wait(lambda: all(ticket in self._replies for ticket in tickets), abort)
+        for ticket in tickets:
+            each(self._replies.pop(ticket))
+
+    def nap(self, seconds: float) -> None:
+        self.turns.wait()
+
+    def _wait(self, done: Callable[[], bool], abort: Abort) -> None:
+        while True:
+            abort.check()
+            if done():
+                return
+            self.nap(0)
+
+    def _send(self, key: Any, letter: Letter) -> None:
+        self._unanswered[key] = letter
+        if self.known is not None:
+            to = self.known.primaries[letter.message.slice]
+            self._post(("worker", self.number), ("server", to), letter)
+
+    def send_again(self) -> None:
+        for key, letter in list(self._unanswered.items()):
+            self._send(key, letter)
+
+    def hear(self, letter: Letter) -> None:
+        match letter.message:
+            case Answered(slice=number, sequence=sequence, given=given):
+                if self._unanswered.pop((number, sequence), None):
+                    self._given[number, sequence] = given
+            case Refused():
+                pass  # it is sent again
+            case message:
+                if self._unanswered.pop(message.ticket, None):
+                    self._replies[message.ticket] = letter
+
+
+@dataclass
+class Group:
+    """See `ServedGroup`."""
+
+    world: SearchWorld
+    generation: int
+    rank: int
+    size: int
+    client: Client
+    abort: Abort = field(default_factory=Abort)
+    maps: bool = True
+    _met: int = 0
+
+    @property
+    def keeper(self) -> Group:
+        return self
+
+    def segment(self, name: str) -> Segment:
+        return self.world.memory[name]
+
+    def values(self, name: str, size_bytes: int) -> torch.Tensor:
+        return self.segment(name).tensor(torch.uint8, VALUES_AT, size_bytes)
+
+    def memory(self, name: str, size_bytes: int) -> Segment:
+        return self.world.memory.setdefault(f"{name} of {self.client.number}", Segment.private(size_bytes))
+
+    def slot(self, index: int) -> tuple[Segment, str]:
+        name = f"generation {self.generation}/{self.client.number}.{index}"
+        size_bytes = self.world.prepared[self.client.number].layout.size_bytes
+        return self.world.memory.setdefault(name, Segment.private(size_bytes)), name
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        self._met += 1
+        there = self.world.meetings.setdefault((self.generation, self._met), {})
+        there[self.rank] = payload
+        self.client._wait(lambda: len(there) == self.size, self.abort)
+        return [there[rank] for rank in range(self.size)]
+
+    def begin(self, step: int) -> None: ...
+
+    def working_on(self, step: int, shard: int) -> None: ...
+
+    def working(self, shard: int) -> None:
+        """Others do something between any two portions."""
+        self.client.nap(0)
+
+    def forget_past(self) -> None: ...
+
+
+class SearchWorld(World):
+    kit: Kit  # type: ignore[assignment]
+
+    def __init__(self, kit: Kit, seed: int, servers: int, workers: int, losing: float) -> None:
+        self.kit = kit  # type: ignore[assignment]
+        self.chance = random.Random(seed)
+        self.losing = losing
+        self.slow, self.patience = "", 0.98
+        self.links, self.memory, self.nodes = {}, {}, {}
+        self.held: dict[tuple[int, int], SliceStore] = {}
+        self.next_server, self.next_worker, self.generation, self.now = servers, 0, 0, 0.0
+        self.clients: dict[int, Client] = {}  # type: ignore[assignment]
+        self.prepared: dict[int, PreparedSandblaster] = {}
+        self.meetings: dict[tuple[int, int], dict[int, bytes]] = {}
+        self.aborts: list[Abort] = []
+        self.threads: list[tuple[Client, threading.Thread]] = []
+        self.failures: list[BaseException] = []
+        self.steps_done = [0] * kit.steps
+        self.portions_computed = 0
+        sizes = [Slice(number, 100) for number in range(len(kit.shapes) + 1)]
+        self.placed = placement.first(sizes, {server: f"host{server}" for server in range(servers)})
+        for server in range(servers):
+            self._start_server(server)
+        self._tell_map()
+        for _ in range(workers):
+            self.hire()
+        self.regroup()
+
+    def _start_server(self, server: int) -> None:
+        prepared, shapes = self.kit.prepared(), self.kit.shapes
+        stores = VectorStores(prepared, self.kit.schedule.shards, self.memory.__getitem__)
+
+        def make(number: int, first: bool) -> tuple[SliceStore, str]:
+            begin_from = nothing_saved if first else None
+            store: SliceStore
+            name = f"server {server}/slice {number}"
+            if number == len(shapes):
+                store, name = stores.search(begin_from), ""
+            else:
+                self.memory[name] = Segment.private(VALUES_AT + shapes[number].value_bytes)
+                store = stores.slice(shapes[number], self.memory[name], begin_from)
+            self.held[server, number] = store
+            return store, name
+
+        self.nodes[server] = ServerNode(server, make)
+
+    # --- members -----------------------------------------------------------------------------------------------------
+
+    def hire(self) -> None:
+        worker, self.next_worker = self.next_worker, self.next_worker + 1
+        self.clients[worker] = Client(worker, self.post)
+        self.prepared[worker] = self.kit.prepared()
+        self.post(MAPS, ("worker", worker), self._map())
+
+    def kill_worker(self) -> None:
+        victim = self.chance.choice(sorted(self.clients))
+        self._end_generation()
+        del self.clients[victim]
+        self.hire()
+        self.regroup()
+
+    def _end_generation(self) -> None:
+        """Everybody stops at the next thing that it waits for. What was sent may still be on its way."""
+        for abort in self.aborts:
+            abort.set("the members change")
+        for client, thread in self.threads:
+            while not client.ended:
+                client.turns.give()
+            thread.join()
+        self.threads, self.aborts = [], []
+
+    def regroup(self) -> None:
+        self._end_generation()
+        self.generation += 1
+        workers = sorted(self.clients)
+        self.chance.shuffle(workers)
+        for rank, worker in enumerate(workers):
+            client = self.clients[worker]
+            client.turns, client.ended = Turns(), False
+            group = Group(self, self.generation, rank, len(workers), client)
+            self.aborts.append(group.abort)
+            thread = threading.Thread(target=self._live, args=[group, workers], daemon=True)
+            self.threads.append((client, thread))
+            thread.start()
+
+    def _live(self, group: Group, workers: list[int]) -> None:
+        turns = group.client.turns
+        turns.mine.acquire()
+        try:
+            self._train(group, workers)
+        except Aborted:
+            pass
+        except BaseException as error:
+            self.failures.append(error)
+        finally:
+            group.client.ended = True
+            turns.world.release()
+
+    def _train(self, group: Group, workers: list[int]) -> None:
+        kit, prepared = self.kit, self.prepared[group.client.number]
+        seat = Seat(group.rank, [(0, 1)] * group.size, kit.steps, group.generation, (), workers)
+        computer: Any = prepared._computer
+
+        def fetch(step: int, first: int, end: int) -> tuple[Any, int]:
+            self.portions_computed += 1
+            return kit.fetch(step, first, end)
+
+        member = SearchingMember(
+            computer, prepared._recipe, kit.schedule, seat, group, fetch, STRATEGY  # type: ignore[arg-type]
+        )  # fmt: skip
+        member.clock = lambda: self.now
+        for step in range(member.steps_applied(), kit.steps):
+            member.compute(step)
+            result = member.commit(step)
+            assert result.loss == kit.losses[step], f"step {step} gave {result.loss}, not {kit.losses[step]}"
+            for mine, expected in zip(computer.parameters, kit.weights[step], strict=True):
+                assert torch.equal(mine, expected), f"step {step} has other bits than in one process"
+            assert [one.loss for one in member.remembered(0)] == kit.losses[: step + 1]
+            self.steps_done[step] += 1
+
+    def work(self) -> None:
+        """One member goes on until it waits."""
+        self.now += 0.001
+        living = [client for client, _ in self.threads if not client.ended]
+        if living:
+            self.chance.choice(living).turns.give()
+        if self.failures:
+            raise self.failures[0]
+
+    def remind(self) -> None:
+        for server, node in self.nodes.items():
+            self.perform(server, node.remind())
+        for client in self.clients.values():
+            client.send_again()
+
+    def finish(self) -> None:
+        """Nothing happens any more: all steps get done."""
+        self.losing, self.slow = 0.0, ""
+        for turn in range(100_000):
+            self.work()
+            for _ in range(3):
+                self.deliver()
+            if turn % 50 == 0:
+                self.remind()
+            if all(client.ended for client, _ in self.threads):
+                break
+        else:
+            raise AssertionError("stuck")
+        for _ in range(50):
+            while any(self.links.values()):
+                self.deliver()
+            self.remind()
+        self._check()
+
+    def _check(self) -> None:
+        """Primary and backup have the same of everything."""
+        known = self.placed.map
+        for number, holders in enumerate(zip(known.primaries, known.backups, strict=True)):
+            states = [self.held[server, number].state() for server in holders if server != placement.NONE]
+            for about, content in states[1:]:
+                assert about == states[0][0]
+                assert torch.equal(content, states[0][1])
