@@ -15,6 +15,7 @@ import msgspec
 import zmq
 from msgspec import Struct
 
+from distbelief.comm.kvwords import KeyContent, KeyQuestion, KeyReply, content_has_payload, reply_has_payload
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range
 
@@ -112,7 +113,7 @@ class Open(Struct, frozen=True, tag=True):
     step: int
 
 
-Content = Node | Go | Note | Gradient | Ask | Complete | Members | Gate | Open
+Content = Node | Go | Note | Gradient | Ask | Complete | Members | Gate | Open | KeyContent
 RUN = 1 << 40
 """In place of a client: the source of updates, which are the run's, whoever computes them."""
 
@@ -209,8 +210,8 @@ class Read(Struct, frozen=True, tag=True):
     version: int
 
 
-FromClient = Push | Fetch | Measure | Look | Read
-Question = Fetch | Measure | Look | Read
+Question = Fetch | Measure | Look | Read | KeyQuestion
+FromClient = Push | Question
 
 # --- to workers ------------------------------------------------------------------------------------------------------
 
@@ -278,8 +279,8 @@ class Contents(Struct, frozen=True, tag=True):
     version: int
 
 
-ToClient = Answered | Refused | Fetched | Measured | Looked | Contents
-Reply = Fetched | Measured | Looked | Contents
+Reply = Fetched | Measured | Looked | Contents | KeyReply
+ToClient = Answered | Refused | Reply
 
 _encoder = msgspec.msgpack.Encoder()
 _to_client = msgspec.msgpack.Decoder(list[ToClient])
@@ -303,12 +304,17 @@ def has_payload(message: Any) -> bool:
     """Whether a frame goes with the message."""
     match message:
         case Push(content=content):
-            return isinstance(content, Node | Gradient) and not content.segment
+            return carries_bytes(content)
         case Fetched():
             return not message.segment and bool(message.version >= 0)
         case Contents():
             return message.version >= 0
-    return False
+    return reply_has_payload(message)
+
+
+def carries_bytes(content: Any) -> bool:
+    """Whether a frame goes with the change."""
+    return (isinstance(content, Node | Gradient) and not content.segment) or content_has_payload(content)
 
 
 def unpack_for_client(frames: Sequence[zmq.Frame]) -> list[Letter]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from distbelief.comm.kvwords import Consult, PullKey, PullKeyRows
 from distbelief.comm.messages import ServerMap
 from distbelief.comm.serverwords import (
     RUN,
@@ -133,7 +134,7 @@ class ServerNode:
                     name = (RUN, content.update)
                 held.askers[name] = sender
                 self._changed(message.slice, held.holding.change(name, Change(content, letter.payload)), out)
-            case Fetch() | Measure() | Look() | Read():
+            case Fetch() | Measure() | Look() | Read() | Consult() | PullKey() | PullKeyRows():
                 held = self._held.get(message.slice)
                 if held is None or not held.holding.is_primary:
                     out.clients.append((sender, Letter(Refused(message.slice, self.version))))
