@@ -28,6 +28,7 @@ from distbelief.kv.buffers import LENT_BYTES, SMALLEST, Buffers
 from distbelief.kv.link import Link
 from distbelief.kv.patience import Patience
 from distbelief.servers.rowbuckets import bucket_of
+from distbelief.servers.tensorbag import as_bytes
 
 
 class Traffic:
@@ -151,7 +152,7 @@ class Traffic:
         number = self._round(key, self.slices)
         for slice_, places in self._by_slice(rows, empty=number >= 0):
             some = rows[places]
-            content = torch.cat([some.view(torch.uint8), gradients[places].reshape(-1).view(torch.uint8)]).numpy()
+            content = torch.cat([as_bytes(some), as_bytes(gradients[places])]).numpy()
             self.client.push(slice_, AddToRows(self.me, key, len(some), number, self._rank, self._workers), content)
 
     def pull_rows(self, key: str, rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -210,7 +211,7 @@ class Traffic:
 
 def bytes_of(value: torch.Tensor) -> Any:
     """A copy."""
-    return value.cpu().contiguous().reshape(-1).view(torch.uint8).clone().numpy()
+    return as_bytes(value.cpu()).clone().numpy()
 
 
 def _flat(out: torch.Tensor) -> torch.Tensor:

@@ -102,9 +102,7 @@ def copied(fleet: Fleet, number: int, source: int, target: int) -> Result:
     if fleet.placement is None or not 0 <= number < len(fleet.slices):
         return fleet, []
     fleet, outputs = _decided(fleet, placement.copied(fleet.placement, number, source, target))
-    assert fleet.placement is not None
-    # Whoever dies after this one dies alone.
-    return replace(fleet, deaths=0) if fleet.placement.settled else fleet, outputs
+    return replace(fleet, deaths=0) if outputs else fleet, outputs  # those that come do their work
 
 
 def exited(fleet: Fleet, server: int, status: int, now: float) -> Result:

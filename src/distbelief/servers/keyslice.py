@@ -27,7 +27,7 @@ from distbelief.comm.segment import Segment
 from distbelief.comm.serverwords import Given, Letter, Question
 from distbelief.servers.keystretch import DenseStretch, Part, TablePart
 from distbelief.servers.stores import Change, Snapshot, State
-from distbelief.servers.tensorbag import Kind, dtype_of, packed, unpacked
+from distbelief.servers.tensorbag import Kind, as_bytes, dtype_of, packed, unpacked
 
 
 class Space(Protocol):
@@ -144,7 +144,7 @@ class KeySlice:
             about, some = one.part()
             parts.append((key, about, len(some)))
             tensors += some
-        kinds, content = packed(tensors)
+        kinds, content = packed([*tensors, torch.zeros(1, dtype=torch.uint8)])  # a copy has bytes, also of nothing
         whole = _About(self._counts, self._spec, parts, kinds)
         return Snapshot(self.version, msgspec.msgpack.encode(whole)), content
 
@@ -220,7 +220,7 @@ class KeySlice:
 
 def _copied(values: torch.Tensor) -> Any:
     """The next push may be applied before it has left."""
-    return values.reshape(-1).view(torch.uint8).clone().numpy()
+    return as_bytes(values).clone().numpy()
 
 
 def _bytes(kind: Kind) -> int:

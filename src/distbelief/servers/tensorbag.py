@@ -29,6 +29,17 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of its bytes, where it lies in one piece.
+
+    >>> as_bytes(torch.ones(2, 3)).shape, as_bytes(torch.zeros(0, 3)).shape
+    (torch.Size([24]), torch.Size([0]))
+    """
+    if not tensor.numel():  # its strides may be anything
+        return torch.zeros(0, dtype=torch.uint8)
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def packed(tensors: Sequence[torch.Tensor]) -> tuple[list[Kind], torch.Tensor]:
     """
     >>> kinds, content = packed([torch.ones(2), torch.tensor(3.0, dtype=torch.float64)])
@@ -36,7 +47,7 @@ def packed(tensors: Sequence[torch.Tensor]) -> tuple[list[Kind], torch.Tensor]:
     (16, [tensor([1., 1.]), tensor(3., dtype=torch.float64)])
     """
     kinds = [Kind(name_of(one.dtype), tuple(one.shape)) for one in tensors]
-    parts = [one.detach().contiguous().reshape(-1).view(torch.uint8) for one in tensors]
+    parts = [as_bytes(one) for one in tensors]
     return kinds, torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8)
 
 
