@@ -1,7 +1,7 @@
 """What key-value clients and servers say to each other (see docs/kv.md), beside the words of runs (serverwords.py).
 
 Slice 0 is the catalogue: which keys there are, where their stretches are, who has come to a barrier. The others hold
-values. Every change names its client, so that a slice can say how many of a client's changes it has.
+values.
 """
 
 from __future__ import annotations
@@ -105,7 +105,6 @@ class Withdraw(Struct, frozen=True, tag=True):
 class PlaceKey(Struct, frozen=True, tag=True):
     """The first value of a stretch, in a frame or at `offset` of a shared segment; tables have none."""
 
-    client: int
     key: str
     attempt: int
     form: Form
@@ -118,7 +117,6 @@ class PlaceKey(Struct, frozen=True, tag=True):
 class AddToKey(Struct, frozen=True, tag=True):
     """A push of a stretch. The bytes are where those of PlaceKey are."""
 
-    client: int
     key: str
     round: int = -1
     """Of synchronous pushes: applied when all workers' pushes of this round, and all before it, are there."""
@@ -131,7 +129,6 @@ class AddToKey(Struct, frozen=True, tag=True):
 class AddToRows(Struct, frozen=True, tag=True):
     """A push of rows of a table: their numbers (int64), then a row of float32 for each, in a frame."""
 
-    client: int
     key: str
     count: int
     round: int = -1
@@ -140,13 +137,14 @@ class AddToRows(Struct, frozen=True, tag=True):
 
 
 class SetOptimizer(Struct, frozen=True, tag=True):
-    client: int
+    """What pushes to tensors are applied with from now on."""
+
     spec: OptimizerSpec | None
 
 
 KeyContent = DeclareKey | SealKey | Arrive | Withdraw | PlaceKey | AddToKey | AddToRows | SetOptimizer
 
-# --- questions, each answered when the slice has so many changes of the client ----------------------------------------
+# --- questions, each answered when the slice has all changes of the client before `after` -----------------------------
 
 
 class Consult(Struct, frozen=True, tag=True):

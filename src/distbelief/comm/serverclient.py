@@ -157,7 +157,11 @@ class ServerClient:
             waiting.discard(letter.message.ticket)
             each(letter)
 
-        self._wait(lambda: not waiting, abort, answered)
+        try:
+            self._wait(lambda: not waiting, abort, answered)
+        finally:
+            for ticket in waiting:  # given up: a late reply is nobody's
+                self._questions.pop(ticket, None)
 
     def close(self) -> None:
         for _, socket in self._sockets.values():

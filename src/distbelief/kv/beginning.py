@@ -50,11 +50,11 @@ def _place(traffic: Traffic, values: dict[str, tuple[Entry, torch.Tensor | None]
             assert value is not None
             content, item_bytes = bytes_of(value), value.dtype.itemsize
             for one in entry.stretches:
-                place = PlaceKey(traffic.me, key, entry.attempt, form, one.first, one.end)
+                place = PlaceKey(key, entry.attempt, form, one.first, one.end)
                 traffic.client.push(one.slice, place, content[one.first * item_bytes : one.end * item_bytes])
         else:
             for number in traffic.slices:
-                traffic.client.push(number, PlaceKey(traffic.me, key, entry.attempt, form))
+                traffic.client.push(number, PlaceKey(key, entry.attempt, form))
     traffic.settle()
     for key, (entry, _) in values.items():
         traffic.client.push(CATALOGUE, SealKey(traffic.me, key, entry.attempt))

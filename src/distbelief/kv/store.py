@@ -71,7 +71,7 @@ class Store:
         with self._calling() as traffic:
             spec = optimizer_spec(name, numbers) if name is not None else None
             for number in traffic.slices:
-                traffic.client.push(number, SetOptimizer(traffic.me, spec))
+                traffic.client.push(number, SetOptimizer(spec))
             traffic.settle()
 
     def push(self, key: str | Sequence[str], value: Any, *, rows: Any = None) -> None:
@@ -106,7 +106,8 @@ class Store:
                 checks.output(one, checks.dense(one, known[one]), given) for one, given in zip(keys, outs, strict=True)
             ]
             traffic.pull(known, found)
-            return found[0] if isinstance(key, str) else found
+            given = [fresh if out is None else out for fresh, out in zip(found, outs, strict=True)]
+            return given[0] if isinstance(key, str) else given
 
     def row_sparse_pull(self, key: str, rows: Any, out: torch.Tensor | None = None) -> torch.Tensor:
         """The values of these rows of a table, in this order."""
@@ -115,7 +116,7 @@ class Store:
             numbers = checks.row_numbers(key, form, rows)
             found = checks.output(key, Dense("float32", (len(numbers), form.width)), out)
             traffic.pull_rows(key, numbers, found)
-            return found
+            return found if out is None else out
 
     def barrier(self, timeout_s: float | None = None) -> None:
         """Wait until all workers have come to a barrier. What this one has pushed before it counts then."""

@@ -94,7 +94,7 @@ class Traffic:
         content: Any = None
         if size_bytes < SMALLEST:
             content = bytes_of(value)
-            made = AddToKey(self.me, key, number, self._rank, self._workers)
+            made = AddToKey(key, number, self._rank, self._workers)
             for one in entry.stretches:
                 self.client.push(one.slice, made, content[one.first * item_bytes : one.end * item_bytes])
             return
@@ -105,7 +105,7 @@ class Traffic:
         buffer.tensor(value.dtype, value.numel()).view(value.shape).copy_(value)
         for one in entry.stretches:
             offset = one.first * item_bytes
-            made = AddToKey(self.me, key, number, self._rank, self._workers, buffer.name, offset)
+            made = AddToKey(key, number, self._rank, self._workers, buffer.name, offset)
             if not buffer.name:
                 content = buffer.segment.view(offset, (one.end - one.first) * item_bytes)
             buffer.pushes.append((one.slice, self.client.push(one.slice, made, content)))
@@ -153,7 +153,7 @@ class Traffic:
         for slice_, places in self._by_slice(rows, empty=number >= 0):
             some = rows[places]
             content = torch.cat([as_bytes(some), as_bytes(gradients[places])]).numpy()
-            self.client.push(slice_, AddToRows(self.me, key, len(some), number, self._rank, self._workers), content)
+            self.client.push(slice_, AddToRows(key, len(some), number, self._rank, self._workers), content)
 
     def pull_rows(self, key: str, rows: torch.Tensor, out: torch.Tensor) -> None:
         places: dict[int, torch.Tensor] = {}

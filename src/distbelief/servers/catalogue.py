@@ -56,7 +56,6 @@ def _lightest(loads: dict[int, int], count: int) -> list[int]:
 
 
 class _Book(msgspec.Struct):
-    counts: dict[int, int]
     loads: dict[int, int]
     entries: dict[str, Entry]
     waiting: dict[int, tuple[int, int]]
@@ -67,7 +66,7 @@ class Catalogue:
     def __init__(self, slices: int) -> None:
         """`slices`: how many hold values; they are numbered from 1."""
         self.version = 0
-        self._book = _Book({}, dict.fromkeys(range(1, slices + 1), 0), {}, {})
+        self._book = _Book(dict.fromkeys(range(1, slices + 1), 0), {}, {})
 
     # --- as a store --------------------------------------------------------------------------------------------------
 
@@ -88,9 +87,6 @@ class Catalogue:
             case Withdraw(client=client, rank=rank):
                 if book.waiting.get(rank, (-1, 0))[0] == client:
                     del book.waiting[rank]
-            case _:
-                return
-        book.counts[content.client] = book.counts.get(content.client, 0) + 1
         self.version += 1
 
     def _declare(self, wish: DeclareKey) -> None:
@@ -123,7 +119,7 @@ class Catalogue:
 
     def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
         book = self._book
-        if not isinstance(question, Consult) or not caught_up or book.counts.get(question.client, 0) < question.after:
+        if not isinstance(question, Consult) or not caught_up:
             return None
         found = {key: book.entries[key] for key in question.keys if key in book.entries}
         if question.sealed and not all(entry.sealed for entry in found.values()):

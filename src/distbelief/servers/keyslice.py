@@ -40,7 +40,6 @@ class Space(Protocol):
 
 
 class _About(msgspec.Struct, frozen=True):
-    counts: dict[int, int]
     spec: OptimizerSpec | None
     parts: list[tuple[str, Part, int]]
     """With how many tensors each has."""
@@ -51,8 +50,6 @@ class KeySlice:
     def __init__(self, space: Space) -> None:
         self.version = 0
         self._space = space
-        self._counts: dict[int, int] = {}
-        """How many changes each client has made here."""
         self._spec: OptimizerSpec | None = None
         self._keys: dict[str, DenseStretch | TablePart] = {}
 
@@ -73,9 +70,6 @@ class KeySlice:
                     for one in self._keys.values():
                         if isinstance(one, DenseStretch):
                             one.optimize(spec)
-            case _:
-                return
-        self._counts[content.client] = self._counts.get(content.client, 0) + 1
         self.version += 1
 
     def _place(self, place: PlaceKey, payload: Any) -> None:
@@ -145,13 +139,13 @@ class KeySlice:
             parts.append((key, about, len(some)))
             tensors += some
         kinds, content = packed([*tensors, torch.zeros(1, dtype=torch.uint8)])  # a copy has bytes, also of nothing
-        whole = _About(self._counts, self._spec, parts, kinds)
+        whole = _About(self._spec, parts, kinds)
         return Snapshot(self.version, msgspec.msgpack.encode(whole)), content
 
     def load(self, state: State) -> None:
         snapshot, content = state
         about = msgspec.msgpack.decode(snapshot.about, type=_About)
-        self.version, self._counts, self._spec = snapshot.version, about.counts, about.spec
+        self.version, self._spec = snapshot.version, about.spec
         self._keys = {}
         at = byte = 0
         for key, part, count in about.parts:
@@ -192,8 +186,6 @@ class KeySlice:
     def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
         if not isinstance(question, PullKey | PullKeyRows):
             return None
-        if self._counts.get(question.client, 0) < question.after:
-            return None  # one that was sent before it was lost, and comes again
         one = self._keys.get(question.key)
         if one is None:
             return Letter(KeyPulled(question.ticket, question.slice, 0, there=False))

@@ -30,6 +30,7 @@ from distbelief.comm.serverwords import (
 )
 from distbelief.errors import DistBeliefError
 from distbelief.servers import holding as h
+from distbelief.servers.applied import Applied
 from distbelief.servers.stores import Change, SliceStore
 from distbelief.servers.wire import CopySent, Forwarded, TookChange
 
@@ -234,9 +235,18 @@ class ServerNode:
         everywhere = reached >= held.reached.get(held.store.version, 0)
         left = []
         for client, question in held.questions:
-            letter = held.store.reply(question, held.segment, everywhere, caught_up)
+            letter = None
+            if _has_own(held.holding.applied, question):
+                letter = held.store.reply(question, held.segment, everywhere, caught_up)
             if letter is None:
                 left.append((client, question))
             else:
                 out.clients.append((client, letter))
         held.questions = left
+
+
+def _has_own(applied: Applied, question: Question) -> bool:
+    """Whether the asker sees what it has sent before: one of its changes may be lost, and come again."""
+    if isinstance(question, Consult | PullKey | PullKeyRows):
+        return applied.all_below(question.client) >= question.after
+    return True

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from distbelief.comm.kvwords import CATALOGUE, AddToKey, Dense, PlaceKey, PullKey, Stretch
+from distbelief.comm.kvwords import CATALOGUE, AddToKey, Dense, PlaceKey, PullKey
 from distbelief.comm.messages import ServerMap
 from distbelief.comm.segment import Segment
 from distbelief.comm.serverwords import Answered, Letter, Push, Refused
@@ -180,19 +180,18 @@ class World:
         raise AssertionError(f"stuck: {[client.waiting for client in self.clients]}")
 
 
-def placed(world: World, stretches: list[Stretch]) -> None:
+def placed(world: World, key: str, slices: list[int]) -> None:
     content = torch.zeros(SIZE).view(torch.uint8).numpy()
-    for one in stretches:
-        form = Dense("float32", (SIZE,))
-        world.clients[0].push(one.slice, PlaceKey(0, "w", 0, form, 0, SIZE), content)
+    for number in slices:
+        world.clients[0].push(number, PlaceKey(key, 0, Dense("float32", (SIZE,)), 0, SIZE), content)
     world.settle()
 
 
-def pushed(client: Client, stretches: list[Stretch]) -> None:
-    for one in stretches:
-        client.push(one.slice, AddToKey(client.number, "w"), torch.ones(SIZE).view(torch.uint8).numpy())
+def pushed(client: Client, key: str, slices: list[int]) -> None:
+    for number in slices:
+        client.push(number, AddToKey(key), torch.ones(SIZE).view(torch.uint8).numpy())
 
 
-def pulled(client: Client, ticket: int, number: int) -> None:
+def pulled(client: Client, ticket: int, key: str, number: int) -> None:
     after = client.sequences.get(number, -1) + 1
-    client.ask(ticket, PullKey(ticket, number, client.number, after, "w"))
+    client.ask(ticket, PullKey(ticket, number, client.number, after, key))

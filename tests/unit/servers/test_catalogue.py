@@ -84,12 +84,11 @@ def test_one_takes_over_from_the_dead_and_the_dead_cannot_seal() -> None:
     assert found.entries["w"].owner == 2
 
 
-def test_nothing_is_told_that_a_death_could_undo_or_before_the_askers_own_changes() -> None:
+def test_nothing_is_told_that_a_death_could_undo() -> None:
     catalogue = Catalogue(4)
     tell(catalogue, DeclareKey(1, "w", FORM))
     assert ask(catalogue, caught_up=False) is None
-    assert ask(catalogue, after=2) is None
-    assert ask(catalogue, after=1) is not None
+    assert ask(catalogue) is not None
 
 
 def test_a_barrier_is_over_when_all_have_come() -> None:

@@ -53,15 +53,15 @@ def raw(value: torch.Tensor) -> Any:
 
 def place(store: KeySlice, value: torch.Tensor, key: str = "w", attempt: int = 0) -> None:
     form = Dense(str(value.dtype).removeprefix("torch."), tuple(value.shape))
-    store.apply(Change(PlaceKey(7, key, attempt, form, 0, value.numel()), raw(value)))
+    store.apply(Change(PlaceKey(key, attempt, form, 0, value.numel()), raw(value)))
 
 
-def push(store: KeySlice, value: torch.Tensor, key: str = "w", client: int = 7, **sync: int) -> None:
-    store.apply(Change(AddToKey(client, key, **sync), raw(value)))
+def push(store: KeySlice, value: torch.Tensor, key: str = "w", **sync: int) -> None:
+    store.apply(Change(AddToKey(key, **sync), raw(value)))
 
 
 def optimize(store: KeySlice, name: str, **numbers: Any) -> None:
-    store.apply(Change(SetOptimizer(7, optimizer_spec(name, numbers))))
+    store.apply(Change(SetOptimizer(optimizer_spec(name, numbers))))
 
 
 def pull(store: KeySlice, key: str = "w", dtype: torch.dtype = torch.float32, round_: int = 0) -> torch.Tensor:
@@ -76,7 +76,7 @@ def table(optimizer: OptimizerSpec | None = None) -> Rows:
 
 def push_rows(store: KeySlice, rows: list[int], gradients: torch.Tensor, **sync: int) -> None:
     content = np.concatenate([raw(torch.tensor(rows, dtype=torch.int64)), raw(gradients)])
-    store.apply(Change(AddToRows(7, "t", len(rows), **sync), content))
+    store.apply(Change(AddToRows("t", len(rows), **sync), content))
 
 
 def pull_rows(store: KeySlice, rows: list[int], round_: int = 0) -> torch.Tensor | None:
@@ -195,13 +195,13 @@ def test_a_value_of_an_older_attempt_comes_too_late() -> None:
 def test_what_does_not_fit_changes_nothing() -> None:
     store = KeySlice(Space())
     place(store, torch.zeros(4))
-    store.apply(Change(PlaceKey(7, "t", 0, table())))
+    store.apply(Change(PlaceKey("t", 0, table())))
     push(store, torch.ones(5))
     push(store, torch.ones(4), key="unknown")
     push(store, torch.ones(4), key="t")
     push_rows(store, [1000], torch.ones(1, 3))
-    store.apply(Change(AddToRows(7, "w", 1), b"12345678"))
-    store.apply(Change(AddToRows(7, "t", 1), b"12345678"))
+    store.apply(Change(AddToRows("w", 1), b"12345678"))
+    store.apply(Change(AddToRows("t", 1), b"12345678"))
     assert pull(store).tolist() == [0.0] * 4
     assert pull_rows(store, [0]) is not None
 
@@ -213,7 +213,7 @@ def test_bytes_in_shared_memory_are_read_from_there_and_can_be_sent_on() -> None
     place(other, torch.zeros(4))
     space.shared["buffer"] = Segment.private(64)
     space.shared["buffer"].tensor(torch.float32, 16, 4).fill_(3.0)
-    change = Change(AddToKey(7, "w", segment="buffer", offset=16))
+    change = Change(AddToKey("w", segment="buffer", offset=16))
     store.apply(change)
     sent = store.with_bytes(change)
     space.shared["buffer"].tensor(torch.float32, 16, 4).fill_(5.0)  # the client goes on
@@ -223,18 +223,6 @@ def test_bytes_in_shared_memory_are_read_from_there_and_can_be_sent_on() -> None
     assert letter is not None
     assert letter.payload is None
     assert letter.message.segment == "its name"
-
-
-def test_a_pull_waits_for_the_pushes_that_were_sent_before_it() -> None:
-    store = KeySlice(Space())
-    place(store, torch.zeros(4))
-    question = PullKey(1, 1, client=9, after=2, key="w")
-    push(store, torch.ones(4), client=9)
-    assert store.reply(question, "", True, True) is None
-    assert copy_of(store).reply(question, "", True, True) is None
-    push(store, torch.ones(4), client=9)
-    assert store.reply(question, "", False, False) is not None
-    assert copy_of(store).reply(question, "", True, True) is not None
 
 
 def test_a_key_that_is_not_there() -> None:
@@ -285,14 +273,14 @@ def test_what_a_round_gave_is_told_when_it_cannot_be_undone() -> None:
 
 def test_rows_are_added_or_optimized() -> None:
     store = KeySlice(Space())
-    store.apply(Change(PlaceKey(7, "t", 0, table())))
+    store.apply(Change(PlaceKey("t", 0, table())))
     push_rows(store, [5, 900, 5], torch.ones(3, 3))
     store = copy_of(store)
     found = pull_rows(store, [900, 5, 6])
     assert found is not None
     assert found.tolist() == [[1.0] * 3, [2.0] * 3, [0.0] * 3]
     other = KeySlice(Space())
-    other.apply(Change(PlaceKey(7, "t", 0, table(OptimizerSpec("adagrad", {"lr": 0.5})))))
+    other.apply(Change(PlaceKey("t", 0, table(OptimizerSpec("adagrad", {"lr": 0.5})))))
     push_rows(other, [5], torch.full((1, 3), 2.0))
     other = copy_of(other)
     push_rows(other, [5], torch.full((1, 3), 2.0))
@@ -308,7 +296,7 @@ def test_rows_are_added_or_optimized() -> None:
 
 def test_rows_of_all_workers_are_one_step() -> None:
     store = KeySlice(Space())
-    store.apply(Change(PlaceKey(7, "t", 0, table(OptimizerSpec("sgd", {"lr": 1.0})))))
+    store.apply(Change(PlaceKey("t", 0, table(OptimizerSpec("sgd", {"lr": 1.0})))))
     push_rows(store, [1, 2], torch.ones(2, 3), round=0, rank=1, workers=2)
     assert pull_rows(store, [1], round_=1) is None
     store = copy_of(store)
