@@ -14,6 +14,7 @@ from distbelief.cli.chaos import chaos
 from distbelief.cli.checkpoint import checkpoint
 from distbelief.cli.export import export
 from distbelief.cli.failures import Commands
+from distbelief.cli.kv import kv
 from distbelief.cli.new import new
 from distbelief.cli.replay import replay
 from distbelief.cli.resume import resume
@@ -39,6 +40,7 @@ app.command()(verify)
 app.command()(replay)
 app.command()(export)
 app.command()(average)
+app.command()(kv)
 app.command()(new)
 
 

@@ -68,6 +68,9 @@ class KeeperClient:
             self._lasting[name] = self.segment(name, size_bytes)
         return self._lasting[name]
 
+    def close(self) -> None:
+        self._sock.close()
+
     def drop_before(self, group: str) -> None:
         """Let the keeper forget what groups of lower numbers have made: nobody may ask for it again."""
         send_message(self._sock, {"drop_before": group})

@@ -114,8 +114,9 @@ class ServerClient:
         assert self._map is not None
         return len(self._map.primaries)
 
-    def push(self, number: int, content: Content, payload: Any = None) -> None:
-        """Have a slice changed. `payload` must stay as it is until that is done. It is sent by `flush`."""
+    def push(self, number: int, content: Content, payload: Any = None) -> int:
+        """Have a slice changed. `payload` must stay as it is until that is done. It is sent by `flush`. Returns the
+        number of the push, for `waits_for`."""
         if isinstance(content, Gradient):
             source, sequence = RUN, content.update
         else:
@@ -123,6 +124,15 @@ class ServerClient:
             self._sequences[number] = sequence
         message = Push(self._client, sequence, number, content)
         self._changes[number, source, sequence] = self._queued(Letter(message, payload), number)
+        return sequence
+
+    def sent(self, number: int) -> int:
+        """How many pushes went to a slice in this client's name."""
+        return self._sequences.get(number, -1) + 1
+
+    def waits_for(self, number: int, sequence: int) -> bool:
+        """Whether that push of this client is not known to count yet."""
+        return (number, -1, sequence) in self._changes
 
     def flush(self) -> None:
         for server, letters in self._outbox.items():
@@ -157,7 +167,11 @@ class ServerClient:
             question = make(self._tickets)
             self._questions[self._tickets] = replace(self._queued(Letter(question), question.slice), each=answered)
         self.flush()
-        self._wait(lambda: not waiting, abort, idle)
+        try:
+            self._wait(lambda: not waiting, abort, idle)
+        finally:
+            for ticket in waiting:  # given up: a late reply is nobody's
+                self._questions.pop(ticket, None)
 
     def nap(self, seconds: float) -> None:
         """There is nothing to do for so long."""

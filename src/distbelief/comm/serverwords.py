@@ -16,6 +16,7 @@ import zmq
 from msgspec import Struct
 
 from distbelief.comm import vectorwords as v
+from distbelief.comm.kvwords import KeyContent, KeyQuestion, KeyReply, content_has_payload, reply_has_payload
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range
 
@@ -128,9 +129,8 @@ class Open(Struct, frozen=True, tag=True):
     step: int
 
 
-Content = (
-    Node | Go | Begun | Note | Gradient | Ask | Complete | Members | Gate | Open | v.Do | v.Begin | v.Take | v.Keep
-)
+OfRuns = Node | Go | Begun | Note | Gradient | Ask | Complete | Members | Gate | Open
+Content = OfRuns | v.Do | v.Begin | v.Take | v.Keep | KeyContent
 RUN = 1 << 40
 """In place of a client: the source of updates, which are the run's, whoever computes them."""
 
@@ -232,7 +232,7 @@ class Read(Struct, frozen=True, tag=True):
     version: int
 
 
-Question = Fetch | Measure | Look | Read | v.Products | v.ReadVectors
+Question = Fetch | Measure | Look | Read | v.Products | v.ReadVectors | KeyQuestion
 FromClient = Push | Question
 
 # --- to workers ------------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ class Contents(Struct, frozen=True, tag=True):
     version: int
 
 
-Reply = Fetched | Measured | Looked | Contents | v.Produced | v.SearchKnown
+Reply = Fetched | Measured | Looked | Contents | v.Produced | v.SearchKnown | KeyReply
 ToClient = Answered | Refused | Reply
 
 _encoder = msgspec.msgpack.Encoder()
@@ -326,12 +326,17 @@ def has_payload(message: Any) -> bool:
     """Whether a frame goes with the message."""
     match message:
         case Push(content=content):
-            return isinstance(content, Node | Gradient) and not content.segment
+            return carries_bytes(content)
         case Fetched():
             return not message.segment and bool(message.version >= 0)
         case Contents():
             return message.version >= 0
-    return False
+    return reply_has_payload(message)
+
+
+def carries_bytes(content: Any) -> bool:
+    """Whether a frame goes with the change."""
+    return (isinstance(content, Node | Gradient) and not content.segment) or content_has_payload(content)
 
 
 def unpack_for_client(frames: Sequence[zmq.Frame]) -> list[Letter]:

@@ -172,6 +172,10 @@ class Zygote:
         """Likewise a parameter server."""
         return self._fork({"do": "server", "id": spec.worker, "spec": msgspec.to_builtins(spec)}, log)
 
+    def fork_entry(self, number: int, module: str, spec: dict[str, Any], log: LogPipe) -> tuple[int, socket.socket]:
+        """Likewise whatever the module's `run(spec, socket)` is."""
+        return self._fork({"do": "entry", "id": number, "module": module, "spec": spec}, log)
+
     def fork_store(self, host: str, log: LogPipe) -> int:
         """Fork the rendezvous store of torch groups, listening at that address. Returns its port."""
         _, sock = self._fork({"do": "store", "id": -1, "host": host}, log)

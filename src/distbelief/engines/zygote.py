@@ -111,8 +111,11 @@ def _become(engine: socket.socket, parent: int, request: dict[str, Any], fds: li
         sock = socket.socket(fileno=connection)
         if request["do"] == "store":
             _serve_store(sock, request["host"])
-        live = run_server if request["do"] == "server" else run_worker
-        status = live(msgspec.convert(request["spec"], WorkerSpec), sock)
+        if request["do"] == "entry":
+            status = importlib.import_module(request["module"]).run(request["spec"], sock)
+        else:
+            live = run_server if request["do"] == "server" else run_worker
+            status = live(msgspec.convert(request["spec"], WorkerSpec), sock)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
     except BaseException:

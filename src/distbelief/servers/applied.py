@@ -95,6 +95,11 @@ class Applied(Struct, frozen=True):
         marks = self.sources.get(source)
         return marks.holds(sequence) if marks is not None else self.gone.holds(source)
 
+    def all_below(self, source: int) -> int:
+        """All changes of the source before this one were applied."""
+        marks = self.sources.get(source)
+        return marks.below if marks is not None else 0
+
     def add(self, source: int, sequence: int) -> tuple[Applied, bool]:
         """Note the change; False when it was applied before, and must not be again."""
         marks = self.sources.get(source)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from distbelief.comm.kvwords import Consult, PullKey, PullKeyRows
 from distbelief.comm.messages import ServerMap
 from distbelief.comm.serverwords import (
     RUN,
@@ -30,6 +31,7 @@ from distbelief.comm.serverwords import (
 from distbelief.comm.vectorwords import Products, ReadVectors
 from distbelief.errors import DistBeliefError
 from distbelief.servers import holding as h
+from distbelief.servers.applied import Applied
 from distbelief.servers.stores import Change, SliceStore
 from distbelief.servers.wire import CopySent, Forwarded, TookChange
 
@@ -134,7 +136,17 @@ class ServerNode:
                     name = (RUN, content.update)
                 held.askers[name] = sender
                 self._changed(message.slice, held.holding.change(name, Change(content, letter.payload)), out)
-            case Fetch() | Measure() | Look() | Read() | Products() | ReadVectors():
+            case (
+                Fetch()
+                | Measure()
+                | Look()
+                | Read()
+                | Products()
+                | ReadVectors()
+                | Consult()
+                | PullKey()
+                | PullKeyRows()
+            ):
                 held = self._held.get(message.slice)
                 if held is None or not held.holding.is_primary:
                     out.clients.append((sender, Letter(Refused(message.slice, self.version))))
@@ -234,9 +246,18 @@ class ServerNode:
         everywhere = reached >= held.reached.get(held.store.version, 0)
         left = []
         for client, question in held.questions:
-            letter = held.store.reply(question, held.segment, everywhere, caught_up)
+            letter = None
+            if _has_own(held.holding.applied, question):
+                letter = held.store.reply(question, held.segment, everywhere, caught_up)
             if letter is None:
                 left.append((client, question))
             else:
                 out.clients.append((client, letter))
         held.questions = left
+
+
+def _has_own(applied: Applied, question: Question) -> bool:
+    """Whether the asker sees what it has sent before: one of its changes may be lost, and come again."""
+    if isinstance(question, Consult | PullKey | PullKeyRows):
+        return applied.all_below(question.client) >= question.after
+    return True

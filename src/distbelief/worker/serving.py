@@ -14,7 +14,7 @@ import socket as sockets
 import sys
 import time
 import traceback
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -68,7 +68,7 @@ def run_server(spec: WorkerSpec, keeper_socket: sockets.socket | None) -> int:
     torch.set_num_threads(spec.threads)
     keeper = KeeperClient(keeper_socket) if keeper_socket else None
     with zmq.Context() as context:
-        server = _Server(spec, context)
+        server = ServerEdge(spec, context)
         try:
             contents = _Slices(spec, keeper)
             server.serve(contents)
@@ -80,6 +80,33 @@ def run_server(spec: WorkerSpec, keeper_socket: sockets.socket | None) -> int:
     return 0
 
 
+class Reachable(Protocol):
+    """Which server this is, and where it finds whoever makes the maps."""
+
+    @property
+    def worker(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def secret(self) -> str: ...
+
+
+class Slices(Protocol):
+    """What a server has slices of."""
+
+    life: int
+    sealed: int
+    sizes: list[int]
+
+    def make(self, number: int, first: bool) -> tuple[SliceStore, str]: ...
+
+    def began(self) -> None: ...
+
+    def facts(self) -> dict[str, str]: ...
+
+
 class _Slices:
     """Makes the slices that this server is given."""
 
@@ -89,7 +116,7 @@ class _Slices:
         self._keeper = keeper if spec.shares_memory else None
         self._job, self._schedule, self._steps, prepared = load_for_server(spec, keeper)
         assert isinstance(prepared, PreparedServed | PreparedSandblaster)
-        self.facts = prepared.facts()
+        self._facts = prepared.facts()
         self._shapes = prepared.slices()
         self._vectors: VectorStores | None = None
         if isinstance(prepared, PreparedSandblaster):
@@ -155,6 +182,9 @@ class _Slices:
             first, self._steps, strategy.n_push, strategy.staleness, strategy.warm_up, saves.every_steps if saves else 0
         )
 
+    def facts(self) -> dict[str, str]:
+        return self._facts
+
     def began(self) -> None:
         """All slices are made: what they began with is not needed any more."""
         self._first = None
@@ -190,8 +220,10 @@ class _Slices:
         return self._mapped[name]
 
 
-class _Server:
-    def __init__(self, spec: WorkerSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+class ServerEdge:
+    """The sockets of a parameter server."""
+
+    def __init__(self, spec: Reachable, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._spec = spec
         self._secret = bytes.fromhex(spec.secret)
         self._context = context
@@ -217,9 +249,11 @@ class _Server:
         self._terminated = False
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
 
-    def serve(self, slices: _Slices) -> None:
+    def serve(self, slices: Slices) -> None:
         node = ServerNode(self._spec.worker, slices.make)
-        ready = ServerReady(self._spec.worker, self._spec.host, os.getpid(), self._address, slices.sizes, slices.facts)
+        ready = ServerReady(
+            self._spec.worker, self._spec.host, os.getpid(), self._address, slices.sizes, slices.facts()
+        )
         self._tell(ready)
         poller = zmq.Poller()
         poller.register(self._inbox, zmq.POLLIN)

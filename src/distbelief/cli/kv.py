@@ -1,0 +1,94 @@
+"""`distbelief kv`: a key-value service, for as long as it is not stopped."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
+from distbelief.errors import DistBeliefError
+
+
+def kv(
+    ctx: typer.Context,
+    servers: Annotated[int, typer.Option(min=1, help="Servers. With one, its death loses all values.")] = 2,
+    listen: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST[:PORT]",
+            help="An address of this machine, so that clients on others can come; they need the connection file.",
+        ),
+    ] = "127.0.0.1",
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir",
+            metavar="DIR",
+            help="Where the connection file and the logs go. Default: a new folder, removed at the end.",
+            show_default=False,
+        ),
+    ] = None,
+    no_shared_memory: Annotated[
+        bool, typer.Option("--no-shared-memory", help="Values always travel over sockets, also on this machine.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the connection file as one JSON object.")] = False,
+) -> None:
+    """Serve a key-value store until Ctrl-C: init, push, pull, row_sparse_pull, set_optimizer, barrier from any process.
+
+    It prints the path of its connection file. Clients: `from distbelief import kv; store = kv.connect(PATH)`.
+    """
+    ctx.meta[MACHINE_OUTPUT] = json
+    endpoint = parse_listen(listen)
+
+    from distbelief.engines.signals import Signals
+    from distbelief.kv.warden import Order, Warden
+
+    mine = folder is None
+    place = Path(tempfile.mkdtemp(prefix="distbelief-kv-")) if folder is None else _private(folder)
+
+    def ready(path: Path) -> None:
+        if json:
+            typer.echo(jsonlib.dumps({"file": str(path), "servers": servers}))
+        else:
+            typer.echo(f"{path}\n{servers} server{'s' * (servers > 1)}; kv.connect with this file; Ctrl-C ends it")
+
+    order = Order(place.resolve(), servers, endpoint, shares=not no_shared_memory)
+    try:
+        with Signals() as signals, Warden(order, lambda text: typer.echo(text, err=True)) as warden:
+            warden.run(signals.wake_fd, ready)
+    finally:
+        if mine:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def parse_listen(text: str) -> str:
+    """
+    >>> parse_listen("127.0.0.1"), parse_listen("10.0.0.1:5000"), parse_listen("[fd00::1]:5000")
+    ('tcp://127.0.0.1:*', 'tcp://10.0.0.1:5000', 'tcp://[fd00::1]:5000')
+    """
+    host, bracket, rest = text.partition("]") if text.startswith("[") else ("", "", text)
+    name, _, port = rest.partition(":")
+    if not (host or name) or (host and name) or not (port.isdigit() or not port):
+        raise UsageError(f"--listen {text!r} is no address", hint="HOST or HOST:PORT, for example 10.0.0.1:5000")
+    return f"tcp://{host}{bracket}{name}:{port or '*'}"
+
+
+def _private(folder: Path) -> Path:
+    """The file in it has the service's secret."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise DistBeliefError(
+            f"cannot make the folder {folder}: {error.strerror}", hint="give another --dir"
+        ) from error
+    if (folder / "kv.json").exists():
+        raise DistBeliefError(
+            f"{folder} has a connection file: a service runs there, or was killed",
+            hint=f"stop it, or remove {folder / 'kv.json'}, or give another --dir",
+        )
+    return folder

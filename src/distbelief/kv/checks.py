@@ -1,0 +1,113 @@
+"""What a caller of a key-value store gave, checked and said in words. No sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distbelief.comm.kvwords import Dense, Entry, Form, Rows
+from distbelief.errors import DistBeliefError
+from distbelief.servers.tensorbag import dtype_of, name_of
+
+
+def listed(keys: str | Sequence[str], values: Any, what: str) -> list[tuple[str, Any]]:
+    """Several keys with as many values, or one with one."""
+    if isinstance(keys, str):
+        return [(keys, values)]
+    given = list(keys)
+    if not isinstance(values, Sequence) or isinstance(values, torch.Tensor | str) or len(values) != len(given):
+        raise DistBeliefError(f"{len(given)} keys need a list of {len(given)} {what}", hint="one for each key")
+    if len(set(given)) != len(given):
+        raise DistBeliefError("a key is named twice in one call", hint="name each key once")
+    return list(zip(given, values, strict=True))
+
+
+def form_of(key: str, value: Any) -> Dense:
+    if not isinstance(value, torch.Tensor):
+        raise DistBeliefError(
+            f"the value of '{key}' is {type(value).__name__}, not a tensor", hint="torch.as_tensor(…)"
+        )
+    if not value.dtype.is_floating_point or value.is_sparse:
+        raise DistBeliefError(
+            f"'{key}' has {name_of(value.dtype)} numbers: a store holds dense floating-point values",
+            hint="value.float(), or init_table for rows of a large table",
+        )
+    return Dense(name_of(value.dtype), tuple(value.shape))
+
+
+def described(form: Form) -> str:
+    """
+    >>> described(Dense("float32", (2, 3)))
+    'float32 numbers of shape [2, 3]'
+    """
+    if isinstance(form, Dense):
+        return f"{form.dtype} numbers of shape {list(form.shape)}"
+    return f"a table of {form.rows:,} rows of {form.width}"
+
+
+def dense(key: str, entry: Entry) -> Dense:
+    if isinstance(entry.form, Dense):
+        return entry.form
+    raise DistBeliefError(
+        f"'{key}' is a table", hint=f"row_sparse_pull('{key}', rows), push('{key}', gradients, rows=…)"
+    )
+
+
+def table(key: str, entry: Entry) -> Rows:
+    if isinstance(entry.form, Rows):
+        return entry.form
+    raise DistBeliefError(
+        f"'{key}' is no table, it is {described(entry.form)}", hint="pull it whole, or declare a table with init_table"
+    )
+
+
+def fitting(key: str, form: Dense, value: Any, what: str) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise DistBeliefError(f"{what} '{key}' is {type(value).__name__}, not a tensor", hint="torch.as_tensor(…)")
+    found = Dense(name_of(value.dtype), tuple(value.shape))
+    if found != form or value.is_sparse:
+        has = f"{'sparse ' if value.is_sparse else ''}{described(found)}"
+        raise DistBeliefError(
+            f"'{key}' holds {described(form)}, but {what} it has {has}",
+            hint="give the shape and the type that the key was initialised with",
+        )
+    return value.detach()
+
+
+def row_numbers(key: str, form: Rows, rows: Any) -> torch.Tensor:
+    numbers = torch.as_tensor(rows).detach().cpu()
+    if numbers.dtype not in (torch.int64, torch.int32) or numbers.dim() != 1:
+        raise DistBeliefError(
+            f"rows of '{key}' were named by {name_of(numbers.dtype)} numbers of shape {list(numbers.shape)}",
+            hint="use a list of int64 numbers",
+        )
+    numbers = numbers.to(torch.int64)
+    outside = numbers[(numbers < 0) | (numbers >= form.rows)]
+    if outside.numel():
+        raise DistBeliefError(
+            f"table '{key}' has no row {int(outside[0])}: it has {form.rows:,} rows",
+            hint="declare the table with more rows, or bring the numbers into its range (e.g. by a hash)",
+        )
+    return numbers.contiguous()
+
+
+def row_gradients(key: str, form: Rows, value: Any, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a sparse tensor, as nn.Embedding(sparse=True) gives it, or of rows and a gradient for each."""
+    if isinstance(value, torch.Tensor) and value.is_sparse and rows is None:
+        if value.sparse_dim() != 1 or value.dense_dim() != 1:
+            raise DistBeliefError(f"the push of '{key}' is not sparse by rows", hint="one sparse dimension, then dense")
+        rows, value = value._indices()[0], value._values()
+    if rows is None:
+        raise DistBeliefError(f"'{key}' is a table: which rows?", hint=f"push('{key}', gradients, rows=…)")
+    numbers = row_numbers(key, form, rows)
+    wanted = Dense("float32", (len(numbers), form.width))
+    return numbers, fitting(key, wanted, value, "the push of").cpu().contiguous()
+
+
+def output(key: str, form: Dense, out: torch.Tensor | None) -> torch.Tensor:
+    """Where to put a value."""
+    if out is None:
+        return torch.empty(form.shape, dtype=dtype_of(form.dtype))
+    return fitting(key, form, out, "the output for")

@@ -1,0 +1,65 @@
+"""`kv.connect`: from a connection file to a store that can be used."""
+
+from __future__ import annotations
+
+import contextlib
+import socket as sockets
+from pathlib import Path
+
+from distbelief.comm.segment import KeeperClient
+from distbelief.comm.serverclient import ServerClient
+from distbelief.errors import DistBeliefError
+from distbelief.kv import connection
+from distbelief.kv.buffers import Buffers
+from distbelief.kv.link import Link
+from distbelief.kv.store import Store
+from distbelief.kv.traffic import Traffic
+
+
+def connect(
+    address: str | Path,
+    *,
+    rank: int = 0,
+    workers: int = 1,
+    sync: bool = False,
+    timeout_s: float = 60.0,
+    shared_memory: bool = True,
+) -> Store:
+    """Connect to a key-value service. `address` is its connection file: `kv.serve` gives it, `distbelief kv` prints it.
+
+    `rank` and `workers` say who this is among how many: for `barrier`, and for `sync=True`, where a push counts when
+    all workers' pushes of the key are there. A call that takes longer than `timeout_s` raises. Values stay in shared
+    memory where servers are on this machine, unless `shared_memory` is False.
+
+    >>> import torch
+    >>> from distbelief import kv
+    >>> with kv.serve(servers=1) as address, kv.connect(address) as store:
+    ...     store.init("w", torch.zeros(3))
+    ...     store.set_optimizer("sgd", lr=0.5)
+    ...     store.push("w", torch.ones(3))
+    ...     store.pull("w")
+    tensor([-0.5000, -0.5000, -0.5000])
+    """
+    if workers < 1 or not 0 <= rank < workers:
+        raise DistBeliefError(f"there is no rank {rank} among {workers} workers", hint="ranks go from 0 to workers - 1")
+    known = connection.read(Path(address))
+    secret = bytes.fromhex(known.secret)
+    link = Link(known.address, secret)
+    welcome = link.begin(timeout_s)
+    client = ServerClient(welcome.client, secret)
+    link.tell(client.learn)
+    keeper = _keeper(known) if shared_memory else None
+    buffers, who = Buffers(welcome.client, keeper), (rank, workers, sync)
+    return Store(Traffic(client, link, buffers, who, welcome.client, welcome.slices, timeout_s), rank, workers)
+
+
+def _keeper(known: connection.Connection) -> KeeperClient | None:
+    """Of the machine's shared memory, if the servers are on it too."""
+    if not known.keeper or known.boot != connection.this_boot():
+        return None
+    sock = sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET)
+    with contextlib.suppress(OSError):
+        sock.connect(known.keeper)
+        return KeeperClient(sock)
+    sock.close()
+    return None

@@ -1,0 +1,55 @@
+"""The file by which clients find a key-value service. It has the service's secret, so only its owner may read it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from distbelief.errors import DistBeliefError
+
+FILE = "kv.json"
+
+
+class Connection(Struct, frozen=True):
+    address: str
+    secret: str
+    boot: str
+    """Of the machine: there, clients and servers can share memory."""
+    keeper: str
+    """The socket of the process that keeps it; empty: values always travel."""
+
+
+def this_boot() -> str:
+    """What tells a machine, between two starts of it, from all others."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def write(path: Path, content: Connection) -> None:
+    """Whole or not at all."""
+    draft = path.with_suffix(".draft")
+    try:
+        draft.unlink(missing_ok=True)  # with whatever rights it had
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(fd, "wb") as file:
+            file.write(msgspec.json.encode(content))
+        draft.rename(path)
+    except OSError as error:
+        raise DistBeliefError(
+            f"cannot write {path}: {error.strerror or error}", hint="name a folder that you can write to"
+        ) from error
+
+
+def read(path: Path) -> Connection:
+    hint = "give the path that `distbelief kv` printed, or what kv.serve() gave; is the service running?"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Connection)
+    except OSError as error:
+        raise DistBeliefError(f"cannot read {path}: {error.strerror or error}", hint=hint) from error
+    except msgspec.MsgspecError as error:
+        raise DistBeliefError(f"{path} is no connection file of a key-value service", hint=hint) from error

@@ -1,0 +1,92 @@
+"""A server of a key-value service, as the warm process (engines/zygote.py) begins it."""
+
+from __future__ import annotations
+
+import signal
+import socket as sockets
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+from msgspec import Struct
+
+from distbelief.comm.kvwords import CATALOGUE
+from distbelief.comm.messages import EXIT_REPORTED
+from distbelief.comm.segment import KeeperClient, Segment
+from distbelief.servers.catalogue import Catalogue
+from distbelief.servers.keyslice import KeySlice
+from distbelief.servers.stores import SliceStore
+from distbelief.worker.serving import ServerEdge
+
+SHARED_FROM = 1 << 16
+"""Values of so many bytes or more lie in memory that clients can map: each takes a descriptor and a mapping."""
+MAPPED_BYTES = 1 << 30
+"""So much of the clients' buffers stays mapped, or one: what clients have left behind is let go of in time."""
+
+
+class ServerSpec(Struct, frozen=True):
+    worker: int
+    """Its number."""
+    host: str
+    address: str
+    secret: str
+    slices: int
+    shares: bool
+
+
+class _Space:
+    def __init__(self, server: int, keeper: KeeperClient | None) -> None:
+        self._server = server
+        self._keeper = keeper
+        self._made = 0
+        self._mapped: dict[str, Segment] = {}
+
+    def make(self, size_bytes: int) -> tuple[torch.Tensor, str]:
+        if self._keeper is None or size_bytes < SHARED_FROM:
+            return torch.empty(size_bytes, dtype=torch.uint8), ""
+        self._made += 1
+        name = f"server {self._server}/{self._made}"
+        return self._keeper.segment(name, size_bytes).tensor(torch.uint8, 0, size_bytes), name
+
+    def open(self, name: str) -> Segment:
+        assert self._keeper is not None, "a client names shared memory where there is none"
+        found = self._mapped.pop(name, None) or self._keeper.segment(name)
+        self._mapped[name] = found  # the last one used is the last one to go
+        while len(self._mapped) > 1 and sum(one.size_bytes for one in self._mapped.values()) > MAPPED_BYTES:
+            del self._mapped[next(iter(self._mapped))]
+        return found
+
+
+class _Slices:
+    def __init__(self, spec: ServerSpec, keeper: KeeperClient) -> None:
+        self.life = self.sealed = 0
+        self.sizes = [0] * (spec.slices + 1)
+        self._slices = spec.slices
+        self._space = _Space(spec.worker, keeper if spec.shares else None)
+
+    def make(self, number: int, first: bool) -> tuple[SliceStore, str]:
+        return Catalogue(self._slices) if number == CATALOGUE else KeySlice(self._space), ""
+
+    def began(self) -> None:
+        pass
+
+    def facts(self) -> dict[str, str]:
+        return {}
+
+
+def run(spec: dict[str, Any], keeper: sockets.socket) -> int:
+    """The life of a server. Returns its exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to everybody; who watches decides
+    torch.set_num_threads(1)  # one per server: then bits do not depend on the machine
+    known = msgspec.convert(spec, ServerSpec)
+    with zmq.Context() as context:
+        server = ServerEdge(known, context)
+        try:
+            server.serve(_Slices(known, KeeperClient(keeper)))
+        except BaseException as error:
+            server.fail(error)
+            return EXIT_REPORTED
+        finally:
+            server.close()
+    return 0

@@ -1,0 +1,230 @@
+"""What a store's calls become: changes of slices, and questions to them.
+
+Servers are reached through `comm/serverclient.py`, which sends everything until it is answered, to whoever has the
+slice by then. What is pushed is copied first, so the caller may go on at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from distbelief.comm.kvwords import (
+    CATALOGUE,
+    AddToKey,
+    AddToRows,
+    Consult,
+    Consulted,
+    Entry,
+    PullKey,
+    PullKeyRows,
+)
+from distbelief.comm.serverclient import ServerClient, Stop
+from distbelief.comm.serverwords import Letter
+from distbelief.errors import DistBeliefError
+from distbelief.kv.buffers import LENT_BYTES, SMALLEST, Buffers
+from distbelief.kv.link import Link
+from distbelief.kv.patience import Patience
+from distbelief.servers.rowbuckets import bucket_of
+from distbelief.servers.tensorbag import as_bytes
+
+
+class Traffic:
+    def __init__(
+        self,
+        client: ServerClient,
+        link: Link,
+        buffers: Buffers,
+        who: tuple[int, int, bool],
+        me: int,
+        slices: int,
+        timeout_s: float,
+    ) -> None:
+        """`who`: rank, of how many workers, and whether pushes are synchronous."""
+        self.client = client
+        self.link = link
+        self.me = me
+        self.slices = range(1, slices + 1)
+        self.timeout_s = timeout_s
+        self._buffers = buffers
+        self._rank, self._workers, self._sync = who
+        self._rounds: dict[str, int] = {}
+        """Of synchronous pushes: the next one of each key."""
+        client.slices(self.patience("no map of the servers came"))
+
+    def patience(self, what: str, seconds: float | None = None) -> Patience:
+        hint = "look in the logs beside the connection file; give more time with kv.connect(…, timeout_s=…)"
+        return Patience(self.link, self.timeout_s if seconds is None else seconds, what, hint)
+
+    def close(self) -> None:
+        self.link.close()
+        self.client.close()
+        self._buffers.close()
+
+    def settle(self) -> None:
+        """Return when all that was pushed counts."""
+        self.client.settle(self.patience("servers have not answered to what was pushed"))
+        self._buffers.take_back(self.client.waits_for)
+
+    # --- the catalogue -----------------------------------------------------------------------------------------------
+
+    def change(self, content: Any) -> None:
+        self.client.change(CATALOGUE, content, self.patience("the service's catalogue did not answer"))
+
+    def consult(
+        self, keys: Sequence[str], sealed: bool = False, rank: int = -1, patience: Stop | None = None
+    ) -> Consulted:
+        found: list[Consulted] = []
+        after = self.client.sent(CATALOGUE)
+        self.client.ask(
+            [lambda ticket: Consult(ticket, CATALOGUE, self.me, after, list(keys), sealed, rank)],
+            patience or self.patience("the service's catalogue did not answer"),
+            lambda letter: found.append(letter.message),
+        )
+        return found[0]
+
+    # --- tensors -----------------------------------------------------------------------------------------------------
+
+    def push(self, key: str, entry: Entry, value: torch.Tensor) -> None:
+        number = self._round(key, [stretch.slice for stretch in entry.stretches])
+        item_bytes = value.dtype.itemsize
+        size_bytes = value.numel() * item_bytes
+        content: Any = None
+        if size_bytes < SMALLEST:
+            content = bytes_of(value)
+            made = AddToKey(key, number, self._rank, self._workers)
+            for one in entry.stretches:
+                self.client.push(one.slice, made, content[one.first * item_bytes : one.end * item_bytes])
+            return
+        self._buffers.take_back(self.client.waits_for)
+        if self._buffers.lent_bytes > LENT_BYTES:
+            self.settle()
+        buffer = self._buffers.lend(size_bytes)
+        buffer.tensor(value.dtype, value.numel()).view(value.shape).copy_(value)
+        for one in entry.stretches:
+            offset = one.first * item_bytes
+            made = AddToKey(key, number, self._rank, self._workers, buffer.name, offset)
+            if not buffer.name:
+                content = buffer.segment.view(offset, (one.end - one.first) * item_bytes)
+            buffer.pushes.append((one.slice, self.client.push(one.slice, made, content)))
+
+    def pull(self, entries: dict[str, Entry], outs: Sequence[torch.Tensor]) -> None:
+        """The values of these keys, into these tensors."""
+        targets: dict[int, tuple[str, torch.Tensor]] = {}
+        flat = [_flat(one) for one in outs]
+        questions = [
+            self._pulling(key, one.slice, whole[one.first : one.end], targets)
+            for (key, entry), whole in zip(entries.items(), flat, strict=True)
+            for one in entry.stretches
+        ]
+
+        def arrived(letter: Letter) -> None:
+            reply = letter.message
+            key, part = targets[reply.ticket]
+            _require(reply.there, key)
+            if reply.segment:
+                part.copy_(self._buffers.values(key, reply.slice, reply.segment).tensor(part.dtype, 0, part.numel()))
+            elif part.numel():
+                part.copy_(torch.frombuffer(letter.payload, dtype=part.dtype))
+
+        self.client.ask(questions, self.patience(self._unanswered(next(iter(entries), ""))), arrived)
+        for out, whole in zip(outs, flat, strict=True):
+            if whole.data_ptr() != out.data_ptr():
+                out.copy_(whole.view(out.shape))
+        self._buffers.take_back(self.client.waits_for)
+
+    def _pulling(
+        self, key: str, slice_: int, part: torch.Tensor, targets: dict[int, tuple[str, torch.Tensor]]
+    ) -> Callable[[int], PullKey]:
+        after, number, inline = self.client.sent(slice_), self._rounds.get(key, 0), not self._buffers.shares
+
+        def made(ticket: int) -> PullKey:
+            targets[ticket] = (key, part)
+            return PullKey(ticket, slice_, self.me, after, key, number, inline)
+
+        return made
+
+    # --- tables ------------------------------------------------------------------------------------------------------
+
+    def push_rows(self, key: str, rows: torch.Tensor, gradients: torch.Tensor) -> None:
+        number = self._round(key, self.slices)
+        for slice_, places in self._by_slice(rows, empty=number >= 0):
+            some = rows[places]
+            content = torch.cat([as_bytes(some), as_bytes(gradients[places])]).numpy()
+            self.client.push(slice_, AddToRows(key, len(some), number, self._rank, self._workers), content)
+
+    def pull_rows(self, key: str, rows: torch.Tensor, out: torch.Tensor) -> None:
+        places: dict[int, torch.Tensor] = {}
+
+        def asked(slice_: int, some: torch.Tensor) -> Callable[[int], PullKeyRows]:
+            numbers, after = rows[some].numpy().tobytes(), self.client.sent(slice_)
+
+            def made(ticket: int) -> PullKeyRows:
+                places[ticket] = some
+                return PullKeyRows(ticket, slice_, self.me, after, key, numbers, self._rounds.get(key, 0))
+
+            return made
+
+        def arrived(letter: Letter) -> None:
+            _require(letter.message.there, key)
+            some = places[letter.message.ticket]
+            values = torch.frombuffer(letter.payload, dtype=torch.float32).view(len(some), -1)
+            out[some.to(out.device)] = values.to(out.device)
+
+        questions = [asked(slice_, some) for slice_, some in self._by_slice(rows)]
+        self.client.ask(questions, self.patience(self._unanswered(key)), arrived)
+
+    def _by_slice(self, rows: torch.Tensor, empty: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
+        """The slices that have these rows (`empty`: and the others), with the places of their rows."""
+        owners = bucket_of(rows) % len(self.slices)
+        order = torch.argsort(owners, stable=True)
+        counts = torch.bincount(owners, minlength=len(self.slices)).tolist()
+        for slice_, places in zip(self.slices, torch.split(order, counts), strict=True):
+            if len(places) or empty:
+                yield slice_, places
+
+    # --- synchronous pushes ------------------------------------------------------------------------------------------
+
+    def _round(self, key: str, slices: Sequence[int]) -> int:
+        """Of the next synchronous push. A worker that takes the place of another goes on where the servers are."""
+        if not self._sync:
+            return -1
+        if key not in self._rounds:
+            found: list[int] = []
+            self.client.ask(
+                [_rounds_of(self.me, key, number) for number in slices],
+                self.patience(f"servers did not tell of '{key}'"),
+                lambda letter: found.append(letter.message.rounds),
+            )
+            self._rounds[key] = min(found, default=0)
+        number = self._rounds[key]
+        self._rounds[key] += 1
+        return number
+
+    def _unanswered(self, key: str) -> str:
+        if self._sync:
+            return f"the pushes of all {self._workers} workers to '{key}' were not there"
+        return f"servers did not give the value of '{key}'"
+
+
+def bytes_of(value: torch.Tensor) -> Any:
+    """A copy."""
+    return as_bytes(value.cpu()).clone().numpy()
+
+
+def _flat(out: torch.Tensor) -> torch.Tensor:
+    """The memory of it, or other memory where that is not in one piece or not here."""
+    return out.view(-1) if out.is_contiguous() and out.is_cpu else torch.empty(out.numel(), dtype=out.dtype)
+
+
+def _rounds_of(me: int, key: str, number: int) -> Callable[[int], PullKey]:
+    return lambda ticket: PullKey(ticket, number, me, 0, key, values=False)
+
+
+def _require(there: bool, key: str) -> None:
+    if not there:
+        raise DistBeliefError(
+            f"a server has nothing of '{key}'", hint="it was declared, but its servers do not know it: report this"
+        )
