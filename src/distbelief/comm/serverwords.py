@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 import zmq
@@ -67,6 +67,26 @@ class Gradient(Struct, frozen=True, tag=True):
     segment: str = ""
 
 
+class ShardRows(Struct, frozen=True, tag=True):
+    """What some shards of a step say about rows of tables, for one part of them: see `strategies/rowmessages.py`."""
+
+    step: int
+    shards: list[int]
+    counts: list[list[int]]
+    """By table, by shard: how many rows."""
+    told: bytes
+    """The numbers that these shards tell of themselves, as in a Node."""
+
+
+class RowGradient(Struct, frozen=True, tag=True):
+    """Likewise of an update of a worker that waits for nobody. It is named as a Gradient is."""
+
+    update: int
+    step: int
+    counts: list[int]
+    """By table."""
+
+
 # --- changes of the ledger -------------------------------------------------------------------------------------------
 
 
@@ -112,7 +132,7 @@ class Open(Struct, frozen=True, tag=True):
     step: int
 
 
-Content = Node | Go | Note | Gradient | Ask | Complete | Members | Gate | Open
+Content = Node | Go | Note | Gradient | ShardRows | RowGradient | Ask | Complete | Members | Gate | Open
 RUN = 1 << 40
 """In place of a client: the source of updates, which are the run's, whoever computes them."""
 
@@ -209,8 +229,27 @@ class Read(Struct, frozen=True, tag=True):
     version: int
 
 
-FromClient = Push | Fetch | Measure | Look | Read
-Question = Fetch | Measure | Look | Read
+class Pull(Struct, frozen=True, tag=True):
+    """The values of rows of a table. Answered when the part has this version, or a later one; -1: at once."""
+
+    ticket: int
+    slice: int
+    version: int
+    table: int
+    rows: bytes
+    """As int64."""
+
+
+class Count(Struct, frozen=True, tag=True):
+    """How many rows of each table are there, at this version?"""
+
+    ticket: int
+    slice: int
+    version: int
+
+
+Question = Fetch | Measure | Look | Read | Pull | Count
+FromClient = Push | Question
 
 # --- to workers ------------------------------------------------------------------------------------------------------
 
@@ -276,10 +315,27 @@ class Contents(Struct, frozen=True, tag=True):
     ticket: int
     slice: int
     version: int
+    counts: list[int] = []
+    """Of a part of the tables: how many rows of each it has."""
 
 
-ToClient = Answered | Refused | Fetched | Measured | Looked | Contents
-Reply = Fetched | Measured | Looked | Contents
+class Pulled(Struct, frozen=True, tag=True):
+    """The values are in a frame; none, if the part has gone on to another version."""
+
+    ticket: int
+    slice: int
+    version: int
+
+
+class Counted(Struct, frozen=True, tag=True):
+    ticket: int
+    slice: int
+    version: int
+    counts: list[int]
+
+
+Reply = Fetched | Measured | Looked | Contents | Pulled | Counted
+ToClient = Answered | Refused | Reply
 
 _encoder = msgspec.msgpack.Encoder()
 _to_client = msgspec.msgpack.Decoder(list[ToClient])
@@ -299,14 +355,26 @@ def pack(secret: bytes, letters: Sequence[Letter]) -> list[Any]:
     return [secret, header, *(letter.payload for letter in letters if letter.payload is not None)]
 
 
+def is_update(content: Content) -> TypeGuard[Gradient | RowGradient]:
+    """Whether a change is named by the number of an update, and not by who sends it."""
+    return isinstance(content, Gradient | RowGradient)
+
+
+def brings_bytes(content: Content | None) -> bool:
+    """Whether the bytes of a change are in a frame."""
+    if isinstance(content, Node | Gradient):
+        return not content.segment
+    return isinstance(content, ShardRows | RowGradient)
+
+
 def has_payload(message: Any) -> bool:
     """Whether a frame goes with the message."""
     match message:
         case Push(content=content):
-            return isinstance(content, Node | Gradient) and not content.segment
+            return brings_bytes(content)
         case Fetched():
             return not message.segment and bool(message.version >= 0)
-        case Contents():
+        case Contents() | Pulled():
             return message.version >= 0
     return False
 

@@ -17,15 +17,17 @@ from distbelief.comm.messages import ServerMap
 from distbelief.comm.serverwords import (
     RUN,
     Answered,
+    Count,
     Fetch,
-    Gradient,
     Letter,
     Look,
     Measure,
+    Pull,
     Push,
     Question,
     Read,
     Refused,
+    is_update,
 )
 from distbelief.errors import DistBeliefError
 from distbelief.servers import holding as h
@@ -129,11 +131,11 @@ class ServerNode:
                     return out
                 content = message.content
                 name = (message.client, message.sequence)
-                if isinstance(content, Gradient):
+                if is_update(content):
                     name = (RUN, content.update)
                 held.askers[name] = sender
                 self._changed(message.slice, held.holding.change(name, Change(content, letter.payload)), out)
-            case Fetch() | Measure() | Look() | Read():
+            case Fetch() | Measure() | Look() | Read() | Pull() | Count():
                 held = self._held.get(message.slice)
                 if held is None or not held.holding.is_primary:
                     out.clients.append((sender, Letter(Refused(message.slice, self.version))))
