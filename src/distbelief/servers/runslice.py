@@ -266,6 +266,8 @@ class RunSlice:
                 return Letter(Contents(question.ticket, question.slice, self.version), contents)
             case Fetch():
                 return self._fetched(question, segment, everywhere)
+            case _:
+                raise DistBeliefError(f"a slice of dense parameters is not asked {type(question).__name__}")
 
     def _fetched(self, question: Fetch, segment: str, everywhere: bool) -> Letter | None:
         first = question.slice == 0

@@ -97,6 +97,9 @@ class _Tables:
         values = self.tables[question.table].pull(rows).numpy()
         return Letter(Pulled(question.ticket, question.slice, self.version), values.reshape(-1).view(np.uint8))
 
+    def _counted(self, question: Count) -> Letter:
+        return Letter(Counted(question.ticket, question.slice, self.version, self.counts))
+
     def _read(self, question: Read) -> Letter:
         header = Contents(question.ticket, question.slice, self.version, self.counts)
         return Letter(header, self.contents().numpy())
@@ -124,9 +127,7 @@ class FreeTables(_Tables):
             case Pull():
                 return self._values(question)
             case Count():
-                return (
-                    Letter(Counted(question.ticket, question.slice, self.version, self.counts)) if caught_up else None
-                )
+                return self._counted(question) if caught_up else None
             case Read():
                 return self._read(question) if caught_up else None
             case _:
@@ -259,6 +260,8 @@ class StepTables(_Tables):
                 if not caught_up or (measured < step and not self._unsound):
                     return None  # what follows from the answer must not be undone by a death
                 return Letter(Measured(question.ticket, question.slice, [squares]))
+            case Count(version=-1):
+                return self._counted(question)
             case Pull() | Count() | Read():
                 if self.version < question.version:
                     return None
@@ -271,7 +274,7 @@ class StepTables(_Tables):
             case Pull():
                 return self._values(question)
             case Count():
-                return Letter(Counted(question.ticket, question.slice, self.version, self.counts))
+                return self._counted(question)
             case Read():
                 return self._read(question)
 
@@ -289,4 +292,4 @@ def _gone_on(question: Pull | Count | Read) -> Letter:
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
     """A view, where that can be: what came in a message may be read only, or begin anywhere."""
-    return torch.from_numpy(np.require(array, requirements="CAW"))
+    return torch.from_numpy(np.require(array, requirements=["C", "A", "W"]))

@@ -8,7 +8,7 @@ table is an ordinary parameter. Its first values are the same in both forms (row
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -41,6 +41,14 @@ class RowGradients:
 
     rows: NDArray[np.int64]
     gradients: NDArray[np.float32]
+
+
+def added_rows(several: Sequence[RowGradients]) -> RowGradients:
+    """Of one table: rows that are in several of them have the sum."""
+    if len(several) == 1:
+        return several[0]
+    rows, gradients = ([getattr(one, name) for one in several] for name in ("rows", "gradients"))
+    return RowGradients(*added_up(np.concatenate(rows), np.concatenate(gradients)))
 
 
 class EmbeddingTable(nn.Module):
@@ -129,17 +137,10 @@ class EmbeddingTable(nn.Module):
 
     def gradients(self) -> RowGradients:
         """Of everything that was brought since the last time."""
-        found = [(rows, leaf.grad.numpy()) for rows, leaf in self._brought if leaf.grad is not None]
+        found = [RowGradients(rows, leaf.grad.numpy()) for rows, leaf in self._brought if leaf.grad is not None]
         self._brought.clear()
-        if len(found) == 1:
-            return RowGradients(*found[0])
-        empty = np.zeros((0, self.width), np.float32)
-        return RowGradients(
-            *added_up(
-                np.concatenate([np.zeros(0, np.int64), *(rows for rows, _ in found)]),
-                np.concatenate([empty, *(gradients for _, gradients in found)]),
-            )
-        )
+        none = RowGradients(np.zeros(0, np.int64), np.zeros((0, self.width), np.float32))
+        return added_rows(found or [none])
 
 
 def tables_of(model: nn.Module) -> list[tuple[str, EmbeddingTable]]:

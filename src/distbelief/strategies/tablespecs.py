@@ -121,8 +121,10 @@ class PartShape:
                 ("rows", torch.int64, (count,)),
                 ("values", torch.float32, wide),
             ]
-            for field in spec.optimizer.fields:
-                kinds.append((field.name, getattr(torch, field.dtype), wide if field.wide else (count,)))
+            kinds += [
+                (field.name, getattr(torch, field.dtype), wide if field.wide else (count,))
+                for field in spec.optimizer.fields
+            ]
             for key, dtype, shape in kinds:
                 self.arrays.append(PartArray(number, key, dtype, shape, at))
                 at += -(-torch.Size(shape).numel() * dtype.itemsize // 64) * 64
