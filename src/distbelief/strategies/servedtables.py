@@ -65,7 +65,7 @@ class ServedTables:
                 gone_on.append(message.slice)
                 return
             mine = places[message.slice]
-            values[mine] = np.frombuffer(letter.payload, np.float32).reshape(len(mine), -1)
+            values[mine] = np.frombuffer(letter.payload, np.float32).reshape(len(mine), values.shape[1])
 
         questions = [
             partial(_pull, number, version, table, rows[mine].tobytes()) for number, mine in places.items() if mine.size

@@ -128,7 +128,7 @@ class PartShape:
             for key, dtype, shape in kinds:
                 self.arrays.append(PartArray(number, key, dtype, shape, at))
                 at += -(-torch.Size(shape).numel() * dtype.itemsize // 64) * 64
-        self.size_bytes = at
+        self.size_bytes = max(at, 64)  # never nothing: a message has a frame, or has none
 
     def views(self, content: torch.Tensor) -> list[dict[str, torch.Tensor]]:
         """The arrays in these bytes, by table."""
@@ -136,5 +136,6 @@ class PartShape:
         for array in self.arrays:
             size = torch.Size(array.shape).numel() * array.dtype.itemsize
             part = content[array.at_bytes : array.at_bytes + size]
-            found[array.table][array.key] = part.view(array.dtype).view(array.shape)
+            whole = part.view(array.dtype).view(array.shape) if size else torch.empty(array.shape, dtype=array.dtype)
+            found[array.table][array.key] = whole
         return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 from distbelief.comm.exchange import ROW
 from distbelief.comm.serverwords import Go, RowGradient, ShardRows
 from distbelief.job import Job
+from distbelief.servers.roles import Slice
 from distbelief.servers.stores import Change
 from distbelief.servers.tableslice import FreeTables, StepTables
 from distbelief.shards import Schedule
@@ -21,38 +24,41 @@ from distbelief.strategies.tablespecs import PARTS, part_of, specs_of
 
 SHARDS = 5
 SAMPLES, BATCH = 42, 10  # the last batch of an epoch fills two shards of five
-Values = list[dict[int, bytes]]
-"""By table: row -> its values."""
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, init: Any) -> None:
         super().__init__()
-        self.users = EmbeddingTable(1_000_000, 3, init=("normal", 0.5))
+        self.users = EmbeddingTable(1_000_000, 3, init=init)
         self.items = EmbeddingTable(40, 2, init="zeros")
 
 
 class Kit:
     """The job as a server has loaded it."""
 
-    def __init__(self, clip_norm: float | None = 0.7) -> None:
+    def __init__(
+        self,
+        clip_norm: float | None = 0.7,
+        model: Callable[[], nn.Module] = lambda: Model(("normal", 0.5)),
+        optimizer: Any = lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
+        schedule: Callable[[int], float] | None = lambda step: 1.0 / (1 + step),
+    ) -> None:
         self.job = Job(
-            model=Model,
+            model=model,
             loss=F.mse_loss,
-            optimizer=lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
+            optimizer=optimizer,
             data=(torch.zeros(SAMPLES, 1), torch.zeros(SAMPLES, 1)),
             global_batch=BATCH,
             shards=SHARDS,
             steps=100,
             clip_norm=clip_norm,
-            schedule=lambda step: 1.0 / (1 + step),
+            schedule=schedule,
         )
         self.schedule = Schedule(SAMPLES, BATCH, SHARDS)
         torch.manual_seed(3)
         with on_servers():
-            self.model = Model()
-        self.specs = specs_of(self.model, self.job)
-        self.slices = PARTS
+            self.specs = specs_of(model(), self.job)
+        self.shapes = [Slice(number, 1000) for number in range(PARTS)]
 
     def store(self) -> StepTables:
         return StepTables(self.specs, self.job, self.schedule)
@@ -108,11 +114,15 @@ class Kit:
     def factor(self, squares: list[float]) -> float:
         return min(1.0, self.job.clip_norm / (sum(squares) ** 0.5 + 1e-6)) if self.job.clip_norm else 1.0
 
-    @lru_cache(maxsize=4)  # noqa: B019
     def history(self, steps: int) -> list[list[bytes]]:
         """The contents of every part after 0, 1, 2… steps, in one process to which nothing happens."""
+        return [self.contents(stores) for stores in self.stages(steps)]
+
+    @lru_cache(maxsize=4)  # noqa: B019
+    def stages(self, steps: int) -> list[list[StepTables]]:
+        """Every part, after 0, 1, 2… steps."""
         stores = [self.store() for _ in range(PARTS)]
-        found = [self.contents(stores)]
+        found = [[self._copy(store) for store in stores]]
         for step in range(steps):
             shards = list(range(self.schedule.occupied(step)))
             all_found = [self.found_out(step, s, self.pulled(stores, self.wanted(step, s))) for s in shards]
@@ -121,8 +131,18 @@ class Kit:
             factor = self.factor([store._measured[1] for store in stores])
             for store in stores:
                 store.apply(Change(Go(step, factor)))
-            found.append(self.contents(stores))
+            found.append([self._copy(store) for store in stores])
         return found
+
+    def _copy(self, store: StepTables) -> StepTables:
+        copy = self.store()
+        copy.load(store.state())
+        return copy
 
     def contents(self, stores: list[StepTables] | list[FreeTables]) -> list[bytes]:
         return [bytes(store.contents().numpy()) for store in stores]
+
+
+def counting() -> Kit:
+    """Rows begin at 0, and each gradient of one takes 1 away."""
+    return Kit(None, lambda: Model("zeros"), lambda parameters: torch.optim.SGD(parameters, lr=1.0), None)
