@@ -8,7 +8,7 @@ table is an ordinary parameter. Its first values are the same in both forms (row
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -73,11 +73,6 @@ class EmbeddingTable(nn.Module):
         self, rows: int, width: int, init: Init = ("normal", 0.01), optimizer: OptimizerFactory | None = None
     ) -> None:
         super().__init__()
-        if torch.get_default_device().type == "meta":
-            raise JobError(
-                "a model with an EmbeddingTable cannot be divided among workers yet",
-                hint="use --strategy ps (or allreduce, where the table fits in memory)",
-            )
         begin = RowInit(init) if isinstance(init, str) else RowInit(*init)
         # From torch's generator, as other modules draw their first values: every table has others.
         self.form = TableForm("", rows, width, begin, seed=int(torch.randint(1 << 62, (1,))))
@@ -171,6 +166,30 @@ def settle(model: nn.Module) -> None:
                 f"the table '{name}' has an optimizer of its own, which only parameter servers can give it",
                 hint="use --strategy ps, or leave `optimizer` out: then the job's is used",
             )
+
+
+def densified(model: nn.Module, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> dict[str, torch.Tensor]:
+    """Weights in which tables have rows and values (`NAME.rows`), for a model in which they are parameters: rows that
+    are not there have their first values, as the model was just made with."""
+    found = dict(tensors)
+    for name in tables_in_rows(model, tensors, prefix):
+        table = model.get_submodule(name)
+        assert isinstance(table, EmbeddingTable)
+        assert table.weight is not None
+        whole = table.weight.detach().clone()
+        rows = found.pop(f"{prefix}{name}.rows")
+        whole[rows] = found.pop(f"{prefix}{name}.values")
+        found[f"{prefix}{name}.weight"] = whole
+    return found
+
+
+def tables_in_rows(model: nn.Module, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> list[str]:
+    """The tables that are parameters of this model, and rows and values in these tensors."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, EmbeddingTable) and not module.is_served and f"{prefix}{name}.rows" in tensors
+    ]
 
 
 def _all_rows(form: TableForm) -> torch.Tensor:

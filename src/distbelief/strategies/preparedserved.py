@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,11 @@ class PreparedServed(PreparedAllReduce):
             super().__init__(job, schedule, device, strategy.exact)
         self.strategy = strategy
         self.tables = specs_of(self.model, job)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Of tables all rows that there can be."""
+        return sum(p.numel() for p in self._computer.parameters) + sum(s.form.rows * s.form.width for s in self.tables)
 
     def geometry(self, ranges: Sequence[Range]) -> Geometry:
         usual = super().geometry(ranges)

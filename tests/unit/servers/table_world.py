@@ -111,9 +111,7 @@ class TableWorld(World):
                 value[places] = np.frombuffer(client.payloads.pop(reply.ticket), np.float32).reshape(-1, value.shape[1])
             values.append(value)
         expected = self.kit.pulled(self.kit.stages(self.steps)[step], wanted)
-        assert all(np.array_equal(a, b) for a, b in zip(values, expected, strict=True)), (
-            "other rows"
-        )
+        assert all(np.array_equal(a, b) for a, b in zip(values, expected, strict=True)), "other rows"
         return values
 
     def _check(self) -> None:
