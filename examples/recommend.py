@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 from torch.nn import functional as F
 
-from distbelief import Job, JobError
+from distbelief import EmbeddingTable, Job, JobError
 
 GROUPS, CATEGORIES, HOURS, TASTES = 8, 12, 24, 2
 TEST = 50_000  # impressions that are never trained on: the first ones, the same however many there are to train on
@@ -86,19 +86,22 @@ class WideAndDeep(nn.Module):
 
     def __init__(self, users: int, items: int, crosses: int, width: int, hidden: int) -> None:
         super().__init__()
-        sizes = {"user": users, "item": items, "group": GROUPS, "category": CATEGORIES, "hour": HOURS}
-        self.tables = nn.ModuleDict({name: nn.Embedding(size, width) for name, size in sizes.items()})
-        self.wide = nn.Embedding(crosses, 1)
+        large = {"user": users, "item": items}
+        small = {"group": GROUPS, "category": CATEGORIES, "hour": HOURS}
+        self.tables = nn.ModuleDict(
+            {name: EmbeddingTable(size, width, init=("normal", 0.05)) for name, size in large.items()}
+            | {name: nn.Embedding(size, width) for name, size in small.items()}
+        )
+        self.wide = EmbeddingTable(crosses, 1, init="zeros")
         self.deep = nn.Sequential(
-            nn.Linear(width * len(sizes), hidden),
+            nn.Linear(width * len(self.tables), hidden),
             nn.ReLU(),
             nn.Linear(hidden, hidden // 2),
             nn.ReLU(),
             nn.Linear(hidden // 2, 1),
         )
-        for weight in self.tables.parameters():
-            nn.init.normal_(weight, std=0.05)
-        nn.init.zeros_(self.wide.weight)
+        for name in small:
+            nn.init.normal_(self.tables[name].weight, std=0.05)
 
     def forward(
         self, user: torch.Tensor, item: torch.Tensor, group: torch.Tensor, category: torch.Tensor, hour: torch.Tensor
@@ -106,7 +109,7 @@ class WideAndDeep(nn.Module):
         ids = user, item, group, category, hour
         rows = torch.cat([table(row) for table, row in zip(self.tables.values(), ids, strict=True)], dim=1)
         pairs = (user, category), (group, category), (category, hour), (item, group)
-        buckets = [crossed(cross, a, b, self.wide.num_embeddings) for cross, (a, b) in enumerate(pairs)]
+        buckets = [crossed(cross, a, b, self.wide.rows) for cross, (a, b) in enumerate(pairs)]
         return self.deep(rows).squeeze(1) + self.wide(torch.stack(buckets, dim=1)).sum(dim=(1, 2))
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from distbelief.errors import DistBeliefError, JobError, RunFailed
     from distbelief.job import Job
     from distbelief.strategies.allreduce import AllReduce
+    from distbelief.strategies.embedding import EmbeddingTable
     from distbelief.strategies.hybrid import Hybrid, Pipeline, Sharded, Tensor
     from distbelief.strategies.local_sgd import LocalSGD
     from distbelief.worker.metrics import accuracy
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _HOME = {
     "AllReduce": "distbelief.strategies.allreduce",
     "DistBeliefError": "distbelief.errors",
+    "EmbeddingTable": "distbelief.strategies.embedding",
     "Hybrid": "distbelief.strategies.hybrid",
     "Job": "distbelief.job",
     "JobError": "distbelief.errors",
@@ -41,6 +43,7 @@ _HOME = {
 __all__ = [
     "AllReduce",
     "DistBeliefError",
+    "EmbeddingTable",
     "Hybrid",
     "Job",
     "JobError",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO
 
 import torch
@@ -84,9 +85,14 @@ def weights_sha256_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def save_weights(model: torch.nn.Module, path: Path) -> str:
-    """Write what `load_state_dict` expects as a safetensors file: whole or not at all. Returns `weights_sha256`."""
-    return write_weights(path, outlines_of(persistent_tensors(model)), named_tensors(model).items())
+def save_weights(model: torch.nn.Module, path: Path, besides: Mapping[str, torch.Tensor] = MappingProxyType({})) -> str:
+    """Write what `load_state_dict` expects as a safetensors file: whole or not at all. Returns `weights_sha256`.
+
+    `besides`: tensors that belong to the weights and are not in the model.
+    """
+    every = {**named_tensors(model), **besides}
+    outlines = outlines_of({**persistent_tensors(model), **besides})
+    return write_weights(path, outlines, ((name, every[name]) for name in sorted(every)))
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -24,11 +24,11 @@ from distbelief.comm.serverwords import (
     Answered,
     Content,
     Given,
-    Gradient,
     Letter,
     Push,
     Question,
     Refused,
+    is_update,
     pack,
     unpack_for_client,
 )
@@ -117,7 +117,7 @@ class ServerClient:
     def push(self, number: int, content: Content, payload: Any = None) -> int:
         """Have a slice changed. `payload` must stay as it is until that is done. It is sent by `flush`. Returns the
         number of the push, for `waits_for`."""
-        if isinstance(content, Gradient):
+        if is_update(content):
             source, sequence = RUN, content.update
         else:
             source, sequence = -1, self._sequences.get(number, -1) + 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 import zmq
@@ -81,6 +81,26 @@ class Gradient(Struct, frozen=True, tag=True):
     values: str = ""
 
 
+class ShardRows(Struct, frozen=True, tag=True):
+    """What some shards of a step say about rows of tables, for one part of them: see `strategies/rowmessages.py`."""
+
+    step: int
+    shards: list[int]
+    counts: list[list[int]]
+    """By table, by shard: how many rows."""
+    told: bytes
+    """The numbers that these shards tell of themselves, as in a Node."""
+
+
+class RowGradient(Struct, frozen=True, tag=True):
+    """Likewise of an update of a worker that waits for nobody. It is named as a Gradient is."""
+
+    update: int
+    step: int
+    counts: list[int]
+    """By table."""
+
+
 # --- changes of the ledger -------------------------------------------------------------------------------------------
 
 
@@ -129,7 +149,7 @@ class Open(Struct, frozen=True, tag=True):
     step: int
 
 
-OfRuns = Node | Go | Begun | Note | Gradient | Ask | Complete | Members | Gate | Open
+OfRuns = Node | Go | Begun | Note | Gradient | ShardRows | RowGradient | Ask | Complete | Members | Gate | Open
 Content = OfRuns | v.Do | v.Begin | v.Take | v.Keep | KeyContent
 RUN = 1 << 40
 """In place of a client: the source of updates, which are the run's, whoever computes them."""
@@ -232,7 +252,26 @@ class Read(Struct, frozen=True, tag=True):
     version: int
 
 
-Question = Fetch | Measure | Look | Read | v.Products | v.ReadVectors | KeyQuestion
+class Pull(Struct, frozen=True, tag=True):
+    """The values of rows of a table. Answered when the part has this version, or a later one; -1: at once."""
+
+    ticket: int
+    slice: int
+    version: int
+    table: int
+    rows: bytes
+    """As int64."""
+
+
+class Count(Struct, frozen=True, tag=True):
+    """How many rows of each table are there, at this version?"""
+
+    ticket: int
+    slice: int
+    version: int
+
+
+Question = Fetch | Measure | Look | Read | Pull | Count | v.Products | v.ReadVectors | KeyQuestion
 FromClient = Push | Question
 
 # --- to workers ------------------------------------------------------------------------------------------------------
@@ -299,9 +338,26 @@ class Contents(Struct, frozen=True, tag=True):
     ticket: int
     slice: int
     version: int
+    counts: list[int] = []
+    """Of a part of the tables: how many rows of each it has."""
 
 
-Reply = Fetched | Measured | Looked | Contents | v.Produced | v.SearchKnown | KeyReply
+class Pulled(Struct, frozen=True, tag=True):
+    """The values are in a frame; none, if the part has gone on to another version."""
+
+    ticket: int
+    slice: int
+    version: int
+
+
+class Counted(Struct, frozen=True, tag=True):
+    ticket: int
+    slice: int
+    version: int
+    counts: list[int]
+
+
+Reply = Fetched | Measured | Looked | Contents | Pulled | Counted | v.Produced | v.SearchKnown | KeyReply
 ToClient = Answered | Refused | Reply
 
 _encoder = msgspec.msgpack.Encoder()
@@ -322,21 +378,28 @@ def pack(secret: bytes, letters: Sequence[Letter]) -> list[Any]:
     return [secret, header, *(letter.payload for letter in letters if letter.payload is not None)]
 
 
+def is_update(content: Content) -> TypeGuard[Gradient | RowGradient]:
+    """Whether a change is named by the number of an update, and not by who sends it."""
+    return isinstance(content, Gradient | RowGradient)
+
+
+def brings_bytes(content: Content | None) -> bool:
+    """Whether the bytes of a change are in a frame."""
+    if isinstance(content, Node | Gradient):
+        return not content.segment
+    return isinstance(content, ShardRows | RowGradient) or content_has_payload(content)
+
+
 def has_payload(message: Any) -> bool:
     """Whether a frame goes with the message."""
     match message:
         case Push(content=content):
-            return carries_bytes(content)
+            return brings_bytes(content)
         case Fetched():
             return not message.segment and bool(message.version >= 0)
-        case Contents():
+        case Contents() | Pulled():
             return message.version >= 0
     return reply_has_payload(message)
-
-
-def carries_bytes(content: Any) -> bool:
-    """Whether a frame goes with the change."""
-    return (isinstance(content, Node | Gradient) and not content.segment) or content_has_payload(content)
 
 
 def unpack_for_client(frames: Sequence[zmq.Frame]) -> list[Letter]:

@@ -23,6 +23,7 @@ from distbelief.data.sources import InMemory, as_source, split_batch
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.job import Job
 from distbelief.strategies.compute import make_model
+from distbelief.strategies.embedding import densified
 from distbelief.worker.jobfile import load_job
 
 SAMPLES = 3  # more than 1: torch.export takes a dimension of 1 for a constant
@@ -73,6 +74,7 @@ def rebuild(run_dir: Path, tensors: Mapping[str, torch.Tensor], where: str) -> R
     """The model of the run with the tensors (from `where`) as its weights."""
     job = _load(run_dir)
     model = _in_user_code("the model could not be made", lambda: make_model(job, torch.device("cpu"))).eval()
+    tensors = densified(model, tensors)
     expected = persistent_tensors(model)
     lines = differences(forms(tensors), where, forms(expected), "the model")
     if lines:

@@ -27,8 +27,8 @@ from distbelief.errors import DistBeliefError
 from distbelief.kv.buffers import LENT_BYTES, SMALLEST, Buffers
 from distbelief.kv.link import Link
 from distbelief.kv.patience import Patience
-from distbelief.servers.rowbuckets import bucket_of
 from distbelief.servers.tensorbag import as_bytes
+from distbelief.strategies.rowbuckets import bucket_of
 
 
 class Traffic:

@@ -15,9 +15,9 @@ from msgspec import Struct
 
 from distbelief.comm.kvwords import Dense, Form, OptimizerSpec, Rows
 from distbelief.servers.keyoptimizer import differs_in_rate_only, made, row_optimizer
-from distbelief.servers.rowinit import RowInit, TableForm
 from distbelief.servers.tables import Table
 from distbelief.servers.tensorbag import dtype_of
+from distbelief.strategies.rowinit import RowInit, TableForm
 
 T = TypeVar("T")
 

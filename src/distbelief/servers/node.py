@@ -18,15 +18,17 @@ from distbelief.comm.messages import ServerMap
 from distbelief.comm.serverwords import (
     RUN,
     Answered,
+    Count,
     Fetch,
-    Gradient,
     Letter,
     Look,
     Measure,
+    Pull,
     Push,
     Question,
     Read,
     Refused,
+    is_update,
 )
 from distbelief.comm.vectorwords import Products, ReadVectors
 from distbelief.errors import DistBeliefError
@@ -132,7 +134,7 @@ class ServerNode:
                     return out
                 content = message.content
                 name = (message.client, message.sequence)
-                if isinstance(content, Gradient):
+                if is_update(content):
                     name = (RUN, content.update)
                 held.askers[name] = sender
                 self._changed(message.slice, held.holding.change(name, Change(content, letter.payload)), out)
@@ -141,6 +143,8 @@ class ServerNode:
                 | Measure()
                 | Look()
                 | Read()
+                | Pull()
+                | Count()
                 | Products()
                 | ReadVectors()
                 | Consult()

@@ -279,7 +279,7 @@ class RunSlice:
             case Fetch():
                 return self._fetched(question, segment, everywhere)
             case _:
-                raise DistBeliefError(f"a slice of a synchronous run is not asked {type(question).__name__}")
+                raise DistBeliefError(f"a slice of dense parameters is not asked {type(question).__name__}")
 
     def _have_begun(self, question: Measure) -> bool:
         generation, ranks = self._begun

@@ -30,8 +30,8 @@ class Piece:
 class TableCopy:
     """The side of the original. Between two calls of `next`, pushes may change the table.
 
-    >>> from distbelief.servers.rowinit import TableForm
-    >>> from distbelief.servers.rowoptimizers import RowOptimizer
+    >>> from distbelief.strategies.rowinit import TableForm
+    >>> from distbelief.strategies.rowoptimizers import RowOptimizer
     >>> original = Table(TableForm("words", rows=1000, width=4), RowOptimizer("adam", lr=0.1))
     >>> original.push(torch.tensor([5, 900, 30]), torch.ones(3, 4))
     >>> copy = TableCopy(original, piece_rows=2)

@@ -9,7 +9,7 @@ import msgspec
 import zmq
 from msgspec import Struct
 
-from distbelief.comm.serverwords import Content, FromClient, Letter, carries_bytes, together
+from distbelief.comm.serverwords import Content, FromClient, Letter, brings_bytes, together
 from distbelief.servers.applied import Applied
 from distbelief.servers.stores import Snapshot
 
@@ -57,7 +57,7 @@ _decoder = msgspec.msgpack.Decoder(list[FromClient | FromPeer])
 
 def _has_payload(message: Any) -> bool:
     if isinstance(message, Forwarded):
-        return carries_bytes(message.content)
+        return brings_bytes(message.content)
     return isinstance(message, CopySent)
 
 

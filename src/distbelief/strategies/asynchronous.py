@@ -44,8 +44,10 @@ from distbelief.shards import Schedule, mix, shard_seed
 from distbelief.strategies.base import Applied, NonFiniteLoss, Seat, Takeover, Task
 from distbelief.strategies.base import Fetch as FetchBatch
 from distbelief.strategies.compute import ShardComputer
+from distbelief.strategies.embedding import RowGradients, added_rows
 from distbelief.strategies.parameterserver import ParameterServer
 from distbelief.strategies.servedmember import AlreadyCopied, ServedMember
+from distbelief.strategies.servedtables import ANY, ServedTables
 from distbelief.strategies.tileoptimizer import Recipe
 
 
@@ -83,9 +85,9 @@ class AsynchronousReplica(ServedMember):
 
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
-        fetch: FetchBatch, strategy: ParameterServer,
+        fetch: FetchBatch, tables: ServedTables, strategy: ParameterServer,
     ) -> None:  # fmt: skip
-        super().__init__(computer, recipe, schedule, seat, exchange, fetch)
+        super().__init__(computer, recipe, schedule, seat, exchange, fetch, tables)
         self.staleness: Mapping[int, int] = {}
         self.spent = Spent()
         self._strategy = strategy
@@ -94,7 +96,8 @@ class AsynchronousReplica(ServedMember):
         if not self._pace.all():
             self._pace[:] = (strategy.n_push, strategy.n_fetch)
         self._abort = AtBoundaries(exchange.abort)
-        self._ledger = len(self._slices)
+        self._ledger = len(self._slices) + len(tables.slices)
+        tables.bind(self._client, self._abort, lambda: ANY)
         self._version = -1
         self._since_fetch = 0
         self._join()
@@ -185,6 +188,7 @@ class AsynchronousReplica(ServedMember):
         other, _ = self.exchange.slot(1) if lease.batches > 1 else (slot, "")
         touched = np.zeros(len(self._computer.layout.entries), np.uint8)
         losses, counts, weight = [], [], 0.0
+        rows: list[Sequence[RowGradients]] = []
         for number in range(lease.batches):
             step = lease.step + number
             into = slot if number == 0 else other
@@ -202,11 +206,14 @@ class AsynchronousReplica(ServedMember):
                 for mine, more in zip(self._tiles(slot), self._tiles(other), strict=True):
                     mine.add_(more)
             touched |= result.touched
+            rows.append(result.rows)
             losses.append(result.loss_sum / result.weight if result.weight else 0.0)
             counts.append(samples)
             weight += result.weight
-        self._prepare(slot, weight, lease)
+        sums = [added_rows(of_table) for of_table in zip(*rows, strict=True)]
+        self._prepare(slot, sums, weight, lease)
         started = time.perf_counter()
+        self._tables.push_update(lease.update, lease.step, sums)
         self._push(lease, slot, name, touched)
         done = Complete(lease.update, lease.token, self._seat.worker, losses, counts, time.time())
         self._client.push(self._ledger, done)
@@ -222,9 +229,10 @@ class AsynchronousReplica(ServedMember):
         for part, base in zip(tiles, self._buffers, strict=True):
             part.sub_(base)
 
-    def _prepare(self, slot: Segment, weight: float, lease: Lease) -> None:
+    def _prepare(self, slot: Segment, rows: Sequence[RowGradients], weight: float, lease: Lease) -> None:
         """Sums become means; what the strategy and the job want of a gradient is done to it."""
         parts = self._tiles(slot)[: self._computer.layout.parameter_tiles]
+        parts += [torch.from_numpy(one.gradients) for one in rows]
         scale = 1.0 / weight if weight else 0.0
         for part in parts:
             part.mul_(scale)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,9 @@ class CommittedModel:
         finally:
             model.train()
 
-    def save(self, path: Path) -> None:
-        save_weights(self.restore(), path)
+    def save(self, path: Path, besides: Mapping[str, torch.Tensor] | None = None) -> str:
+        """Returns the digest of all weights. `besides`: what belongs to them and is not in the model."""
+        return save_weights(self.restore(), path, besides or {})
 
     def sha256(self) -> str:
         return weights_sha256(self.restore())

@@ -23,6 +23,7 @@ from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import shard_seed
 from distbelief.strategies.capture import GradientCapture
+from distbelief.strategies.embedding import RowGradients, settle, tables_of
 from distbelief.strategies.layout import Layout, trainable
 
 
@@ -33,6 +34,7 @@ def make_model(job: Job, device: torch.device) -> torch.nn.Module:
     if not isinstance(model, torch.nn.Module):
         raise JobError(f"`model` made a {type(model).__name__}, not a torch.nn.Module")
     model = model.to(device)
+    settle(model)
     if not trainable(model):
         raise JobError("the model has no trainable parameters")
     return model.train()
@@ -48,6 +50,8 @@ class ShardResult:
     """A checksum of the integer buffers after this shard: all shards must agree on them."""
     touched: np.ndarray
     """Per entry of the layout: whether this shard gave the parameter a gradient, or changed the buffer."""
+    rows: Sequence[RowGradients] = ()
+    """Of every table that is on servers."""
 
 
 class ShardComputer:
@@ -59,6 +63,7 @@ class ShardComputer:
         self.layout = layout
         self.device = device
         self.parameters = [p for _, p in trainable(model)]
+        self.tables = [table for _, table in tables_of(model)]
         self._capture = GradientCapture(self.parameters, layout)
         self._live = Segment.private(layout.size_bytes)  # float buffers of the model, at their places in the layout
         self._buffers = _bind_buffers(model, layout, self._live)
@@ -128,6 +133,8 @@ class ShardComputer:
         seed_everything(seed)
         self.restore_buffers(committed)
         self._capture.start(views.parameters, tile_ready)
+        for table in self.tables:
+            table.forget()
         with self.forward_context():
             args, kwargs, target = split_batch(move(batch, self.device))
             total, weight = loss_sum(self.job.loss(self.model(*args, **kwargs), target), samples)
@@ -141,7 +148,8 @@ class ShardComputer:
         for tile in self._buffer_tiles:
             tile_ready(tile.index)
         marks = np.concatenate([touched, self._changed_buffers(committed)])
-        return ShardResult(loss, weight, zlib.crc32(self.integer_bytes()), marks)
+        rows = [table.gradients() for table in self.tables]
+        return ShardResult(loss, weight, zlib.crc32(self.integer_bytes()), marks, rows)
 
     def touched_so_far(self) -> np.ndarray:
         """Which parameters have a gradient of the shard under way: final for the tiles that are ready."""
@@ -168,6 +176,8 @@ class ShardComputer:
         self._views.clear()
         digest = hashlib.blake2b(slot.view(0, self.layout.size_bytes), digest_size=16)
         digest.update(repr((result.loss_sum, result.weight, result.integers)).encode())
+        for one in result.rows:
+            digest.update(one.rows.tobytes() + one.gradients.tobytes())
         return digest.hexdigest(), result
 
     def _changed_buffers(self, committed: Sequence[torch.Tensor]) -> np.ndarray:

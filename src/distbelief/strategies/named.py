@@ -23,6 +23,7 @@ from distbelief.checkpoint.sources import MODEL
 from distbelief.comm.segment import Segment
 from distbelief.strategies.base import Saved
 from distbelief.strategies.compute import ShardComputer
+from distbelief.strategies.embedding import densified, tables_in_rows
 from distbelief.strategies.layout import Layout
 from distbelief.strategies.state import ReplicaState
 from distbelief.strategies.tileoptimizer import Recipe, state_bytes, state_places
@@ -191,6 +192,13 @@ def _fitting(saved: Saved, computer: ShardComputer, recipe: Recipe) -> dict[str,
     model = computer.model
     others = {f"{MODEL}{name}" for name in tied(model)}
     given = {name: tensor for name, tensor in saved.tensors.items() if name not in others}
+    if _is_weights_alone(saved):
+        given = densified(model, given, MODEL)
+    elif served := tables_in_rows(model, given, MODEL):
+        raise CheckpointMismatch(
+            f"the table '{served[0]}' is in rows there, as parameter servers keep it, and a parameter here",
+            hint="go on with --strategy ps, or begin a run with its weights alone (`distbelief train --from`)",
+        )
     own = outside_of_tiles(model, computer.layout, computer.integer_bytes())
     own |= {f"{MODEL}{name}": t.detach() for name, t in (*model.named_parameters(), *model.named_buffers())}
     if _is_weights_alone(saved):

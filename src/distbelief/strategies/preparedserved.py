@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,26 +13,42 @@ import torch
 from distbelief.comm.alone import AloneExchange
 from distbelief.comm.exchange import Geometry
 from distbelief.comm.served import ServedGroup
+from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.agreement import agree_on_state
 from distbelief.strategies.asynchronous import AsynchronousReplica, free_slots
 from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
+from distbelief.strategies.embedding import on_servers
 from distbelief.strategies.layout import Layout
 from distbelief.strategies.parameterserver import ParameterServer
 from distbelief.strategies.prepared import PreparedAllReduce
 from distbelief.strategies.replica import DataParallelReplica
 from distbelief.strategies.served import ServedReplica
 from distbelief.strategies.servedhelping import HelpingReplica
+from distbelief.strategies.servedtables import ServedTables
 from distbelief.strategies.slicing import SliceShape, cut
 from distbelief.strategies.state import ReplicaState
+from distbelief.strategies.tablespecs import specs_of
 from distbelief.strategies.tileoptimizer import Recipe
 
 
 class PreparedServed(PreparedAllReduce):
     def __init__(self, job: Job, schedule: Schedule, device: torch.device, strategy: ParameterServer) -> None:
-        super().__init__(job, schedule, device, strategy.exact)
+        with on_servers():
+            super().__init__(job, schedule, device, strategy.exact)
         self.strategy = strategy
+        self.tables = specs_of(self.model, job)
+        if self.tables and strategy.backups:
+            raise JobError(
+                f"ps:sync:backups does not know the tables of the model ('{self.tables[0].name}')",
+                hint="leave backups out",
+            )
+
+    @cached_property
+    def parameters(self) -> int:
+        """Of tables all rows that there can be."""
+        return sum(p.numel() for p in self._computer.parameters) + sum(s.form.rows * s.form.width for s in self.tables)
 
     def geometry(self, ranges: Sequence[Range]) -> Geometry:
         usual = super().geometry(ranges)
@@ -72,13 +89,14 @@ class PreparedServed(PreparedAllReduce):
     ) -> ServedReplica | AsynchronousReplica | DataParallelReplica:
         """Without servers (one process that computes a step again) it is allreduce: the bits are the same."""
         if not isinstance(exchange, ServedGroup):
+            if self.tables:
+                raise JobError(
+                    f"the rows of table '{self.tables[0].name}' are on servers: without them no step can be computed",
+                    hint="use the run's weights, or train with --strategy allreduce where the tables fit in memory",
+                )
             return super().build(seat, exchange, fetch, begin_from)
+        tables = ServedTables(self._computer.tables, self.tables, len(self.slices()))
+        given = self._computer, self._recipe, self._schedule, seat, exchange, fetch, tables
         if not self.strategy.waits:
-            return AsynchronousReplica(
-                self._computer, self._recipe, self._schedule, seat, exchange, fetch, self.strategy
-            )
-        if self.strategy.backups:
-            return HelpingReplica(
-                self._computer, self._recipe, self._schedule, seat, exchange, fetch, self.strategy.backups
-            )
-        return ServedReplica(self._computer, self._recipe, self._schedule, seat, exchange, fetch)
+            return AsynchronousReplica(*given, self.strategy)
+        return HelpingReplica(*given, self.strategy.backups) if self.strategy.backups else ServedReplica(*given)

@@ -40,6 +40,7 @@ from distbelief.strategies.named import whole_entries
 from distbelief.strategies.portionsums import PortionSums
 from distbelief.strategies.sandblaster import Sandblaster
 from distbelief.strategies.servedmember import AlreadyCopied, ServedMember
+from distbelief.strategies.servedtables import ServedTables
 from distbelief.strategies.servedvectors import ServedVectors
 from distbelief.strategies.slicing import parameter_stretch
 from distbelief.strategies.tileoptimizer import Recipe
@@ -60,7 +61,7 @@ class SearchingMember(ServedMember):
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
         fetch: FetchBatch, strategy: Sandblaster,
     ) -> None:  # fmt: skip
-        super().__init__(computer, recipe, schedule, seat, exchange, fetch)
+        super().__init__(computer, recipe, schedule, seat, exchange, fetch, ServedTables([], [], 0))
         self._settings = Settings(history_size=strategy.history, lr=strategy.lr)
         self._search = len(self._slices)
         self._stretches = [parameter_stretch(computer.layout, shape)[1] for shape in self._slices]
@@ -260,7 +261,7 @@ class SearchingMember(ServedMember):
             if not self._past or self._past[-1].step < step:
                 self._past.append(Applied(step, done.loss, samples, told, self._seat.generation, done.at))
 
-    def portions(self) -> Sequence[VectorPortion]:  # type: ignore[override]
+    def portions(self) -> Sequence[VectorPortion]:
         """Every member saves some slices, with the vectors that the search needs at this step."""
         size, vectors = self.exchange.size, vectors_of(self._state)
         outside = whole_entries(self._outside())

@@ -45,8 +45,10 @@ from distbelief.strategies.base import (
     Fetch as FetchBatch,
 )
 from distbelief.strategies.compute import ShardComputer
+from distbelief.strategies.embedding import RowGradients
 from distbelief.strategies.partials import Partials, ShardWork
 from distbelief.strategies.servedmember import AlreadyCopied, ServedMember
+from distbelief.strategies.servedtables import ServedTables
 from distbelief.strategies.slicing import SliceShape
 from distbelief.strategies.takeover import StepWork, plan_step, plan_takeover
 from distbelief.strategies.tileoptimizer import Recipe
@@ -66,9 +68,11 @@ class ServedReplica(ServedMember):
 
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
-        fetch: FetchBatch,
+        fetch: FetchBatch, tables: ServedTables,
     ) -> None:  # fmt: skip
-        super().__init__(computer, recipe, schedule, seat, exchange, fetch)
+        super().__init__(computer, recipe, schedule, seat, exchange, fetch, tables)
+        tables.bind(self._client, exchange.abort, self.steps_applied)
+        self._row_gradients: dict[int, Sequence[RowGradients]] = {}
         self._rows = np.zeros((schedule.shards, ROW))
         self._touched = np.zeros(len(computer.layout.entries), np.uint8)
         self._pushed: set[tuple[Range, int]] = set()
@@ -114,14 +118,19 @@ class ServedReplica(ServedMember):
 
     def _look(self) -> list[Looked]:
         found: dict[int, Looked] = {}
-        self._ask(Look, lambda letter: found.__setitem__(letter.message.slice, letter.message))
-        return [found[shape.number] for shape in self._slices]
+        self._ask(Look, lambda letter: found.__setitem__(letter.message.slice, letter.message), self._everything)
+        return [found[number] for number in self._everything]
+
+    @property
+    def _everything(self) -> Sequence[int]:
+        """All slices: of the dense parameters, then of the tables."""
+        return range(len(self._slices) + len(self._tables.slices))
 
     def _ask(
-        self, make: Callable[[int, int], Question], each: Callable[[Letter], None], idle: Idle | None = None
-    ) -> None:
-        """Ask about every slice."""
-        questions = [partial(_about, make, shape.number) for shape in self._slices]
+        self, make: Callable[[int, int], Question], each: Callable[[Letter], None], slices: Sequence[int],
+        idle: Idle | None = None,
+    ) -> None:  # fmt: skip
+        questions = [partial(_about, make, number) for number in slices]
         self._client.ask(questions, self.exchange.abort, each, idle)
 
     def taken_over(self) -> Takeover | None:
@@ -154,6 +163,7 @@ class ServedReplica(ServedMember):
         self.exchange.begin(step)
         self._rows.fill(0)
         self._touched.fill(0)
+        self._row_gradients.clear()
         self._begin(step)
         self._pushed.clear()
         partials = self._work_of(step).partials
@@ -202,6 +212,7 @@ class ServedReplica(ServedMember):
         self.exchange.working(-1)
         self._rows[unit.shard] = (result.loss_sum, result.weight, result.integers, samples)
         self._touched |= result.touched
+        self._row_gradients[unit.shard] = result.rows
 
     def _tile_views(self, slot: int) -> list[torch.Tensor]:
         if slot not in self._slot_tiles:
@@ -216,6 +227,9 @@ class ServedReplica(ServedMember):
             self.exchange.gather(b"")
         for node, slot in self._sums(step).items():
             self._push(step, node, slot)
+        shards = sorted(self._row_gradients)
+        found = [self._row_gradients[shard] for shard in shards]
+        self._tables.push_step(step, shards, found, self._rows[shards].tobytes())
         self._client.flush()
         self._look_ahead(step + 1)
         if self.exchange.rank == 0:
@@ -229,8 +243,8 @@ class ServedReplica(ServedMember):
     def _go(self, step: int, idle: Idle | None = None) -> None:
         """Have the step applied."""
         factor = self._limit(step, idle)
-        for shape in self._slices:
-            self._client.push(shape.number, Go(step, factor))
+        for number in self._everything:
+            self._client.push(number, Go(step, factor))
         self._client.flush()
 
     def _push_early(self, step: int, number: int, done: Sequence[tuple[Range, int]]) -> None:
@@ -271,7 +285,7 @@ class ServedReplica(ServedMember):
             message: Measured = letter.message
             squares[message.slice] = message.squares
 
-        self._ask(self._measure(step), measured, idle)
+        self._ask(self._measure(step), measured, self._everything, idle)
         if self._job.clip_norm is None:
             return 1.0
         norm = math.sqrt(math.fsum(one for some in squares.values() for one in some))
@@ -290,7 +304,8 @@ class ServedReplica(ServedMember):
             if message.version >= 0:
                 self._take(message, letter.payload)
 
-        self._ask(partial(_fetch, version, not self.exchange.maps), fetched, self._meanwhile(version - 1, told))
+        dense = range(len(self._slices))  # rows are brought when they are wanted
+        self._ask(partial(_fetch, version, not self.exchange.maps), fetched, dense, self._meanwhile(version - 1, told))
         first = told[0]
         rows = np.frombuffer(first.rows).reshape(-1, ROW) if first.rows else None
         result = judge_rows(version - 1, rows) if rows is not None else None

@@ -23,6 +23,7 @@ from distbelief.strategies.base import Seat, StepResult
 from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.partials import ShardWork, reached, slots_needed
 from distbelief.strategies.served import ServedReplica, measure_step
+from distbelief.strategies.servedtables import ServedTables
 from distbelief.strategies.tileoptimizer import Recipe
 
 PATIENCE = 1.5
@@ -65,7 +66,7 @@ def choose(
 class HelpingReplica(ServedReplica):
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
-        fetch: FetchBatch, backups: int,
+        fetch: FetchBatch, tables: ServedTables, backups: int,
     ) -> None:  # fmt: skip
         self._late_members = backups
         self._step = -1
@@ -77,7 +78,7 @@ class HelpingReplica(ServedReplica):
         self._usual_s = float("inf")
         self._count = np.frombuffer(exchange.memory("helped", 8).buffer, np.int64, 1)
         self._first_slot = slots_needed(schedule.shards, seat.ranges[seat.rank])
-        super().__init__(computer, recipe, schedule, seat, exchange, fetch)
+        super().__init__(computer, recipe, schedule, seat, exchange, fetch, tables)
 
     def helped(self) -> int:
         return int(self._count[0])

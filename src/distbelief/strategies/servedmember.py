@@ -20,11 +20,14 @@ from distbelief.comm.serverclient import Stop
 from distbelief.comm.serverwords import Contents, Fetched, Letter, Question, Read
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Schedule
-from distbelief.strategies.base import Applied, Fetch, RolledBack, Seat, Task
+from distbelief.strategies.base import Applied, Fetch, Portion, RolledBack, Seat, Task
 from distbelief.strategies.committed import CommittedModel
 from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.named import TilePortion, outside_of_tiles, whole_entries
+from distbelief.strategies.savedtables import PortionWithTables, weights_in
+from distbelief.strategies.servedtables import ServedTables
 from distbelief.strategies.slicing import SliceShape, cut
+from distbelief.strategies.tablespecs import PARTS, PartShape
 from distbelief.strategies.tileoptimizer import Recipe
 
 REMEMBERED = 1024  # steps, as the servers remember
@@ -49,7 +52,7 @@ class ServedMember:
 
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
-        fetch: Fetch,
+        fetch: Fetch, tables: ServedTables,
     ) -> None:  # fmt: skip
         self.exchange = exchange
         self.comm_s = 0.0
@@ -61,6 +64,7 @@ class ServedMember:
         self._fetch = fetch
         self._client = exchange.client
         self._slices = cut(computer.layout, recipe)
+        self._tables = tables
         self._values = exchange.memory("values", computer.layout.size_bytes)
         self._segments: dict[str, torch.Tensor] = {}
         computer.bind_parameters(self._values, 0)
@@ -75,8 +79,9 @@ class ServedMember:
 
     def _check_slices(self, besides: int = 0) -> None:
         there = self._client.slices(self.exchange.abort) - besides
-        if there != len(self._slices):
-            raise DistBeliefError(f"the servers have {there} slices, this worker {len(self._slices)}: not the same job")
+        mine = len(self._slices) + len(self._tables.slices)
+        if there != mine:
+            raise DistBeliefError(f"the servers have {there} slices, this worker {mine}: not the same job")
 
     def _note_rollback(self) -> None:
         """When it has joined, and not before: a generation that is given up on the way tells nobody of it."""
@@ -138,7 +143,14 @@ class ServedMember:
     def _outside(self) -> dict[str, torch.Tensor]:
         return outside_of_tiles(self._computer.model, self._computer.layout, self._computer.integer_bytes())
 
-    def portions(self) -> Sequence[TilePortion]:
+    def portions(self) -> Sequence[Portion]:
+        if self._tables.slices:  # rows become more with every step
+            size, specs, counts = self.exchange.size, self._tables.specs, self._tables.counts(self._applied)
+            self._with_tables = [
+                PortionWithTables(dense, specs, counts, range(rank, PARTS, size))
+                for rank, dense in enumerate(self._portions)
+            ]
+            return self._with_tables
         return self._portions
 
     def _read_portion(self, into: Segment, version: int, abort: Stop) -> AlreadyCopied:
@@ -160,6 +172,9 @@ class ServedMember:
         self._client.ask([partial(_read, shape, version) for shape in shapes], abort, read)
         if missing:
             raise DistBeliefError(f"the servers have gone on from step {version} before it was saved")
+        if self._tables.slices:
+            mine = self._with_tables[rank]
+            self._tables.read(mine.parts, version, partial(_copy_part, mine, into))
         return AlreadyCopied(self._outside() if rank == 0 else {}, time.perf_counter() - started)
 
     def measure(self, tasks: Sequence[Task], measure: Callable[[Task, Any, Any], None]) -> None:
@@ -168,10 +183,34 @@ class ServedMember:
 
     def save_weights(self, path: Path) -> None:
         if self.exchange.rank == 0:
-            self._whole.save(path)
+            self._digest = self._whole.save(path, self._table_weights())
 
     def weights_sha256(self) -> str:
-        return self._whole.sha256()
+        if not self._tables.slices:
+            return self._whole.sha256()
+        # What lies on the servers is nobody's own: who has saved it tells of it.
+        return self._digest if self.exchange.rank == 0 else ""
+
+    def _table_weights(self) -> dict[str, torch.Tensor]:
+        """All rows of all tables, in the memory of this process."""
+        specs = self._tables.specs
+        parts: dict[int, list[dict[str, torch.Tensor]]] = {}
+
+        def take(part: int, counts: list[int], content: Any) -> None:
+            views = PartShape(specs, counts).views(torch.frombuffer(content, dtype=torch.uint8))
+            parts[part] = [{key: one[key].clone() for key in ("rows", "values")} for one in views]
+
+        self._tables.read(range(len(self._tables.slices)), self._applied, take)
+        return weights_in(specs, parts)
+
+
+def _copy_part(portion: PortionWithTables, into: Segment, part: int, counts: list[int], content: Any) -> None:
+    if counts != portion.shapes[part].counts:
+        raise DistBeliefError(f"part {part} of the tables has got other rows while it was being saved")
+    size_bytes = portion.shapes[part].size_bytes
+    if size_bytes:
+        copy = into.tensor(torch.uint8, portion.starts[part], size_bytes)
+        copy.copy_(torch.frombuffer(content, dtype=torch.uint8))
 
 
 def _read(shape: SliceShape, version: int, ticket: int) -> Question:

@@ -98,6 +98,27 @@ def compare(one: Trained, other: Trained, tolerance: float) -> Comparison:
     )
 
 
+def with_tables_alike(one: Trained, other: Trained) -> tuple[Trained, Trained]:
+    """A table that lay on servers in one run and was a parameter in the other: of that, the rows that the first has.
+    (All others have never been looked up, and are as they were at first.)
+
+    >>> served = Trained({"users.rows": torch.tensor([1]), "users.values": torch.tensor([[5.0]])}, {})
+    >>> whole = Trained({"users.weight": torch.tensor([[3.0], [5.0]])}, {})
+    >>> with_tables_alike(whole, served)[0].weights["users.values"]
+    tensor([[5.]])
+    """
+    return _alike(one, other.weights), _alike(other, one.weights)
+
+
+def _alike(one: Trained, other: Mapping[str, torch.Tensor]) -> Trained:
+    weights = dict(one.weights)
+    for rows in [name for name in other if name.endswith(".rows") and name not in weights]:
+        table = rows.removesuffix(".rows")
+        if (whole := weights.pop(f"{table}.weight", None)) is not None:
+            weights[rows], weights[f"{table}.values"] = other[rows], whole[other[rows]]
+    return replace(one, weights=weights)
+
+
 def allow_for_noise(found: Comparison, one: Trained, nudged: Trained) -> Comparison:
     """Judge again, knowing how far two runs come apart of which one began a rounding away from the other.
 

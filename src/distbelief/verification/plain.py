@@ -34,6 +34,7 @@ from distbelief.data.sources import InMemory, as_source, split_batch
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule, sample_seed, shard_seed, split
+from distbelief.strategies.embedding import settle
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
@@ -102,6 +103,7 @@ def make_model(job: Job) -> torch.nn.Module:
     """The model with its first weights."""
     seed_everything(job.seed)
     model = job.model if isinstance(job.model, torch.nn.Module) else job.model()
+    settle(model)
     for parameter in model.parameters():
         # In the ordinary order of elements, also where the job asked for channels_last: strategies keep them so.
         parameter.data = parameter.detach().reshape(-1).clone().view(parameter.shape)

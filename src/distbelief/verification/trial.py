@@ -18,7 +18,14 @@ from distbelief.errors import RunFailed
 from distbelief.observe.plain import PlainView
 from distbelief.observe.records import Tail
 from distbelief.strategies import parse
-from distbelief.verification.compare import Comparison, Trained, allow_for_noise, compare, default_tolerance
+from distbelief.verification.compare import (
+    Comparison,
+    Trained,
+    allow_for_noise,
+    compare,
+    default_tolerance,
+    with_tables_alike,
+)
 from distbelief.verification.process import run_plain
 
 PLAIN = "plain"
@@ -44,7 +51,7 @@ def verify(plan: Plan, stream: TextIO) -> Comparison:
     with _folder(plan.run_dir, stream) as folder:
         _train(plan, plan.strategy, folder / "strategy", stream)
         _train(plan, plan.against, folder / "against", stream)
-        one, other = _read(folder / "strategy"), _read(folder / "against")
+        one, other = with_tables_alike(_read(folder / "strategy"), _read(folder / "against"))
         precision = json.loads((folder / "strategy" / "job.json").read_text())["precision"]
         tolerance = default_tolerance(one.weights, precision) if plan.tolerance is None else plan.tolerance
         found = compare(one, other, tolerance)

@@ -44,12 +44,15 @@ from distbelief.servers.node import Out, ServerNode
 from distbelief.servers.runslice import RunSlice
 from distbelief.servers.slicememory import SliceMemory
 from distbelief.servers.stores import SliceStore
+from distbelief.servers.tableslice import FreeTables, StepTables
 from distbelief.servers.wire import unpack
 from distbelief.strategies.base import Saved
 from distbelief.strategies.preparedsandblaster import PreparedSandblaster
 from distbelief.strategies.preparedserved import PreparedServed
+from distbelief.strategies.savedtables import part_in, tables_in, without_tables
 from distbelief.strategies.slicing import SliceShape
 from distbelief.strategies.state import ReplicaState
+from distbelief.strategies.tablespecs import PARTS
 from distbelief.worker.loading import load_for_server
 from distbelief.worker.origin import newest_saved, weights_of
 from distbelief.worker.spec import WorkerSpec
@@ -119,28 +122,37 @@ class _Slices:
         self._facts = prepared.facts()
         self._shapes = prepared.slices()
         self._vectors: VectorStores | None = None
+        self._table_slices = range(0)
         if isinstance(prepared, PreparedSandblaster):
             self._vectors = VectorStores(prepared, self._schedule.shards, self._open)
             self.sizes = [*prepared.slice_sizes, LEDGER_BYTES]
+            self._ledger = len(self._shapes)
         else:
             self.prepared: PreparedServed = prepared
             self._strategy = prepared.strategy
             self.sizes = [shape.size_bytes for shape in self._shapes]
+            if prepared.tables:  # how many rows there will be, nobody knows: all parts weigh the same
+                self.sizes += [sum(spec.size_bytes for spec in prepared.tables) // PARTS] * PARTS
+            self._table_slices = range(len(self._shapes), len(self.sizes))
+            self._ledger = len(self.sizes)
             if not self._strategy.waits:
                 self.sizes.append(LEDGER_BYTES)
         self._mapped: dict[str, Segment] = {}
         self._first: tuple[int, ReplicaState] | None = None
+        self._first_tables: list[dict[str, torch.Tensor]] = []
         self.life: int = 0
         self.sealed: int = 0
 
     def make(self, number: int, first: bool) -> tuple[SliceStore, str]:
         """`first`: with the values that the parameters have when this life begins."""
         if self._vectors:
-            if number == len(self._shapes):
+            if number == self._ledger:
                 return self._vectors.search(self._saved if first else None), ""
             values, name = self._segment(number)
             return self._vectors.slice(self._shapes[number], values, self._saved if first else None), name
-        if number == len(self._shapes):
+        if number in self._table_slices:
+            return self._made_tables(number - len(self._shapes), first), ""
+        if number == self._ledger:
             return LedgerSlice(self._terms(self._first_state().steps_applied if first else 0)), ""
         shape = self._shapes[number]
         values, name = self._segment(number)
@@ -168,6 +180,14 @@ class _Slices:
         name = f"server {self._spec.worker}/life {self.life}/slice {number}" if self._keeper else ""
         return self._keeper.segment(name, size_bytes) if self._keeper else Segment.private(size_bytes), name
 
+    def _made_tables(self, part: int, first: bool) -> SliceStore:
+        specs = self.prepared.tables
+        store = StepTables(specs, self._job, self._schedule) if self._strategy.waits else FreeTables(specs, self._job)
+        if first:
+            step = self._first_state().steps_applied
+            store.begin(part_in(self._first_tables, part), step if self._strategy.waits else 0)
+        return store
+
     def _contents(self, state: ReplicaState, shape: SliceShape) -> torch.Tensor:
         content = Segment.private(shape.size_bytes)
         at = 0
@@ -190,11 +210,18 @@ class _Slices:
         self._first = None
         if self._vectors:
             self._vectors.forget()
+        self._first_tables = []
 
     def _first_state(self) -> ReplicaState:
         if self._first is None or self._first[0] != self.life:
-            self._first = (self.life, self.prepared.first_state(self._saved))
+            self._first = (self.life, self.prepared.first_state(self._saved_dense))
         return self._first[1]
+
+    def _saved_dense(self, step: int = -1) -> Saved | None:
+        """What there is for the tables is put aside."""
+        saved, specs = self._saved(step), self.prepared.tables
+        self._first_tables = tables_in(saved, specs)
+        return without_tables(saved, specs) if saved else None
 
     def _saved(self, step: int = -1) -> Saved | None:
         origin = self._spec.origin

@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 
 from distbelief.errors import DistBeliefError, JobError, NotEnoughMemory
 from distbelief.servers.rowarrays import RowArray
-from distbelief.servers.rowbuckets import BUCKETS, bucket_of, bucket_owners, server_of
-from distbelief.servers.rowinit import RowInit, TableForm, _normal, _signed
-from distbelief.servers.rowoptimizers import RowOptimizer
 from distbelief.servers.rowslots import RowSlots
 from distbelief.servers.tablecopies import ArrivingTable, TableCopy
-from distbelief.servers.tables import Table, added_up
+from distbelief.servers.tables import Table
+from distbelief.strategies.rowbuckets import BUCKETS, bucket_of, bucket_owners, server_of
+from distbelief.strategies.rowinit import RowInit, TableForm, _normal, _signed
+from distbelief.strategies.rowoptimizers import RowOptimizer
+from distbelief.strategies.rowsums import added_up
 
 FORM = TableForm("words", rows=500, width=6, seed=3)
 OPTIMIZERS = {name: RowOptimizer(name, lr=0.1) for name in ("sgd", "adagrad", "adam")}

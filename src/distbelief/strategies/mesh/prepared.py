@@ -19,6 +19,7 @@ from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import BeginFrom, Fetch, Replica, Seat, nothing_saved
 from distbelief.strategies.degrees import Degrees, Wish
+from distbelief.strategies.embedding import settle
 from distbelief.strategies.hybrid import DEFAULT_SCHEDULE, Meshed
 from distbelief.strategies.layout import trainable
 from distbelief.strategies.mesh.allocator import return_blocks
@@ -53,6 +54,7 @@ class PreparedMesh:
         given = job.model
         self._birth = watch_birth((lambda: given) if isinstance(given, torch.nn.Module) else given, job.seed)
         self.model = self._birth.model.train()
+        settle(self.model)
         if not trainable(self.model):
             raise JobError("the model has no trainable parameters")
         self._job = job

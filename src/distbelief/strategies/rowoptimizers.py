@@ -10,6 +10,7 @@ multiply and add, except in the last few elements of an array.)
 - adam, "lazy": moments decay, and steps count, only when the row has a gradient. Where every row has one each time,
   this is torch.optim.SparseAdam (to rounding). Otherwise SparseAdam corrects the bias of a row's moments by the number
   of steps that the whole table took: a row first met late then moves by up to 3.2·lr (usual betas); here by lr.
+  `decay` is AdamW's: value *= 1 - lr·decay first, also only when the row has a gradient.
 """
 
 from __future__ import annotations
@@ -58,13 +59,14 @@ class RowOptimizer(Struct, frozen=True):
     eps: float | None = None
     betas: tuple[float, float] = (0.9, 0.999)
     initial: float = 0.0
+    decay: float = 0.0
 
     def __post_init__(self) -> None:
         if self.name not in _FIELDS:
             raise JobError(
                 f"no optimizer of sparse tables is called {self.name!r}", hint=f"one of {', '.join(sorted(_FIELDS))}"
             )
-        for key, number in (("lr", self.lr), ("eps", self.eps), ("initial", self.initial)):
+        for key, number in (("lr", self.lr), ("eps", self.eps), ("initial", self.initial), ("decay", self.decay)):
             if number is not None and not (math.isfinite(number) and number >= 0):
                 raise JobError(f"a table's optimizer has {key} {number}", hint="a number of 0 or more")
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -93,6 +95,8 @@ class RowOptimizer(Struct, frozen=True):
             gradients *= np.float32(self.lr * factor)
         else:
             gradients = self._adam(state, gradients, eps, factor)
+            if self.decay:
+                values *= np.float32(1 - self.lr * factor * self.decay)
         values -= gradients
 
     def _adam(

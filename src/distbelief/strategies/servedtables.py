@@ -1,0 +1,137 @@
+"""A worker's side of tables that lie on servers: rows that a forward pass wants, and what a backward pass found out.
+
+Parts follow the slices of the dense parameters in number. A worker holds no rows but those of the batch at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distbelief.comm.serverclient import ServerClient, Stop
+from distbelief.comm.serverwords import (
+    Contents,
+    Count,
+    Counted,
+    Letter,
+    Pull,
+    Pulled,
+    Question,
+    Read,
+    RowGradient,
+    ShardRows,
+)
+from distbelief.errors import DistBeliefError
+from distbelief.strategies.embedding import EmbeddingTable, RowGradients
+from distbelief.strategies.rowmessages import divided
+from distbelief.strategies.tablespecs import PARTS, TableSpec, part_of
+
+ANY = -1
+"""In place of a version: whatever there is."""
+
+
+class ServedTables:
+    def __init__(self, tables: Sequence[EmbeddingTable], specs: Sequence[TableSpec], first_slice: int) -> None:
+        self.specs = specs
+        self.first_slice = first_slice
+        self._tables = tables
+
+    @property
+    def slices(self) -> range:
+        return range(self.first_slice, self.first_slice + (PARTS if self._tables else 0))
+
+    def bind(self, client: ServerClient, stop: Stop, version: Callable[[], int]) -> None:
+        """Rows come from these servers from now on. `version`: that they must have."""
+        self._client = client
+        self._stop = stop
+        self._version = version
+        for number, table in enumerate(self._tables):
+            table.served_by(partial(self._pull, number))
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+
+    def _pull(self, table: int, rows: NDArray[np.int64], learning: bool) -> NDArray[np.float32]:
+        values = np.zeros((len(rows), self.specs[table].form.width), np.float32)
+        parts = part_of(rows)
+        places = {self.first_slice + part: np.flatnonzero(parts == part) for part in range(PARTS)}
+        version, gone_on = self._version(), []
+
+        def pulled(letter: Letter) -> None:
+            message: Pulled = letter.message
+            if message.version < 0:
+                gone_on.append(message.slice)
+                return
+            mine = places[message.slice]
+            values[mine] = np.frombuffer(letter.payload, np.float32).reshape(len(mine), values.shape[1])
+
+        questions = [
+            partial(_pull, number, version, table, rows[mine].tobytes()) for number, mine in places.items() if mine.size
+        ]
+        self._client.ask(questions, self._stop, pulled)
+        # Where a shard is computed and the servers have applied its step meanwhile, all of them have its gradients from
+        # somebody else: whatever this one gives counts nowhere, so it may be anything.
+        if gone_on and not learning:
+            raise _gone_on(version)
+        return values
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def push_step(self, step: int, shards: Sequence[int], found: Sequence[Sequence[RowGradients]], told: bytes) -> None:
+        """What these shards say. It is sent by `flush`."""
+        if self._tables and shards:
+            for number, one in zip(self.slices, divided(found), strict=True):
+                self._client.push(number, ShardRows(step, list(shards), one.counts, told), one.content)
+
+    def push_update(self, update: int, step: int, found: Sequence[RowGradients]) -> None:
+        """To every part, also where it has nothing: each knows which updates it has without gaps."""
+        if self._tables:
+            for number, one in zip(self.slices, divided([found]), strict=True):
+                counts = [count for (count,) in one.counts]
+                self._client.push(number, RowGradient(update, step, counts), one.content)
+
+    # --- all of them -------------------------------------------------------------------------------------------------
+
+    def counts(self, version: int) -> list[list[int]]:
+        """By part, by table: how many rows there are. Of parts that have gone on, how many there are now: nothing can
+        be saved of that version any more, and whoever tries to is told so when it reads them."""
+        found: dict[int, Counted] = {}
+
+        def ask(version: int, slices: Sequence[int]) -> None:
+            questions = [partial(_count, number, version) for number in slices]
+            each = lambda letter: found.__setitem__(letter.message.slice, letter.message)  # noqa: E731
+            self._client.ask(questions, self._stop, each)
+
+        ask(version, self.slices)
+        ask(ANY, [number for number, one in found.items() if one.version < 0])
+        return [found[number].counts for number in self.slices]
+
+    def read(self, parts: Sequence[int], version: int, each: Callable[[int, list[int], memoryview], None]) -> None:
+        """Everything that these parts have: `each` is called with (part, rows by table, bytes)."""
+        for part in parts:  # one after the other: together they may be more than there is memory for
+
+            def read(letter: Letter, part: int = part) -> None:
+                message: Contents = letter.message
+                if message.version < 0:
+                    raise _gone_on(version)
+                each(part, message.counts, letter.payload)
+
+            self._client.ask([partial(_read, self.first_slice + part, version)], self._stop, read)
+
+
+def _gone_on(version: int) -> DistBeliefError:
+    return DistBeliefError(f"the servers have gone on from step {version}, whose rows were wanted")
+
+
+def _pull(number: int, version: int, table: int, rows: bytes, ticket: int) -> Question:
+    return Pull(ticket, number, version, table, rows)
+
+
+def _count(number: int, version: int, ticket: int) -> Question:
+    return Count(ticket, number, version)
+
+
+def _read(number: int, version: int, ticket: int) -> Question:
+    return Read(ticket, number, version)

@@ -1,0 +1,170 @@
+"""Tables in checkpoints: saved by any number of members, found again by any number of servers, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from distbelief.checkpoint.faults import CheckpointMismatch
+from distbelief.checkpoint.manifest import Facts
+from distbelief.checkpoint.reading import read_tensors, verify
+from distbelief.checkpoint.saving import seal, write_part
+from distbelief.comm.segment import Segment
+from distbelief.errors import DistBeliefError
+from distbelief.job import Job
+from distbelief.shards import Schedule
+from distbelief.strategies.allreduce import AllReduce
+from distbelief.strategies.base import Saved
+from distbelief.strategies.embedding import EmbeddingTable
+from distbelief.strategies.named import put_back
+from distbelief.strategies.parameterserver import ParameterServer
+from distbelief.strategies.preparedserved import PreparedServed
+from distbelief.strategies.savedtables import PortionWithTables, part_in, tables_in, weights_in, without_tables
+from distbelief.strategies.tablespecs import PARTS, TableSpec, part_of
+
+Arrays = dict[str, torch.Tensor]
+numbers = itertools.count()
+
+
+def made_job(kind: str = "adam", rows: int = 5000) -> Job:
+    optimizers = {"adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
+
+    def model() -> nn.Module:
+        parts = {"users": EmbeddingTable(rows, 3), "never": EmbeddingTable(9, 2), "dense": nn.Linear(3, 1)}
+        return nn.ModuleDict(parts)
+
+    return Job(
+        model=model,
+        loss=F.mse_loss,
+        optimizer=lambda parameters: optimizers[kind](parameters, lr=0.1),
+        data=(torch.zeros(8, 1), torch.zeros(8, 1)),
+        global_batch=4,
+        steps=10,
+    )
+
+
+def prepared(job: Job) -> PreparedServed:
+    return PreparedServed(job, Schedule(8, 4, 2), torch.device("cpu"), ParameterServer())
+
+
+def some_rows(spec: TableSpec, count: int) -> Arrays:
+    made = torch.Generator().manual_seed(count)
+    found: Arrays = {"rows": torch.randperm(spec.form.rows, generator=made)[:count]}
+    found["values"] = torch.rand(count, spec.form.width, generator=made)
+    for field in spec.optimizer.fields:
+        shape = (count, spec.form.width) if field.wide else (count,)
+        found[field.name] = (torch.rand(shape, generator=made) * 100).to(getattr(torch, field.dtype))
+    return found
+
+
+def saved_by(members: int, job: Job, tables: list[Arrays]) -> str:
+    """Where the checkpoint is: each member saves some parts of the tables."""
+    one = prepared(job)
+    specs, folder = one.tables, f"memory://tables-{next(numbers)}"
+    parts = [part_in(tables, part) for part in range(PARTS)]
+    counts = [[len(arrays["rows"]) for arrays in part] for part in parts]
+
+    class NoTiles:
+        size_bytes = 12
+
+        def entries(self) -> list[object]:
+            return []
+
+        def slices(self, copy: object, outside: object) -> list[object]:
+            return []
+
+    portions = [
+        PortionWithTables(NoTiles(), specs, counts, range(rank, PARTS, members))  # type: ignore[arg-type]
+        for rank in range(members)
+    ]
+    records = []
+    for rank, portion in enumerate(portions):
+        copy = Segment.private(portion.size_bytes)
+        for part in portion.parts:
+            shape = portion.shapes[part]
+            content = copy.tensor(torch.uint8, portion.starts[part], shape.size_bytes)
+            for views, arrays in zip(shape.views(content), parts[part], strict=True):
+                for key, array in arrays.items():
+                    views[key].copy_(array)
+        record = write_part(folder, 5, rank + 1, members, portion.slices(copy, {}))
+        assert sorted(record.entries, key=repr) == sorted(portion.entries(), key=repr)
+        records.append(record)
+    seal(folder, 5, Facts(), records)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["adam", "adagrad", "sgd"])
+@pytest.mark.parametrize("members", [1, 3, 11])
+def test_what_was_saved_is_found_again(kind: str, members: int) -> None:
+    job = made_job(kind)
+    specs = prepared(job).tables
+    tables = [some_rows(specs[0], 40), some_rows(specs[1], 0)]
+    folder = saved_by(members, job, tables)
+    saved = Saved(5, {"model/dense.bias": torch.zeros(1), **read_tensors(folder, verify(folder, 5))})
+    assert without_tables(saved, specs).tensors.keys() == {"model/dense.bias"}
+    found = tables_in(saved, specs)
+    for part in range(PARTS):
+        for given, again in zip(part_in(tables, part), part_in(found, part), strict=True):
+            assert given.keys() == again.keys()
+            assert all(torch.equal(given[key], again[key]) for key in given)
+            assert (part_of(again["rows"].numpy()) == part).all()
+            assert (np.diff(again["rows"].numpy()) > 0).all()
+
+
+def test_the_weights_are_rows_in_ascending_order_wherever_they_lay() -> None:
+    specs = prepared(made_job()).tables
+    tables = [some_rows(specs[0], 40), some_rows(specs[1], 2)]
+    found = weights_in(specs, {part: part_in(tables, part) for part in range(PARTS)})
+    order = tables[0]["rows"].argsort()
+    assert torch.equal(found["users.rows"], tables[0]["rows"][order])
+    assert torch.equal(found["users.values"], tables[0]["values"][order])
+    assert found.keys() == {"users.rows", "users.values", "never.rows", "never.values"}
+
+
+def test_weights_alone_begin_with_a_new_optimizer() -> None:
+    specs = prepared(made_job("adagrad")).tables
+    weights = {"model/users.rows": torch.tensor([7, 3]), "model/users.values": torch.ones(2, 3)}
+    users, never = tables_in(Saved(0, weights), specs)
+    assert users["sum"].tolist() == [[0.0] * 3] * 2
+    assert len(never["rows"]) == 0
+    assert [len(arrays["rows"]) for arrays in tables_in(None, specs)] == [0, 0]
+
+
+def test_a_table_that_was_a_parameter_is_taken_with_its_optimizer_state() -> None:
+    specs = prepared(made_job(rows=6)).tables
+    dense = {
+        "model/users.weight": torch.rand(6, 3),
+        "optimizer/exp_avg/users.weight": torch.rand(6, 3),
+        "optimizer/exp_avg_sq/users.weight": torch.rand(6, 3),
+        "optimizer/step/users.weight": torch.tensor(4.0),
+        "begun/users.weight": torch.tensor(1, dtype=torch.uint8),
+    }
+    users, _ = tables_in(Saved(4, dense), specs)
+    assert users["rows"].tolist() == list(range(6))
+    assert torch.equal(users["values"], dense["model/users.weight"])
+    assert users["step"].tolist() == [4] * 6
+    assert without_tables(Saved(4, dense), specs).tensors == {}
+
+
+def test_another_form_or_another_optimizer_is_refused() -> None:
+    specs = prepared(made_job()).tables
+    wrong = {"model/users.rows": torch.tensor([1]), "model/users.values": torch.ones(1, 4)}
+    with pytest.raises(DistBeliefError, match=r"values is \[1, 4\], not \[1, 3\]"):
+        tables_in(Saved(1, wrong), specs)
+    other = {**wrong, "model/users.values": torch.ones(1, 3), "optimizer/sum/users.values": torch.ones(1, 3)}
+    with pytest.raises(DistBeliefError, match="another optimizer"):
+        tables_in(Saved(1, other), specs)
+
+
+def test_without_servers_the_state_of_rows_is_refused() -> None:
+    job = made_job("adagrad", rows=20)
+    whole = AllReduce().prepare(job, Schedule(8, 4, 2), torch.device("cpu"))
+    computer = whole._computer
+    rows = {"model/users.rows": torch.tensor([3]), "model/users.values": torch.ones(1, 3)}
+    with pytest.raises(CheckpointMismatch, match="table 'users' is in rows there"):
+        put_back(Saved(2, {**rows, "begun/dense.bias": torch.tensor(1)}), None, computer, whole._recipe)  # type: ignore[arg-type]
