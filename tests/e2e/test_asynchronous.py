@@ -13,6 +13,8 @@ from conftest import JOBS, Outcome, Run
 from safetensors.torch import load_file
 from watched import Watched, expect_ours
 
+from distbelief.checkpoint.reading import read_manifest
+
 Cli = Callable[..., Outcome]
 Start = Callable[..., Run]
 Wait = Callable[[Callable[[], object]], None]
@@ -88,7 +90,8 @@ def test_a_stopped_run_goes_on_from_its_checkpoint_without_a_batch_lost_or_count
     start: Start, tmp_path: Path, wait_until: Wait
 ) -> None:
     job = [JOBS / "counter.py", "--set", "steps=300", "--set", "brake_s=0.05"]
-    strategy = ["--strategy", "ps:async:servers=2:n_push=2", "--workers", 2, "--save-every", 20]
+    # Ones are ones in bf16, too.
+    strategy = ["--strategy", "ps:async:servers=2:n_push=2:bf16:always", "--workers", 2, "--save-every", 20]
     run = Watched(start, tmp_path, wait_until, *job, *strategy)
     run.after(30)
     run.run.signal(signal.SIGINT)
@@ -102,6 +105,9 @@ def test_a_stopped_run_goes_on_from_its_checkpoint_without_a_batch_lost_or_count
     again = start("resume", "run", "--json").wait().json
     assert again["steps"] == 300
     assert counted(run.folder) == {150.0}  # updates of two batches each
+    assert 0.4 < again["wire_ratio"] < 0.6
+    names = {tensor.name for tensor in read_manifest(run.folder / "checkpoints", 300).tensors}
+    assert {"compression/residual/0/count", "compression/residual/1/count"} <= names
 
 
 def test_strange_options_are_refused(distbelief: Cli) -> None:

@@ -17,6 +17,7 @@ from distbelief.shards import Range, Schedule
 from distbelief.strategies.agreement import agree_on_state
 from distbelief.strategies.asynchronous import AsynchronousReplica, free_slots
 from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
+from distbelief.strategies.compressedpushes import CompressedPushes
 from distbelief.strategies.layout import Layout
 from distbelief.strategies.parameterserver import ParameterServer
 from distbelief.strategies.prepared import PreparedAllReduce
@@ -73,6 +74,10 @@ class PreparedServed(PreparedAllReduce):
         """Without servers (one process that computes a step again) it is allreduce: the bits are the same."""
         if not isinstance(exchange, ServedGroup):
             return super().build(seat, exchange, fetch, begin_from)
+        if self.strategy.compression:
+            return CompressedPushes(
+                self._computer, self._recipe, self._schedule, seat, exchange, fetch, self.strategy, begin_from
+            )
         if not self.strategy.waits:
             return AsynchronousReplica(
                 self._computer, self._recipe, self._schedule, seat, exchange, fetch, self.strategy

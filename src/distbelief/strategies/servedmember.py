@@ -20,7 +20,7 @@ from distbelief.comm.serverclient import Stop
 from distbelief.comm.serverwords import Contents, Fetched, Letter, Question, Read
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Schedule
-from distbelief.strategies.base import Applied, Fetch, RolledBack, Seat, Task
+from distbelief.strategies.base import Applied, Fetch, Portion, RolledBack, Seat, Task
 from distbelief.strategies.committed import CommittedModel
 from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.named import TilePortion, outside_of_tiles, whole_entries
@@ -138,7 +138,7 @@ class ServedMember:
     def _outside(self) -> dict[str, torch.Tensor]:
         return outside_of_tiles(self._computer.model, self._computer.layout, self._computer.integer_bytes())
 
-    def portions(self) -> Sequence[TilePortion]:
+    def portions(self) -> Sequence[Portion]:
         return self._portions
 
     def _read_portion(self, into: Segment, version: int, abort: Stop) -> AlreadyCopied:
