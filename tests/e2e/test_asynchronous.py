@@ -59,6 +59,8 @@ def test_servers_and_workers_die_and_every_batch_counts_once(start: Start, tmp_p
     assert result["reexecuted"] == 0
     assert counted(run.folder) == {150.0}
     assert journal_result(run)["servers_lost"] == 3
+    assert len(result["server_pauses_s"]) == 3
+    assert all(pause_s > 0 for pause_s in result["server_pauses_s"])
 
 
 def test_no_update_is_staler_than_the_bound(start: Start, tmp_path: Path, wait_until: Wait) -> None:
