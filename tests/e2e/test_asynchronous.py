@@ -127,12 +127,14 @@ def test_strange_options_are_refused(distbelief: Cli) -> None:
 
 
 def test_results_are_machine_readable(distbelief: Cli, tmp_path: Path) -> None:
-    strategy = ["--strategy", "ps:async:servers=1", "--workers", 2, "--run-dir", "run"]
+    strategy = ["--strategy", "ps:async:servers=1:int8", "--workers", 2, "--run-dir", "run"]
     result = distbelief("train", JOBS / "counter.py", "--set", "steps=20", *strategy, "--json").json
     assert result["servers"] == 1
     assert sum(result["staleness"].values()) == 20
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(20))
+    assert result["wire_ratio"] is None
+    assert any("gradients stay in shared memory" in line["text"] for line in lines if line["kind"] == "notice")
 
 
 def test_the_pace_adapts_itself_and_every_batch_counts_once(start: Start, tmp_path: Path, wait_until: Wait) -> None:
