@@ -44,6 +44,8 @@ class Result:
     """Parameter servers, in strategies that have them."""
     servers_lost: int = 0
     """Of them, how many died and were replaced."""
+    server_pauses_s: tuple[float, ...] = ()
+    """For each of them, the time from its loss to the next step or update."""
     staleness: dict[str, int] = field(default_factory=dict)
     """In asynchronous strategies: how many updates had which."""
     helped: int = 0
@@ -326,6 +328,7 @@ def _result(record: dict[str, Any], run_dir: Path, started: float) -> Result:
         reexecuted=result.get("reexecuted", 0),  # a run of an earlier version has none
         servers=result.get("servers", 0),
         servers_lost=result.get("servers_lost", 0),
+        server_pauses_s=tuple(result.get("server_pauses_s", ())),
         staleness=result.get("staleness", {}),
         helped=result.get("helped", 0),
         pace=result.get("pace", {}),

@@ -13,6 +13,8 @@ from conftest import JOBS, Outcome, Run
 from safetensors.torch import load_file
 from watched import Watched, expect_ours
 
+from distbelief.checkpoint.reading import read_manifest
+
 Cli = Callable[..., Outcome]
 Start = Callable[..., Run]
 Wait = Callable[[Callable[[], object]], None]
@@ -57,6 +59,8 @@ def test_servers_and_workers_die_and_every_batch_counts_once(start: Start, tmp_p
     assert result["reexecuted"] == 0
     assert counted(run.folder) == {150.0}
     assert journal_result(run)["servers_lost"] == 3
+    assert len(result["server_pauses_s"]) == 3
+    assert all(pause_s > 0 for pause_s in result["server_pauses_s"])
 
 
 def test_no_update_is_staler_than_the_bound(start: Start, tmp_path: Path, wait_until: Wait) -> None:
@@ -88,7 +92,8 @@ def test_a_stopped_run_goes_on_from_its_checkpoint_without_a_batch_lost_or_count
     start: Start, tmp_path: Path, wait_until: Wait
 ) -> None:
     job = [JOBS / "counter.py", "--set", "steps=300", "--set", "brake_s=0.05"]
-    strategy = ["--strategy", "ps:async:servers=2:n_push=2", "--workers", 2, "--save-every", 20]
+    # Ones are ones in bf16, too.
+    strategy = ["--strategy", "ps:async:servers=2:n_push=2:bf16:always", "--workers", 2, "--save-every", 20]
     run = Watched(start, tmp_path, wait_until, *job, *strategy)
     run.after(30)
     run.run.signal(signal.SIGINT)
@@ -102,6 +107,9 @@ def test_a_stopped_run_goes_on_from_its_checkpoint_without_a_batch_lost_or_count
     again = start("resume", "run", "--json").wait().json
     assert again["steps"] == 300
     assert counted(run.folder) == {150.0}  # updates of two batches each
+    assert 0.4 < again["wire_ratio"] < 0.6
+    names = {tensor.name for tensor in read_manifest(run.folder / "checkpoints", 300).tensors}
+    assert {"compression/residual/0/count", "compression/residual/1/count"} <= names
 
 
 def test_strange_options_are_refused(distbelief: Cli) -> None:
@@ -119,12 +127,14 @@ def test_strange_options_are_refused(distbelief: Cli) -> None:
 
 
 def test_results_are_machine_readable(distbelief: Cli, tmp_path: Path) -> None:
-    strategy = ["--strategy", "ps:async:servers=1", "--workers", 2, "--run-dir", "run"]
+    strategy = ["--strategy", "ps:async:servers=1:int8", "--workers", 2, "--run-dir", "run"]
     result = distbelief("train", JOBS / "counter.py", "--set", "steps=20", *strategy, "--json").json
     assert result["servers"] == 1
     assert sum(result["staleness"].values()) == 20
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(20))
+    assert result["wire_ratio"] is None
+    assert any("gradients stay in shared memory" in line["text"] for line in lines if line["kind"] == "notice")
 
 
 def test_the_pace_adapts_itself_and_every_batch_counts_once(start: Start, tmp_path: Path, wait_until: Wait) -> None:

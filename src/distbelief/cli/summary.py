@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import statistics
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
@@ -27,6 +29,7 @@ KEYS = (
     "reexecuted",
     "servers",
     "servers_lost",
+    "server_pauses_s",
     "staleness",
     "helped",
     "pace",
@@ -51,7 +54,7 @@ def rows(result: Result) -> list[tuple[str, str]]:
     if result.recoveries:
         found.append(("recoveries", str(result.recoveries)))
     if result.servers_lost:
-        found.append(("servers lost", str(result.servers_lost)))
+        found.append(("servers lost", str(result.servers_lost) + _pauses(result.server_pauses_s)))
     if result.helped:
         found.append(("helped out", f"{text.count(result.helped, 'shard')} of late workers"))
     if result.pace:
@@ -61,6 +64,14 @@ def rows(result: Result) -> list[tuple[str, str]]:
     if result.wire_ratio is not None:
         found.append(("on the wire", f"{text.percent(result.wire_ratio)} of the uncompressed bytes"))
     return [*found, ("weights sha256", result.weights_sha256), ("run", result.run_dir)]
+
+
+def _pauses(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return ""
+    if len(seconds) == 1:
+        return f"; the next step came {seconds[0]:.2f} s after it"
+    return f"; the next step came {statistics.median(seconds):.2f} s after each (median), {max(seconds):.2f} s at most"
 
 
 def print_summary(result: Result, stream: TextIO, *, plain: bool = False) -> None:

@@ -97,6 +97,11 @@ class ServerClient:
     def version(self) -> int:
         return self._newest.version if self._newest else 0
 
+    @property
+    def life(self) -> int:
+        """Goes up when all parameters begin anew."""
+        return self._map.life if self._map else 0
+
     # --- for the training thread -------------------------------------------------------------------------------------
 
     def restart(self) -> None:

@@ -79,6 +79,8 @@ class Gradient(Struct, frozen=True, tag=True):
     dated: bool = False
     """The values that it was computed with come along: in the same frame behind it, or in this segment."""
     values: str = ""
+    coded: bool = False
+    """The frame is compressed (strategies/pushcoding.py)."""
 
 
 class ShardRows(Struct, frozen=True, tag=True):

@@ -59,6 +59,8 @@ def complete(state: State, now: float) -> Result:
     }
     if state.fleet.target:
         result |= {"servers": state.fleet.target, "servers_lost": state.fleet.kills}
+    if state.fleet.pauses:
+        result["server_pauses_s"] = list(state.fleet.pauses)
     if first.staleness:
         result["staleness"] = first.staleness
     if backups := helped(state.progress, state.members):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from distbelief.comm import messages as m
-from distbelief.coordinator import explain, regroup
+from distbelief.coordinator import explain, regroup, serverpauses
 from distbelief.coordinator.ending import Result, fail, record, say
 from distbelief.coordinator.fleetstate import Fleet, ServerProcess
 from distbelief.coordinator.mapping import decided, found
@@ -129,7 +129,9 @@ def exited(state: State, event: m.ServerExited, now: float) -> Result:
     if fleet.deaths >= limit:
         message = f"{fleet.deaths} servers have died one after the other, without a step in between; the last: {ended}"
         return fail(state, m.WorkerFailed(-1, "", "exit", message, f"look in logs/server-{event.server}.log"), now)
-    state = replace(state, fleet=replace(fleet, kills=fleet.kills + (state.phase == "training")))
+    if state.phase == "training":
+        fleet = replace(serverpauses.lost(fleet, one, now) if one else fleet, kills=fleet.kills + 1)
+    state = replace(state, fleet=fleet)
     state, more = hire(state, now)
     outputs: list[Output] = [say(f"{ended}; another one is started" if more else ended, now), *more]
     if fleet.placement is None or state.phase != "training" or one is None:

@@ -56,6 +56,10 @@ class Fleet:
     """Since a step was last committed."""
     kills: int = 0
     """Servers that died in the run."""
+    lost_at: Mapping[int, float] = field(default_factory=dict)
+    """Servers that were lost and no step was applied since -> when."""
+    pauses: tuple[float, ...] = ()
+    """Seconds from each loss to the next step."""
     paces: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     """Worker -> n_push and n_fetch, where it has chosen others than 1 and 1."""
 

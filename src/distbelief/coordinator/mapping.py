@@ -46,6 +46,7 @@ def decided(state: State, decision: tuple[Placement, Decision], now: float) -> R
         "target": fleet.target,
         "kills": fleet.kills,
         "gone": sorted(fleet.gone),
+        "lost_at": {str(server): at for server, at in fleet.lost_at.items()},
     }
     outputs: list[Output] = [record(state, now, "servers", what.reason, **facts)]
     outputs += [SendServer(EVERYBODY, m.Serve(state.epoch, told)), Send(EVERYBODY, m.Serve(state.epoch, told))]

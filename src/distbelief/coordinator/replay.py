@@ -76,6 +76,10 @@ def replay(state: State, entry: Entry, now: float) -> State:
             hired = {**state.fleet.hired, **dict.fromkeys(entry["servers"], now)}
             next_server = max(state.fleet.next_server, *(number + 1 for number in entry["servers"]))
             return replace(state, fleet=replace(state.fleet, hired=hired, next_server=next_server))
+        case "server_pause":
+            fleet = state.fleet
+            left = {server: at for server, at in fleet.lost_at.items() if server != entry["server"]}
+            return replace(state, fleet=replace(fleet, lost_at=left, pauses=(*fleet.pauses, entry["pause_s"])))
         case "servers_scaled":
             return replace(state, fleet=state.fleet.aiming_at(entry["target"], entry["dropped"]))
         case "resumed":
@@ -104,6 +108,7 @@ def _fleet(fleet: Fleet, entry: Entry, now: float) -> Fleet:
         sealed=entry["sealed"],
         target=entry["target"],
         kills=entry["kills"],
+        lost_at={int(server): at for server, at in entry.get("lost_at", {}).items()},
     )
 
 
@@ -165,6 +170,7 @@ def _resumed_fleet(fleet: Fleet, servers: int) -> Fleet:
         life=fleet.life,
         gone=frozenset(range(first)),
         kills=fleet.kills,
+        pauses=fleet.pauses,
     )
 
 

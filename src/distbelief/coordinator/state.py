@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from distbelief.comm import messages as m
-from distbelief.coordinator import faults, fleet, fleetsize, joining, pacing, rollback, saving
+from distbelief.coordinator import faults, fleet, fleetsize, joining, pacing, rollback, saving, serverpauses
 from distbelief.coordinator.ending import Result, end, fail
 from distbelief.coordinator.progress import Seen, absorb
 from distbelief.coordinator.regroup import committed
@@ -143,8 +143,9 @@ def _heartbeat(state: State, event: m.Heartbeat, now: float) -> Result:
     speeds = state.speeds.observe(event.worker, event.timing, now)
     state = replace(state, progress=progress, pulse=pulse, speeds=speeds)
     outputs: list[Output] = [Report(line) for line in lines]
+    state, paused = serverpauses.applied(state, event.reports, now)
     state, more = pacing.heard(state, event, now)
-    outputs += [*more, *fleet.told_worker(state, event)]
+    outputs += [*paused, *more, *fleet.told_worker(state, event)]
     if worker.leaving:
         outputs += _told_again(state, worker, event.generation)
     elif event.finished and worker.finished is None:  # that it has finished was not heard

@@ -14,16 +14,20 @@ from distbelief.servers.delay import compensate
 from distbelief.servers.payloads import OpenSegment, gradient_and_values, with_bytes
 from distbelief.servers.slicememory import SliceMemory
 from distbelief.servers.stores import Change, Snapshot, State
+from distbelief.strategies.pushcoding import PushCoding
 
 
 class FreeSlice:
-    def __init__(self, memory: SliceMemory, open_segment: OpenSegment, delay: float = 0.0) -> None:
-        """`delay`: how strongly late gradients are corrected (delay.py)."""
+    def __init__(
+        self, memory: SliceMemory, open_segment: OpenSegment, delay: float = 0.0, coding: PushCoding | None = None
+    ) -> None:
+        """`delay`: how strongly late gradients are corrected (delay.py). `coding`: how updates may be compressed."""
         self.memory = memory
         self.version = 0
         """Updates applied in this life."""
         self._open = open_segment
         self._delay = delay
+        self._coding = coding
         self._integers = np.zeros(0, np.int64)
         tiles = memory.layout.tiles
         self._scratch = {t: torch.empty(tiles[t].numel, dtype=tiles[t].dtype) for t in memory.shape.tiles}
@@ -43,10 +47,15 @@ class FreeSlice:
                 pass  # the ledger keeps it
 
     def _update(self, update: Gradient, change: Change) -> None:
-        memory = self.memory
-        parts, values = gradient_and_values(memory.shape, memory.layout, update, change.payload, self._open)
-        for tile, part in zip(memory.shape.tiles, parts, strict=True):
-            self._scratch[tile].copy_(part)  # an optimizer may overwrite it, and a backup reads it too
+        memory, values = self.memory, list[torch.Tensor]()
+        if update.coded:
+            if self._coding is None:
+                raise DistBeliefError("an update is compressed, and the strategy does not say how")
+            self._coding.read(change.payload, self._scratch)
+        else:
+            parts, values = gradient_and_values(memory.shape, memory.layout, update, change.payload, self._open)
+            for tile, part in zip(memory.shape.tiles, parts, strict=True):
+                self._scratch[tile].copy_(part)  # an optimizer may overwrite it, and a backup reads it too
         for tile, then in zip(memory.parameter_tiles, values, strict=False):  # those of buffers come last
             compensate(self._scratch[tile], memory.values[tile], then, self._delay)
         untouched = np.frombuffer(update.touched, np.uint8) == 0

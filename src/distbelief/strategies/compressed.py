@@ -31,7 +31,7 @@ from distbelief.strategies.named import OWED, TilePortion
 from distbelief.strategies.replica import DataParallelReplica
 from distbelief.strategies.tileoptimizer import Recipe
 
-_RESIDUAL, _QUERY = f"{OWED}residual/", f"{OWED}query/"
+RESIDUAL, _QUERY = f"{OWED}residual/", f"{OWED}query/"
 _OWED_PIECE = -1
 _LINE = 64
 
@@ -75,10 +75,10 @@ class CompressedReplica(DataParallelReplica):
         """What this member begins with, of what all members had saved."""
         residuals, size = self.exchange.residuals, self.exchange.size
         vector = torch.zeros_like(residuals.before)
-        members = {int(name.removeprefix(_RESIDUAL).partition("/")[0]) for name in saved if name.startswith(_RESIDUAL)}
+        members = {int(name.removeprefix(RESIDUAL).partition("/")[0]) for name in saved if name.startswith(RESIDUAL)}
         for place, name in self._named():
             for member in sorted(one for one in members if one % size == self.exchange.rank):
-                if (key := f"{_RESIDUAL}{member}/{name}") in saved:
+                if (key := f"{RESIDUAL}{member}/{name}") in saved:
                     vector[place.part].add_(saved[key].reshape(-1))
         for name, query in self._queries(vector).items():
             query.copy_(saved[name] if name in saved and saved[name].shape == query.shape else self._fresh[name])
@@ -128,7 +128,7 @@ class CompressedReplica(DataParallelReplica):
 
     def _owed_places(self, rank: int) -> dict[str, tuple[slice, tuple[int, ...]]]:
         """Names of what the member of that rank saves of its residual -> its elements and shape."""
-        found = {f"{_RESIDUAL}{rank}/{name}": (place.part, place.shape) for place, name in self._named()}
+        found = {f"{RESIDUAL}{rank}/{name}": (place.part, place.shape) for place, name in self._named()}
         if rank == 0:
             vector = self.exchange.residuals.before
             for name, query in self._queries(vector).items():

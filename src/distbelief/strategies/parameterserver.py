@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from distbelief.comm.compression.option import canonical
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Schedule
@@ -53,6 +54,10 @@ class ParameterServer:
     """The standard deviation of Gaussian noise that is added to every pushed gradient."""
     dc: float = 0.0
     """Delay compensation: how strongly a late gradient is corrected for what the parameters have moved meanwhile."""
+    compression: str = ""
+    """How pushed gradients are made smaller on their way: bf16, int8 or topk=0.01."""
+    always: bool = False
+    """Compression is never switched off by itself, in shared memory or where the link is faster than the compressor."""
     over: Literal["auto", "shm", "tcp"] = "auto"
 
     def __post_init__(self) -> None:
@@ -76,6 +81,7 @@ class ParameterServer:
             )
         if self.staleness is not None and self.staleness < 0:
             raise JobError(f"staleness must be 0 or more, not {self.staleness}")
+        self._check_compression()
         if self.backups and self.mode != "sync":
             raise JobError(
                 "backups are for sync", hint=f"nobody waits for late workers in ps:{self.mode}: leave them out"
@@ -85,6 +91,33 @@ class ParameterServer:
         if self.mode == "sync" and any(getattr(self, name) != usual for name, usual in FREE.items()):
             names = ", ".join(FREE)
             raise JobError(f"{names} are for async and ssp", hint="leave them out of ps:sync")
+
+    def _check_compression(self) -> None:
+        if not self.compression:
+            if self.always:
+                raise JobError("always is for compression, and there is none", hint="for example ps:async:int8:always")
+            return
+        object.__setattr__(self, "compression", canonical(self.compression))
+        if self.compression.startswith("powersgd"):
+            raise JobError(
+                "powersgd cannot compress what is pushed to servers",
+                hint="it sums matrices over all workers: use allreduce:powersgd=4, or bf16, int8 or topk=0.01 here",
+            )
+        if self.mode == "sync":
+            raise JobError(
+                f"with {self.compression} the weights would depend on who computes what, and ps:sync is exact",
+                hint=f"use ps:async:{self.compression} or allreduce:{self.compression}",
+            )
+        if self.over == "shm" and not self.always:
+            raise JobError(
+                f"in shared memory there is nothing to compress with {self.compression}",
+                hint="leave shm out, or use tcp",
+            )
+        if self.dc:
+            raise JobError(
+                "delay compensation sends the parameters along, which are not compressed",
+                hint=f"leave out dc or {self.compression}",
+            )
 
     @property
     def exact(self) -> bool:
@@ -113,6 +146,8 @@ class ParameterServer:
         for name, usual in FREE.items():
             if (value := getattr(self, name)) != usual:
                 text += f":{name}" if value is True else f":{name}={value}"
+        if self.compression:
+            text += f":{self.compression}" + (":always" if self.always else "")
         return text + (f":{self.over}" if self.over != "auto" else "")
 
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedServed:

@@ -19,6 +19,7 @@ from distbelief.shards import Range, Schedule
 from distbelief.strategies.agreement import agree_on_state
 from distbelief.strategies.asynchronous import AsynchronousReplica, free_slots
 from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
+from distbelief.strategies.compressedpushes import CompressedPushes
 from distbelief.strategies.embedding import on_servers
 from distbelief.strategies.layout import Layout
 from distbelief.strategies.parameterserver import ParameterServer
@@ -97,6 +98,8 @@ class PreparedServed(PreparedAllReduce):
             return super().build(seat, exchange, fetch, begin_from)
         tables = ServedTables(self._computer.tables, self.tables, len(self.slices()))
         given = self._computer, self._recipe, self._schedule, seat, exchange, fetch, tables
+        if self.strategy.compression:
+            return CompressedPushes(*given, self.strategy, begin_from)
         if not self.strategy.waits:
             return AsynchronousReplica(*given, self.strategy)
         return HelpingReplica(*given, self.strategy.backups) if self.strategy.backups else ServedReplica(*given)

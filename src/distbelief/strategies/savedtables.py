@@ -22,8 +22,7 @@ from distbelief.checkpoint.parts import Slice, dtype_name
 from distbelief.checkpoint.sources import MODEL
 from distbelief.comm.segment import Segment
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.base import Saved
-from distbelief.strategies.named import TilePortion
+from distbelief.strategies.base import Portion, Saved
 from distbelief.strategies.tablespecs import PARTS, PartArray, PartShape, TableSpec, part_of
 
 Arrays = dict[str, torch.Tensor]
@@ -44,7 +43,7 @@ class PortionWithTables:
     """See `Portion`: what a member saves of the dense parameters, then some parts of the tables."""
 
     def __init__(
-        self, dense: TilePortion, specs: Sequence[TableSpec], counts: Sequence[Sequence[int]], parts: Sequence[int]
+        self, dense: Portion, specs: Sequence[TableSpec], counts: Sequence[Sequence[int]], parts: Sequence[int]
     ) -> None:
         """`counts`: by part, by table, how many rows there are."""
         self.dense = dense

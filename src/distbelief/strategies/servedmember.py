@@ -144,13 +144,16 @@ class ServedMember:
         return outside_of_tiles(self._computer.model, self._computer.layout, self._computer.integer_bytes())
 
     def portions(self) -> Sequence[Portion]:
+        dense = self._dense_portions()
         if self._tables.slices:  # rows become more with every step
             size, specs, counts = self.exchange.size, self._tables.specs, self._tables.counts(self._applied)
             self._with_tables = [
-                PortionWithTables(dense, specs, counts, range(rank, PARTS, size))
-                for rank, dense in enumerate(self._portions)
+                PortionWithTables(one, specs, counts, range(rank, PARTS, size)) for rank, one in enumerate(dense)
             ]
             return self._with_tables
+        return dense
+
+    def _dense_portions(self) -> Sequence[Portion]:
         return self._portions
 
     def _read_portion(self, into: Segment, version: int, abort: Stop) -> AlreadyCopied:

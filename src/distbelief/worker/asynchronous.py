@@ -54,7 +54,15 @@ class _Clock:
 
     def timing(self) -> Timing:
         pace = list(self.replica.pace) if self.replica.adaptive else []
-        return Timing(self.watch.data_s, self.compute_s, self.replica.comm_s, self.watch.shards, pace=pace)
+        return Timing(
+            self.watch.data_s,
+            self.compute_s,
+            self.replica.comm_s,
+            self.watch.shards,
+            {},
+            *self.replica.traffic(),
+            pace=pace,
+        )
 
 
 def train_freely(
@@ -122,6 +130,8 @@ def _work(
                     replica.open(step)
                 replica.exchange.gather(b"")  # else some would ask while it is shut, and wait here once more
         progress.timing = clock.timing()
+        if leads and (lines := replica.plan_lines()):
+            task.show(lines)
         due = _due(job, replica.steps_applied())
         if leads and evaluator and due > evaluated:
             evaluated = due
@@ -149,7 +159,7 @@ def _finish(
     past = replica.remembered(0)
     return WorkerFinished(
         task.worker, task.generation, task.steps, digest, past[-1].loss if past else 0.0, metrics,
-        watch.speed.per_s(), dict(replica.staleness),
+        watch.speed.per_s(), dict(replica.staleness), *replica.traffic(),
     )  # fmt: skip
 
 

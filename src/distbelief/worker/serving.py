@@ -49,6 +49,7 @@ from distbelief.servers.wire import unpack
 from distbelief.strategies.base import Saved
 from distbelief.strategies.preparedsandblaster import PreparedSandblaster
 from distbelief.strategies.preparedserved import PreparedServed
+from distbelief.strategies.pushcoding import PushCoding
 from distbelief.strategies.savedtables import part_in, tables_in, without_tables
 from distbelief.strategies.slicing import SliceShape
 from distbelief.strategies.state import ReplicaState
@@ -159,7 +160,9 @@ class _Slices:
         memory = SliceMemory(shape, self.prepared.layout, self.prepared.recipe, self._job, values)
         store: RunSlice | FreeSlice
         if not self._strategy.waits:
-            store = FreeSlice(memory, self._open, self._strategy.dc)
+            method = self._strategy.compression
+            coding = PushCoding(method, shape, self.prepared.layout) if method else None
+            store = FreeSlice(memory, self._open, self._strategy.dc, coding)
         else:
             store = RunSlice(memory, self._job, self._schedule, self._open)
             store.clock = time.time

@@ -301,3 +301,36 @@ def test_a_silent_server_is_killed_when_the_run_stands_still() -> None:
     again = run.feed(m.EngineAttached("here", servers={0: 200, 1: 201}), now=8.0)
     assert killed(again) == [1]  # the engine may have missed it
     assert hired(run.feed(*died(1), now=8.1)) == [2]
+
+
+# --- how long the run stands still -----------------------------------------------------------------------------------
+
+
+def test_the_pause_after_each_loss_is_measured_and_on_record() -> None:
+    run = served(3)
+    progressing(run, 1, now=2.0)
+    run.feed(*died(0), now=3.0)
+    run.beat(0, step=2, now=3.3, reports=[report(1, at=2.9)])  # it was applied before
+    assert not records(run.outputs, "server_pause")
+    for one in (run.restarted(), run):  # a new coordinator knows that there is something to wait for
+        reports = [report(2, at=3.25), report(3, at=3.5)]
+        beat = m.Heartbeat(0, one.state.epoch, one.state.generation, 4, m.Timing(), reports)
+        (entry,) = records(one.feed(beat, now=3.6), "server_pause")
+        assert (entry["server"], entry["pause_s"]) == (0, 0.25)
+    assert run.restarted().state.fleet.pauses == (0.25,)
+    progressing(run, 5, now=4.0)
+    assert len(records(run.outputs, "server_pause")) == 1
+
+
+def test_of_a_server_that_froze_the_pause_is_from_its_last_sign_of_life() -> None:
+    run = served(2)
+    progressing(run, 1, now=2.0)
+    for tenth in range(20, 70):
+        now = tenth / 10
+        run.feed(m.ServerBeat(0, 7, 1), *([m.ServerBeat(1, 7, 1)] if now < 2.5 else []), now=now)
+        run.beat(0, 1, step=1, now=now, waiting=True)
+        run.feed(s.Ticked(), now=now)
+    run.feed(*died(1), now=7.0)
+    run.beat(0, step=2, now=7.5, reports=[report(1, at=7.4)])
+    (entry,) = records(run.outputs, "server_pause")
+    assert abs(entry["pause_s"] - 5.0) < 0.11

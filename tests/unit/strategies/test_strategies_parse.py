@@ -43,6 +43,13 @@ hybrids = st.builds(
         noise=st.floats(0, 1),
         dc=st.floats(0, 9),
     )
+    | st.builds(
+        ParameterServer,
+        mode=st.just("async"),
+        compression=st.sampled_from(["bf16", "int8", "int8=64", "topk=1e-3"]),
+        always=st.booleans(),
+        over=st.sampled_from(["auto", "tcp"]),
+    )
     | st.builds(ParameterServer, mode=st.just("ssp"), staleness=st.integers(0, 9), adaptive=st.booleans())
     | st.builds(AllReduce, st.booleans(), transports)
     | st.builds(LocalSGD, degree, degree | st.none(), transport=transports, copies=st.booleans())
@@ -118,6 +125,13 @@ def test_string_forms(text: str, value: AnyStrategy, wish: Wish) -> None:
         ("ps:sync:servers=0", "must be at least 1, not 0", "ps:sync:servers=2"),
         ("ps:sync:servers=", "unknown option 'servers='", "ps:sync:servers=2"),
         ("ps:sync:servers=-1", "unknown option 'servers=-1'", "ps:sync:servers=2"),
+        ("ps:sync:int8", "ps:sync is exact", "ps:async:int8 or allreduce:int8"),
+        ("ps:async:powersgd=4", "powersgd cannot compress what is pushed to servers", "allreduce:powersgd=4"),
+        ("ps:async:int8:shm", "in shared memory there is nothing to compress", "tcp"),
+        ("ps:async:always", "always is for compression", "ps:async:int8:always"),
+        ("ps:async:bf16:int8", "gives its compression twice", "once"),
+        ("ps:async:int8:dc=0.1", "delay compensation sends the parameters along", "leave out dc or int8"),
+        ("ps:async:topk", "must say which fraction", "topk=0.01"),
         ("ps:async:backups=1", "backups are for sync", "nobody waits"),
         ("ps:sync:backups=many", "unknown option 'backups=many'", "backups=1"),
         ("ps:sync:adaptive", "are for async and ssp", "leave them out"),

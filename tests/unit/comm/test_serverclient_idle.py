@@ -1,0 +1,88 @@
+"""A worker that waits for one answer can ask something else meanwhile: every answer finds its question."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+
+import msgspec
+import pytest
+import zmq
+
+from distbelief.comm.messages import ServerMap
+from distbelief.comm.serverclient import ServerClient
+from distbelief.comm.serverwords import FromClient, Letter, Look, Looked, Measure, Measured, Question, pack
+from distbelief.comm.words import Abort
+
+SECRET = b"secret"
+
+
+@pytest.fixture
+def client() -> Iterator[ServerClient]:
+    """Of a server that answers looks at once, and the first measure only after three of them."""
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    over = threading.Event()
+
+    def serve() -> None:
+        looks, held = 0, []
+        while not over.is_set():
+            if not socket.poll(20):
+                continue
+            identity, _, header, *_ = socket.recv_multipart()
+            replies = []
+            for message in msgspec.msgpack.decode(header, type=list[FromClient]):
+                if isinstance(message, Look):
+                    looks += 1
+                    replies.append(Letter(Looked(message.ticket, message.slice, looks, [])))
+                else:
+                    assert isinstance(message, Measure)
+                    held.append(message)
+                if looks >= 3 and held:
+                    waiting = held.pop()
+                    replies.append(Letter(Measured(waiting.ticket, waiting.slice, [0.5])))
+            if replies:
+                socket.send_multipart([identity, *pack(SECRET, replies)[1:]])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    found = ServerClient(1, SECRET)
+    found.learn(ServerMap(1, 1, [0], [-1], [-1], {0: f"tcp://127.0.0.1:{port}"}))
+    yield found
+    found.close()
+    over.set()
+    thread.join()
+    socket.close(linger=0)
+    context.term()
+
+
+def look(ticket: int) -> Question:
+    return Look(ticket, 0)
+
+
+def test_a_question_inside_of_a_wait(client: ServerClient) -> None:
+    told: list[float] = []
+    versions: list[int] = []
+    waiting: list[bool] = []
+
+    def idle() -> float:
+        waiting.append(client.waiting)
+        client.ask([look], Abort(), lambda letter: versions.append(letter.message.version))
+        return 0.0 if len(versions) < 3 else 60.0
+
+    client.slices(Abort())
+    client.ask(
+        [partial(Measure, slice=0, step=0)], Abort(), lambda letter: told.append(letter.message.squares[0]), idle
+    )
+    assert (told, versions) == ([0.5], [1, 2, 3])
+    assert not any(waiting)  # who does something does not wait
+    assert not client.waiting
+
+
+def test_nothing_to_do_meanwhile(client: ServerClient) -> None:
+    found: list[int] = []
+    client.slices(Abort())
+    client.ask([look, look], Abort(), lambda letter: found.append(letter.message.version))
+    assert found == [1, 2]
