@@ -1,4 +1,4 @@
-"""sandblaster in real runs: the same weights on any number of workers and servers, whoever dies; stopped and resumed."""
+"""sandblaster in real runs: the same weights on any number of workers and servers, whoever dies; and resumed."""
 
 from __future__ import annotations
 
