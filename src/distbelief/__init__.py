@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from distbelief.strategies.allreduce import AllReduce
     from distbelief.strategies.hybrid import Hybrid, Pipeline, Sharded, Tensor
     from distbelief.strategies.local_sgd import LocalSGD
+    from distbelief.strategies.sandblaster import Sandblaster
     from distbelief.worker.metrics import accuracy
 
 _HOME = {
@@ -30,6 +31,7 @@ _HOME = {
     "Pipeline": "distbelief.strategies.hybrid",
     "Result": "distbelief.api",
     "RunFailed": "distbelief.errors",
+    "Sandblaster": "distbelief.strategies.sandblaster",
     "Sharded": "distbelief.strategies.hybrid",
     "Tensor": "distbelief.strategies.hybrid",
     "accuracy": "distbelief.worker.metrics",
@@ -48,6 +50,7 @@ __all__ = [
     "Pipeline",
     "Result",
     "RunFailed",
+    "Sandblaster",
     "Sharded",
     "Tensor",
     "__version__",

@@ -69,7 +69,7 @@ class Recipe:
         if isinstance(template, optim.LBFGS | optim.SparseAdam):
             raise JobError(
                 f"no strategy can run {type(template).__name__}",
-                hint="SparseAdam: use Adam, Adagrad or SGD (sparse gradients are added up densely); LBFGS: use Adam",
+                hint="SparseAdam: use Adam, Adagrad or SGD (sparse gradients are added up densely); LBFGS: use --strategy sandblaster",
             )
         self.factory = factory
         self.kind: Any = type(template)
