@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -98,7 +99,7 @@ class SearchingMember(ServedMember):
             self._remember(done)
         if self._drives:
             self._vectors.show(self._state.point if self._state else START)
-        self._shown.bring(first)
+        self._shown.insist(first)
         exchange.gather(b"")  # nobody goes on before all know where they are
         self._note_rollback()
 
@@ -123,19 +124,20 @@ class SearchingMember(ServedMember):
         started, before_s = time.perf_counter(), self._sums.spent_s
         stepped = self._drive(step) if self._drives else self._serve(step)
         self._state = state_of(stepped.state)
-        self._shown.bring(stepped.number)
+        self._shown.insist(stepped.number)
         self._applied = self._reached[0] = stepped.done.end
         self._remember(stepped.done)
         self.exchange.gather(b"")  # the next step shows another point: all have this one
         self.exchange.forget_past()
         self.comm_s += time.perf_counter() - started - (self._sums.spent_s - before_s)
-        results = [StepResult(one.loss, one.samples, one.fingerprint) for one in self.remembered(step)]
-        if len(results) > 1 and self._state:
+        if self._state and self._state.ended:
+            left = stepped.done.end - stepped.done.first - 1
             self._lines.append(
-                f"L-BFGS has ended after {step + 1} iterations: {explain(self._state.ended)}; "
-                "the steps that are left change nothing"
+                f"L-BFGS has ended after {step + 1} iterations: {explain(self._state.ended)}"
+                + (f"; the {left} steps that are left change nothing" if left else "")
             )
-        return StepResult(results[-1].loss, results[-1].samples, results[-1].fingerprint, results[:-1])
+        *before, last = (StepResult(one.loss, one.samples, one.fingerprint) for one in self._applied_by(stepped.done))
+        return replace(last, before=before)
 
     def _drive(self, step: int) -> Stepped:
         state, self._trial = self._state, 0
@@ -217,11 +219,13 @@ class SearchingMember(ServedMember):
     # --- what is known and kept --------------------------------------------------------------------------------------
 
     def _remember(self, done: StepsDone) -> None:
+        self._past.extend(one for one in self._applied_by(done) if not self._past or self._past[-1].step < one.step)
+
+    def _applied_by(self, done: StepsDone) -> Iterator[Applied]:
         for step in range(done.first, done.end):
             samples = done.samples if step == done.first else 0
             told = hashlib.blake2b(f"{step} {done.loss!r} {samples}".encode(), digest_size=8).hexdigest()
-            if not self._past or self._past[-1].step < step:
-                self._past.append(Applied(step, done.loss, samples, told, self._seat.generation, done.at))
+            yield Applied(step, done.loss, samples, told, self._seat.generation, done.at)
 
     def portions(self) -> Sequence[VectorPortion]:  # type: ignore[override]
         """Every member saves some slices, with the vectors that the search needs at this step."""

@@ -14,6 +14,8 @@ from distbelief.comm.serverwords import Fetch, Fetched, Letter, Question
 from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.slicing import SliceShape
 
+AGAIN_S = 0.01
+
 
 class ShownValues:
     def __init__(
@@ -49,6 +51,11 @@ class ShownValues:
         if whole:
             self.number = number
         return whole
+
+    def insist(self, number: int) -> None:
+        """The same, where nobody shows anything else until this member has it: what was overwritten is there again."""
+        while not self.bring(number):
+            self._exchange.client.nap(AGAIN_S)
 
     def _copied(self, message: Fetched, payload: Any) -> bool:
         """Copy the values of a slice. False: they were overwritten meanwhile."""
