@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from distbelief.strategies.embedding import EmbeddingTable
     from distbelief.strategies.hybrid import Hybrid, Pipeline, Sharded, Tensor
     from distbelief.strategies.local_sgd import LocalSGD
+    from distbelief.strategies.sandblaster import Sandblaster
     from distbelief.worker.metrics import accuracy
 
 _HOME = {
@@ -32,6 +33,7 @@ _HOME = {
     "Pipeline": "distbelief.strategies.hybrid",
     "Result": "distbelief.api",
     "RunFailed": "distbelief.errors",
+    "Sandblaster": "distbelief.strategies.sandblaster",
     "Sharded": "distbelief.strategies.hybrid",
     "Tensor": "distbelief.strategies.hybrid",
     "accuracy": "distbelief.worker.metrics",
@@ -51,6 +53,7 @@ __all__ = [
     "Pipeline",
     "Result",
     "RunFailed",
+    "Sandblaster",
     "Sharded",
     "Tensor",
     "__version__",

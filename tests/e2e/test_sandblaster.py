@@ -8,26 +8,35 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import JOBS, Outcome, Run
+import torch
+from conftest import JOBS, Run
 from saved_runs import sealed, step, until
 from watched import Watched, expect_ours
 
-Cli = Callable[..., Outcome]
+from distbelief.checkpoint.weights import weights_sha256
+from distbelief.strategies.sandblaster import Sandblaster
+from distbelief.verification.plain import make_model
+from distbelief.verification.plainlbfgs import train_by_search
+from distbelief.worker.jobfile import load_job
+
 Start = Callable[..., Run]
 Wait = Callable[[Callable[[], object]], None]
 
-JOB = [JOBS / "logistic.py", "--set", "steps=12", "--set", "every=6"]
-SLOW = [*JOB, "--set", "brake_s=0.02"]
+STEPS = 9
+JOB = [JOBS / "logistic.py", "--set", f"steps={STEPS}", "--set", "every=6", "--set", "brake_s=0.1"]
 STRATEGY = "sandblaster:portion=100"
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The weights, on one worker and one server, when nothing happens."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    arguments = [*JOB, "--strategy", f"{STRATEGY}:servers=1:tcp", "--workers", 1, "--json"]
-    weights: str = Run(folder, "train", *arguments).wait().json["weights_sha256"]
-    return weights
+def undisturbed() -> str:
+    """The weights of one plain process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in runs
+    job = load_job(JOBS / "logistic.py", {"steps": str(STEPS)})
+    model = make_model(job)
+    list(train_by_search(job, model, Sandblaster(portion=100)))
+    torch.set_num_threads(threads)
+    return weights_sha256(model)
 
 
 def servers(run: Watched) -> dict[int, int]:
@@ -36,29 +45,26 @@ def servers(run: Watched) -> dict[int, int]:
     return {one["number"]: one["pid"] for one in found[-1]["servers"]} if found else {}
 
 
-def test_a_server_a_worker_and_the_driver_are_killed(
-    start: Start, tmp_path: Path, wait_until: Wait, undisturbed: str
-) -> None:
-    run = Watched(start, tmp_path, wait_until, *SLOW, "--strategy", STRATEGY, "--workers", 3)
+def test_a_server_and_the_driver_are_killed(start: Start, tmp_path: Path, wait_until: Wait, undisturbed: str) -> None:
+    run = Watched(start, tmp_path, wait_until, *JOB, "--strategy", STRATEGY, "--workers", 2)
     run.after(2)
     victim = servers(run)[0]
     expect_ours(victim)
     os.kill(victim, signal.SIGKILL)
     run.after(4)
-    run.signal(2, signal.SIGKILL)
-    run.after(6)
     run.signal(0, signal.SIGKILL)
     result = run.result()
     assert result["weights_sha256"] == undisturbed
-    assert (result["steps"], result["servers_lost"], result["reexecuted"]) == (12, 1, 0)
+    assert (result["steps"], result["servers_lost"], result["reexecuted"]) == (STEPS, 1, 0)
 
 
 def test_stopped_and_resumed_with_other_workers_and_servers(start: Start, tmp_path: Path, undisturbed: str) -> None:
-    run = start("train", *SLOW, "--run-dir", "run", "--workers", 2, "--strategy", STRATEGY)
-    until(lambda: step(tmp_path / "run") > 4, run)
+    (tmp_path / "brake").touch()
+    run = start("train", *JOB, "--run-dir", "run", "--workers", 2, "--strategy", f"{STRATEGY}:servers=1")
+    until(lambda: step(tmp_path / "run") > 2, run)
     run.signal(signal.SIGINT)
     assert run.wait().status == 130
-    assert sealed(tmp_path / "run")[0] > 4
-    other = f"{STRATEGY}:servers=1"
-    result = start("resume", "run", "--workers", 1, "--strategy", other, "--json").wait().json
+    assert 2 < sealed(tmp_path / "run")[0] < STEPS
+    (tmp_path / "brake").unlink()
+    result = start("resume", "run", "--workers", 1, "--strategy", f"{STRATEGY}:tcp", "--json").wait().json
     assert result["weights_sha256"] == undisturbed

@@ -89,7 +89,8 @@ class RunConfig(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def unit(self) -> str:
         """What the members divide among themselves."""
-        return "replica" if self.strategy.startswith("local_sgd") else "shard"
+        units = {"local_sgd": "replica", "sandblaster": "portion"}
+        return units.get(self.strategy.partition(":")[0], "shard")
 
     @property
     def balances(self) -> bool:

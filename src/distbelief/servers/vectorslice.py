@@ -74,6 +74,8 @@ class VectorSlice:
         self._pending: dict[int, list[Command]] = {}
         self._evaluation = -1
         self._sums: dict[Range, torch.Tensor] = {}
+        self._taken: Node | None = None
+        """The last that has changed anything."""
 
     def begin(self, values: torch.Tensor, vectors: Mapping[str, torch.Tensor], integers: bytes) -> None:
         """The first state of a life. `values`: the bytes of this stretch of the layout."""
@@ -132,19 +134,23 @@ class VectorSlice:
 
     def _add(self, node: Node, payload: Any) -> None:
         """A copy: the worker overwrites what it has pushed as soon as it is answered."""
+        where = (node.first, node.end)
+        if self._has(node):  # another copy came first; the memory of one that comes late may be gone
+            return
         if node.segment:
             part = self._open(node.segment).tensor(self._dtype, self.shape.first_byte, self._numel).clone()
         else:
             part = torch.frombuffer(payload, dtype=self._dtype, count=self._numel).clone()
-        where = (node.first, node.end)
-        if any(first <= where[0] and where[1] <= end for first, end in self._sums):
-            return  # another copy of it came first
+        self._taken = node
         for known in [one for one in self._sums if where[0] <= one[0] and one[1] <= where[1]]:
             del self._sums[known]
         while (above := _above(where, self._portions)) and (other := above[1]) in self._sums:
             part.add_(self._sums.pop(other))
             where = above[0]
         self._sums[where] = part
+
+    def _has(self, node: Node) -> bool:
+        return any(first <= node.first and node.end <= end for first, end in self._sums)
 
     def state(self) -> State:
         names, nodes = self._vectors.names, sorted(self._sums)
@@ -167,6 +173,8 @@ class VectorSlice:
         self._versions[:] = self.version = snapshot.version
 
     def with_bytes(self, change: Change) -> Change:
+        if isinstance(change.content, Node) and change.content is not self._taken:
+            return change  # it changes nothing
         return with_bytes(self.shape, change, self._open)
 
     # --- what is asked of it -----------------------------------------------------------------------------------------

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 
 from distbelief.comm.segment import Segment
 from distbelief.comm.served import ServedGroup
-from distbelief.comm.serverwords import Contents, Fetch, Fetched, Given, Letter, Look, Node, Note, Question
+from distbelief.comm.serverwords import Contents, Given, Letter, Look, Node, Note, Question
 from distbelief.comm.vectorwords import (
     Begin,
     Computed,
@@ -42,6 +42,7 @@ from distbelief.strategies.sandblaster import Sandblaster
 from distbelief.strategies.servedmember import AlreadyCopied, ServedMember
 from distbelief.strategies.servedtables import ServedTables
 from distbelief.strategies.servedvectors import ServedVectors
+from distbelief.strategies.shownvalues import ShownValues
 from distbelief.strategies.slicing import parameter_stretch
 from distbelief.strategies.tileoptimizer import Recipe
 from distbelief.strategies.vectorportions import STATE, VectorPortion, state_bytes, state_of, vectors_of
@@ -68,9 +69,7 @@ class SearchingMember(ServedMember):
         size, _ = parameter_stretch(computer.layout, self._slices[0])
         self._sums = PortionSums(computer, exchange, fetch, size, self._buffers)
         self._vectors = ServedVectors(self._client, len(self._slices), size, seat.generation, exchange.abort)
-        self._mapped: dict[str, Segment] = {}
-        self._shown = -1
-        """The number with which the values that this member has were shown."""
+        self._shown = ShownValues(computer, exchange, self._slices, self._take)
         self._state: State | None = None
         self._trial = 0
         self.clock: Callable[[], float] = time.time
@@ -101,7 +100,7 @@ class SearchingMember(ServedMember):
             self._remember(done)
         if self._drives:
             self._vectors.show(self._state.point if self._state else START)
-        self._bring(first)
+        self._shown.insist(first)
         exchange.gather(b"")  # nobody goes on before all know where they are
         self._note_rollback()
 
@@ -126,19 +125,20 @@ class SearchingMember(ServedMember):
         started, before_s = time.perf_counter(), self._sums.spent_s
         stepped = self._drive(step) if self._drives else self._serve(step)
         self._state = state_of(stepped.state)
-        self._bring(stepped.number)
+        self._shown.insist(stepped.number)
         self._applied = self._reached[0] = stepped.done.end
         self._remember(stepped.done)
         self.exchange.gather(b"")  # the next step shows another point: all have this one
         self.exchange.forget_past()
         self.comm_s += time.perf_counter() - started - (self._sums.spent_s - before_s)
-        results = [StepResult(one.loss, one.samples, one.fingerprint) for one in self.remembered(step)]
-        if len(results) > 1 and self._state:
+        if self._state and self._state.ended:
+            left = stepped.done.end - stepped.done.first - 1
             self._lines.append(
-                f"L-BFGS has ended after {step + 1} iterations: {explain(self._state.ended)}; "
-                "the steps that are left change nothing"
+                f"L-BFGS has ended after {step + 1} iterations: {explain(self._state.ended)}"
+                + (f"; the {left} steps that are left change nothing" if left else "")
             )
-        return StepResult(results[-1].loss, results[-1].samples, results[-1].fingerprint, results[:-1])
+        *before, last = (StepResult(one.loss, one.samples, one.fingerprint) for one in self._applied_by(stepped.done))
+        return replace(last, before=before)
 
     def _drive(self, step: int) -> Stepped:
         state, self._trial = self._state, 0
@@ -205,7 +205,7 @@ class SearchingMember(ServedMember):
 
     def _compute(self, step: int, portions: Portions) -> Computed | None:
         """The sum of some portions, on all slices; None: others have finished the evaluation meanwhile."""
-        if not self._bring(portions.number):
+        if not self._shown.bring(portions.number):
             return None
         losses = self._sums.compute(step, portions.node)
         slot, name = self.exchange.slot(0)
@@ -217,49 +217,16 @@ class SearchingMember(ServedMember):
         self._client.settle(self.exchange.abort)  # before the slot is written again
         return Computed(portions.evaluation, portions.node, losses)
 
-    # --- the values --------------------------------------------------------------------------------------------------
-
-    def _bring(self, number: int) -> bool:
-        """Fetch what is shown with that number. False: something else is, by now."""
-        if number == self._shown:
-            return True
-        self._shown = -1
-        whole = True
-
-        def fetched(letter: Letter) -> None:
-            nonlocal whole
-            message: Fetched = letter.message
-            whole &= message.version == number and self._copied(message, letter)
-            if message.slice == 0:
-                self._computer.commit_integers(message.integers or None)
-
-        inline = not self.exchange.maps
-        questions = [partial(_fetch, shape.number, number, inline) for shape in self._slices]
-        self._client.ask(questions, self.exchange.abort, fetched)
-        if whole:
-            self._shown = number
-        return whole
-
-    def _copied(self, message: Fetched, letter: Letter) -> bool:
-        """Copy the values of a slice. False: they were overwritten meanwhile."""
-        if not message.segment:
-            self._take(message, letter.payload)
-            return True
-        if message.segment not in self._mapped:
-            assert self.exchange.keeper is not None
-            self._mapped[message.segment] = self.exchange.keeper.segment(message.segment)
-        self._take(message, None)
-        words = np.frombuffer(self._mapped[message.segment].buffer, np.int64, 2)
-        return int(words[0]) == message.version  # it is set before anything is written
-
     # --- what is known and kept --------------------------------------------------------------------------------------
 
     def _remember(self, done: StepsDone) -> None:
+        self._past.extend(one for one in self._applied_by(done) if not self._past or self._past[-1].step < one.step)
+
+    def _applied_by(self, done: StepsDone) -> Iterator[Applied]:
         for step in range(done.first, done.end):
             samples = done.samples if step == done.first else 0
             told = hashlib.blake2b(f"{step} {done.loss!r} {samples}".encode(), digest_size=8).hexdigest()
-            if not self._past or self._past[-1].step < step:
-                self._past.append(Applied(step, done.loss, samples, told, self._seat.generation, done.at))
+            yield Applied(step, done.loss, samples, told, self._seat.generation, done.at)
 
     def portions(self) -> Sequence[VectorPortion]:
         """Every member saves some slices, with the vectors that the search needs at this step."""
@@ -293,17 +260,13 @@ class SearchingMember(ServedMember):
 
         self._whole.restore()
         wanted = [shape.number for shape in shapes if vectors and portion.vector_bytes(shape)]
-        questions = [partial(_read, number, self._shown, vectors) for number in wanted]
+        questions = [partial(_read, number, self._shown.number, vectors) for number in wanted]
         self._client.ask(questions, self.exchange.abort, read)
         return AlreadyCopied(self._outside() if rank == 0 else {}, time.perf_counter() - started)
 
 
 def _look(number: int, ticket: int) -> Question:
     return Look(ticket, number)
-
-
-def _fetch(number: int, version: int, inline: bool, ticket: int) -> Question:
-    return Fetch(ticket, number, version, inline)
 
 
 def _read(number: int, after: int, names: list[str], ticket: int) -> Question:

@@ -70,7 +70,8 @@ class Recipe:
         if isinstance(template, optim.LBFGS | optim.SparseAdam):
             raise JobError(
                 f"no strategy can run {type(template).__name__}",
-                hint="SparseAdam: use Adam, Adagrad or SGD (sparse gradients are added up densely); LBFGS: use Adam",
+                hint="SparseAdam: use Adam, Adagrad or SGD (sparse gradients are added up densely); LBFGS: use Adam, "
+                "or --strategy sandblaster, which is L-BFGS",
             )
         self.factory = factory
         self.kind: Any = type(template)

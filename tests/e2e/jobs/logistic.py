@@ -1,8 +1,10 @@
-"""Logistic regression on the handwritten digits: convex, so that every minimiser comes to the same loss."""
+"""Logistic regression on the handwritten digits: convex, so that every minimiser comes to the same loss. While there is
+a file `brake`, a portion takes longer."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
@@ -20,7 +22,8 @@ class Logistic(nn.Module):
         self.brake_s = brake_s
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.brake_s)
+        if self.brake_s and Path("brake").exists():
+            time.sleep(self.brake_s)
         # The penalty is made of the parameters, so that the loss is all there is to be minimised.
         penalty = 0.5 * WEIGHT_DECAY * self.linear.weight.square().sum()
         return torch.cat([self.linear(images), penalty.expand(len(images), 1)], dim=1)

@@ -52,12 +52,12 @@ class Net(nn.Module):
 class Kit:
     """The job, and what one process comes to."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, model: Callable[[], nn.Module] = Net) -> None:
         dice = torch.Generator().manual_seed(3)
         inputs = torch.randn(SAMPLES, 60, generator=dice)
         targets = torch.randint(0, 4, (SAMPLES,), generator=dice)
         self.job = Job(
-            model=Net,
+            model=model,
             loss=nn.functional.cross_entropy,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05),
             data=(inputs, targets),
@@ -251,6 +251,7 @@ class SearchWorld(World):
         self.failures: list[BaseException] = []
         self.steps_done = [0] * kit.steps
         self.portions_computed = 0
+        self.told: list[str] = []
         sizes = [Slice(number, 100) for number in range(len(kit.shapes) + 1)]
         self.placed = placement.first(sizes, {server: f"host{server}" for server in range(servers)})
         for server in range(servers):
@@ -343,14 +344,17 @@ class SearchWorld(World):
             computer, prepared._recipe, kit.schedule, seat, group, fetch, STRATEGY  # type: ignore[arg-type]
         )  # fmt: skip
         member.clock = lambda: self.now
-        for step in range(member.steps_applied(), kit.steps):
+        while (step := member.steps_applied()) < kit.steps:
             member.compute(step)
             result = member.commit(step)
-            assert result.loss == kit.losses[step], f"step {step} gave {result.loss}, not {kit.losses[step]}"
+            done = [one.loss for one in (*result.before, result)]
+            assert member.steps_applied() == step + len(done)
+            assert done == kit.losses[step : step + len(done)], f"step {step} gave {done}"
             for mine, expected in zip(computer.parameters, kit.weights[step], strict=True):
                 assert torch.equal(mine, expected), f"step {step} has other bits than in one process"
-            assert [one.loss for one in member.remembered(0)] == kit.losses[: step + 1]
+            assert [one.loss for one in member.remembered(0)] == kit.losses[: step + len(done)]
             self.steps_done[step] += 1
+            self.told += member.plan_lines() if group.rank == 0 else []
 
     def work(self) -> None:
         """One member goes on until it waits."""

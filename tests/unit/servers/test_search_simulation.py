@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from search_world import Kit, SearchWorld
+from torch import nn
 
 STEPS = 4
 
@@ -70,3 +71,26 @@ def disturb_quietly(world: SearchWorld, turns: int) -> None:
         world.work()
         for _ in range(3):
             world.deliver()
+
+
+class Bowl(nn.Module):
+    """Its loss has one minimum, which is soon found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (-self.weight.square()).expand(len(inputs), 4)
+
+
+def test_a_search_that_has_ended_leaves_nothing_to_be_done() -> None:
+    kit = Kit(50, Bowl)
+    assert kit.losses[-1] == kit.losses[-30]
+    world = SearchWorld(kit, 1, 2, 2, losing=0.0)
+    world.finish()
+    iterations = sum(world.steps_done) // 2
+    assert iterations < 20
+    assert world.told[0].startswith("L-BFGS over 42 samples in 11 portions, with 3 pairs of history")
+    assert world.told[1].startswith(f"L-BFGS has ended after {iterations} iterations: ")
+    assert world.told[1].endswith(f"; the {50 - iterations} steps that are left change nothing")

@@ -16,6 +16,7 @@ from distbelief.strategies.degrees import Wish
 from distbelief.strategies.hybrid import SCHEDULES, Hybrid, Pipeline, Sharded, Tensor
 from distbelief.strategies.local_sgd import LocalSGD
 from distbelief.strategies.parameterserver import ParameterServer
+from distbelief.strategies.sandblaster import Sandblaster
 
 degree = st.integers(1, 64)
 snapshots = st.none() | st.integers(0, 1000)
@@ -51,6 +52,14 @@ hybrids = st.builds(
         over=st.sampled_from(["auto", "tcp"]),
     )
     | st.builds(ParameterServer, mode=st.just("ssp"), staleness=st.integers(0, 9), adaptive=st.booleans())
+    | st.builds(
+        Sandblaster,
+        st.integers(1, 64),
+        st.integers(1, 99),
+        st.none() | st.integers(1, 999),
+        st.floats(0.01, 9),
+        st.sampled_from(["auto", "shm", "tcp"]),
+    )
     | st.builds(AllReduce, st.booleans(), transports)
     | st.builds(LocalSGD, degree, degree | st.none(), transport=transports, copies=st.booleans())
     | st.builds(
@@ -140,6 +149,15 @@ def test_string_forms(text: str, value: AnyStrategy, wish: Wish) -> None:
         ("ps:async:dc=-1", "dc of parameter servers must be 0 or more, not -1.0", ""),
         ("ps:async:dc=much", "unknown option 'dc=much'", "dc=0"),
         ("ps:sync:gloo", "unknown option 'gloo'", "tcp"),
+        ("sandblaster:2", "unknown option '2'", "sandblaster:servers=2"),
+        ("sandblaster:history=0", "history must be a whole number of at least 1, not 0", "history=10"),
+        (
+            "sandblaster:portion=a",
+            "'portion=a' in the strategy 'sandblaster:portion=a' does not give a whole",
+            "portion",
+        ),
+        ("sandblaster:lr=nan", "lr must be above 0, not nan", "it is 1"),
+        ("sandblaster:lr=1:lr=2", "gives its lr twice", "once"),
         ("local_sgd", "'local_sgd' does not say how many local steps there are", "local_sgd:8"),
         ("local_sgd:nesterov", "does not say how many local steps", "local_sgd:8"),
         ("local_sgd:0", "local_sgd: steps must be a whole number of at least 1, not 0", "local_sgd:8"),
@@ -191,6 +209,8 @@ def test_values_check_themselves() -> None:
         (lambda: Hybrid(), "must divide something"),
         (lambda: ParameterServer(True), "must be at least 1, not True"),
         (lambda: ParameterServer(2, over="gloo"), "unknown transport 'gloo'"),  # type: ignore[arg-type]
+        (lambda: Sandblaster(2, over="gloo"), "unknown transport 'gloo'"),  # type: ignore[arg-type]
+        (lambda: Sandblaster(True), "servers must be a whole number of at least 1, not True"),
         (lambda: Hybrid(data=0, tensor=2), "data must be a whole number of at least 1, not 0"),
         (lambda: Hybrid(tensor=2, schedule="zbv"), "tp2:zbv has none"),
         (lambda: AllReduce(exact=True, compression="int8"), "it cannot be exact"),
