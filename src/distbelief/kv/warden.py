@@ -23,7 +23,6 @@ import zmq
 from distbelief.comm.keeper import SegmentKeeper
 from distbelief.comm.memfd import receive_message
 from distbelief.comm.messages import EndRun, Serve, ServerBeat, ServerFailed, ServerReady, SliceCopied
-from distbelief.comm.network import host_of
 from distbelief.coordinator.fleetstate import Fleet
 from distbelief.coordinator.server import bind
 from distbelief.engines.processes import LogPipe, Zygote
@@ -60,12 +59,6 @@ class Warden:
     """Used as a context: on leaving it, everything has ended."""
 
     def __init__(self, order: Order, say: Callable[[str], None]) -> None:
-        host = host_of(order.listen)
-        if host in ("0.0.0.0", "::", "*"):
-            raise DistBeliefError(
-                f"a key-value service cannot listen on {host}: its servers need one address to be reached at",
-                hint="name the address of the network card, for example --listen 10.0.0.1:5000",
-            )
         self._order = order
         self._say = say
         self._stack = contextlib.ExitStack()
