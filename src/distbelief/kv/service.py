@@ -23,10 +23,8 @@ def serve(servers: int = 2, *, listen: str = "127.0.0.1", shared_memory: bool = 
     of the connection file, which holds the service's secret and is readable by its owner only. With `listen`, an
     address of this machine (HOST or HOST:PORT), clients on other machines can come too: give them the file.
 
-    >>> from distbelief import kv
-    >>> with kv.serve(servers=1) as address:
-    ...     print(address.rpartition("/")[2])
-    kv.json
+        with kv.serve(servers=2) as address:
+            store = kv.connect(address)  # here, or in any other process
     """
     if servers < 1:
         raise DistBeliefError(f"a key-value service cannot have {servers} servers", hint="1 or more")
