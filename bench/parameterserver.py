@@ -1,11 +1,12 @@
 """Parameter servers side by side with a peer, in one run: two workers, one server, the same model and samples.
 
-    .venv/bin/python bench/parameterserver.py [--json FILE] [--quick] [--only mlp,cnn] [--repetitions N]
+    .venv/bin/python bench/parameterserver.py [--json FILE] [--quick] [--only mlp,cnn,bandwidth] [--repetitions N]
 
 Ours are whole runs through the command line: `ps:sync` with its bytes in shared memory and over TCP. The peer is a
 parameter server on torch.distributed (gloo, point to point, one flat buffer each way; bench/parameterserver_peer.py).
 TensorFlow's ParameterServerStrategy is measured where TensorFlow is installed; it is not here. Drivers take turns
-within a repetition, and ratios are taken within it.
+within a repetition, and ratios are taken within it. The part `bandwidth` is push and pull in GB/s beside memcpy and raw
+sockets (bench/parameterserver_bandwidth.py).
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from rich.table import Table
 import drivers
 import machine
 import options
+import parameterserver_bandwidth as bandwidth
 import report
 from drivers import BENCH, DriverFailed, Measured, Task
 from workloads import WORKERS, WORKLOADS
 
 OURS, TCP, PEER, IDEAL = "ps:sync", "ps:sync over TCP", "gloo p2p server", "independent processes"
-PARTS = ("mlp", "cnn", "wide")
+PARTS = ("mlp", "cnn", "wide", "bandwidth")
 GOAL = 2.0
 """Steps per second over the best peer's."""
 
@@ -49,7 +51,9 @@ def main() -> int:
     }
     report.show_machine(console, content["machine"], before)
     try:
-        for name in args.only:
+        if "bandwidth" in args.only:
+            content["bandwidth"] = bandwidth.measure(console, args.repetitions or (1 if args.quick else 9))
+        for name in [one for one in args.only if one in WORKLOADS]:
             steps, warm_up = (20, 3) if args.quick else (120, 10) if name == "mlp" else (60, 5)
             task = Task(name, steps + warm_up, warm_up)
             content["workloads"][name] = compare(console, task, args.repetitions or (1 if args.quick else 4))

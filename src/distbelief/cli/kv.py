@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
+from distbelief.cli.failures import MACHINE_OUTPUT
 from distbelief.errors import DistBeliefError
 
 
@@ -43,10 +43,11 @@ def kv(
     It prints the path of its connection file. Clients: `from distbelief import kv; store = kv.connect(PATH)`.
     """
     ctx.meta[MACHINE_OUTPUT] = json
-    endpoint = parse_listen(listen)
-
     from distbelief.engines.signals import Signals
+    from distbelief.kv.connection import endpoint
     from distbelief.kv.warden import Order, Warden
+
+    where = endpoint(listen)
 
     mine = folder is None
     place = Path(tempfile.mkdtemp(prefix="distbelief-kv-")) if folder is None else _private(folder)
@@ -57,25 +58,13 @@ def kv(
         else:
             typer.echo(f"{path}\n{servers} server{'s' * (servers > 1)}; kv.connect with this file; Ctrl-C ends it")
 
-    order = Order(place.resolve(), servers, endpoint, shares=not no_shared_memory)
+    order = Order(place.resolve(), servers, where, shares=not no_shared_memory)
     try:
         with Signals() as signals, Warden(order, lambda text: typer.echo(text, err=True)) as warden:
             warden.run(signals.wake_fd, ready)
     finally:
         if mine:
             shutil.rmtree(place, ignore_errors=True)
-
-
-def parse_listen(text: str) -> str:
-    """
-    >>> parse_listen("127.0.0.1"), parse_listen("10.0.0.1:5000"), parse_listen("[fd00::1]:5000")
-    ('tcp://127.0.0.1:*', 'tcp://10.0.0.1:5000', 'tcp://[fd00::1]:5000')
-    """
-    host, bracket, rest = text.partition("]") if text.startswith("[") else ("", "", text)
-    name, _, port = rest.partition(":")
-    if not (host or name) or (host and name) or not (port.isdigit() or not port):
-        raise UsageError(f"--listen {text!r} is no address", hint="HOST or HOST:PORT, for example 10.0.0.1:5000")
-    return f"tcp://{host}{bracket}{name}:{port or '*'}"
 
 
 def _private(folder: Path) -> Path:

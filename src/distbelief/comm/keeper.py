@@ -27,12 +27,12 @@ class SegmentKeeper:
             written += os.pwrite(fd, memoryview(content)[written:], written)
         self._segments[name] = (fd, len(content))
 
-    def answer(self, sock: socket.socket) -> None:
-        """Answer one request. Raises EOFError when the worker has gone."""
+    def answer(self, sock: socket.socket) -> str:
+        """Answer one request, and say which segment it was for, if any. Raises EOFError when the worker has gone."""
         request, _ = receive_message(sock)
         if "drop_before" in request:
             self.drop_before(str(request["drop_before"]))
-            return
+            return ""
         try:
             fd, size_bytes = self._find(str(request["name"]), int(request["size_bytes"]))
         except DistBeliefError as error:
@@ -40,6 +40,7 @@ class SegmentKeeper:
             send_message(sock, {"error": error.message, "hint": error.hint, "memory": memory})
         else:
             send_message(sock, {"size_bytes": size_bytes}, [fd])
+        return str(request["name"])
 
     def _find(self, name: str, size_bytes: int) -> tuple[int, int]:
         if name not in self._segments:

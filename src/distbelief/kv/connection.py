@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from distbelief.errors import DistBeliefError
+from distbelief.errors import DistBeliefError, JobError
 
 FILE = "kv.json"
 
@@ -20,6 +20,23 @@ class Connection(Struct, frozen=True):
     """Of the machine: there, clients and servers can share memory."""
     keeper: str
     """The socket of the process that keeps it; empty: values always travel."""
+
+
+def endpoint(listen: str) -> str:
+    """
+    >>> endpoint("127.0.0.1"), endpoint("10.0.0.1:5000"), endpoint("[fd00::1]:5000")
+    ('tcp://127.0.0.1:*', 'tcp://10.0.0.1:5000', 'tcp://[fd00::1]:5000')
+    """
+    host, bracket, rest = listen.partition("]") if listen.startswith("[") else ("", "", listen)
+    name, _, port = rest.partition(":")
+    if bool(bracket) == bool(name) or (host and not bracket) or not (port.isdigit() or not port):
+        raise JobError(f"{listen!r} is no address to listen on", hint="HOST or HOST:PORT, for example 10.0.0.1:5000")
+    if host + name in ("0.0.0.0", "[::", "*"):
+        raise JobError(
+            f"a key-value service cannot listen on {listen}: its servers need one address to be reached at",
+            hint="name the address of the network card, for example 10.0.0.1:5000",
+        )
+    return f"tcp://{host}{bracket}{name}:{port or '*'}"
 
 
 def this_boot() -> str:

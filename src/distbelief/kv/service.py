@@ -12,22 +12,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distbelief.errors import DistBeliefError
+from distbelief.kv.connection import endpoint
 
 _ENDS_IN_S = 10.0
 
 
 @contextlib.contextmanager
-def serve(servers: int = 2, *, listen: str = "tcp://127.0.0.1:*", shared_memory: bool = True) -> Iterator[str]:
+def serve(servers: int = 2, *, listen: str = "127.0.0.1", shared_memory: bool = True) -> Iterator[str]:
     """Start a key-value service with so many servers; it ends with the block. Gives what `kv.connect` needs: the path
-    of the connection file, which holds the service's secret and is readable by its owner only.
+    of the connection file, which holds the service's secret and is readable by its owner only. With `listen`, an
+    address of this machine (HOST or HOST:PORT), clients on other machines can come too: give them the file.
 
-    >>> from distbelief import kv
-    >>> with kv.serve(servers=1) as address:
-    ...     print(address.rpartition("/")[2])
-    kv.json
+        with kv.serve(servers=2) as address:
+            store = kv.connect(address)  # here, or in any other process
     """
     if servers < 1:
         raise DistBeliefError(f"a key-value service cannot have {servers} servers", hint="1 or more")
+    where = endpoint(listen)
     folder = Path(tempfile.mkdtemp(prefix="distbelief-kv-"))
     try:
         process = subprocess.Popen(
@@ -39,7 +40,7 @@ def serve(servers: int = 2, *, listen: str = "tcp://127.0.0.1:*", shared_memory:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            order = {"folder": str(folder), "servers": servers, "listen": listen, "shares": shared_memory}
+            order = {"folder": str(folder), "servers": servers, "listen": where, "shares": shared_memory}
             process.stdin.write(json.dumps(order).encode() + b"\n")
             process.stdin.flush()
             line = process.stdout.readline()

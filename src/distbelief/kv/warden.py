@@ -23,7 +23,6 @@ import zmq
 from distbelief.comm.keeper import SegmentKeeper
 from distbelief.comm.memfd import receive_message
 from distbelief.comm.messages import EndRun, Serve, ServerBeat, ServerFailed, ServerReady, SliceCopied
-from distbelief.comm.network import host_of
 from distbelief.coordinator.fleetstate import Fleet
 from distbelief.coordinator.server import bind
 from distbelief.engines.processes import LogPipe, Zygote
@@ -33,7 +32,7 @@ from distbelief.kv import connection, watch, words
 
 TICK_S = 0.2
 GONE_S = 120.0
-"""A client that was not heard of for so long is gone, and so is its memory."""
+"""A client that was not heard of for so long is told of no maps any more, until it is heard of again."""
 _SERVER = "distbelief.kv.server"
 _WARM = "ps:sync"
 """The warm process imports what servers need."""
@@ -60,12 +59,6 @@ class Warden:
     """Used as a context: on leaving it, everything has ended."""
 
     def __init__(self, order: Order, say: Callable[[str], None]) -> None:
-        host = host_of(order.listen)
-        if host in ("0.0.0.0", "::", "*"):
-            raise DistBeliefError(
-                f"a key-value service cannot listen on {host}: its servers need one address to be reached at",
-                hint="name the address of the network card, for example --listen 10.0.0.1:5000",
-            )
         self._order = order
         self._say = say
         self._stack = contextlib.ExitStack()
@@ -77,8 +70,10 @@ class Warden:
         self._clients: dict[str, _Client] = {}
         self._next_client = 0
         self._failed: watch.Fail | None = None
-        self._departed: list[tuple[float, int]] = []
-        """When the memory of a client may go."""
+        self._owned: dict[sockets.socket, str] = {}
+        """How the names of the memory begin that a client has asked for over that socket."""
+        self._departed: list[tuple[float, str]] = []
+        """When the memory of a client that is gone may go too."""
 
     def __enter__(self) -> Warden:
         try:
@@ -221,23 +216,22 @@ class Warden:
         self._watching.watch(client, lambda: self._kept(client))
 
     def _kept(self, asker: sockets.socket) -> None:
+        """The kernel closes the socket when a client ends; one that is only stopped may go on, and needs its memory."""
         try:
-            self._keeper.answer(asker)
+            owner, line, _ = self._keeper.answer(asker).partition("/")
+            if owner.startswith("client "):
+                self._owned[asker] = owner + line
         except (EOFError, OSError, ValueError, KeyError, TypeError):
+            if asker in self._owned:  # a server may still have to map what it has pushed
+                self._departed.append((time.monotonic() + GONE_S, self._owned.pop(asker)))
             self._watching.unwatch(asker)
             asker.close()
 
     def _forget_clients(self) -> None:
         now = time.monotonic()
-        for name, client in list(self._clients.items()):
-            if now - client.heard_at > GONE_S:
-                self._depart(name)
+        self._clients = {name: one for name, one in self._clients.items() if now - one.heard_at < GONE_S}
         while self._departed and self._departed[0][0] < now:
-            self._keeper.drop_all(f"client {self._departed.pop(0)[1]}/")
-
-    def _depart(self, name: str) -> None:
-        # A server may still have to map what the client has pushed.
-        self._departed.append((time.monotonic() + GONE_S, self._clients.pop(name).number))
+            self._keeper.drop_all(self._departed.pop(0)[1])
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -268,8 +262,7 @@ class Warden:
             case words.ClientHere(name=name, version=version):
                 self._greet(identity, name, version, now)
             case words.ClientGone(name=name):
-                if name in self._clients:
-                    self._depart(name)
+                self._clients.pop(name, None)
 
     def _greet(self, identity: bytes, name: str, version: int, now: float) -> None:
         known = self._fleet.map()
