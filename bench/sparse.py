@@ -141,13 +141,13 @@ def scaling(console: Console, steps: int, repetitions: int) -> dict[str, Any]:
         for workers in order:
             found[str(workers)].append(_recommend(workers, steps))
     table = Table("recommend, 50 million users, ps:async", "steps/s", "over 1 worker", "range", "others' CPU time")
-    for workers, runs in found.items():
+    for name, runs in found.items():
         speeds = [run["steps_per_s"] for run in runs]
         ratios = [mine / run["steps_per_s"] for mine, run in zip(speeds, found["1"], strict=True)]
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
         others = statistics.median(run["others"] for run in runs)
         median = statistics.median(speeds), statistics.median(ratios)
-        table.add_row(f"{workers} workers", f"{median[0]:.1f}", f"{median[1]:.2f}", spread, f"{others:.0%}")
+        table.add_row(f"{name} workers", f"{median[0]:.1f}", f"{median[1]:.2f}", spread, f"{others:.0%}")
     console.print(table)
     console.print(f"{psutil.cpu_count()} cores; two servers are busy, too")
     return found

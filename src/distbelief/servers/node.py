@@ -22,6 +22,7 @@ from distbelief.comm.serverwords import (
     Letter,
     Look,
     Measure,
+    Numbers,
     Pull,
     Push,
     Question,
@@ -135,7 +136,7 @@ class ServerNode:
                     name = (RUN, content.update)
                 held.askers[name] = sender
                 self._changed(message.slice, held.holding.change(name, Change(content, letter.payload)), out)
-            case Fetch() | Measure() | Look() | Read() | Pull() | Count():
+            case Fetch() | Measure() | Look() | Read() | Pull() | Count() | Numbers():
                 held = self._held.get(message.slice)
                 if held is None or not held.holding.is_primary:
                     out.clients.append((sender, Letter(Refused(message.slice, self.version))))
