@@ -2,6 +2,7 @@
 
     distbelief train examples/recommend.py --workers 2
     distbelief train examples/recommend.py --workers 2 --set users=100000 --set items=10000 --set steps=100
+    distbelief train examples/recommend.py --workers 2 --set users=50000000 --strategy ps:async
 
 Nothing is downloaded: a small world of users, items and hours gives every impression its true probability of a click,
 and the clicks are drawn from it. So the best score that a model can have is known, and stands beside the model's:
@@ -12,6 +13,9 @@ and the clicks are drawn from it. So the best score that a model can have is kno
 
 As it stands, knowing only the click rate gives a loss of 0.433 and the true probabilities give 0.364. One pass over the
 data gives 0.369, learned 0.93. Most of what remains to learn is about users who are seldom seen.
+
+The tables of users, items and crosses are `EmbeddingTable`s: under parameter servers (`ps`) only rows that have learnt
+something take memory, so there may be as many users as there are people.
 """
 
 import math

@@ -94,4 +94,6 @@ def blocks(pieces: Sequence[tuple[PartEntry, torch.Tensor]]) -> Iterator[bytes |
 
 def memory_of(contiguous: torch.Tensor) -> memoryview:
     """The bytes under a contiguous CPU tensor, to read from or write into."""
+    if not contiguous.numel():  # one without elements may have any stride, which `view` does not like
+        return memoryview(bytearray())
     return contiguous.reshape(-1).view(torch.uint8).numpy().data

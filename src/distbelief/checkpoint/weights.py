@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO
@@ -42,6 +43,15 @@ def persistent_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in named_tensors(model).items() if name in kept}
 
 
+@dataclass(frozen=True)
+class Streamed:
+    """A tensor that comes in blocks of bytes, once, and is not in memory as a whole."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    blocks: Iterable[bytes | memoryview]
+
+
 class WeightsDigest:
     """SHA-256 over names, types, shapes and bytes of tensors that come in name order."""
 
@@ -53,6 +63,13 @@ class WeightsDigest:
         self.add_blocks(name, (tensor.dtype, tuple(tensor.shape)), _blocks(tensor))
 
     def add_blocks(self, name: str, outline: Outline, blocks: Iterable[bytes | memoryview]) -> None:
+        for _ in self.through(name, outline, blocks):
+            pass
+
+    def through(
+        self, name: str, outline: Outline, blocks: Iterable[bytes | memoryview]
+    ) -> Iterator[bytes | memoryview]:
+        """Add the blocks of a tensor one by one as somebody else takes them, too."""
         if self._last is not None and name <= self._last:
             raise ValueError(f"tensors come in name order: {name!r} came after {self._last!r}")
         self._last = name
@@ -60,6 +77,7 @@ class WeightsDigest:
         self._sha256.update(f"{name}\0{dtype}\0{tuple(shape)}\0".encode())
         for block in blocks:
             self._sha256.update(block)
+            yield block
 
     def hexdigest(self) -> str:
         return self._sha256.hexdigest()
@@ -85,13 +103,15 @@ def weights_sha256_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def save_weights(model: torch.nn.Module, path: Path, besides: Mapping[str, torch.Tensor] = MappingProxyType({})) -> str:
+def save_weights(
+    model: torch.nn.Module, path: Path, besides: Mapping[str, torch.Tensor | Streamed] = MappingProxyType({})
+) -> str:
     """Write what `load_state_dict` expects as a safetensors file: whole or not at all. Returns `weights_sha256`.
 
     `besides`: tensors that belong to the weights and are not in the model.
     """
-    every = {**named_tensors(model), **besides}
-    outlines = outlines_of({**persistent_tensors(model), **besides})
+    every: dict[str, torch.Tensor | Streamed] = {**named_tensors(model), **besides}
+    outlines = {name: (one.dtype, tuple(one.shape)) for name, one in {**persistent_tensors(model), **besides}.items()}
     return write_weights(path, outlines, ((name, every[name]) for name in sorted(every)))
 
 
@@ -100,7 +120,9 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     write_weights(path, outlines_of(tensors), ((name, tensors[name]) for name in sorted(tensors)))
 
 
-def write_weights(path: Path, outlines: Mapping[str, Outline], tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+def write_weights(
+    path: Path, outlines: Mapping[str, Outline], tensors: Iterable[tuple[str, torch.Tensor | Streamed]]
+) -> str:
     """Write a safetensors file from tensors that come one after the other, in name order: whole or not at all.
 
     `outlines` says which are to be in it; others only count for the digest of all that came, which is returned. Every
@@ -125,14 +147,14 @@ def write_weights(path: Path, outlines: Mapping[str, Outline], tensors: Iterable
         with file:
             _write(path, file, 0, [header])
             for name, value in tensors:  # not under `writing`: what fails here is not the file
-                tensor = value.detach().cpu().contiguous()
-                every.add(name, tensor)
+                outline = value.dtype, tuple(value.shape)
+                blocks = value.blocks if isinstance(value, Streamed) else _blocks(value)
                 if name in outlines:
                     left.discard(name)
-                    _require_form(name, tensor, outlines[name])
-                    written.add(name, tensor)
-                    _write(path, file, where[name], _blocks(tensor))
-                del value, tensor  # before the next one is made
+                    _require_form(name, outline, outlines[name])
+                    blocks = _written(path, file, where[name], written.through(name, outline, blocks))
+                every.add_blocks(name, outline, blocks)
+                del value, blocks  # before the next one is made
         if left:
             raise ValueError(f"these tensors never came: {', '.join(sorted(left))}")
         with writing(path):
@@ -153,9 +175,9 @@ def _placed(outlines: Mapping[str, Outline]) -> list[Placed]:
     ]
 
 
-def _require_form(name: str, tensor: torch.Tensor, outline: Outline) -> None:
-    if (tensor.dtype, tuple(tensor.shape)) != outline:
-        raise ValueError(f"tensor '{name}' is {tensor.dtype} {tuple(tensor.shape)}, not {outline[0]} {outline[1]}")
+def _require_form(name: str, found: Outline, outline: Outline) -> None:
+    if found != outline:
+        raise ValueError(f"tensor '{name}' is {found[0]} {found[1]}, not {outline[0]} {outline[1]}")
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
@@ -165,11 +187,19 @@ def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def _write(path: Path, file: BinaryIO, at: int, blocks: Iterable[bytes | memoryview]) -> None:
-    with writing(path):
-        file.seek(at)
-        for block in blocks:
+    for _ in _written(path, file, at, blocks):
+        pass
+
+
+def _written(path: Path, file: BinaryIO, at: int, blocks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """Every block, when it is in the file."""
+    for block in blocks:
+        with writing(path):
+            file.seek(at)
             file.write(block)
-        file.flush()
+            file.flush()
+        at += len(block)
+        yield block
 
 
 def _read_back(

@@ -273,7 +273,16 @@ class Count(Struct, frozen=True, tag=True):
     version: int
 
 
-Question = Fetch | Measure | Look | Read | Pull | Count | v.Products | v.ReadVectors | KeyQuestion
+class Numbers(Struct, frozen=True, tag=True):
+    """Which rows of a table are there, at this version? Answered as a Pull: their numbers, as int64."""
+
+    ticket: int
+    slice: int
+    version: int
+    table: int
+
+
+Question = Fetch | Measure | Look | Read | Pull | Count | Numbers | v.Products | v.ReadVectors | KeyQuestion
 FromClient = Push | Question
 
 # --- to workers ------------------------------------------------------------------------------------------------------

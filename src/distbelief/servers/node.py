@@ -18,19 +18,12 @@ from distbelief.comm.messages import ServerMap
 from distbelief.comm.serverwords import (
     RUN,
     Answered,
-    Count,
-    Fetch,
     Letter,
-    Look,
-    Measure,
-    Pull,
     Push,
     Question,
-    Read,
     Refused,
     is_update,
 )
-from distbelief.comm.vectorwords import Products, ReadVectors
 from distbelief.errors import DistBeliefError
 from distbelief.servers import holding as h
 from distbelief.servers.applied import Applied
@@ -138,19 +131,7 @@ class ServerNode:
                     name = (RUN, content.update)
                 held.askers[name] = sender
                 self._changed(message.slice, held.holding.change(name, Change(content, letter.payload)), out)
-            case (
-                Fetch()
-                | Measure()
-                | Look()
-                | Read()
-                | Pull()
-                | Count()
-                | Products()
-                | ReadVectors()
-                | Consult()
-                | PullKey()
-                | PullKeyRows()
-            ):
+            case _ if isinstance(message, Question):
                 held = self._held.get(message.slice)
                 if held is None or not held.holding.is_primary:
                     out.clients.append((sender, Letter(Refused(message.slice, self.version))))

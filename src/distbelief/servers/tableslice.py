@@ -26,6 +26,7 @@ from distbelief.comm.serverwords import (
     Looked,
     Measure,
     Measured,
+    Numbers,
     Pull,
     Pulled,
     Question,
@@ -97,6 +98,10 @@ class _Tables:
         values = self.tables[question.table].pull(rows).numpy()
         return Letter(Pulled(question.ticket, question.slice, self.version), values.reshape(-1).view(np.uint8))
 
+    def _numbers(self, question: Numbers) -> Letter:
+        rows = self.tables[question.table].numbers_from(0)
+        return Letter(Pulled(question.ticket, question.slice, self.version), rows.view(np.uint8))
+
     def _counted(self, question: Count) -> Letter:
         return Letter(Counted(question.ticket, question.slice, self.version, self.counts))
 
@@ -128,6 +133,8 @@ class FreeTables(_Tables):
                 return self._values(question)
             case Count():
                 return self._counted(question) if caught_up else None
+            case Numbers():
+                return self._numbers(question) if caught_up else None
             case Read():
                 return self._read(question) if caught_up else None
             case _:
@@ -262,27 +269,29 @@ class StepTables(_Tables):
                 return Letter(Measured(question.ticket, question.slice, [squares]))
             case Count(version=-1):
                 return self._counted(question)
-            case Pull() | Count() | Read():
+            case Pull() | Numbers() | Count() | Read():
                 if self.version < question.version:
                     return None
                 return self._at_version(question) if self.version == question.version else _gone_on(question)
             case _:
                 raise DistBeliefError(f"a part of the tables is not asked {type(question).__name__}")
 
-    def _at_version(self, question: Pull | Count | Read) -> Letter:
+    def _at_version(self, question: Pull | Numbers | Count | Read) -> Letter:
         match question:
             case Pull():
                 return self._values(question)
+            case Numbers():
+                return self._numbers(question)
             case Count():
                 return self._counted(question)
             case Read():
                 return self._read(question)
 
 
-def _gone_on(question: Pull | Count | Read) -> Letter:
+def _gone_on(question: Pull | Numbers | Count | Read) -> Letter:
     """There is no way back to what was asked for."""
     match question:
-        case Pull():
+        case Pull() | Numbers():
             return Letter(Pulled(question.ticket, question.slice, -1))
         case Count():
             return Letter(Counted(question.ticket, question.slice, -1, []))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distbelief.checkpoint.weights import save_weights, weights_sha256
+from distbelief.checkpoint.weights import Streamed, save_weights, weights_sha256
 from distbelief.data.seeding import seed_everything
 from distbelief.data.sources import split_batch
 from distbelief.strategies.base import Task
@@ -37,7 +37,7 @@ class CommittedModel:
         finally:
             model.train()
 
-    def save(self, path: Path, besides: Mapping[str, torch.Tensor] | None = None) -> str:
+    def save(self, path: Path, besides: Mapping[str, torch.Tensor | Streamed] | None = None) -> str:
         """Returns the digest of all weights. `besides`: what belongs to them and is not in the model."""
         return save_weights(self.restore(), path, besides or {})
 

@@ -36,7 +36,8 @@ def make_model(job: Job, device: torch.device) -> torch.nn.Module:
     model = model.to(device)
     settle(model)
     if not trainable(model):
-        raise JobError("the model has no trainable parameters")
+        besides = " beside its tables" if tables_of(model) else ""
+        raise JobError(f"the model has no trainable parameters{besides}")
     return model.train()
 
 

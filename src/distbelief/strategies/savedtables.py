@@ -16,14 +16,16 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from distbelief.checkpoint.lazy import LazyTensors, outlines_of
 from distbelief.checkpoint.manifest import PartEntry
 from distbelief.checkpoint.parts import Slice, dtype_name
 from distbelief.checkpoint.sources import MODEL
 from distbelief.comm.segment import Segment
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.base import Portion, Saved
-from distbelief.strategies.tablespecs import PARTS, PartArray, PartShape, TableSpec, part_of
+from distbelief.strategies.tablespecs import PartArray, PartShape, TableSpec, part_of
 
 Arrays = dict[str, torch.Tensor]
 
@@ -92,8 +94,10 @@ class PortionWithTables:
 
 def without_tables(saved: Saved, specs: Sequence[TableSpec]) -> Saved:
     """What is left for the dense parameters."""
-    kept = {name: tensor for name, tensor in saved.tensors.items() if not _is_of_table(name, specs)}
-    return replace(saved, tensors=kept)
+    kept = [name for name in saved.tensors if not _is_of_table(name, specs)]
+    if isinstance(saved.tensors, LazyTensors):
+        return replace(saved, tensors=saved.tensors.read_whole(kept))
+    return replace(saved, tensors={name: saved.tensors[name] for name in kept})
 
 
 def _is_of_table(name: str, specs: Sequence[TableSpec]) -> bool:
@@ -101,75 +105,75 @@ def _is_of_table(name: str, specs: Sequence[TableSpec]) -> bool:
     return name.startswith((MODEL, "optimizer/", "begun/")) and name.endswith(tuple(f"/{one}" for one in endings))
 
 
-def tables_in(saved: Saved | None, specs: Sequence[TableSpec]) -> list[Arrays]:
-    """The rows of every table, in any order; none where the state has nothing of it."""
-    return [_table_in(saved.tensors if saved else {}, spec) for spec in specs]
+class SavedTables:
+    """The rows of a saved state, part by part: no more is read than is asked for, where the state is read lazily."""
 
+    def __init__(self, saved: Saved | None, specs: Sequence[TableSpec]) -> None:
+        self._tensors = saved.tensors if saved else {}
+        self._specs = specs
+        self._forms = outlines_of(self._tensors)
+        self._rows = [self._all_rows(spec) for spec in specs]
+        self._parts = [part_of(rows).astype(np.int8) for rows in self._rows]
 
-def _table_in(tensors: Mapping[str, torch.Tensor], spec: TableSpec) -> Arrays:
-    rows = tensors.get(tensor_name(spec, "rows"))
-    if rows is None:
-        rows, tensors = _from_dense(tensors, spec)
-    found = {"rows": rows, "values": _fitting(tensors, spec, "values", len(rows), spec.form.width)}
-    for field in spec.optimizer.fields:
-        name = tensor_name(spec, field.name)
-        shape = (len(rows), spec.form.width) if field.wide else (len(rows),)
-        if name in tensors:
-            found[field.name] = _fitting(tensors, spec, field.name, *shape)
-        elif any(other.startswith("optimizer/") and other.endswith(f"/{spec.name}.values") for other in tensors):
+    def part(self, part: int) -> list[Arrays]:
+        """Of every table what this part has, rows ascending."""
+        return [
+            self._table(spec, rows, np.flatnonzero(parts == part))
+            for spec, rows, parts in zip(self._specs, self._rows, self._parts, strict=True)
+        ]
+
+    def _is_dense(self, spec: TableSpec) -> bool:
+        """It was an ordinary parameter: every row is there."""
+        return f"{MODEL}{spec.name}.weight" in self._forms
+
+    def _all_rows(self, spec: TableSpec) -> NDArray[np.int64]:
+        """As they were saved."""
+        if self._is_dense(spec):
+            return np.arange(spec.form.rows)
+        name = tensor_name(spec, "rows")
+        return self._tensors[name].numpy() if name in self._forms else np.zeros(0, np.int64)
+
+    def _table(self, spec: TableSpec, rows: NDArray[np.int64], mine: NDArray[np.int64]) -> Arrays:
+        """`mine`: the places of the wanted rows among all."""
+        rows = rows[mine]
+        found = {"rows": torch.from_numpy(rows), "values": self._array(spec, "values", (spec.form.width,), mine)}
+        for field in spec.optimizer.fields:
+            rest = (spec.form.width,) if field.wide else ()
+            found[field.name] = self._array(spec, field.name, rest, mine)
+            if not self._has(spec, field.name):  # of weights alone, or of a row that nobody has changed
+                found[field.name].fill_(spec.optimizer.begin(field))
+            found[field.name] = found[field.name].to(getattr(torch, field.dtype))
+        order = torch.from_numpy(np.argsort(rows))
+        return {key: array[order] for key, array in found.items()}
+
+    def _name(self, spec: TableSpec, key: str) -> str:
+        name = tensor_name(spec, key)
+        return f"{name.removesuffix('.values')}.weight" if self._is_dense(spec) else name
+
+    def _has(self, spec: TableSpec, key: str) -> bool:
+        if self._name(spec, key) in self._forms:
+            return True
+        ending = self._name(spec, "values").removeprefix(MODEL)
+        if any(name.startswith("optimizer/") and name.endswith(f"/{ending}") for name in self._forms):
             raise DistBeliefError(
-                f"the table '{spec.name}' was saved with another optimizer: it has no {field.name}",
+                f"the table '{spec.name}' was saved with another optimizer: it has no {key}",
                 hint="continue with the optimizer that it was saved with",
             )
-        else:  # weights alone
-            found[field.name] = torch.full(shape, spec.optimizer.begin(field), dtype=getattr(torch, field.dtype))
-    return found
+        return False
 
-
-def _fitting(tensors: Mapping[str, torch.Tensor], spec: TableSpec, key: str, *shape: int) -> torch.Tensor:
-    tensor = tensors[tensor_name(spec, key)]
-    if tuple(tensor.shape) != shape:
-        raise DistBeliefError(
-            f"the table '{spec.name}' was saved with other rows: {key} is {list(tensor.shape)}, not {list(shape)}",
-            hint="declare the table as it was when it was saved",
-        )
-    return tensor
-
-
-def _from_dense(tensors: Mapping[str, torch.Tensor], spec: TableSpec) -> tuple[torch.Tensor, Arrays]:
-    """A table that was an ordinary parameter: every row is there. It knew one number of steps for all its rows."""
-    weight = tensors.get(f"{MODEL}{spec.name}.weight")
-    if weight is None:
-        empty = torch.zeros(0, dtype=torch.int64)
-        return empty, {tensor_name(spec, "values"): torch.zeros(0, spec.form.width)}
-    found: Arrays = {tensor_name(spec, "values"): weight}
-    for field in spec.optimizer.fields:
-        kept = tensors.get(f"optimizer/{field.name}/{spec.name}.weight")
-        if kept is not None:
-            whole = kept if field.wide else kept.reshape(1).expand(len(weight))
-            found[tensor_name(spec, field.name)] = whole.to(getattr(torch, field.dtype))
-    return torch.arange(len(weight)), found
-
-
-def part_in(tables: Sequence[Arrays], part: int) -> list[Arrays]:
-    """What one part has of these tables, rows ascending."""
-    found = []
-    for arrays in tables:
-        rows = arrays["rows"].numpy()
-        mine = np.flatnonzero(part_of(rows) == part)
-        order = torch.from_numpy(mine[np.argsort(rows[mine])])
-        found.append({key: array[order] for key, array in arrays.items()})
-    return found
-
-
-def weights_in(specs: Sequence[TableSpec], parts: Mapping[int, Sequence[Arrays]]) -> dict[str, torch.Tensor]:
-    """The tables as a file of weights has them: rows ascending."""
-    assert len(parts) == PARTS or not specs
-    found = {}
-    for number, spec in enumerate(specs):
-        rows = torch.cat([parts[part][number]["rows"] for part in sorted(parts)])
-        values = torch.cat([parts[part][number]["values"] for part in sorted(parts)])
-        order = torch.argsort(rows)
-        found[f"{spec.name}.rows"] = rows[order]
-        found[f"{spec.name}.values"] = values[order]
-    return found
+    def _array(self, spec: TableSpec, key: str, rest: tuple[int, ...], mine: NDArray[np.int64]) -> torch.Tensor:
+        if not len(mine) or not (key == "values" or self._has(spec, key)):
+            return torch.zeros(len(mine), *rest)
+        name, places = self._name(spec, key), torch.from_numpy(mine)
+        _, shape = self._forms[name]
+        if self._is_dense(spec) and not rest and shape == ():  # one number of steps for all rows
+            return self._tensors[name].reshape(1).expand(len(mine)).clone()
+        if shape[1:] != rest:
+            raise DistBeliefError(
+                f"the table '{spec.name}' was saved with other rows: {key} is {list(shape)}, not {[shape[0], *rest]}",
+                hint="declare the table as it was when it was saved",
+            )
+        first, end = int(mine[0]), int(mine[-1]) + 1
+        if isinstance(self._tensors, LazyTensors) and end - first == len(mine):  # as our checkpoints have them
+            return self._tensors.read_box(name, ((first, end), *((0, size) for size in rest)))
+        return self._tensors[name][places]

@@ -24,10 +24,10 @@ from distbelief.strategies.base import Applied, Fetch, Portion, RolledBack, Seat
 from distbelief.strategies.committed import CommittedModel
 from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.named import TilePortion, outside_of_tiles, whole_entries
-from distbelief.strategies.savedtables import PortionWithTables, weights_in
+from distbelief.strategies.savedtables import PortionWithTables
 from distbelief.strategies.servedtables import ServedTables
 from distbelief.strategies.slicing import SliceShape, cut
-from distbelief.strategies.tablespecs import PARTS, PartShape
+from distbelief.strategies.tablespecs import PARTS
 from distbelief.strategies.tileoptimizer import Recipe
 
 REMEMBERED = 1024  # steps, as the servers remember
@@ -186,25 +186,13 @@ class ServedMember:
 
     def save_weights(self, path: Path) -> None:
         if self.exchange.rank == 0:
-            self._digest = self._whole.save(path, self._table_weights())
+            self._digest = self._whole.save(path, self._tables.weights(self._applied))
 
     def weights_sha256(self) -> str:
         if not self._tables.slices:
             return self._whole.sha256()
         # What lies on the servers is nobody's own: who has saved it tells of it.
         return self._digest if self.exchange.rank == 0 else ""
-
-    def _table_weights(self) -> dict[str, torch.Tensor]:
-        """All rows of all tables, in the memory of this process."""
-        specs = self._tables.specs
-        parts: dict[int, list[dict[str, torch.Tensor]]] = {}
-
-        def take(part: int, counts: list[int], content: Any) -> None:
-            views = PartShape(specs, counts).views(torch.frombuffer(content, dtype=torch.uint8))
-            parts[part] = [{key: one[key].clone() for key in ("rows", "values")} for one in views]
-
-        self._tables.read(range(len(self._tables.slices)), self._applied, take)
-        return weights_in(specs, parts)
 
 
 def _copy_part(portion: PortionWithTables, into: Segment, part: int, counts: list[int], content: Any) -> None:

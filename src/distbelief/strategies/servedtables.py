@@ -5,18 +5,21 @@ Parts follow the slices of the dense parameters in number. A worker holds no row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from distbelief.checkpoint.weights import Streamed
 from distbelief.comm.serverclient import ServerClient, Stop
 from distbelief.comm.serverwords import (
     Contents,
     Count,
     Counted,
     Letter,
+    Numbers,
     Pull,
     Pulled,
     Question,
@@ -25,7 +28,7 @@ from distbelief.comm.serverwords import (
     ShardRows,
 )
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.embedding import EmbeddingTable, RowGradients
+from distbelief.strategies.embedding import BLOCK_ROWS, EmbeddingTable, RowGradients
 from distbelief.strategies.rowmessages import divided
 from distbelief.strategies.tablespecs import PARTS, TableSpec, part_of
 
@@ -108,6 +111,31 @@ class ServedTables:
         ask(ANY, [number for number, one in found.items() if one.version < 0])
         return [found[number].counts for number in self.slices]
 
+    def weights(self, version: int) -> dict[str, torch.Tensor | Streamed]:
+        """All tables, rows ascending. Values come block by block: they may be more than there is memory for."""
+        found: dict[str, torch.Tensor | Streamed] = {}
+        for table, spec in enumerate(self.specs):
+            rows = self._numbers(table, version)
+            shape = (len(rows), spec.form.width)
+            found[f"{spec.name}.rows"] = torch.from_numpy(rows)
+            found[f"{spec.name}.values"] = Streamed(torch.float32, shape, self._blocks(table, rows))
+        return found
+
+    def _numbers(self, table: int, version: int) -> NDArray[np.int64]:
+        found = [np.zeros(0, np.int64)]
+
+        def heard(letter: Letter) -> None:
+            if letter.message.version < 0:
+                raise _gone_on(version)
+            found.append(np.frombuffer(letter.payload, np.int64))
+
+        self._client.ask([partial(_numbers, number, version, table) for number in self.slices], self._stop, heard)
+        return np.sort(np.concatenate(found))
+
+    def _blocks(self, table: int, rows: NDArray[np.int64]) -> Iterator[bytes]:
+        for first in range(0, len(rows), BLOCK_ROWS):
+            yield self._pull(table, rows[first : first + BLOCK_ROWS], learning=False).tobytes()
+
     def read(self, parts: Sequence[int], version: int, each: Callable[[int, list[int], memoryview], None]) -> None:
         """Everything that these parts have: `each` is called with (part, rows by table, bytes)."""
         for part in parts:  # one after the other: together they may be more than there is memory for
@@ -127,6 +155,10 @@ def _gone_on(version: int) -> DistBeliefError:
 
 def _pull(number: int, version: int, table: int, rows: bytes, ticket: int) -> Question:
     return Pull(ticket, number, version, table, rows)
+
+
+def _numbers(number: int, version: int, table: int, ticket: int) -> Question:
+    return Numbers(ticket, number, version, table)
 
 
 def _count(number: int, version: int, ticket: int) -> Question:

@@ -50,7 +50,7 @@ from distbelief.strategies.base import Saved
 from distbelief.strategies.preparedsandblaster import PreparedSandblaster
 from distbelief.strategies.preparedserved import PreparedServed
 from distbelief.strategies.pushcoding import PushCoding
-from distbelief.strategies.savedtables import part_in, tables_in, without_tables
+from distbelief.strategies.savedtables import SavedTables, without_tables
 from distbelief.strategies.slicing import SliceShape
 from distbelief.strategies.state import ReplicaState
 from distbelief.strategies.tablespecs import PARTS
@@ -140,7 +140,7 @@ class _Slices:
                 self.sizes.append(LEDGER_BYTES)
         self._mapped: dict[str, Segment] = {}
         self._first: tuple[int, ReplicaState] | None = None
-        self._first_tables: list[dict[str, torch.Tensor]] = []
+        self._first_tables = SavedTables(None, ())
         self.life: int = 0
         self.sealed: int = 0
 
@@ -188,7 +188,7 @@ class _Slices:
         store = StepTables(specs, self._job, self._schedule) if self._strategy.waits else FreeTables(specs, self._job)
         if first:
             step = self._first_state().steps_applied
-            store.begin(part_in(self._first_tables, part), step if self._strategy.waits else 0)
+            store.begin(self._first_tables.part(part), step if self._strategy.waits else 0)
         return store
 
     def _contents(self, state: ReplicaState, shape: SliceShape) -> torch.Tensor:
@@ -213,7 +213,7 @@ class _Slices:
         self._first = None
         if self._vectors:
             self._vectors.forget()
-        self._first_tables = []
+        self._first_tables = SavedTables(None, ())
 
     def _first_state(self) -> ReplicaState:
         if self._first is None or self._first[0] != self.life:
@@ -223,7 +223,7 @@ class _Slices:
     def _saved_dense(self, step: int = -1) -> Saved | None:
         """What there is for the tables is put aside."""
         saved, specs = self._saved(step), self.prepared.tables
-        self._first_tables = tables_in(saved, specs)
+        self._first_tables = SavedTables(saved, specs)
         return without_tables(saved, specs) if saved else None
 
     def _saved(self, step: int = -1) -> Saved | None:
@@ -234,10 +234,11 @@ class _Slices:
         if origin.checkpoints and (self.life > 1 or origin.resumed):
             # A run that was resumed may have sealed none since: then it begins again from the one that it found.
             at_most = None if origin.resumed and not self.sealed else self.sealed
-            saved, skipped = newest_saved(origin.checkpoints, at_most=at_most)
+            # Of tables a server reads no more than its own parts.
+            saved, skipped = newest_saved(origin.checkpoints, bool(self.prepared.tables), at_most)
             for bad, why in skipped:
                 print(f"the checkpoint of step {bad} cannot be used: {why}", flush=True)
-        return saved or (weights_of(origin.weights) if origin.weights else None)
+        return saved or (weights_of(origin.weights, bool(self.prepared.tables)) if origin.weights else None)
 
     def _open(self, name: str) -> Segment:
         """A worker's slot, by its name."""

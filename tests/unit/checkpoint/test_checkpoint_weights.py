@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,6 +15,7 @@ from torch import nn
 from distbelief.checkpoint import weights
 from distbelief.checkpoint.lazy import Outline, outlines_of
 from distbelief.checkpoint.weights import (
+    Streamed,
     WeightsDigest,
     named_tensors,
     persistent_tensors,
@@ -185,3 +187,18 @@ def test_only_one_of_the_tensors_is_in_memory(tmp_path: Path) -> None:
 
     write_weights(tmp_path / "w.safetensors", dict.fromkeys(names, (F32, (4,))), counted())
     weights_sha256_of(counted())
+
+
+def test_a_tensor_in_blocks_is_saved_as_one_that_is_whole(tmp_path: Path) -> None:
+    model, whole = torch.nn.Linear(2, 1), torch.arange(12.0).reshape(6, 2)
+    blocks = [whole[:4].numpy().tobytes(), whole[4:].numpy().tobytes()]
+    empty = torch.from_numpy(np.sort(np.zeros(0, np.int64)))  # of stride 0
+    streamed = {"a.rows": empty, "table": Streamed(torch.float32, (6, 2), iter(blocks))}
+    one = save_weights(model, tmp_path / "one.safetensors", streamed)
+    other = save_weights(model, tmp_path / "other.safetensors", {"a.rows": empty, "table": whole})
+    assert one == other != weights_sha256(model)
+    assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "other.safetensors").read_bytes()
+    assert torch.equal(load_file(tmp_path / "one.safetensors")["table"], whole)
+    with pytest.raises(DistBeliefError, match="reads back otherwise"):
+        save_weights(model, tmp_path / "short.safetensors", {"z": Streamed(torch.float32, (6, 2), iter(blocks[:1]))})
+    assert not (tmp_path / "short.safetensors").exists()

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from distbelief.checkpoint.faults import CheckpointMismatch
 from distbelief.checkpoint.manifest import Facts
-from distbelief.checkpoint.reading import read_tensors, verify
+from distbelief.checkpoint.reading import open_checkpoint, read_tensors, verify
 from distbelief.checkpoint.saving import seal, write_part
 from distbelief.comm.segment import Segment
 from distbelief.errors import DistBeliefError
@@ -24,7 +24,7 @@ from distbelief.strategies.embedding import EmbeddingTable
 from distbelief.strategies.named import put_back
 from distbelief.strategies.parameterserver import ParameterServer
 from distbelief.strategies.preparedserved import PreparedServed
-from distbelief.strategies.savedtables import PortionWithTables, part_in, tables_in, weights_in, without_tables
+from distbelief.strategies.savedtables import PortionWithTables, SavedTables, without_tables
 from distbelief.strategies.tablespecs import PARTS, TableSpec, part_of
 
 Arrays = dict[str, torch.Tensor]
@@ -59,6 +59,28 @@ def some_rows(spec: TableSpec, count: int) -> Arrays:
     for field in spec.optimizer.fields:
         shape = (count, spec.form.width) if field.wide else (count,)
         found[field.name] = (torch.rand(shape, generator=made) * 100).to(getattr(torch, field.dtype))
+    return found
+
+
+def part_in(tables: list[Arrays], part: int) -> list[Arrays]:
+    """What one part has of these tables, rows ascending."""
+    found = []
+    for arrays in tables:
+        mine = np.flatnonzero(part_of(arrays["rows"].numpy()) == part)
+        order = torch.from_numpy(mine[np.argsort(arrays["rows"].numpy()[mine])])
+        found.append({key: array[order] for key, array in arrays.items()})
+    return found
+
+
+def whole(saved: Saved | None, specs: list[TableSpec]) -> list[Arrays]:
+    """All parts together, rows ascending."""
+    tables = SavedTables(saved, specs)
+    parts = [tables.part(part) for part in range(PARTS)]
+    found = []
+    for number in range(len(specs)):
+        arrays = {key: torch.cat([part[number][key] for part in parts]) for key in parts[0][number]}
+        order = arrays["rows"].argsort()
+        found.append({key: array[order] for key, array in arrays.items()})
     return found
 
 
@@ -100,39 +122,30 @@ def saved_by(members: int, job: Job, tables: list[Arrays]) -> str:
 
 @pytest.mark.parametrize("kind", ["adam", "adagrad", "sgd"])
 @pytest.mark.parametrize("members", [1, 3, 11])
-def test_what_was_saved_is_found_again(kind: str, members: int) -> None:
+@pytest.mark.parametrize("lazily", [True, False])
+def test_what_was_saved_is_found_again(kind: str, members: int, lazily: bool) -> None:
     job = made_job(kind)
     specs = prepared(job).tables
     tables = [some_rows(specs[0], 40), some_rows(specs[1], 0)]
     folder = saved_by(members, job, tables)
-    saved = Saved(5, {"model/dense.bias": torch.zeros(1), **read_tensors(folder, verify(folder, 5))})
-    assert without_tables(saved, specs).tensors.keys() == {"model/dense.bias"}
-    found = tables_in(saved, specs)
+    saved = Saved(5, open_checkpoint(folder, 5)[1] if lazily else read_tensors(folder, verify(folder, 5)))
+    assert without_tables(saved, specs).tensors == {}
+    found = SavedTables(saved, specs)
     for part in range(PARTS):
-        for given, again in zip(part_in(tables, part), part_in(found, part), strict=True):
+        for given, again in zip(part_in(tables, part), found.part(part), strict=True):
             assert given.keys() == again.keys()
             assert all(torch.equal(given[key], again[key]) for key in given)
             assert (part_of(again["rows"].numpy()) == part).all()
             assert (np.diff(again["rows"].numpy()) > 0).all()
 
 
-def test_the_weights_are_rows_in_ascending_order_wherever_they_lay() -> None:
-    specs = prepared(made_job()).tables
-    tables = [some_rows(specs[0], 40), some_rows(specs[1], 2)]
-    found = weights_in(specs, {part: part_in(tables, part) for part in range(PARTS)})
-    order = tables[0]["rows"].argsort()
-    assert torch.equal(found["users.rows"], tables[0]["rows"][order])
-    assert torch.equal(found["users.values"], tables[0]["values"][order])
-    assert found.keys() == {"users.rows", "users.values", "never.rows", "never.values"}
-
-
 def test_weights_alone_begin_with_a_new_optimizer() -> None:
     specs = prepared(made_job("adagrad")).tables
     weights = {"model/users.rows": torch.tensor([7, 3]), "model/users.values": torch.ones(2, 3)}
-    users, never = tables_in(Saved(0, weights), specs)
+    users, never = whole(Saved(0, weights), specs)
     assert users["sum"].tolist() == [[0.0] * 3] * 2
     assert len(never["rows"]) == 0
-    assert [len(arrays["rows"]) for arrays in tables_in(None, specs)] == [0, 0]
+    assert [len(arrays["rows"]) for arrays in whole(None, specs)] == [0, 0]
 
 
 def test_a_table_that_was_a_parameter_is_taken_with_its_optimizer_state() -> None:
@@ -144,27 +157,28 @@ def test_a_table_that_was_a_parameter_is_taken_with_its_optimizer_state() -> Non
         "optimizer/step/users.weight": torch.tensor(4.0),
         "begun/users.weight": torch.tensor(1, dtype=torch.uint8),
     }
-    users, _ = tables_in(Saved(4, dense), specs)
+    users, _ = whole(Saved(4, dense), specs)
     assert users["rows"].tolist() == list(range(6))
     assert torch.equal(users["values"], dense["model/users.weight"])
     assert users["step"].tolist() == [4] * 6
-    assert without_tables(Saved(4, dense), specs).tensors == {}
+    others = {**dense, "model/dense.bias": torch.zeros(1), "optimizer/step/dense.bias": torch.zeros(())}
+    assert without_tables(Saved(4, others), specs).tensors.keys() == others.keys() - dense.keys()
 
 
 def test_another_form_or_another_optimizer_is_refused() -> None:
     specs = prepared(made_job()).tables
     wrong = {"model/users.rows": torch.tensor([1]), "model/users.values": torch.ones(1, 4)}
     with pytest.raises(DistBeliefError, match=r"values is \[1, 4\], not \[1, 3\]"):
-        tables_in(Saved(1, wrong), specs)
+        whole(Saved(1, wrong), specs)
     other = {**wrong, "model/users.values": torch.ones(1, 3), "optimizer/sum/users.values": torch.ones(1, 3)}
     with pytest.raises(DistBeliefError, match="another optimizer"):
-        tables_in(Saved(1, other), specs)
+        whole(Saved(1, other), specs)
 
 
 def test_without_servers_the_state_of_rows_is_refused() -> None:
     job = made_job("adagrad", rows=20)
-    whole = AllReduce().prepare(job, Schedule(8, 4, 2), torch.device("cpu"))
-    computer = whole._computer
+    prepared_whole = AllReduce().prepare(job, Schedule(8, 4, 2), torch.device("cpu"))
+    computer = prepared_whole._computer
     rows = {"model/users.rows": torch.tensor([3]), "model/users.values": torch.ones(1, 3)}
     with pytest.raises(CheckpointMismatch, match="table 'users' is in rows there"):
-        put_back(Saved(2, {**rows, "begun/dense.bias": torch.tensor(1)}), None, computer, whole._recipe)  # type: ignore[arg-type]
+        put_back(Saved(2, {**rows, "begun/dense.bias": torch.tensor(1)}), None, computer, prepared_whole._recipe)  # type: ignore[arg-type]
