@@ -1,18 +1,18 @@
 """Parameter servers side by side with a peer, in one run: two workers, one server, the same model and samples.
 
-    .venv/bin/python bench/parameterserver.py [--json FILE] [--quick] [--only mlp,cnn,bandwidth] [--repetitions N]
+    .venv/bin/python bench/parameterserver.py [--json FILE] [--quick] [--only mlp,cnn,wide,bandwidth] [--repetitions N]
+        [--tensorflow /path/to/python]
 
 Ours are whole runs through the command line: `ps:sync` with its bytes in shared memory and over TCP. The peer is a
 parameter server on torch.distributed (gloo, point to point, one flat buffer each way; bench/parameterserver_peer.py).
-TensorFlow's ParameterServerStrategy is measured where TensorFlow is installed; it is not here. Drivers take turns
-within a repetition, and ratios are taken within it. The part `bandwidth` is push and pull in GB/s beside memcpy and raw
-sockets (bench/parameterserver_bandwidth.py).
+TensorFlow's ParameterServerStrategy has no synchronous mode: it stands beside our `ps:async`, on the dense workloads,
+where `--tensorflow` names a Python that has it. Drivers take turns within a repetition, and ratios are taken within it.
+The part `bandwidth` is push and pull in GB/s beside memcpy and raw sockets (bench/parameterserver_bandwidth.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import statistics
 import sys
@@ -27,11 +27,13 @@ import drivers
 import machine
 import options
 import parameterserver_bandwidth as bandwidth
+import parameterserver_tensorflow as tensorflow
 import report
 from drivers import BENCH, DriverFailed, Measured, Task
 from workloads import WORKERS, WORKLOADS
 
 OURS, TCP, PEER, IDEAL = "ps:sync", "ps:sync over TCP", "gloo p2p server", "independent processes"
+ASYNC, TENSORFLOW = "ps:async", "TensorFlow (async)"
 PARTS = ("mlp", "cnn", "wide", "bandwidth")
 GOAL = 2.0
 """Steps per second over the best peer's."""
@@ -45,7 +47,7 @@ def main() -> int:
         "program": "bench/parameterserver.py",
         "arguments": sys.argv[1:],
         "machine": machine.facts(),
-        "tensorflow": importlib.util.find_spec("tensorflow") is not None,
+        "tensorflow": tensorflow.has_tensorflow(args.tensorflow),
         "load": {"before": before},
         "workloads": {},
     }
@@ -56,7 +58,8 @@ def main() -> int:
         for name in [one for one in args.only if one in WORKLOADS]:
             steps, warm_up = (20, 3) if args.quick else (120, 10) if name == "mlp" else (60, 5)
             task = Task(name, steps + warm_up, warm_up)
-            content["workloads"][name] = compare(console, task, args.repetitions or (1 if args.quick else 4))
+            peer = args.tensorflow if content["tensorflow"] and name in tensorflow.DENSE else ""
+            content["workloads"][name] = compare(console, task, args.repetitions or (1 if args.quick else 4), peer)
     except DriverFailed as error:
         console.print(f"[red]a driver failed[/]: {error}", markup=True)
         return 2
@@ -67,13 +70,17 @@ def main() -> int:
     return 0
 
 
-def compare(console: Console, task: Task, repetitions: int) -> dict[str, Any]:
+def compare(console: Console, task: Task, repetitions: int, python: str) -> dict[str, Any]:
+    """`python`: one that has TensorFlow; empty: it is left out."""
     actors: dict[str, Callable[[], Measured]] = {
         OURS: lambda: drivers.ours(task, strategy="ps:sync:servers=1"),
         TCP: lambda: drivers.ours(task, strategy="ps:sync:servers=1:tcp"),
         PEER: lambda: _peer(task),
         IDEAL: lambda: drivers.ideal(task, ["fused"])["fused"],
+        ASYNC: lambda: drivers.ours(task, strategy="ps:async:servers=1"),
     }
+    if python:
+        actors[TENSORFLOW] = lambda: tensorflow.measure(task, python)
     runs: dict[str, list[Measured]] = {name: [] for name in actors}
     for repetition in range(repetitions):
         names = list(actors)
@@ -81,22 +88,29 @@ def compare(console: Console, task: Task, repetitions: int) -> dict[str, Any]:
             runs[name].append(actors[name]())
     batch = WORKLOADS[task.workload].global_batch
     found: dict[str, Any] = {}
-    table = Table("", "steps/s", "over the peer", "range", "losses differ by", title=WORKLOADS[task.workload].title)
+    table = Table(
+        "", "steps/s", "over the peer", "range", "losses differ by", "last loss", title=WORKLOADS[task.workload].title
+    )
     for name, measured in runs.items():
         ratios = [a.samples_per_s / b.samples_per_s for a, b in zip(measured, runs[PEER], strict=True)]
-        apart = max(abs(a - b) for a, b in zip(measured[0].losses, runs[PEER][0].losses, strict=True))
+        apart = None
+        if name not in (ASYNC, TENSORFLOW):  # which go their own ways
+            apart = max(abs(a - b) for a, b in zip(measured[0].losses, runs[PEER][0].losses, strict=True))
+        last = statistics.fmean(measured[0].losses[-10:])
         found[name] = {
             "steps_per_s": [one.samples_per_s / batch for one in measured],
             "over_peer": ratios,
             "losses_apart": apart,
+            "last_loss": last,
             "others": [one.others for one in measured],
         }
         steps = statistics.median(found[name]["steps_per_s"])
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        table.add_row(name, f"{steps:.1f}", f"{statistics.median(ratios):.2f}", spread, f"{apart:.1e}")
+        differ = "" if apart is None else f"{apart:.1e}"
+        table.add_row(name, f"{steps:.1f}", f"{statistics.median(ratios):.2f}", spread, differ, f"{last:.3f}")
     console.print(table)
     best = statistics.median(found[OURS]["over_peer"])
-    console.print(f"ps:sync has {best:.2f} times the peer's steps per second (goal: {GOAL})")
+    console.print(f"ps:sync has {best:.2f} times the gloo server's steps per second (goal: {GOAL} of the best peer's)")
     return found
 
 
@@ -115,6 +129,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
     parser.add_argument("--quick", action="store_true", help="few steps, once: to see that it works")
     parser.add_argument("--only", type=options.some_of("workload", PARTS), default=list(PARTS))
+    parser.add_argument("--tensorflow", default=sys.executable, help="a Python that has TensorFlow")
     parser.add_argument("--repetitions", type=options.count, default=0)
     return parser.parse_args()
 
