@@ -13,12 +13,15 @@ from conftest import JOBS, Outcome, Run
 from saved_runs import check_whole, sealed, step, until
 from watched import Watched, expect_ours
 
+from distbelief.comm.messages import CheckpointRequested, ServersRequested
+from distbelief.coordinator.client import ask
+
 Start = Callable[..., Run]
 Cli = Callable[..., Outcome]
 Wait = Callable[[Callable[[], object]], None]
 
 SMALL = [JOBS / "small.py", "--set", "brake_s=0.02", "--set", "steps=200"]
-SLICED = [JOBS / "small.py", "--set", "brake_s=0.05", "--set", "steps=500", "--set", "width=3000"]
+SLICED = [JOBS / "small.py", "--set", "brake_s=0.02", "--set", "steps=500", "--set", "width=3000"]
 EVERYTHING = [JOBS / "everything.py", "--set", "epochs=2"]
 TINY = JOBS / "served.py"
 
@@ -156,49 +159,39 @@ def test_stopped_by_control_c_and_resumed_with_other_servers_and_without(
     check_whole(run_dir, result)
 
 
-def test_servers_come_and_go_by_command(
-    watched: Callable[..., Served], start: Start, undisturbed: Callable[..., str]
+def test_servers_come_and_go_by_command_and_late_workers_are_helped(
+    watched: Callable[..., Served], start: Start, undisturbed: Callable[..., str], tmp_path: Path
 ) -> None:
-    """Slices move while training goes on, and whoever goes has handed over everything."""
-    run = watched(*SLICED, "--workers", 2, "--strategy", "ps:sync")
+    """Slices move while training goes on. A worker is 20 times slower, then the one that leads is: others compute their
+    shards. Nobody has other bits."""
+    run = watched(*SLICED, "--workers", 3, "--strategy", "ps:sync:backups=1", "--no-balance", "--save-every", "end")
     run.after(5)
 
-    def holders() -> set[int]:
-        placed = run.journal("servers")[-1]["placement"]
-        copying = set(placed["recruits"]) - {-1}
-        return set() if copying else {*placed["map"]["primaries"], *placed["map"]["backups"]} - {-1}
-
-    for wanted, words in ((3, "1 more server is"), (1, "there is no backup"), (2, "1 more server is")):
-        answer = start("scale", "run", "--servers", wanted, "--json").wait().json
-        assert answer["servers"] == wanted
-        assert words in answer["text"]
-        run._wait_until(lambda: len(holders()) == wanted)  # noqa: B023
-        run.after(run.step() + 3)
-    assert [entry["target"] for entry in run.journal("servers_scaled")] == [3, 1, 2]
-    result = run.result()
-    assert result["weights_sha256"] == undisturbed(*SLICED)
-    assert (result["servers"], result["servers_lost"], result["reexecuted"]) == (2, 0, 0)
-    assert "has handed its slices over and leaves" in run.notices()
-    nothing = start("scale", "run").wait()
-    assert (nothing.status, "--servers" in nothing.stderr) == (2, True)
-
-
-def test_late_workers_are_helped(
-    watched: Callable[..., Served], undisturbed: Callable[..., str], tmp_path: Path
-) -> None:
-    """One is 20 times slower, then the one that leads is: others compute their shards, and nobody has other bits."""
-    job = [*SMALL, "--set", "shards=8"]
-    run = watched(*job, "--workers", 3, "--strategy", "ps:sync:backups=1", "--no-balance", "--save-every", 20)
-    run.after(5)
-    for worker in (1, 0):
+    def slow_down(worker: int) -> None:
         (tmp_path / "draft").write_text(str(run.members()[worker]))
         (tmp_path / "draft").rename(tmp_path / "slow")
-        run.after(run.step() + 12)
+
+    def has_holders(wanted: int) -> bool:
+        placed = run.journal("servers")[-1]["placement"]
+        holders = {*placed["map"]["primaries"], *placed["map"]["backups"]} - {-1}
+        return set(placed["recruits"]) == {-1} and len(holders) == wanted
+
+    slow_down(1)
+    answer = start("scale", "run", "--servers", 3, "--json").wait().json
+    assert (answer["servers"], answer["text"]) == (3, "1 more server is being started")
+    for wanted, words in ((3, "already"), (1, "there is no backup"), (2, "1 more server is")):
+        assert words in ask(run.folder, ServersRequested(wanted)).text
+        run._wait_until(lambda: has_holders(wanted))  # noqa: B023
+        run.after(run.step() + 4)
+        slow_down(0)
+    assert ask(run.folder, CheckpointRequested()).ok
+    run._wait_until(lambda: run.journal("checkpoint"))  # though some are behind the others
     result = run.result()
-    assert result["weights_sha256"] == undisturbed(*job)
-    assert result["helped"] > 10
-    assert (result["recoveries"], result["reexecuted"]) == (0, 0)
-    assert [entry["step"] for entry in run.journal("checkpoint")] == list(range(20, 201, 20))
+    assert result["weights_sha256"] == undisturbed(*SLICED)
+    assert result["helped"] > 5
+    assert (result["servers"], result["servers_lost"], result["recoveries"], result["reexecuted"]) == (2, 0, 0, 0)
+    assert [entry["target"] for entry in run.journal("servers_scaled")] == [3, 3, 1, 2]
+    assert "has handed its slices over and leaves" in run.notices()
     check_whole(run.folder, result)
 
 

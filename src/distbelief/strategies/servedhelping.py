@@ -28,9 +28,11 @@ from distbelief.strategies.tileoptimizer import Recipe
 
 PATIENCE = 1.5
 """A member is late when it takes so many times as long for its shards as I would."""
-USUAL = 0.7
+USUAL = 0.85
 """After this part of what a step usually takes, a member looks before each shard whether others have it already."""
 SHORTEST_S = 0.002
+"""What a shard is said to take at least."""
+LOOK_AGAIN_S = 0.01
 LATER_S = 0.05
 
 
@@ -69,7 +71,7 @@ class HelpingReplica(ServedReplica):
         fetch: FetchBatch, tables: ServedTables, backups: int,
     ) -> None:  # fmt: skip
         self._late_members = backups
-        self._step = -1
+        self._step = -2  # no step, and none before the first
         self._passed = False
         """Others have applied the step that this member computes."""
         self._done: list[ShardWork] = []
@@ -159,7 +161,7 @@ class HelpingReplica(ServedReplica):
         found = choose(missing, ranges, rank, self._late_members, self._elapsed_s(), shard_s)
         shard = next((shard for shard in found if shard not in self._copied), -1)
         if shard < 0:
-            return shard_s
+            return max(shard_s, LOOK_AGAIN_S)
         self._copy(step, shard)
         return 0.0
 
