@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -63,12 +64,23 @@ def test_counts_are_exact_while_servers_are_killed(service: str, tmp_path: Path,
         for client in clients:
             client.kill()
             client.wait()
+    wait_until(lambda: shared_values(psutil.Process()) == 2 * 3)  # two holders of each stretch of `big`, no more
     for shared in (True, False):
         with kv.connect(service, shared_memory=shared) as store:
             big, small = store.pull(["big", "small"])
             assert big.unique().tolist() == small.unique().tolist() == [2.0 * PUSHES]
             rows = store.row_sparse_pull("rows", [0, 1, 7, 999_999_999, 8])
             assert rows[:, 0].tolist() == [PUSHES, PUSHES, 2 * PUSHES, 2 * PUSHES, 0]
+
+
+def shared_values(above: psutil.Process) -> int:
+    """How many pieces of memory are kept in the name of servers."""
+    (warden,) = [child for child in above.children() if "distbelief.kv" in child.cmdline()]
+    kept = 0
+    for fd in Path(f"/proc/{warden.pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            kept += os.readlink(fd).startswith("/memfd:server ")
+    return kept
 
 
 def settled(service: str, count: int) -> bool:

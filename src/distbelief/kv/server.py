@@ -49,6 +49,10 @@ class _Space:
         name = f"server {self._server}/{self._made}"
         return self._keeper.segment(name, size_bytes).tensor(torch.uint8, 0, size_bytes), name
 
+    def release(self, name: str) -> None:
+        assert self._keeper is not None
+        self._keeper.drop(name)
+
     def open(self, name: str) -> Segment:
         assert self._keeper is not None, "a client names shared memory where there is none"
         found = self._mapped.pop(name, None) or self._keeper.segment(name)

@@ -7,6 +7,7 @@ nothing here changes nothing: clients check what they send (kv/store.py), so it 
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any, Protocol
 
 import msgspec
@@ -35,6 +36,9 @@ class Space(Protocol):
 
     def make(self, size_bytes: int) -> tuple[torch.Tensor, str]:
         """Bytes, with the name under which clients can map it; no name: they cannot."""
+
+    def release(self, name: str) -> None:
+        """What was made under that name is needed no more."""
 
     def open(self, name: str) -> Segment: ...
 
@@ -89,7 +93,10 @@ class KeySlice:
     def _stretch(self, form: Dense, first: int, end: int, attempt: int) -> DenseStretch:
         dtype = dtype_of(form.dtype)
         memory, name = self._space.make((end - first) * dtype.itemsize)
-        return DenseStretch(form, first, end, attempt, memory.view(dtype), name)
+        stretch = DenseStretch(form, first, end, attempt, memory.view(dtype), name)
+        if name:  # its memory goes with it, however it goes: replaced, loaded anew, or with the whole slice
+            weakref.finalize(stretch, self._space.release, name).atexit = False
+        return stretch
 
     def _push(self, push: AddToKey, payload: Any) -> None:
         stretch = self._keys.get(push.key)

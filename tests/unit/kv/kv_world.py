@@ -28,6 +28,9 @@ class Space:
     def make(self, size_bytes: int) -> tuple[torch.Tensor, str]:
         return torch.empty(size_bytes, dtype=torch.uint8), ""
 
+    def release(self, name: str) -> None:
+        raise AssertionError(name)
+
     def open(self, name: str) -> Segment:
         raise AssertionError(name)
 
