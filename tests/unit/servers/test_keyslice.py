@@ -139,6 +139,24 @@ def test_cut_over_slices_an_optimizer_has_the_bits_of_torch_in_one_process(name:
     assert not torch.equal(found, first)
 
 
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_an_optimizer_leaves_what_was_pushed_as_it_is(name: str, dtype: torch.dtype) -> None:
+    """A backup reads the same memory."""
+    space = Space()
+    store = KeySlice(space)
+    place(store, torch.linspace(-1, 1, 100).to(dtype))
+    optimize(store, name, lr=0.1, **({} if name == "rprop" else {"weight_decay": 0.1}))
+    space.shared["buffer"] = Segment.private(1000)
+    pushed = space.shared["buffer"].tensor(dtype, 0, 100)
+    pushed.copy_(torch.linspace(1, 2, 100))
+    before = pushed.clone()
+    for _ in range(3):
+        store.apply(Change(AddToKey("w", segment="buffer")))
+    assert torch.equal(pushed, before)
+    assert pull(store, dtype=dtype).isfinite().all()
+
+
 def test_another_rate_keeps_the_state_and_another_optimizer_begins_it_anew() -> None:
     steps = gradients(4, 8)
     store = KeySlice(Space())
