@@ -49,6 +49,7 @@ def servers(above: psutil.Process) -> list[psutil.Process]:
 
 def test_counts_are_exact_while_servers_are_killed(service: str, tmp_path: Path, wait_until: Wait) -> None:
     signals = [tmp_path / "0", tmp_path / "1"]
+    before = shared_values(psutil.Process())
     clients = [
         subprocess.Popen([sys.executable, str(CLIENT), service, str(rank), str(PUSHES), str(signals[rank])])
         for rank in (0, 1)
@@ -66,7 +67,7 @@ def test_counts_are_exact_while_servers_are_killed(service: str, tmp_path: Path,
         for client in clients:
             client.kill()
             client.wait()
-    wait_until(lambda: shared_values(psutil.Process()) == 2 * 3)  # two holders of each stretch of `big`, no more
+    wait_until(lambda: shared_values(psutil.Process()) == before + 2 * 3)  # two holders of each stretch of `big`
     for shared in (True, False):
         with kv.connect(service, shared_memory=shared) as store:
             big, small = store.pull(["big", "small"])
@@ -173,6 +174,7 @@ def test_values_that_cannot_be_mapped_any_more_are_sent(service: str, monkeypatc
         (lambda store: store.push("w", torch.ones(3).double()), "but the push of it has float64"),
         (lambda store: store.pull("w", out=torch.ones(1)), "the output for it has"),
         (lambda store: store.init("w", torch.zeros(5)), "'w' is there already"),
+        (lambda store: store.init("huge", torch.zeros(1).expand(10**12)), "there is no room for 'huge'"),
         (lambda store: store.init("i", torch.zeros(5).long()), "'i' has int64 numbers"),
         (lambda store: store.row_sparse_pull("w", [0]), "'w' is no table"),
         (lambda store: store.pull("t"), "'t' is a table"),

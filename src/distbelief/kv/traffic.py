@@ -61,7 +61,6 @@ class Traffic:
         self._rank, self._workers, self._sync = who
         self._rounds: dict[str, int] = {}
         """Of synchronous pushes: the next one of each key."""
-        client.slices(self.patience("no map of the servers came"))
 
     def patience(self, what: str, seconds: float | None = None) -> Patience:
         hint = "look in the logs beside the connection file; give more time with kv.connect(…, timeout_s=…)"

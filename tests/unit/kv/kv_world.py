@@ -144,7 +144,7 @@ class World:
 
     def _start(self, server: int) -> None:
         def make(number: int, first: bool) -> tuple[KeySlice | Catalogue, str]:
-            store = Catalogue(16) if number == CATALOGUE else KeySlice(Space())
+            store = Catalogue(16, 1 << 30) if number == CATALOGUE else KeySlice(Space())
             self.stores[server, number] = store
             return store, ""
 
