@@ -1,10 +1,9 @@
-"""The benchmark of compression runs and writes figures of the promised shape, over a cable where the kernel has one."""
+"""The benchmark of compression runs and writes figures of the promised shape."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import shutil
 import struct
 import subprocess
 import sys
@@ -46,22 +45,6 @@ def test_accuracies_and_bytes_are_written(clothes: Path, tmp_path: Path) -> None
     assert found["accuracy"]["none"]["wire_ratio"] is None
     assert 0 < found["accuracy"]["int8"]["wire_ratio"] < 1
     assert found["accuracy"]["int8"]["steps"] == 4
-
-
-def test_the_link_is_measured(clothes: Path, tmp_path: Path) -> None:
-    if not shutil.which("ip") or not shutil.which("tc"):
-        pytest.skip("iproute2 is not installed: no network namespaces")
-    results = tmp_path / "results.json"
-    steps = ["--steps", 20, "--goal", 0.0, "--mbit", 100]
-    done = run("--folder", clothes, "--only", "link", "--methods", "int8", *steps, "--results", results)
-    if "network namespaces need root" in done.stderr:
-        pytest.skip(done.stderr)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(results.read_text())["link"]["int8"]
-    assert 0.2 < found["wire_ratio"] < 0.3
-    # The dense network has 535,818 parameters; both ends send about as many bytes as it has floats.
-    assert 535_818 < found["sent_bytes_per_step"] < 3 * 535_818
-    assert found["seconds_to_goal"] > 0
 
 
 def test_an_unknown_method_is_named() -> None:

@@ -51,22 +51,6 @@ def test_a_pipeline_and_its_peer_do_the_same_work(tmp_path: Path) -> None:
     assert "pipeline:2:zbv" in done.stdout
 
 
-def test_memory_of_workers_is_measured_from_outside(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    done = run("memory.py", "--quick", "--only", "pipeline:4:1f1b", "--no-snapshots", "--json", str(file))
-    assert done.returncode == 0, done.stdout + done.stderr
-    content = json.loads(file.read_text())
-    assert content["failed"] == {}
-    state = 16 * content["settings"]["parameters"]
-    assert content["one_process_bytes"] > 0.7 * state  # nobody can train it in less, and the measure sees it
-    found = content["layouts"]["pipeline:4:1f1b"]["without snapshots"]
-    assert len(found["workers"]) == 4
-    assert found["largest"] == max(found["workers"])
-    assert found["share"] == found["largest"] / content["one_process_bytes"]
-    assert "with snapshots" not in content["layouts"]["pipeline:4:1f1b"]
-    assert "pipeline:4:1f1b" in done.stdout
-
-
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))

@@ -84,11 +84,11 @@ def test_killed_parameter_servers(distbelief: Cli) -> None:
 
 
 def test_random_schedules(distbelief: Cli) -> None:
-    outcome = distbelief("chaos", *small(), "--random", 2, "--seed", 7, "--workers", 3, "--json")
+    outcome = distbelief("chaos", *small(), "--random", 1, "--seed", 7, "--workers", 3, "--json")
     shown = outcome.json
-    assert len(shown["schedules"]) == 2
+    assert len(shown["schedules"]) == 1
     assert all(one["weights_equal"] and one["steps_lost"] == 0 for one in shown["schedules"])
-    assert len(shown["runs"]["faults"]) == 2
+    assert len(shown["runs"]["faults"]) == 1
 
 
 def test_the_table_for_people_and_a_fault_that_comes_to_nothing(distbelief: Cli) -> None:

@@ -22,7 +22,10 @@ Cli = Callable[..., Outcome]
 Wait = Callable[[Callable[[], object]], None]
 
 DIGITS = [REPOSITORY / "examples" / "digits.py", "--set", "epochs=8", "--workers", 2, "--save-every", "never"]
-METHODS = {"bf16": 0.51, "int8": 0.27, "topk=0.05": 0.12, "powersgd=4": 0.15}
+METHODS = {
+    "int8": 0.27,
+    "powersgd=4": 0.15,
+}  # one of each kind: codes of numbers, and of matrices; all are measured in bench/
 
 
 @functools.cache
@@ -62,9 +65,8 @@ def test_what_makes_no_sense_is_one_clear_error(distbelief: Cli) -> None:
     assert "Traceback" not in outcome.stdout + outcome.stderr
 
 
-@pytest.mark.parametrize("method", ["int8", "powersgd=4"])
-def test_a_kill_in_the_middle_goes_on(start: Start, tmp_path: Path, wait_until: Wait, method: str) -> None:
-    arguments = [JOB, *SLOW, "--set", "steps=120", "--workers", 3, "--strategy", f"allreduce:{method}:always"]
+def test_a_kill_in_the_middle_goes_on(start: Start, tmp_path: Path, wait_until: Wait) -> None:
+    arguments = [JOB, *SLOW, "--set", "steps=120", "--workers", 3, "--strategy", "allreduce:powersgd=4:always"]
     run = Watched(start, tmp_path, wait_until, *arguments)
     run.after(10)
     run.has_members(3)
@@ -77,7 +79,7 @@ def test_a_kill_in_the_middle_goes_on(start: Start, tmp_path: Path, wait_until: 
     assert sum(losses[-10:]) < sum(losses[:10])
 
 
-@pytest.fixture(scope="module", params=["int8", "topk=0.01", "powersgd=2"])
+@pytest.fixture(scope="module", params=["topk=0.01", "powersgd=2"])
 def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[object]]:
     """A folder with a run of two workers that was killed when it had a checkpoint, and how the run was started."""
     folder = tmp_path_factory.mktemp("killed")

@@ -45,10 +45,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("ways", "evaluated"),
     [
         # Due every 6 steps and at the end; there is a state after every 4.
-        ([["--workers", number, "--strategy", "local_sgd:4"] for number in (1, 2, 3, 4)], [8, 12, 15]),
+        ([["--workers", number, "--strategy", "local_sgd:4"] for number in (1, 3)], [8, 12, 15]),
         (
             [
-                ["--workers", 1, "--strategy", "local_sgd:4:nesterov"],
                 ["--workers", 3, "--strategy", "local_sgd:4:nesterov:gloo"],
                 ["--shares", "1,3", "--strategy", "local_sgd:4:nesterov:gloo"],
                 ["--workers", 5, "--strategy", "local_sgd:4:nesterov"],  # one is a spare

@@ -56,7 +56,7 @@ def _warm_up(strategy: str) -> None:
     """Import what a worker needs. Nothing of it is ever garbage, so the collector, which would walk through all of it
     time and again (a fifth of the whole launch), waits until it is there."""
     gc.disable()
-    importlib.import_module("torch._dynamo")  # the first optimizer of a process imports it: more than a second
+    importlib.import_module("distbelief.strategies.eagerstep").spare_the_compiler()
     importlib.import_module("distbelief.worker.process")
     if servers_of(strategy):
         importlib.import_module("distbelief.worker.serving")

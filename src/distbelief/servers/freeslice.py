@@ -77,6 +77,6 @@ class FreeSlice:
                 segment = "" if question.inline else segment
                 integers = self._integers.tobytes() if question.slice == 0 else b""
                 header = Fetched(question.ticket, question.slice, self.version, b"", integers, segment)
-                return Letter(header, None if segment else bytes(self.memory.value_view()))
+                return Letter(header, None if segment else self.memory.value_view())
             case _:
                 raise DistBeliefError(f"a slice of an asynchronous run is not asked {type(question).__name__}")

@@ -201,13 +201,14 @@ class KeySlice:
         return self._values(question, one)
 
     def _values(self, question: PullKey | PullKeyRows, one: DenseStretch | TablePart) -> Letter:
-        """As they are at the moment: others may change them while they are read."""
+        """As they are at the moment: others may change them while they are read, or sent. (Not in synchronous rounds:
+        the next one needs a push of whoever asks.)"""
         header = KeyPulled(question.ticket, question.slice, one.rounds.done)
         match question, one:
             case PullKey(values=True), DenseStretch():
                 if one.segment and not question.inline:
                     return Letter(msgspec.structs.replace(header, segment=one.segment, inline=False))
-                return Letter(header, _copied(one.values))
+                return Letter(header, as_bytes(one.values).numpy())
             case PullKeyRows(), TablePart():
                 rows = torch.frombuffer(bytearray(question.rows), dtype=torch.int64)
                 if one.fits(rows):
@@ -215,11 +216,6 @@ class KeySlice:
             case PullKey(), _:
                 return Letter(msgspec.structs.replace(header, inline=False))
         return Letter(msgspec.structs.replace(header, there=False))
-
-
-def _copied(values: torch.Tensor) -> Any:
-    """The next push may be applied before it has left."""
-    return as_bytes(values).clone().numpy()
 
 
 def _bytes(kind: Kind) -> int:

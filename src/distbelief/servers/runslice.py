@@ -76,6 +76,9 @@ class RunSlice:
         self._schedule = schedule
         self._open = open_segment
         self._entries = len(memory.layout.entries)
+        self._mine = np.zeros(self._entries, np.bool_)
+        self._mine[[piece.entry for t in memory.shape.tiles for piece in memory.layout.pieces[t]]] = True
+        """Of other entries a worker may not know yet whether they are touched."""
         self._integers = (b"", b"")
         """After the last step, and of the step under way."""
         tiles = memory.layout.tiles
@@ -173,21 +176,20 @@ class RunSlice:
         order = self._gathered.order()
         if order is None or self._unsound:
             return
-        try:
-            judge_rows(self.version, self._rows)
-        except DistBeliefError:
-            self._unsound = True  # the workers are given the rows, and see for themselves
-            return
         weight = math.fsum(self._rows[:, WEIGHT])
-        scale = 1.0 / weight if weight else 0.0
         if self.measured[0] < self.version:
-            self._reduce(order, scale)
+            try:
+                judge_rows(self.version, self._rows)
+            except DistBeliefError:
+                self._unsound = True  # the workers are given the rows, and see for themselves
+                return
+            self._reduce(order, 1.0 / weight if weight else 0.0)
         if self._go is None:
             return
         if self._job.clip_norm is not None and self._go < 1.0:
             for tile in self.memory.parameter_tiles:
                 self._sums[tile].mul_(self._go)
-        untouched = self._touched == 0
+        untouched = (self._touched == 0) & self._mine
         if not weight:  # nothing to learn from: as if no parameter had a gradient; buffers have seen the samples
             untouched[: len(self.memory.layout.entries_of("parameter"))] = True
         self.memory.update(self.version, self._sums, int(np.count_nonzero(self._rows[:, COUNTS])), untouched)
@@ -280,5 +282,6 @@ class RunSlice:
         rows = self.rows(self.version) if first else b""
         segment = "" if question.inline else segment
         header = Fetched(question.ticket, question.slice, self.version, rows, self.integers if first else b"", segment)
-        # A copy: the next step may be applied before it has left.
-        return Letter(header, None if segment else bytes(self.memory.value_view()))
+        # Not a copy. If the next step is applied before it has left, somebody else has computed all of it: what this
+        # worker makes of a mixture of both counts for nothing.
+        return Letter(header, None if segment else self.memory.value_view())

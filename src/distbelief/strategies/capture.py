@@ -42,6 +42,10 @@ class GradientCapture:
         self._pending = list(self._pieces)
         self._touched.fill(0)
 
+    @property
+    def touched_so_far(self) -> np.ndarray:
+        return self._touched
+
     def _captured(self, index: int, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         parameter.grad = None

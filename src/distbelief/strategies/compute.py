@@ -117,8 +117,10 @@ class ShardComputer:
         slot: Segment,
         committed: Sequence[torch.Tensor],
         tile_ready: Callable[[int], None],
+        loss_known: Callable[[float, float], None] = lambda loss_sum, weight: None,
     ) -> ShardResult:
-        """Forward and backward of one shard of `samples` samples into `slot`; buffers start from `committed`."""
+        """Forward and backward of one shard of `samples` samples into `slot`; buffers start from `committed`.
+        `loss_known(sum, weight)` is called between the two."""
         views = self._slot_views(slot)
         seed_everything(seed)
         self.restore_buffers(committed)
@@ -126,6 +128,8 @@ class ShardComputer:
         with self.forward_context():
             args, kwargs, target = split_batch(move(batch, self.device))
             total, weight = loss_sum(self.job.loss(self.model(*args, **kwargs), target), samples)
+        loss = total.item()
+        loss_known(loss, weight)
         total.backward()  # type: ignore[no-untyped-call]
         touched = self._capture.finish()
         self._rebind_buffers()
@@ -134,7 +138,11 @@ class ShardComputer:
         for tile in self._buffer_tiles:
             tile_ready(tile.index)
         marks = np.concatenate([touched, self._changed_buffers(committed)])
-        return ShardResult(total.item(), weight, zlib.crc32(self.integer_bytes()), marks)
+        return ShardResult(loss, weight, zlib.crc32(self.integer_bytes()), marks)
+
+    def touched_so_far(self) -> np.ndarray:
+        """Which parameters have a gradient of the shard under way: final for the tiles that are ready."""
+        return self._capture.touched_so_far
 
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:

@@ -44,11 +44,12 @@ from distbelief.strategies.base import (
     Fetch as FetchBatch,
 )
 from distbelief.strategies.compute import ShardComputer
-from distbelief.strategies.partials import ShardWork
+from distbelief.strategies.partials import Partials, ShardWork
 from distbelief.strategies.servedmember import AlreadyCopied, ServedMember
+from distbelief.strategies.slicing import SliceShape
 from distbelief.strategies.takeover import StepWork, plan_step, plan_takeover
 from distbelief.strategies.tileoptimizer import Recipe
-from distbelief.strategies.verdict import judge_rows
+from distbelief.strategies.verdict import INTEGERS, judge_rows
 
 
 class _Found(msgspec.Struct):
@@ -69,6 +70,12 @@ class ServedReplica(ServedMember):
         super().__init__(computer, recipe, schedule, seat, exchange, fetch)
         self._rows = np.zeros((schedule.shards, ROW))
         self._touched = np.zeros(len(computer.layout.entries), np.uint8)
+        self._pushed: set[tuple[Range, int]] = set()
+        """(partial sum, slice) of this step."""
+        self._slice_of = {tile: shape.number for shape in self._slices for tile in shape.tiles}
+        # Over a network bytes travel while the rest is computed. In shared memory nothing travels, and the processor
+        # is better left to those who compute.
+        self._pushes_early = not exchange.maps
         self._ahead: tuple[int, Any] = (-1, None)
         self._work = lru_cache(maxsize=4)(self._plan)
         self._slot_tiles: dict[int, list[torch.Tensor]] = {}
@@ -144,23 +151,35 @@ class ServedReplica(ServedMember):
         self.exchange.begin(step)
         self._rows.fill(0)
         self._touched.fill(0)
-        work = self._work_of(step).partials.work
-        for number, unit in enumerate(work):
-            self._compute_unit(step, unit, last=number + 1 == len(work))
+        self._pushed.clear()
+        partials = self._work_of(step).partials
+        for unit in partials.work:
+            done = [(node, slot) for node, slot in partials.results.items() if _ends_with(node, unit, partials)]
+            self._compute_unit(step, unit, done if self._pushes_early else [])
 
-    def _compute_unit(self, step: int, unit: ShardWork, last: bool) -> None:
+    def _compute_unit(self, step: int, unit: ShardWork, done: Sequence[tuple[Range, int]]) -> None:
+        """`done`: the partial sums that are complete with it, and their slots."""
         ahead, self._ahead = self._ahead, (-1, None)
         self.exchange.working(unit.shard)
         batch, samples = ahead[1] if ahead[0] == step else self._fetch(step, unit.shard, unit.shard + 1)
         slot, _ = self.exchange.slot(unit.slot)
         seed = shard_seed(self._job.seed, step, unit.shard)
         views = self._tile_views
+        left = [len(shape.tiles) for shape in self._slices] if done else []
 
         def tile_ready(tile: int) -> None:
             for into, other in unit.additions:
                 views(into)[tile].add_(views(other)[tile])
+            if done:
+                number = self._slice_of[tile]
+                left[number] -= 1
+                if number and not left[number]:  # the first one goes last, with what is known at the end
+                    self._push_early(step, number, done)
 
-        result = self._computer.run(batch, samples, seed, slot, self._buffers, tile_ready)
+        def loss_known(loss_sum: float, weight: float) -> None:
+            self._rows[unit.shard] = (loss_sum, weight, 0.0, samples)
+
+        result = self._computer.run(batch, samples, seed, slot, self._buffers, tile_ready, loss_known)
         self.exchange.working(-1)
         self._rows[unit.shard] = (result.loss_sum, result.weight, result.integers, samples)
         self._touched |= result.touched
@@ -178,7 +197,9 @@ class ServedReplica(ServedMember):
         if self._leaves_out_somebody(step):  # nothing holds the others back until it, too, has all of the step before
             self.exchange.gather(b"")
         for node, slot in work.partials.results.items():
-            self._push(step, node, slot)
+            self._push(
+                step, node, slot, self._touched, [s for s in self._slices if (node, s.number) not in self._pushed]
+            )
         self._client.flush()
         self._look_ahead(step + 1)
         if self.exchange.rank == 0:
@@ -191,14 +212,27 @@ class ServedReplica(ServedMember):
         self.comm_s += time.perf_counter() - started
         return result
 
-    def _push(self, step: int, node: Range, slot: int) -> None:
+    def _push_early(self, step: int, number: int, done: Sequence[tuple[Range, int]]) -> None:
+        """While the rest of the backward pass is computed."""
+        touched = self._touched.copy()
+        now = self._computer.touched_so_far()  # final for the entries of this slice
+        touched[: len(now)] |= now
+        for node, slot in done:
+            self._push(step, node, slot, touched, [self._slices[number]])
+            self._pushed.add((node, number))
+        self._client.flush()
+
+    def _push(self, step: int, node: Range, slot: int, touched: np.ndarray, slices: Sequence[SliceShape]) -> None:
         segment, name = self.exchange.slot(slot)
-        rows, touched = self._rows[node[0] : node[1]].tobytes(), self._touched.tobytes()
+        rows = self._rows[node[0] : node[1]]
         integers = self._computer.integer_bytes() if node[0] == 0 else b""
-        content = Node(step, *node, rows, touched, integers, name)
-        for shape in self._slices:
+        first = Node(step, *node, rows.tobytes(), touched.tobytes(), integers, name)
+        rows = rows.copy()
+        rows[:, INTEGERS] = 0.0  # known after the backward pass only, and the first slice looks at them for all
+        others = Node(step, *node, rows.tobytes(), touched.tobytes(), b"", name)
+        for shape in slices:
             payload = None if name else segment.view(shape.first_byte, shape.value_bytes)
-            self._client.push(shape.number, content, payload)
+            self._client.push(shape.number, others if shape.number else first, payload)
 
     def _limit(self, step: int) -> float:
         """What the gradients are multiplied by. It is known when all slices have all sums of the step: so this is also
@@ -263,6 +297,11 @@ def _on_all(looked: Sequence[Looked], shards: int) -> list[Range]:
         return [(0, shards)]
     there = [{shard for first, end in one.nodes for shard in range(first, end)} for one in looked]
     return [(shard, shard + 1) for shard in sorted(set.intersection(*there))]
+
+
+def _ends_with(node: Range, unit: ShardWork, partials: Partials) -> bool:
+    """Whether the unit is the last one of those that are added to the node."""
+    return unit.shard == max(one.shard for one in partials.work if node[0] <= one.shard < node[1])
 
 
 def _about(make: Callable[[int, int], Question], number: int, ticket: int) -> Question:

@@ -17,6 +17,7 @@ import torch
 from torch import optim
 
 from distbelief.errors import JobError
+from distbelief.strategies.eagerstep import eager_step
 from distbelief.strategies.layout import Layout, Piece
 
 Factory = Callable[[list[torch.nn.Parameter]], optim.Optimizer]
@@ -146,7 +147,7 @@ class Recipe:
         probe = torch.nn.Parameter(value)
         probe.grad = torch.full_like(value, 1e-3)
         optimizer = self.make([(number, probe)])
-        optimizer.step()
+        eager_step(optimizer)()
         return [field for key, entry in optimizer.state[probe].items() if (field := _field(key, entry))]
 
 
@@ -199,6 +200,7 @@ class TileOptimizer:
         self._gradients: dict[int, torch.Tensor] = {}
         if self._held:
             self._optimizer = recipe.make([(held.piece.entry, held.parameter) for held in self._held])
+            self._step = eager_step(self._optimizer)
             self._rates = [float(g["lr"]) if "lr" in g else None for g in self._optimizer.param_groups]
             for held in self._held:
                 if held.begun:
@@ -216,11 +218,11 @@ class TileOptimizer:
             if rate is not None:
                 group["lr"] = rate * factor
         late = self._take_apart()
-        self._optimizer.step()
+        self._step()
         if late:
             for held in self._held:
                 held.parameter.grad = late.get(held.parameter)
-            self._optimizer.step()
+            self._step()
             self._gradients = {}
         self._save()
 

@@ -300,7 +300,6 @@ class ServerEdge:
     def _send(self, out: Out) -> None:
         for identity, letters in _by_addressee(out.clients).items():
             with contextlib.suppress(zmq.ZMQError):  # it is gone
-                # Stores give copies of their values, so nothing changes them before they have left.
                 self._inbox.send_multipart([identity, *pack(self._secret, letters)[1:]], zmq.NOBLOCK, copy=False)
         for server, letters in _by_addressee(out.servers).items():
             socket = self._peer(server)
