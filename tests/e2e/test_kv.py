@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,7 +20,9 @@ import zmq
 from conftest import Run
 
 from distbelief import kv
+from distbelief.comm.kvwords import DeclareKey, Dense, PlaceKey
 from distbelief.errors import DistBeliefError
+from distbelief.kv import beginning
 
 CLIENT = Path(__file__).parent / "kv_client.py"
 PUSHES = 120
@@ -46,6 +49,7 @@ def servers(above: psutil.Process) -> list[psutil.Process]:
 
 def test_counts_are_exact_while_servers_are_killed(service: str, tmp_path: Path, wait_until: Wait) -> None:
     signals = [tmp_path / "0", tmp_path / "1"]
+    before = shared_values(psutil.Process())
     clients = [
         subprocess.Popen([sys.executable, str(CLIENT), service, str(rank), str(PUSHES), str(signals[rank])])
         for rank in (0, 1)
@@ -63,12 +67,23 @@ def test_counts_are_exact_while_servers_are_killed(service: str, tmp_path: Path,
         for client in clients:
             client.kill()
             client.wait()
+    wait_until(lambda: shared_values(psutil.Process()) == before + 2 * 3)  # two holders of each stretch of `big`
     for shared in (True, False):
         with kv.connect(service, shared_memory=shared) as store:
             big, small = store.pull(["big", "small"])
             assert big.unique().tolist() == small.unique().tolist() == [2.0 * PUSHES]
             rows = store.row_sparse_pull("rows", [0, 1, 7, 999_999_999, 8])
             assert rows[:, 0].tolist() == [PUSHES, PUSHES, 2 * PUSHES, 2 * PUSHES, 0]
+
+
+def shared_values(above: psutil.Process) -> int:
+    """How many pieces of memory are kept in the name of servers."""
+    (warden,) = [child for child in above.children() if "distbelief.kv" in child.cmdline()]
+    kept = 0
+    for fd in Path(f"/proc/{warden.pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            kept += os.readlink(fd).startswith("/memfd:server ")
+    return kept
 
 
 def settled(service: str, count: int) -> bool:
@@ -105,11 +120,14 @@ def test_an_optimizer_on_the_servers_has_the_bits_of_one_process(service: str) -
 
 def test_synchronous_workers_get_the_sum(service: str) -> None:
     with kv.connect(service, rank=0, workers=2, sync=True) as one:
-        with kv.connect(service, rank=1, workers=2, sync=True, timeout_s=1.0) as other:
+        with kv.connect(service, rank=1, workers=2, sync=True) as other:
             one.init("sum", torch.zeros(100_000))
             other.push("sum", torch.full((100_000,), 2.0))
-            with pytest.raises(DistBeliefError, match="pushes of all 2 workers to 'sum' were not there"):
+            other.wait()
+            other._traffic.timeout_s = 0.5
+            with pytest.raises(DistBeliefError, match="pushes of all 2 workers to 'sum' were not there in"):
                 other.pull("sum")
+            other._traffic.timeout_s = 60.0
             one.push("sum", torch.ones(100_000))
             assert one.pull("sum").unique().tolist() == other.pull("sum").unique().tolist() == [3.0]
         with kv.connect(service, rank=1, workers=2, sync=True) as replacement:
@@ -124,6 +142,27 @@ def test_a_barrier_says_who_is_missing(service: str) -> None:
         store.barrier(timeout_s=0.2)
 
 
+def test_a_first_value_whose_giver_is_gone_is_given_by_another(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beginning, "TAKEN_OVER_AFTER_S", 0.3)
+    with kv.connect(service) as dead, kv.connect(service) as store:
+        traffic = dead._traffic
+        traffic.change(DeclareKey(traffic.me, "orphan", Dense("float32", (3,))))
+        store.init("orphan", torch.ones(3))
+        place = PlaceKey("orphan", 0, Dense("float32", (3,)), 0, 3)  # it was not dead: but now it is too late
+        for number in traffic.slices:
+            traffic.client.push(number, place, torch.full((3,), 9.0).view(torch.uint8).numpy())
+        traffic.settle()
+        assert store.pull("orphan").tolist() == [1.0] * 3
+
+
+def test_values_that_cannot_be_mapped_any_more_are_sent(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with kv.connect(service) as store:
+        store.init("far", torch.arange(300_000.0))
+        assert torch.equal(store.pull("far"), torch.arange(300_000.0))
+        monkeypatch.setattr(store._traffic._buffers, "values", lambda *_: None)
+        assert torch.equal(store.pull("far"), torch.arange(300_000.0))
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -135,7 +174,8 @@ def test_a_barrier_says_who_is_missing(service: str) -> None:
         (lambda store: store.push("w", torch.ones(3).double()), "but the push of it has float64"),
         (lambda store: store.pull("w", out=torch.ones(1)), "the output for it has"),
         (lambda store: store.init("w", torch.zeros(5)), "'w' is there already"),
-        (lambda store: store.init("i", torch.zeros(5, dtype=torch.int64)), "'i' has int64 numbers"),
+        (lambda store: store.init("huge", torch.zeros(1).expand(10**12)), "there is no room for 'huge'"),
+        (lambda store: store.init("i", torch.zeros(5).long()), "'i' has int64 numbers"),
         (lambda store: store.row_sparse_pull("w", [0]), "'w' is no table"),
         (lambda store: store.pull("t"), "'t' is a table"),
         (lambda store: store.row_sparse_pull("t", [0, 10]), "table 't' has no row 10: it has 10 rows"),

@@ -33,6 +33,11 @@ class SegmentKeeper:
         if "drop_before" in request:
             self.drop_before(str(request["drop_before"]))
             return ""
+        if "drop" in request:
+            fd, _ = self._segments.pop(str(request["drop"]), (-1, 0))
+            if fd >= 0:
+                os.close(fd)
+            return ""
         try:
             fd, size_bytes = self._find(str(request["name"]), int(request["size_bytes"]))
         except DistBeliefError as error:

@@ -68,7 +68,7 @@ class Entry(Struct, frozen=True):
 
 class DeclareKey(Struct, frozen=True, tag=True):
     """A client would give a key its first value. Who may follows from the catalogue: the first that asks, or whoever
-    names the attempt that it has waited for in vain."""
+    names the attempt that it has waited for in vain. There is no entry if there is no room."""
 
     client: int
     key: str
@@ -199,6 +199,8 @@ class Consulted(Struct, frozen=True, tag=True):
     arrived: list[int]
     """The ranks that wait at a barrier, and of how many."""
     workers: int
+    room: int
+    """Bytes that are left for values."""
 
 
 class KeyPulled(Struct, frozen=True, tag=True):

@@ -68,6 +68,10 @@ class KeeperClient:
             self._lasting[name] = self.segment(name, size_bytes)
         return self._lasting[name]
 
+    def drop(self, name: str) -> None:
+        """Let the keeper forget a segment. Whoever maps it keeps it until it lets go."""
+        send_message(self._sock, {"drop": name})
+
     def close(self) -> None:
         self._sock.close()
 

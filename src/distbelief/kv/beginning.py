@@ -24,8 +24,15 @@ def begin(traffic: Traffic, wanted: dict[str, tuple[Form, torch.Tensor | None]])
     while True:
         for key, (form, _) in wanted.items():
             traffic.client.push(CATALOGUE, DeclareKey(traffic.me, key, form, attempts[key]))
-        entries = traffic.consult(list(wanted)).entries
+        found = traffic.consult(list(wanted))
+        entries = found.entries
         for key, (form, _) in wanted.items():
+            if key not in entries:
+                left = f"{found.room / 2**30:.2f} GiB"
+                raise DistBeliefError(
+                    f"there is no room for '{key}', {described(form)}: the servers have {left} left",
+                    hint="use smaller values or a machine with more memory; each value is on two servers",
+                )
             if entries[key].form != form:
                 raise DistBeliefError(
                     f"'{key}' is there already, as {described(entries[key].form)}; now it was to be {described(form)}",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from distbelief.comm.segment import KeeperClient, Segment
+from distbelief.errors import DistBeliefError
 
 SMALLEST = 1 << 16
 LENT_BYTES = 256 << 20
@@ -79,10 +80,14 @@ class Buffers:
         if self._keeper is not None:
             self._keeper.close()
 
-    def values(self, key: str, slice_: int, name: str) -> Segment:
-        """What a server has of a key. When another server has it, the memory of the old one is let go."""
+    def values(self, key: str, slice_: int, name: str) -> Segment | None:
+        """What a server has of a key; None: it has it no more. When another server has it, the memory of the old one is
+        let go."""
         assert self._keeper is not None
         held = self._mapped.get((key, slice_))
         if held is None or held[0] != name:
-            held = self._mapped[key, slice_] = (name, self._keeper.segment(name))
+            try:
+                held = self._mapped[key, slice_] = (name, self._keeper.segment(name))
+            except DistBeliefError:
+                return None
         return held[1]

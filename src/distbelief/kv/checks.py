@@ -11,6 +11,8 @@ from distbelief.comm.kvwords import Dense, Entry, Form, Rows
 from distbelief.errors import DistBeliefError
 from distbelief.servers.tensorbag import dtype_of, name_of
 
+HELD = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
 
 def listed(keys: str | Sequence[str], values: Any, what: str) -> list[tuple[str, Any]]:
     """Several keys with as many values, or one with one."""
@@ -29,9 +31,10 @@ def form_of(key: str, value: Any) -> Dense:
         raise DistBeliefError(
             f"the value of '{key}' is {type(value).__name__}, not a tensor", hint="torch.as_tensor(…)"
         )
-    if not value.dtype.is_floating_point or value.is_sparse:
+    if value.dtype not in HELD or value.is_sparse:
+        kind, held = "sparse " * value.is_sparse + name_of(value.dtype), ", ".join(name_of(one) for one in HELD)
         raise DistBeliefError(
-            f"'{key}' has {name_of(value.dtype)} numbers: a store holds dense floating-point values",
+            f"'{key}' has {kind} numbers: a store holds dense tensors of {held}",
             hint="value.float(), or init_table for rows of a large table",
         )
     return Dense(name_of(value.dtype), tuple(value.shape))
@@ -78,6 +81,8 @@ def fitting(key: str, form: Dense, value: Any, what: str) -> torch.Tensor:
 
 def row_numbers(key: str, form: Rows, rows: Any) -> torch.Tensor:
     numbers = torch.as_tensor(rows).detach().cpu()
+    if numbers.shape == (0,):
+        numbers = numbers.to(torch.int64)  # torch takes an empty list for one of float32
     if numbers.dtype not in (torch.int64, torch.int32) or numbers.dim() != 1:
         raise DistBeliefError(
             f"rows of '{key}' were named by {name_of(numbers.dtype)} numbers of shape {list(numbers.shape)}",

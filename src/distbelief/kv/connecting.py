@@ -47,10 +47,16 @@ def connect(
     link = Link(known.address, secret)
     welcome = link.begin(timeout_s)
     client = ServerClient(welcome.client, secret)
-    link.tell(client.learn)
-    keeper = _keeper(known) if shared_memory else None
-    buffers, who = Buffers(welcome.client, keeper), (rank, workers, sync)
-    return Store(Traffic(client, link, buffers, who, welcome.client, welcome.slices, timeout_s), rank, workers)
+    buffers = Buffers(welcome.client, _keeper(known) if shared_memory else None)
+    who = (rank, workers, sync)
+    traffic = Traffic(client, link, buffers, who, welcome.client, welcome.slices, timeout_s)
+    try:
+        link.tell(client.learn)
+        client.slices(traffic.patience("no map of the servers came"))
+    except BaseException:
+        traffic.close()
+        raise
+    return Store(traffic, rank, workers)
 
 
 def _keeper(known: connection.Connection) -> KeeperClient | None:

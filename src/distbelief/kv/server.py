@@ -32,6 +32,8 @@ class ServerSpec(Struct, frozen=True):
     address: str
     secret: str
     slices: int
+    room: int
+    """Bytes for values, all together."""
     shares: bool
 
 
@@ -49,6 +51,10 @@ class _Space:
         name = f"server {self._server}/{self._made}"
         return self._keeper.segment(name, size_bytes).tensor(torch.uint8, 0, size_bytes), name
 
+    def release(self, name: str) -> None:
+        assert self._keeper is not None
+        self._keeper.drop(name)
+
     def open(self, name: str) -> Segment:
         assert self._keeper is not None, "a client names shared memory where there is none"
         found = self._mapped.pop(name, None) or self._keeper.segment(name)
@@ -62,11 +68,11 @@ class _Slices:
     def __init__(self, spec: ServerSpec, keeper: KeeperClient) -> None:
         self.life = self.sealed = 0
         self.sizes = [0] * (spec.slices + 1)
-        self._slices = spec.slices
+        self._catalogue = (spec.slices, spec.room)
         self._space = _Space(spec.worker, keeper if spec.shares else None)
 
     def make(self, number: int, first: bool) -> tuple[SliceStore, str]:
-        return Catalogue(self._slices) if number == CATALOGUE else KeySlice(self._space), ""
+        return Catalogue(*self._catalogue) if number == CATALOGUE else KeySlice(self._space), ""
 
     def began(self) -> None:
         pass

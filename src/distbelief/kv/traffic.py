@@ -7,6 +7,7 @@ slice by then. What is pushed is copied first, so the caller may go on at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,14 @@ from distbelief.servers.tensorbag import as_bytes
 from distbelief.strategies.rowbuckets import bucket_of
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    key: str
+    slice: int
+    part: torch.Tensor
+    """Where it goes."""
+
+
 class Traffic:
     def __init__(
         self,
@@ -52,7 +61,6 @@ class Traffic:
         self._rank, self._workers, self._sync = who
         self._rounds: dict[str, int] = {}
         """Of synchronous pushes: the next one of each key."""
-        client.slices(self.patience("no map of the servers came"))
 
     def patience(self, what: str, seconds: float | None = None) -> Patience:
         hint = "look in the logs beside the connection file; give more time with kv.connect(…, timeout_s=…)"
@@ -112,39 +120,49 @@ class Traffic:
 
     def pull(self, entries: dict[str, Entry], outs: Sequence[torch.Tensor]) -> None:
         """The values of these keys, into these tensors."""
-        targets: dict[int, tuple[str, torch.Tensor]] = {}
         flat = [_flat(one) for one in outs]
-        questions = [
-            self._pulling(key, one.slice, whole[one.first : one.end], targets)
+        wanted = [
+            _Wanted(key, one.slice, whole[one.first : one.end])
             for (key, entry), whole in zip(entries.items(), flat, strict=True)
             for one in entry.stretches
         ]
-
-        def arrived(letter: Letter) -> None:
-            reply = letter.message
-            key, part = targets[reply.ticket]
-            _require(reply.there, key)
-            if reply.segment:
-                part.copy_(self._buffers.values(key, reply.slice, reply.segment).tensor(part.dtype, 0, part.numel()))
-            elif part.numel():
-                part.copy_(torch.frombuffer(letter.payload, dtype=part.dtype))
-
-        self.client.ask(questions, self.patience(self._unanswered(next(iter(entries), ""))), arrived)
+        missed = self._pull(wanted, inline=not self._buffers.shares)
+        if missed:  # a server ended, or gave the slice away, before its memory was read
+            self._pull(missed, inline=True)
         for out, whole in zip(outs, flat, strict=True):
             if whole.data_ptr() != out.data_ptr():
                 out.copy_(whole.view(out.shape))
         self._buffers.take_back(self.client.waits_for)
 
-    def _pulling(
-        self, key: str, slice_: int, part: torch.Tensor, targets: dict[int, tuple[str, torch.Tensor]]
-    ) -> Callable[[int], PullKey]:
-        after, number, inline = self.client.sent(slice_), self._rounds.get(key, 0), not self._buffers.shares
+    def _pull(self, wanted: list[_Wanted], inline: bool) -> list[_Wanted]:
+        """Returns those whose memory could not be mapped."""
+        asked: dict[int, _Wanted] = {}
+        missed: list[_Wanted] = []
 
-        def made(ticket: int) -> PullKey:
-            targets[ticket] = (key, part)
-            return PullKey(ticket, slice_, self.me, after, key, number, inline)
+        def question(one: _Wanted) -> Callable[[int], PullKey]:
+            after, number = self.client.sent(one.slice), self._rounds.get(one.key, 0)
 
-        return made
+            def made(ticket: int) -> PullKey:
+                asked[ticket] = one
+                return PullKey(ticket, one.slice, self.me, after, one.key, number, inline)
+
+            return made
+
+        def arrived(letter: Letter) -> None:
+            reply, one = letter.message, asked[letter.message.ticket]
+            _require(reply.there, one.key)
+            if reply.segment:
+                memory = self._buffers.values(one.key, one.slice, reply.segment)
+                if memory is None:
+                    missed.append(one)
+                else:
+                    one.part.copy_(memory.tensor(one.part.dtype, 0, one.part.numel()))
+            elif one.part.numel():
+                one.part.copy_(torch.frombuffer(letter.payload, dtype=one.part.dtype))
+
+        key = wanted[0].key if wanted else ""
+        self.client.ask([question(one) for one in wanted], self.patience(self._unanswered(key)), arrived)
+        return missed
 
     # --- tables ------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from distbelief.comm.keeper import SegmentKeeper
-from distbelief.comm.memfd import receive_message
+from distbelief.comm.memfd import free_memory_bytes, receive_message
 from distbelief.comm.messages import EndRun, Serve, ServerBeat, ServerFailed, ServerReady, SliceCopied
 from distbelief.coordinator.fleetstate import Fleet
 from distbelief.coordinator.server import bind
@@ -64,6 +64,7 @@ class Warden:
         self._stack = contextlib.ExitStack()
         self._secret = secrets.token_bytes(16)
         self._keeper = SegmentKeeper()
+        self._room = free_memory_bytes() // min(order.servers, 2)  # every value has two holders, if there are two
         self._watching = Watching()
         self._pids: dict[int, int] = {}
         self._identities: dict[int, bytes] = {}
@@ -174,6 +175,7 @@ class Warden:
             "address": self.address,
             "secret": self._secret.hex(),
             "slices": watch.slices_for(self._order.servers),
+            "room": self._room,
             "shares": self._order.shares,
         }
         pid, keeper = self._zygote.fork_entry(number, _SERVER, spec, self._log(f"server-{number}"))

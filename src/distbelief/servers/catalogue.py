@@ -56,6 +56,8 @@ def _lightest(loads: dict[int, int], count: int) -> list[int]:
 
 
 class _Book(msgspec.Struct):
+    room: int
+    """Bytes for values, all together. A number that all servers were given: so all refuse the same."""
     loads: dict[int, int]
     entries: dict[str, Entry]
     waiting: dict[int, tuple[int, int]]
@@ -63,10 +65,10 @@ class _Book(msgspec.Struct):
 
 
 class Catalogue:
-    def __init__(self, slices: int) -> None:
-        """`slices`: how many hold values; they are numbered from 1."""
+    def __init__(self, slices: int, room: int) -> None:
+        """`slices`: how many hold values; they are numbered from 1. `room`: bytes for values, all together."""
         self.version = 0
-        self._book = _Book(dict.fromkeys(range(1, slices + 1), 0), {}, {})
+        self._book = _Book(room, dict.fromkeys(range(1, slices + 1), 0), {}, {})
 
     # --- as a store --------------------------------------------------------------------------------------------------
 
@@ -93,9 +95,14 @@ class Catalogue:
         entries = self._book.entries
         entry = entries.get(wish.key)
         if entry is None:
-            entries[wish.key] = Entry(wish.form, self._cut(wish.form), wish.client, 0)
+            if _size(wish.form) <= self._room:
+                entries[wish.key] = Entry(wish.form, self._cut(wish.form), wish.client, 0)
         elif not entry.sealed and entry.form == wish.form and entry.attempt == wish.instead_of:
             entries[wish.key] = msgspec.structs.replace(entry, owner=wish.client, attempt=entry.attempt + 1)
+
+    @property
+    def _room(self) -> int:
+        return self._book.room - sum(self._book.loads.values())
 
     def _cut(self, form: Form) -> list[Stretch]:
         if isinstance(form, Dense):
@@ -127,4 +134,9 @@ class Catalogue:
         if question.rank >= 0 and book.waiting.get(question.rank, (-1, 0))[0] == question.client:
             return None
         workers = max((workers for _, workers in book.waiting.values()), default=0)
-        return Letter(Consulted(question.ticket, question.slice, found, sorted(book.waiting), workers))
+        return Letter(Consulted(question.ticket, question.slice, found, sorted(book.waiting), workers, self._room))
+
+
+def _size(form: Form) -> int:
+    """Of a table nothing is there at first."""
+    return math.prod(form.shape) * dtype_of(form.dtype).itemsize if isinstance(form, Dense) else 0

@@ -7,6 +7,7 @@ nothing here changes nothing: clients check what they send (kv/store.py), so it 
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any, Protocol
 
 import msgspec
@@ -35,6 +36,9 @@ class Space(Protocol):
 
     def make(self, size_bytes: int) -> tuple[torch.Tensor, str]:
         """Bytes, with the name under which clients can map it; no name: they cannot."""
+
+    def release(self, name: str) -> None:
+        """What was made under that name is needed no more."""
 
     def open(self, name: str) -> Segment: ...
 
@@ -89,7 +93,10 @@ class KeySlice:
     def _stretch(self, form: Dense, first: int, end: int, attempt: int) -> DenseStretch:
         dtype = dtype_of(form.dtype)
         memory, name = self._space.make((end - first) * dtype.itemsize)
-        return DenseStretch(form, first, end, attempt, memory.view(dtype), name)
+        stretch = DenseStretch(form, first, end, attempt, memory.view(dtype), name)
+        if name:  # its memory goes with it, however it goes: replaced, loaded anew, or with the whole slice
+            weakref.finalize(stretch, self._space.release, name).atexit = False
+        return stretch
 
     def _push(self, push: AddToKey, payload: Any) -> None:
         stretch = self._keys.get(push.key)
@@ -194,13 +201,14 @@ class KeySlice:
         return self._values(question, one)
 
     def _values(self, question: PullKey | PullKeyRows, one: DenseStretch | TablePart) -> Letter:
-        """As they are at the moment: others may change them while they are read."""
+        """As they are at the moment: others may change them while they are read, or sent. (Not in synchronous rounds:
+        the next one needs a push of whoever asks.)"""
         header = KeyPulled(question.ticket, question.slice, one.rounds.done)
         match question, one:
             case PullKey(values=True), DenseStretch():
                 if one.segment and not question.inline:
                     return Letter(msgspec.structs.replace(header, segment=one.segment, inline=False))
-                return Letter(header, _copied(one.values))
+                return Letter(header, as_bytes(one.values).numpy())
             case PullKeyRows(), TablePart():
                 rows = torch.frombuffer(bytearray(question.rows), dtype=torch.int64)
                 if one.fits(rows):
@@ -208,11 +216,6 @@ class KeySlice:
             case PullKey(), _:
                 return Letter(msgspec.structs.replace(header, inline=False))
         return Letter(msgspec.structs.replace(header, there=False))
-
-
-def _copied(values: torch.Tensor) -> Any:
-    """The next push may be applied before it has left."""
-    return as_bytes(values).clone().numpy()
 
 
 def _bytes(kind: Kind) -> int:

@@ -6,6 +6,7 @@ are added in the order of the workers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +18,7 @@ from distbelief.comm.kvwords import Dense, Form, OptimizerSpec, Rows
 from distbelief.servers.keyoptimizer import differs_in_rate_only, made, row_optimizer
 from distbelief.servers.tables import Table
 from distbelief.servers.tensorbag import dtype_of
+from distbelief.strategies.eagerstep import eager_step
 from distbelief.strategies.rowinit import RowInit, TableForm
 
 T = TypeVar("T")
@@ -66,6 +68,7 @@ class DenseStretch:
         self.rounds: Rounds[torch.Tensor] = Rounds()
         self._spec: OptimizerSpec | None = None
         self._optimizer: torch.optim.Optimizer | None = None
+        self._step: Callable[[], Any] = lambda: None
 
     def optimize(self, spec: OptimizerSpec | None) -> None:
         """From now on with this one."""
@@ -74,13 +77,15 @@ class DenseStretch:
             self._optimizer.param_groups[0]["lr"] = defaults["lr"]
         else:
             self._optimizer = made(spec, self.values) if spec else None
+            if self._optimizer is not None:
+                self._step = eager_step(self._optimizer)
         self._spec = spec
 
     def push(self, gradient: torch.Tensor) -> None:
         if self._optimizer is None:
             self.values.add_(gradient)
         else:
-            self._step(self._optimizer, gradient)
+            self._update(self._optimizer, gradient)
 
     def push_round(self, number: int, rank: int, workers: int, gradient: torch.Tensor) -> None:
         """Without an optimizer the sum of a round takes the value's place."""
@@ -91,13 +96,12 @@ class DenseStretch:
             if self._optimizer is None:
                 self.values.copy_(total)
             else:
-                self._step(self._optimizer, total)
+                self._update(self._optimizer, total)
 
-    @staticmethod
-    def _step(optimizer: torch.optim.Optimizer, gradient: torch.Tensor) -> None:
+    def _update(self, optimizer: torch.optim.Optimizer, gradient: torch.Tensor) -> None:
         parameter = optimizer.param_groups[0]["params"][0]
         parameter.grad = gradient
-        optimizer.step()
+        self._step()
         parameter.grad = None
 
     def part(self) -> tuple[Part, list[torch.Tensor]]:

@@ -28,6 +28,9 @@ class Space:
     def make(self, size_bytes: int) -> tuple[torch.Tensor, str]:
         return torch.empty(size_bytes, dtype=torch.uint8), ""
 
+    def release(self, name: str) -> None:
+        raise AssertionError(name)
+
     def open(self, name: str) -> Segment:
         raise AssertionError(name)
 
@@ -141,7 +144,7 @@ class World:
 
     def _start(self, server: int) -> None:
         def make(number: int, first: bool) -> tuple[KeySlice | Catalogue, str]:
-            store = Catalogue(16) if number == CATALOGUE else KeySlice(Space())
+            store = Catalogue(16, 1 << 30) if number == CATALOGUE else KeySlice(Space())
             self.stores[server, number] = store
             return store, ""
 

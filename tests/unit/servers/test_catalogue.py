@@ -27,7 +27,7 @@ def ask(catalogue: Catalogue, caught_up: bool = True, **question: Any) -> Consul
 
 
 def copy_of(catalogue: Catalogue) -> Catalogue:
-    other = Catalogue(1)
+    other = Catalogue(1, 0)
     snapshot, content = catalogue.state()
     assert content.dtype == torch.uint8
     other.load((snapshot, content))
@@ -56,7 +56,7 @@ def test_many_small_keys_are_spread_by_bytes() -> None:
 
 
 def test_the_first_to_declare_gives_the_value_and_others_wait() -> None:
-    catalogue = Catalogue(4)
+    catalogue = Catalogue(4, 1 << 30)
     tell(catalogue, DeclareKey(1, "w", FORM), DeclareKey(2, "w", Dense("float64", (3,))))
     found = ask(catalogue)
     assert found is not None
@@ -71,7 +71,7 @@ def test_the_first_to_declare_gives_the_value_and_others_wait() -> None:
 
 
 def test_one_takes_over_from_the_dead_and_the_dead_cannot_seal() -> None:
-    catalogue = Catalogue(4)
+    catalogue = Catalogue(4, 1 << 30)
     tell(catalogue, DeclareKey(1, "w", FORM), DeclareKey(2, "w", FORM, 0), DeclareKey(3, "w", FORM, 0))
     found = ask(catalogue)
     assert found is not None
@@ -85,14 +85,25 @@ def test_one_takes_over_from_the_dead_and_the_dead_cannot_seal() -> None:
 
 
 def test_nothing_is_told_that_a_death_could_undo() -> None:
-    catalogue = Catalogue(4)
+    catalogue = Catalogue(4, 1 << 30)
     tell(catalogue, DeclareKey(1, "w", FORM))
     assert ask(catalogue, caught_up=False) is None
     assert ask(catalogue) is not None
 
 
+def test_what_does_not_fit_into_memory_is_refused_by_all_alike() -> None:
+    catalogue = Catalogue(4, room=100)
+    tell(catalogue, DeclareKey(1, "v", Dense("float32", (26,))), DeclareKey(1, "w", Dense("float32", (24,))))
+    catalogue = copy_of(catalogue)
+    tell(catalogue, DeclareKey(1, "x", Dense("float16", (3,))), DeclareKey(1, "y", Dense("float16", (2,))))
+    found = ask(catalogue, keys=["v", "w", "x", "y"])
+    assert found is not None
+    assert sorted(found.entries) == ["w", "y"]
+    assert found.room == 0
+
+
 def test_a_barrier_is_over_when_all_have_come() -> None:
-    catalogue = Catalogue(4)
+    catalogue = Catalogue(4, 1 << 30)
     tell(catalogue, Arrive(1, 0, 3), Arrive(2, 1, 3))
     assert ask(catalogue, client=1, rank=0) is None
     waiting = ask(catalogue)
@@ -109,7 +120,7 @@ def test_a_barrier_is_over_when_all_have_come() -> None:
 
 
 def test_one_that_gave_up_is_not_waited_for_twice() -> None:
-    catalogue = Catalogue(4)
+    catalogue = Catalogue(4, 1 << 30)
     tell(catalogue, Arrive(1, 0, 2), Withdraw(2, 0))
     assert ask(catalogue, client=1, rank=0) is None
     tell(catalogue, Withdraw(1, 0), Arrive(2, 1, 2))

@@ -39,9 +39,15 @@ class Space:
 
     def __init__(self) -> None:
         self.shared: dict[str, Segment] = {}
+        self.made = 0
+        self.released: list[str] = []
 
     def make(self, size_bytes: int) -> tuple[torch.Tensor, str]:
-        return torch.empty(size_bytes, dtype=torch.uint8), "its name"
+        self.made += 1
+        return torch.empty(size_bytes, dtype=torch.uint8), f"value {self.made}"
+
+    def release(self, name: str) -> None:
+        self.released.append(name)
 
     def open(self, name: str) -> Segment:
         return self.shared[name]
@@ -133,6 +139,24 @@ def test_cut_over_slices_an_optimizer_has_the_bits_of_torch_in_one_process(name:
     assert not torch.equal(found, first)
 
 
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_an_optimizer_leaves_what_was_pushed_as_it_is(name: str, dtype: torch.dtype) -> None:
+    """A backup reads the same memory."""
+    space = Space()
+    store = KeySlice(space)
+    place(store, torch.linspace(-1, 1, 100).to(dtype))
+    optimize(store, name, lr=0.1, **({} if name == "rprop" else {"weight_decay": 0.1}))
+    space.shared["buffer"] = Segment.private(1000)
+    pushed = space.shared["buffer"].tensor(dtype, 0, 100)
+    pushed.copy_(torch.linspace(1, 2, 100))
+    before = pushed.clone()
+    for _ in range(3):
+        store.apply(Change(AddToKey("w", segment="buffer")))
+    assert torch.equal(pushed, before)
+    assert pull(store, dtype=dtype).isfinite().all()
+
+
 def test_another_rate_keeps_the_state_and_another_optimizer_begins_it_anew() -> None:
     steps = gradients(4, 8)
     store = KeySlice(Space())
@@ -222,7 +246,23 @@ def test_bytes_in_shared_memory_are_read_from_there_and_can_be_sent_on() -> None
     letter = store.reply(PullKey(1, 1, 7, 0, "w", inline=False), "", True, True)
     assert letter is not None
     assert letter.payload is None
-    assert letter.message.segment == "its name"
+    assert letter.message.segment == "value 1"
+
+
+def test_memory_is_let_go_when_a_stretch_is_replaced_loaded_anew_or_dropped() -> None:
+    space = Space()
+    store = KeySlice(space)
+    place(store, torch.zeros(4))
+    optimize(store, "adam", lr=0.1)
+    push(store, torch.ones(4))
+    assert space.released == []
+    place(store, torch.zeros(4), attempt=1)
+    assert space.released == ["value 1"]
+    store.load(store.state())
+    assert space.released == ["value 1", "value 2"]
+    assert pull(store).tolist() == [0.0] * 4
+    del store
+    assert space.released == ["value 1", "value 2", "value 3"]
 
 
 def test_a_key_that_is_not_there() -> None:
