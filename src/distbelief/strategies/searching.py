@@ -206,7 +206,9 @@ class SearchingMember(ServedMember):
         """The sum of some portions, on all slices; None: others have finished the evaluation meanwhile."""
         if not self._shown.bring(portions.number):
             return None
-        losses = self._sums.compute(step, portions.node)
+        losses = self._sums.compute(step, portions.node, self._shown.are_over)
+        if losses is None:
+            return None
         slot, name = self.exchange.slot(0)
         content = Node(portions.evaluation, *portions.node, b"", b"", b"", name)
         for shape, (first, end) in zip(self._slices, self._stretches, strict=True):
