@@ -20,6 +20,7 @@ from distbelief.comm.serverwords import Contents, Given, Letter, Look, Node, Not
 from distbelief.comm.vectorwords import (
     Begin,
     Computed,
+    Heard,
     Keep,
     Portions,
     ReadVectors,
@@ -30,6 +31,7 @@ from distbelief.comm.vectorwords import (
     Total,
     first_number,
 )
+from distbelief.comm.words import Aborted
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Applied, Seat, StepResult, Takeover
@@ -89,7 +91,7 @@ class SearchingMember(ServedMember):
         self._check_slices(besides=1)
         exchange.gather(b"")  # everybody has left the generation before
         if self._drives:  # from now on nothing counts that an earlier driver has said
-            self._client.change(self._search, Begin(first, exchange.size), exchange.abort)
+            self._tell(Begin(self._seat.worker, first, exchange.size))
         exchange.gather(b"")
         found: list[SearchKnown] = []
         self._client.ask([partial(_look, self._search)], exchange.abort, lambda letter: found.append(letter.message))
@@ -154,9 +156,16 @@ class SearchingMember(ServedMember):
         self._vectors.show(state.point)
         self._vectors.settle()
         samples, now = evaluations * self._schedule.samples, self.clock()
-        keep = Keep(self._vectors.number, steps, state_bytes(state), state.loss, samples, now)
-        self._client.change(self._search, keep, self.exchange.abort)
+        keep = Keep(self._seat.worker, self._vectors.number, steps, state_bytes(state), state.loss, samples, now)
+        self._tell(keep)
         return Stepped(keep.number, keep.state, StepsDone(self._applied, steps, state.loss, samples, now))
+
+    def _tell(self, content: Begin | Keep) -> None:
+        """As the driver. One that was cut off, and replaced, goes no further: the slices may not have heard of it."""
+        given = self._client.change(self._search, content, self.exchange.abort)
+        assert isinstance(given, Given)
+        if given.what != Heard(counts=True):
+            raise Aborted("another member drives the search")
 
     def _evaluate_first(self, step: int, point: str, gradient: str) -> float:
         return self._evaluation(step, 0, point, gradient)
@@ -168,8 +177,7 @@ class SearchingMember(ServedMember):
 
     def _evaluation(self, step: int, evaluation: int, point: str, gradient: str) -> float:
         # The search hears of it before the slices do: what it calls computed, all slices have.
-        begins = Begin(self._vectors.number + 1, self.exchange.size, evaluation)
-        self._client.change(self._search, begins, self.exchange.abort)
+        self._tell(Begin(self._seat.worker, self._vectors.number + 1, self.exchange.size, evaluation))
         self._vectors.show(point, evaluation)
         total = self._work(step, evaluation)
         assert isinstance(total, Total)
