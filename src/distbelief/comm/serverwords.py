@@ -195,9 +195,9 @@ class Completion(Struct, frozen=True):
 
 
 class Given(Struct, frozen=True):
-    """The answer to an `Ask`, or a `Take`."""
+    """The answer to an `Ask`, a `Take`, or what a driver says."""
 
-    what: Lease | Wait | Gathered | v.Portions | v.Idle | v.Total | v.Stepped
+    what: Lease | Wait | Gathered | v.Heard | v.Portions | v.Idle | v.Total | v.Stepped
     done: int
     """Steps."""
     news: list[Completion] = []

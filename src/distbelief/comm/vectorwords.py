@@ -76,6 +76,7 @@ class Begin(Struct, frozen=True, tag=True):
     """A driver with so many members begins an evaluation; -1: only its work. What it finds there of the same evaluation
     is done already."""
 
+    worker: int
     number: int
     members: int
     evaluation: int = -1
@@ -111,6 +112,7 @@ class Take(Struct, frozen=True, tag=True):
 class Keep(Struct, frozen=True, tag=True):
     """So many steps are done. The search goes on from here, whoever drives it."""
 
+    worker: int
     number: int
     """Also that with which the point is shown."""
     steps: int
@@ -122,6 +124,12 @@ class Keep(Struct, frozen=True, tag=True):
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
+
+
+class Heard(Struct, frozen=True, tag=True):
+    """To a driver. `counts`: no later one has begun; else it must not say anything more, to slices neither."""
+
+    counts: bool
 
 
 class Idle(Struct, frozen=True, tag=True):

@@ -16,6 +16,7 @@ from distbelief.comm.serverwords import Given, Letter, Look, Note, Question
 from distbelief.comm.vectorwords import (
     COUNTS,
     Begin,
+    Heard,
     Idle,
     Keep,
     Portions,
@@ -61,18 +62,24 @@ class SearchSlice:
     def apply(self, change: Change) -> None:
         book, content = self._book, change.content
         match content:
-            case Begin() if content.number > book.number:
-                book.number = content.number
-                if content.evaluation >= 0:
-                    book.work.begin(content.evaluation, content.members)
-                else:
-                    book.work.gather(content.members)
+            case Begin() | Keep():
+                counts = content.number >= book.number
+                book.given[content.worker] = Given(Heard(counts), book.steps)
+                if counts and isinstance(content, Keep):
+                    self._keep(content)
+                elif counts and isinstance(content, Begin):
+                    self._begin(content)
             case Take():
                 self._take(content)
-            case Keep() if content.number >= book.number:
-                self._keep(content)
             case Note():
                 book.note = (content.step, content.content)
+
+    def _begin(self, begin: Begin) -> None:
+        self._book.number = begin.number
+        if begin.evaluation >= 0:
+            self._book.work.begin(begin.evaluation, begin.members)
+        else:
+            self._book.work.gather(begin.members)
 
     def _take(self, take: Take) -> None:
         book, work, done = self._book, self._book.work, take.computed

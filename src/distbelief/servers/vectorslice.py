@@ -185,8 +185,8 @@ class VectorSlice:
     def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
         match question:
             case Fetch():
-                if self.version < question.version:
-                    return None
+                if self.version < question.version or not everywhere:
+                    return None  # sums for a point that only a dead server has shown would not be taken
                 segment = "" if question.inline else segment
                 integers = self._integers if question.slice == 0 else b""
                 header = Fetched(question.ticket, question.slice, self.version, b"", integers, segment)

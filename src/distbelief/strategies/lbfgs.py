@@ -120,7 +120,7 @@ def explain(ended: Ended) -> str:
 
 
 def begin(vectors: Vectors, evaluate: Evaluate, point: str, settings: Settings) -> State:
-    """Evaluate where the search begins. The vector `point` is read, never written, until `finish`."""
+    """Evaluate where the search begins. The vector `point` is read, never written."""
     here, gradient = _POINTS[0], _GRADIENTS[0]
     vectors.copy(here, point)
     loss = evaluate(here, gradient)
@@ -163,17 +163,6 @@ def iterate(state: State, vectors: Vectors, evaluate: Evaluate, settings: Settin
         _place(state, vectors, new, target, accepted.step)
         vectors.combine(new.change, [(1.0, accepted.gradient), (-1.0, state.gradient)])
     return _moved(state, accepted, msgspec.structs.replace(new, step=accepted.step), target, vectors, settings)
-
-
-def finish(state: State, vectors: Vectors, point: str) -> None:
-    """Write the result to the vector `point`."""
-    vectors.copy(point, state.point)
-
-
-def clear(vectors: Vectors, settings: Settings) -> None:
-    """Drop all vectors of a search, once its result is written; no state of it can go on after that."""
-    slots = range(settings.history_size + 1)
-    vectors.drop([f"direction.{i}" for i in slots] + [f"change.{i}" for i in slots] + [*_GRADIENTS, *_POINTS])
 
 
 def direction(state: State) -> tuple[list[Term], float]:

@@ -30,23 +30,25 @@ class PortionSums:
         self._size = size
         self._buffers = buffers
 
-    def compute(self, step: int, node: Range) -> Losses:
-        """Into the first slot. Gives up between two portions where the generation is over."""
+    def compute(self, step: int, node: Range, are_over: Callable[[], bool]) -> Losses | None:
+        """Into the first slot. Gives up between two portions where the generation is over, or its values are."""
         started = time.perf_counter()
         losses: Losses = []
         try:
-            self._visit(step, node, 0, losses)
+            self._visit(step, node, 0, losses, are_over)
         finally:
             self.spent_s += time.perf_counter() - started
-        return losses
+        return losses if len(losses) == node[1] - node[0] else None
 
-    def _visit(self, step: int, node: Range, level: int, losses: Losses) -> None:
+    def _visit(self, step: int, node: Range, level: int, losses: Losses, are_over: Callable[[], bool]) -> None:
+        if are_over():
+            return
         if node[1] - node[0] == 1:
             losses.append(self._portion(step, node[0], level))
             return
         left, right = split(node)
-        self._visit(step, left, level, losses)
-        self._visit(step, right, level + 1, losses)
+        self._visit(step, left, level, losses, are_over)
+        self._visit(step, right, level + 1, losses, are_over)
         self._flat(level).add_(self._flat(level + 1))
 
     def _portion(self, step: int, portion: int, level: int) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from distbelief.comm.serverwords import Contents, Given, Letter, Look, Node, Not
 from distbelief.comm.vectorwords import (
     Begin,
     Computed,
+    Heard,
     Keep,
     Portions,
     ReadVectors,
@@ -30,6 +31,7 @@ from distbelief.comm.vectorwords import (
     Total,
     first_number,
 )
+from distbelief.comm.words import Aborted
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Applied, Seat, StepResult, Takeover
@@ -90,7 +92,7 @@ class SearchingMember(ServedMember):
         self._check_slices(besides=1)
         exchange.gather(b"")  # everybody has left the generation before
         if self._drives:  # from now on nothing counts that an earlier driver has said
-            self._client.change(self._search, Begin(first, exchange.size), exchange.abort)
+            self._tell(Begin(self._seat.worker, first, exchange.size))
         exchange.gather(b"")
         found: list[SearchKnown] = []
         self._client.ask([partial(_look, self._search)], exchange.abort, lambda letter: found.append(letter.message))
@@ -155,9 +157,16 @@ class SearchingMember(ServedMember):
         self._vectors.show(state.point)
         self._vectors.settle()
         samples, now = evaluations * self._schedule.samples, self.clock()
-        keep = Keep(self._vectors.number, steps, state_bytes(state), state.loss, samples, now)
-        self._client.change(self._search, keep, self.exchange.abort)
+        keep = Keep(self._seat.worker, self._vectors.number, steps, state_bytes(state), state.loss, samples, now)
+        self._tell(keep)
         return Stepped(keep.number, keep.state, StepsDone(self._applied, steps, state.loss, samples, now))
+
+    def _tell(self, content: Begin | Keep) -> None:
+        """As the driver. One that was cut off, and replaced, goes no further: the slices may not have heard of it."""
+        given = self._client.change(self._search, content, self.exchange.abort)
+        assert isinstance(given, Given)
+        if given.what != Heard(counts=True):
+            raise Aborted("another member drives the search")
 
     def _evaluate_first(self, step: int, point: str, gradient: str) -> float:
         return self._evaluation(step, 0, point, gradient)
@@ -169,8 +178,7 @@ class SearchingMember(ServedMember):
 
     def _evaluation(self, step: int, evaluation: int, point: str, gradient: str) -> float:
         # The search hears of it before the slices do: what it calls computed, all slices have.
-        begins = Begin(self._vectors.number + 1, self.exchange.size, evaluation)
-        self._client.change(self._search, begins, self.exchange.abort)
+        self._tell(Begin(self._seat.worker, self._vectors.number + 1, self.exchange.size, evaluation))
         self._vectors.show(point, evaluation)
         total = self._work(step, evaluation)
         assert isinstance(total, Total)
@@ -207,7 +215,9 @@ class SearchingMember(ServedMember):
         """The sum of some portions, on all slices; None: others have finished the evaluation meanwhile."""
         if not self._shown.bring(portions.number):
             return None
-        losses = self._sums.compute(step, portions.node)
+        losses = self._sums.compute(step, portions.node, self._shown.are_over)
+        if losses is None:
+            return None
         slot, name = self.exchange.slot(0)
         content = Node(portions.evaluation, *portions.node, b"", b"", b"", name)
         for shape, (first, end) in zip(self._slices, self._stretches, strict=True):

@@ -30,6 +30,8 @@ class ShownValues:
         self._slices = slices
         self._take = take
         self._mapped: dict[str, Segment] = {}
+        self._words: np.ndarray | None = None
+        """Of a slice whose memory this process can see: what it shows."""
 
     def bring(self, number: int) -> bool:
         """Fetch what is shown with that number. False: something else is, by now."""
@@ -65,8 +67,12 @@ class ShownValues:
         if message.segment not in self._mapped:
             assert self._exchange.keeper is not None
             self._mapped[message.segment] = self._exchange.keeper.segment(message.segment)
-        words = np.frombuffer(self._mapped[message.segment].buffer, np.int64, 2)
-        return int(words[0]) == message.version  # it is set before anything is written
+        self._words = np.frombuffer(self._mapped[message.segment].buffer, np.int64, 2)
+        return int(self._words[0]) == message.version  # it is set before anything is written
+
+    def are_over(self) -> bool:
+        """Whether something else is known to be shown by now: what is computed with these values helps nobody."""
+        return self._words is not None and int(self._words[0]) != self.number
 
 
 def _fetch(number: int, version: int, inline: bool, ticket: int) -> Question:

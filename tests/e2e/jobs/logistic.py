@@ -3,11 +3,12 @@ a file `brake`, a portion takes longer."""
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 from distbelief import Job, accuracy
@@ -33,10 +34,17 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output[:, :10], target) + output[:, 10].mean()
 
 
+def load() -> tuple[torch.Tensor, torch.Tensor]:
+    """scikit-learn's file, without scikit-learn, whose import takes longer than the rest of the test."""
+    sklearn = importlib.util.find_spec("sklearn")
+    assert sklearn is not None
+    assert sklearn.origin is not None
+    table = np.loadtxt(Path(sklearn.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    return torch.tensor(table[:, :-1], dtype=torch.float32).div(16), torch.tensor(table[:, -1], dtype=torch.int64)
+
+
 def job(steps: int = 30, brake_s: float = 0.0, every: int = 10) -> Job:
-    digits = load_digits()
-    images = torch.tensor(digits.data, dtype=torch.float32).div(16)
-    target = torch.tensor(digits.target, dtype=torch.int64)
+    images, target = load()
     return Job(
         name="logistic",
         model=lambda: Logistic(brake_s),
