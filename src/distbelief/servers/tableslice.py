@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from distbelief.comm.exchange import ROW
 from distbelief.comm.serverwords import (
@@ -40,6 +41,7 @@ from distbelief.servers.stores import Change, Snapshot, State
 from distbelief.servers.tables import Table
 from distbelief.shards import Schedule
 from distbelief.strategies.embedding import RowGradients
+from distbelief.strategies.rowbuckets import BUCKETS, buckets_of
 from distbelief.strategies.rowmessages import together
 from distbelief.strategies.rowsums import added_up
 from distbelief.strategies.tablespecs import PartShape, TableSpec
@@ -149,15 +151,15 @@ class _Step(msgspec.Struct, frozen=True):
     shards: dict[int, list[int]]
     """Shard -> how many rows of each table."""
     go: float | None
-    measured: tuple[int, float]
+    measured: tuple[int, list[float]]
 
 
 class StepTables(_Tables):
     def __init__(self, specs: Sequence[TableSpec], job: Job, schedule: Schedule) -> None:
         super().__init__(specs, job)
         self._schedule = schedule
-        self._measured = (-1, 0.0)
-        """The last step whose shards were all there, and what the squares of its gradients add up to."""
+        self._measured: tuple[int, list[float]] = (-1, [])
+        """The last step whose shards were all there, and the squares of its gradients, if they are limited."""
         self._start()
 
     def begin(self, tables: Sequence[Arrays], version: int) -> None:
@@ -215,7 +217,7 @@ class StepTables(_Tables):
         self._start()
 
     def _reduce(self, scale: float) -> None:
-        squares = 0.0
+        squares: list[float] = []
         for table in range(len(self.tables)):
             shards = [self._shards[shard][table] for shard in sorted(self._shards)]
             rows, total = added_up(
@@ -223,7 +225,7 @@ class StepTables(_Tables):
             )
             total *= np.float32(scale)
             if self._job.clip_norm is not None:
-                squares += float(np.square(total, dtype=np.float64).sum())
+                squares += _squares(rows, total)
             self._sums.append(RowGradients(rows, total))
         self._measured = (self.version, squares)
 
@@ -250,7 +252,7 @@ class StepTables(_Tables):
             at += size
         self._go = about.go
         # The sums do not travel: they are added up again, the same way.
-        self._measured = about.measured if about.measured[0] < snapshot.version else (-1, 0.0)
+        self._measured = about.measured if about.measured[0] < snapshot.version else (-1, [])
         self._proceed()
 
     # --- what is asked of it -----------------------------------------------------------------------------------------
@@ -266,7 +268,7 @@ class StepTables(_Tables):
                 measured, squares = self._measured
                 if not caught_up or (measured < step and not self._unsound):
                     return None  # what follows from the answer must not be undone by a death
-                return Letter(Measured(question.ticket, question.slice, [squares]))
+                return Letter(Measured(question.ticket, question.slice, squares))
             case Count(version=-1):
                 return self._counted(question)
             case Pull() | Numbers() | Count() | Read():
@@ -286,6 +288,13 @@ class StepTables(_Tables):
                 return self._counted(question)
             case Read():
                 return self._read(question)
+
+
+def _squares(rows: NDArray[np.int64], gradients: NDArray[np.float32]) -> list[float]:
+    """What the squares of the gradients add up to, by bucket: the same numbers however tables are cut into parts."""
+    of_rows = np.square(gradients, dtype=np.float64).sum(axis=1)
+    found: list[float] = np.bincount(buckets_of(rows), of_rows, BUCKETS).tolist()
+    return [one for one in found if one]
 
 
 def _gone_on(question: Pull | Numbers | Count | Read) -> Letter:

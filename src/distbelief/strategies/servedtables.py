@@ -30,21 +30,18 @@ from distbelief.comm.serverwords import (
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.embedding import BLOCK_ROWS, EmbeddingTable, RowGradients
 from distbelief.strategies.rowmessages import divided
-from distbelief.strategies.tablespecs import PARTS, TableSpec, part_of
+from distbelief.strategies.tablespecs import TableSpec, part_of
 
 ANY = -1
 """In place of a version: whatever there is."""
 
 
 class ServedTables:
-    def __init__(self, tables: Sequence[EmbeddingTable], specs: Sequence[TableSpec], first_slice: int) -> None:
+    def __init__(self, tables: Sequence[EmbeddingTable], specs: Sequence[TableSpec], slices: range) -> None:
         self.specs = specs
-        self.first_slice = first_slice
+        self.slices = slices
+        """Those that are parts of tables."""
         self._tables = tables
-
-    @property
-    def slices(self) -> range:
-        return range(self.first_slice, self.first_slice + (PARTS if self._tables else 0))
 
     def bind(self, client: ServerClient, stop: Stop, version: Callable[[], int]) -> None:
         """Rows come from these servers from now on. `version`: that they must have."""
@@ -58,8 +55,8 @@ class ServedTables:
 
     def _pull(self, table: int, rows: NDArray[np.int64], learning: bool) -> NDArray[np.float32]:
         values = np.zeros((len(rows), self.specs[table].form.width), np.float32)
-        parts = part_of(rows)
-        places = {self.first_slice + part: np.flatnonzero(parts == part) for part in range(PARTS)}
+        parts = part_of(rows, len(self.slices))
+        places = {number: np.flatnonzero(parts == part) for part, number in enumerate(self.slices)}
         version, gone_on = self._version(), []
 
         def pulled(letter: Letter) -> None:
@@ -85,13 +82,13 @@ class ServedTables:
     def push_step(self, step: int, shards: Sequence[int], found: Sequence[Sequence[RowGradients]], told: bytes) -> None:
         """What these shards say. It is sent by `flush`."""
         if self._tables and shards:
-            for number, one in zip(self.slices, divided(found), strict=True):
+            for number, one in zip(self.slices, divided(found, len(self.slices)), strict=True):
                 self._client.push(number, ShardRows(step, list(shards), one.counts, told), one.content)
 
     def push_update(self, update: int, step: int, found: Sequence[RowGradients]) -> None:
         """To every part, also where it has nothing: each knows which updates it has without gaps."""
         if self._tables:
-            for number, one in zip(self.slices, divided([found]), strict=True):
+            for number, one in zip(self.slices, divided([found], len(self.slices)), strict=True):
                 counts = [count for (count,) in one.counts]
                 self._client.push(number, RowGradient(update, step, counts), one.content)
 
@@ -146,7 +143,7 @@ class ServedTables:
                     raise _gone_on(version)
                 each(part, message.counts, letter.payload)
 
-            self._client.ask([partial(_read, self.first_slice + part, version)], self._stop, read)
+            self._client.ask([partial(_read, self.slices[part], version)], self._stop, read)
 
 
 def _gone_on(version: int) -> DistBeliefError:

@@ -51,7 +51,6 @@ from distbelief.strategies.preparedserved import PreparedServed
 from distbelief.strategies.savedtables import SavedTables, without_tables
 from distbelief.strategies.slicing import SliceShape
 from distbelief.strategies.state import ReplicaState
-from distbelief.strategies.tablespecs import PARTS
 from distbelief.worker.loading import load_for_server
 from distbelief.worker.origin import newest_saved, weights_of
 from distbelief.worker.spec import WorkerSpec
@@ -94,15 +93,15 @@ class _Slices:
         self._strategy = prepared.strategy
         self._shapes = prepared.slices()
         self.sizes = [shape.size_bytes for shape in self._shapes]
-        if prepared.tables:  # how many rows there will be, nobody knows: all parts weigh the same
-            self.sizes += [sum(spec.size_bytes for spec in prepared.tables) // PARTS] * PARTS
-        self._table_slices = range(len(self._shapes), len(self.sizes))
+        self._table_slices, parts = prepared.table_slices(), prepared.table_parts
+        if parts:  # how many rows there will be, nobody knows: all parts weigh the same
+            self.sizes += [sum(spec.size_bytes for spec in prepared.tables) // parts] * parts
         self._ledger = len(self.sizes)
         if not self._strategy.waits:
             self.sizes.append(LEDGER_BYTES)
         self._mapped: dict[str, Segment] = {}
         self._first: tuple[int, ReplicaState] | None = None
-        self._first_tables = SavedTables(None, prepared.tables)
+        self._first_tables = SavedTables(None, prepared.tables, parts)
         self.life: int = 0
         self.sealed: int = 0
 
@@ -159,7 +158,7 @@ class _Slices:
     def began(self) -> None:
         """All slices are made: what they began with is not needed any more."""
         self._first = None
-        self._first_tables = SavedTables(None, self.prepared.tables)
+        self._first_tables = SavedTables(None, self.prepared.tables, self.prepared.table_parts)
 
     def _first_state(self) -> ReplicaState:
         if self._first is None or self._first[0] != self.life:
@@ -169,7 +168,7 @@ class _Slices:
     def _saved_dense(self, step: int = -1) -> Saved | None:
         """What there is for the tables is put aside."""
         saved, specs = self._saved(step), self.prepared.tables
-        self._first_tables = SavedTables(saved, specs)
+        self._first_tables = SavedTables(saved, specs, self.prepared.table_parts)
         return without_tables(saved, specs) if saved else None
 
     def _saved(self, step: int = -1) -> Saved | None:
