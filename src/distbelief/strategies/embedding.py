@@ -116,6 +116,14 @@ class EmbeddingTable(nn.Module):
             self._brought.append((rows, values))
         return F.embedding(torch.from_numpy(places).view(numbers.shape), values)
 
+    def requires_grad_(self, requires_grad: bool = True) -> EmbeddingTable:
+        if self.is_served and not requires_grad:
+            raise JobError(
+                "an EmbeddingTable whose rows are on parameter servers cannot be frozen",
+                hint="use nn.Embedding for a table that does not learn",
+            )
+        return super().requires_grad_(requires_grad)
+
     # --- for strategies ----------------------------------------------------------------------------------------------
 
     def let_go(self) -> None:

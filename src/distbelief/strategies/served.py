@@ -169,7 +169,9 @@ class ServedReplica(ServedMember):
             for into, other in unit.additions:
                 views(into)[tile].add_(views(other)[tile])
 
+        before_s = self._tables.comm_s
         result = self._computer.run(batch, samples, seed, slot, self._buffers, tile_ready)
+        self.comm_s += self._tables.comm_s - before_s
         self.exchange.working(-1)
         self._rows[unit.shard] = (result.loss_sum, result.weight, result.integers, samples)
         self._touched |= result.touched

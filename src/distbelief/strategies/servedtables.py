@@ -5,6 +5,7 @@ Parts follow the slices of the dense parameters in number. A worker holds no row
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -41,6 +42,8 @@ class ServedTables:
         self.specs = specs
         self.slices = slices
         """Those that are parts of tables."""
+        self.comm_s = 0.0
+        """Seconds spent on waiting for rows."""
         self._tables = tables
 
     def bind(self, client: ServerClient, stop: Stop, version: Callable[[], int]) -> None:
@@ -54,6 +57,7 @@ class ServedTables:
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def _pull(self, table: int, rows: NDArray[np.int64], learning: bool) -> NDArray[np.float32]:
+        started = time.perf_counter()
         values = np.zeros((len(rows), self.specs[table].form.width), np.float32)
         parts = part_of(rows, len(self.slices))
         places = {number: np.flatnonzero(parts == part) for part, number in enumerate(self.slices)}
@@ -71,6 +75,7 @@ class ServedTables:
             partial(_pull, number, version, table, rows[mine].tobytes()) for number, mine in places.items() if mine.size
         ]
         self._client.ask(questions, self._stop, pulled)
+        self.comm_s += time.perf_counter() - started
         # Where a shard is computed and the servers have applied its step meanwhile, all of them have its gradients from
         # somebody else: whatever this one gives counts nowhere, so it may be anything.
         if gone_on and not learning:

@@ -93,6 +93,14 @@ def test_a_table_that_does_not_fit_in_memory_is_refused_with_its_size() -> None:
         assert EmbeddingTable(10_000_000_000, 64)(torch.tensor([9_999_999_999])).shape == (1, 64)
 
 
+def test_rows_on_servers_cannot_be_frozen() -> None:
+    assert made(served=True).requires_grad_().is_served
+    with pytest.raises(JobError, match="cannot be frozen"):
+        made(served=True).requires_grad_(False)
+    frozen = made(served=False).requires_grad_(False)
+    assert [parameter.requires_grad for parameter in frozen.parameters()] == [False]
+
+
 def test_what_a_strategy_makes_of_a_model() -> None:
     model = nn.Sequential(made(served=False), nn.Linear(3, 1))
     settle(model)
