@@ -17,19 +17,17 @@ from distbelief.comm.messages import ServerMap
 from distbelief.comm.serverwords import (
     RUN,
     Answered,
-    Count,
     Fetch,
     Letter,
     Look,
     Measure,
-    Numbers,
-    Pull,
     Push,
     Question,
     Read,
     Refused,
     is_update,
 )
+from distbelief.comm.tablewords import Count, Numbers, Pull
 from distbelief.errors import DistBeliefError
 from distbelief.servers import holding as h
 from distbelief.servers.stores import Change, SliceStore

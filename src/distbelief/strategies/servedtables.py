@@ -15,19 +15,8 @@ from numpy.typing import NDArray
 
 from distbelief.checkpoint.weights import Streamed
 from distbelief.comm.serverclient import ServerClient, Stop
-from distbelief.comm.serverwords import (
-    Contents,
-    Count,
-    Counted,
-    Letter,
-    Numbers,
-    Pull,
-    Pulled,
-    Question,
-    Read,
-    RowGradient,
-    ShardRows,
-)
+from distbelief.comm.serverwords import Contents, Letter, Question, Read
+from distbelief.comm.tablewords import Count, Counted, Numbers, Pull, Pulled, RowGradient, ShardRows
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.embedding import BLOCK_ROWS, EmbeddingTable, RowGradients
 from distbelief.strategies.rowmessages import divided

@@ -98,6 +98,7 @@ def row_optimizer(table: str, factory: Any) -> RowOptimizer:
         tuple(group.get("betas", (0.9, 0.999))),
         group.get("initial_accumulator_value", 0.0),
         group["weight_decay"] if kind is optim.AdamW else 0.0,
+        late_eps=True,
     )
 
 

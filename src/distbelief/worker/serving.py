@@ -39,12 +39,13 @@ from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.serverwords import VALUES_AT, Letter, pack
 from distbelief.errors import DistBeliefError
 from distbelief.servers.freeslice import FreeSlice
+from distbelief.servers.freetables import FreeTables
 from distbelief.servers.ledgerslice import LedgerSlice, Terms
 from distbelief.servers.node import Out, ServerNode
 from distbelief.servers.runslice import RunSlice
 from distbelief.servers.slicememory import SliceMemory
+from distbelief.servers.steptables import StepTables
 from distbelief.servers.stores import SliceStore
-from distbelief.servers.tableslice import FreeTables, StepTables
 from distbelief.servers.wire import unpack
 from distbelief.strategies.base import Saved
 from distbelief.strategies.preparedserved import PreparedServed

@@ -13,11 +13,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from distbelief.comm.exchange import ROW
-from distbelief.comm.serverwords import Go, RowGradient, ShardRows
+from distbelief.comm.serverwords import Go
+from distbelief.comm.tablewords import RowGradient, ShardRows
 from distbelief.job import Job
+from distbelief.servers.freetables import FreeTables
 from distbelief.servers.roles import Slice
+from distbelief.servers.steptables import StepTables
 from distbelief.servers.stores import Change
-from distbelief.servers.tableslice import FreeTables, StepTables
 from distbelief.shards import Schedule
 from distbelief.strategies.embedding import EmbeddingTable, RowGradients, on_servers
 from distbelief.strategies.rowmessages import divided

@@ -12,10 +12,12 @@ from served_world import MAPS, World
 from table_parts import PARTS, SHARDS, Kit
 
 from distbelief.comm.exchange import Held, Source
-from distbelief.comm.serverwords import RUN, Answered, Count, Go, Letter, Look, Measure, Pull, Push
+from distbelief.comm.serverwords import RUN, Answered, Go, Letter, Look, Measure, Push
+from distbelief.comm.tablewords import Count, Pull
 from distbelief.servers import placement
+from distbelief.servers.freetables import FreeTables
 from distbelief.servers.node import ServerNode
-from distbelief.servers.tableslice import FreeTables, StepTables
+from distbelief.servers.steptables import StepTables
 from distbelief.shards import Range
 from distbelief.strategies.embedding import RowGradients
 from distbelief.strategies.served import _on_all

@@ -1,8 +1,7 @@
-"""One part of a run's tables as a slice: replicated as the dense parameters are (see holding.py), and asked for rows.
+"""A part of the tables under `ps:sync`: what all shards say about rows is kept until the step is applied.
 
-`StepTables` is for `ps:sync`: what all shards say about rows is kept until the step is applied, then added up in the
-order of the shards; so the bits do not depend on who has computed what, nor on who has died. A shard counts once,
-however often it comes. `FreeTables` applies each update as it comes.
+Then it is added up in the order of the shards; so the bits do not depend on who has computed what, nor on who has died.
+A shard counts once, however often it comes. A step is applied on `Go`, as one of dense parameters is (see runslice.py).
 """
 
 from __future__ import annotations
@@ -16,131 +15,19 @@ import torch
 from numpy.typing import NDArray
 
 from distbelief.comm.exchange import ROW
-from distbelief.comm.serverwords import (
-    Contents,
-    Count,
-    Counted,
-    Given,
-    Go,
-    Letter,
-    Look,
-    Looked,
-    Measure,
-    Measured,
-    Numbers,
-    Pull,
-    Pulled,
-    Question,
-    Read,
-    RowGradient,
-    ShardRows,
-)
+from distbelief.comm.serverwords import Contents, Go, Letter, Look, Looked, Measure, Measured, Question, Read
+from distbelief.comm.tablewords import Count, Counted, Numbers, Pull, Pulled, ShardRows
 from distbelief.errors import DistBeliefError
 from distbelief.job import Job
 from distbelief.servers.stores import Change, Snapshot, State
-from distbelief.servers.tables import Table
+from distbelief.servers.tablepart import Arrays, TablePart, as_tensor
 from distbelief.shards import Schedule
 from distbelief.strategies.embedding import RowGradients
 from distbelief.strategies.rowbuckets import BUCKETS, buckets_of
 from distbelief.strategies.rowmessages import together
 from distbelief.strategies.rowsums import added_up
-from distbelief.strategies.tablespecs import PartShape, TableSpec
+from distbelief.strategies.tablespecs import TableSpec
 from distbelief.strategies.verdict import WEIGHT, judge_rows
-
-Arrays = dict[str, torch.Tensor]
-
-
-class _Tables:
-    """The rows of this part, of every table."""
-
-    def __init__(self, specs: Sequence[TableSpec], job: Job) -> None:
-        self.version = 0
-        self._specs = specs
-        self._job = job
-        self._widths = [spec.form.width for spec in specs]
-        self.tables = [Table(spec.form, spec.optimizer) for spec in specs]
-
-    def begin(self, tables: Sequence[Arrays], version: int) -> None:
-        """The first state of a life."""
-        self.version = version
-        for table, arrays in zip(self.tables, tables, strict=True):
-            table.load(arrays)
-
-    def _factor(self, step: int) -> float:
-        return self._job.schedule(step) if self._job.schedule else 1.0
-
-    @property
-    def counts(self) -> list[int]:
-        return [table.resident for table in self.tables]
-
-    def contents(self) -> torch.Tensor:
-        """A copy of everything."""
-        shape = PartShape(self._specs, self.counts)
-        content = torch.zeros(shape.size_bytes, dtype=torch.uint8)
-        for table, views in zip(self.tables, shape.views(content), strict=True):
-            for key, values in table.state().items():
-                views[key].copy_(values)
-        return content
-
-    def _load(self, counts: Sequence[int], content: torch.Tensor) -> int:
-        """Returns where the bytes of the tables end."""
-        shape = PartShape(self._specs, counts)
-        for table, arrays in zip(self.tables, shape.views(content), strict=True):
-            table.load(arrays)
-        return shape.size_bytes
-
-    def with_bytes(self, change: Change) -> Change:
-        return change  # it has them
-
-    def given(self, client: int) -> Given | None:
-        return None
-
-    def _values(self, question: Pull) -> Letter:
-        rows = torch.from_numpy(np.frombuffer(question.rows, np.int64).copy())
-        values = self.tables[question.table].pull(rows).numpy()
-        return Letter(Pulled(question.ticket, question.slice, self.version), values.reshape(-1).view(np.uint8))
-
-    def _numbers(self, question: Numbers) -> Letter:
-        rows = self.tables[question.table].numbers_from(0)
-        return Letter(Pulled(question.ticket, question.slice, self.version), rows.view(np.uint8))
-
-    def _counted(self, question: Count) -> Letter:
-        return Letter(Counted(question.ticket, question.slice, self.version, self.counts))
-
-    def _read(self, question: Read) -> Letter:
-        header = Contents(question.ticket, question.slice, self.version, self.counts)
-        return Letter(header, self.contents().numpy())
-
-
-class FreeTables(_Tables):
-    def apply(self, change: Change) -> None:
-        match change.content:
-            case RowGradient(step=step, counts=counts):
-                (found,) = together([[count] for count in counts], self._widths, change.payload)
-                for table, one in zip(self.tables, found, strict=True):
-                    table.push(_tensor(one.rows), _tensor(one.gradients), self._factor(step))
-                self.version += 1
-
-    def state(self) -> State:
-        return Snapshot(self.version, msgspec.msgpack.encode(self.counts)), self.contents()
-
-    def load(self, state: State) -> None:
-        snapshot, content = state
-        self._load(msgspec.msgpack.decode(snapshot.about, type=list[int]), content)
-        self.version = snapshot.version
-
-    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
-        match question:
-            case Pull():
-                return self._values(question)
-            case Count():
-                return self._counted(question) if caught_up else None
-            case Numbers():
-                return self._numbers(question) if caught_up else None
-            case Read():
-                return self._read(question) if caught_up else None
-            case _:
-                raise DistBeliefError(f"a part of an asynchronous run's tables is not asked {type(question).__name__}")
 
 
 class _Step(msgspec.Struct, frozen=True):
@@ -154,7 +41,7 @@ class _Step(msgspec.Struct, frozen=True):
     measured: tuple[int, list[float]]
 
 
-class StepTables(_Tables):
+class StepTables(TablePart):
     def __init__(self, specs: Sequence[TableSpec], job: Job, schedule: Schedule) -> None:
         super().__init__(specs, job)
         self._schedule = schedule
@@ -212,7 +99,7 @@ class StepTables(_Tables):
             if weight:
                 if self._go < 1.0:
                     np.multiply(one.gradients, np.float32(self._go), out=one.gradients)
-                table.push(_tensor(one.rows), _tensor(one.gradients), self._factor(self.version))
+                table.push(as_tensor(one.rows), as_tensor(one.gradients), self._factor(self.version))
         self.version += 1
         self._start()
 
@@ -306,8 +193,3 @@ def _gone_on(question: Pull | Numbers | Count | Read) -> Letter:
             return Letter(Counted(question.ticket, question.slice, -1, []))
         case Read():
             return Letter(Contents(question.ticket, question.slice, -1))
-
-
-def _tensor(array: np.ndarray) -> torch.Tensor:
-    """A view, where that can be: what came in a message may be read only, or begin anywhere."""
-    return torch.from_numpy(np.require(array, requirements=["C", "A", "W"]))

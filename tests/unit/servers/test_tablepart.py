@@ -9,10 +9,11 @@ import pytest
 import torch
 from table_parts import PARTS, SHARDS, Kit
 
-from distbelief.comm.serverwords import Count, Go, Letter, Look, Measure, Pull, Read
+from distbelief.comm.serverwords import Go, Letter, Look, Measure, Read
+from distbelief.comm.tablewords import Count, Pull
 from distbelief.errors import DistBeliefError
+from distbelief.servers.steptables import StepTables
 from distbelief.servers.stores import Change
-from distbelief.servers.tableslice import StepTables
 from distbelief.strategies.embedding import RowGradients
 
 STEPS = 6
