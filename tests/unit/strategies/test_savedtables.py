@@ -15,6 +15,7 @@ from distbelief.checkpoint.manifest import Facts
 from distbelief.checkpoint.reading import open_checkpoint, read_tensors, verify
 from distbelief.checkpoint.saving import seal, write_part
 from distbelief.comm.segment import Segment
+from distbelief.coordinator import explain
 from distbelief.errors import DistBeliefError
 from distbelief.job import Job
 from distbelief.shards import Schedule
@@ -184,3 +185,17 @@ def test_without_servers_the_state_of_rows_is_refused() -> None:
     rows = {"model/users.rows": torch.tensor([3]), "model/users.values": torch.ones(1, 3)}
     with pytest.raises(CheckpointMismatch, match="table 'users' is in rows there"):
         put_back(Saved(2, {**rows, "begun/dense.bias": torch.tensor(1)}), None, computer, prepared_whole._recipe)  # type: ignore[arg-type]
+
+
+def test_where_tables_are_is_a_fact_of_the_run() -> None:
+    """A run whose bits count does not go on with tables elsewhere, and says why."""
+    job, schedule = made_job(), Schedule(8, 4, 2)
+    here = AllReduce().prepare(job, schedule, torch.device("cpu")).facts()
+    there = prepared(job).facts()
+    assert (here["tables"], there["tables"]) == ("in the workers", "on servers")
+    difference, fix = explain.fact("tables", there["tables"], here["tables"])
+    assert (difference, fix) == (
+        "has its tables on servers, the run has them in the workers",
+        "go on with a strategy that has tables in the workers",
+    )
+    assert prepared(job).parameters == 5000 * 3 + 9 * 2 + 4
