@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -77,6 +80,12 @@ def test_tables_of_one_model_begin_with_different_values_and_a_seed_gives_the_sa
     assert other.weight is not None
     assert torch.equal(one.weight, again.weight)
     assert not torch.equal(one.weight, other.weight)
+
+
+def test_a_model_with_a_table_can_be_copied_and_pickled_as_any_other() -> None:
+    for table in (made(served=False), made(served=True)):
+        for again in (copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
+            assert torch.equal(again(torch.tensor([3, 8])), table(torch.tensor([3, 8])))
 
 
 @pytest.mark.parametrize("wrong", [torch.tensor([50]), torch.tensor([-1]), torch.tensor([0.5])])
