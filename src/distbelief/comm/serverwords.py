@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from distbelief.comm import vectorwords as v
 from distbelief.comm.kvwords import KeyContent, KeyQuestion, KeyReply, content_has_payload, reply_has_payload
+from distbelief.comm.tablewords import Count, Counted, Numbers, Pull, Pulled, RowGradient, ShardRows
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range
 
@@ -81,26 +82,6 @@ class Gradient(Struct, frozen=True, tag=True):
     values: str = ""
     coded: bool = False
     """The frame is compressed (strategies/pushcoding.py)."""
-
-
-class ShardRows(Struct, frozen=True, tag=True):
-    """What some shards of a step say about rows of tables, for one part of them: see `strategies/rowmessages.py`."""
-
-    step: int
-    shards: list[int]
-    counts: list[list[int]]
-    """By table, by shard: how many rows."""
-    told: bytes
-    """The numbers that these shards tell of themselves, as in a Node."""
-
-
-class RowGradient(Struct, frozen=True, tag=True):
-    """Likewise of an update of a worker that waits for nobody. It is named as a Gradient is."""
-
-    update: int
-    step: int
-    counts: list[int]
-    """By table."""
 
 
 # --- changes of the ledger -------------------------------------------------------------------------------------------
@@ -254,34 +235,6 @@ class Read(Struct, frozen=True, tag=True):
     version: int
 
 
-class Pull(Struct, frozen=True, tag=True):
-    """The values of rows of a table. Answered when the part has this version, or a later one; -1: at once."""
-
-    ticket: int
-    slice: int
-    version: int
-    table: int
-    rows: bytes
-    """As int64."""
-
-
-class Count(Struct, frozen=True, tag=True):
-    """How many rows of each table are there, at this version?"""
-
-    ticket: int
-    slice: int
-    version: int
-
-
-class Numbers(Struct, frozen=True, tag=True):
-    """Which rows of a table are there, at this version? Answered as a Pull: their numbers, as int64."""
-
-    ticket: int
-    slice: int
-    version: int
-    table: int
-
-
 Question = Fetch | Measure | Look | Read | Pull | Count | Numbers | v.Products | v.ReadVectors | KeyQuestion
 FromClient = Push | Question
 
@@ -351,21 +304,6 @@ class Contents(Struct, frozen=True, tag=True):
     version: int
     counts: list[int] = []
     """Of a part of the tables: how many rows of each it has."""
-
-
-class Pulled(Struct, frozen=True, tag=True):
-    """The values are in a frame; none, if the part has gone on to another version."""
-
-    ticket: int
-    slice: int
-    version: int
-
-
-class Counted(Struct, frozen=True, tag=True):
-    ticket: int
-    slice: int
-    version: int
-    counts: list[int]
 
 
 Reply = Fetched | Measured | Looked | Contents | Pulled | Counted | v.Produced | v.SearchKnown | KeyReply

@@ -15,6 +15,7 @@ _FACTS: dict[str, tuple[str, str, str]] = {
     "instruction_set": ("computes with {} instructions", "the run with {}", "use a machine that has {} too"),
     "device": ("computes on {}", "the run on {}", "start it on {}"),
     "optimizer": ("uses the {} optimizer", "the run the {} one", "start it with the {} optimizer"),
+    "tables": ("has its tables {}", "the run has them {}", "go on with a strategy that has tables {}"),
 }
 _JOB_FACTS: dict[str, tuple[str, str]] = {
     "name": ("trains the job {!r}", "the run {!r}"),
@@ -58,7 +59,7 @@ def _canary_refusal(worker: int, canary: Canary, run: Canary) -> str:
         name for name in sorted(canary.facts.keys() | run.facts.keys()) if canary.facts.get(name) != run.facts.get(name)
     ]
     if names:
-        told = [_fact(name, canary.facts.get(name, "unknown"), run.facts.get(name, "unknown")) for name in names]
+        told = [fact(name, canary.facts.get(name, "unknown"), run.facts.get(name, "unknown")) for name in names]
         return (
             f"worker {worker} {'; it '.join(difference for difference, _ in told)}: "
             f"its results would differ in the last bits; {' and '.join(fix for _, fix in told)}, or use exact=False"
@@ -73,7 +74,8 @@ def _canary_refusal(worker: int, canary: Canary, run: Canary) -> str:
     return ""
 
 
-def _fact(name: str, theirs: str, ours: str) -> tuple[str, str]:
+def fact(name: str, theirs: str, ours: str) -> tuple[str, str]:
+    """In what a newcomer differs, and what to do about it."""
     known = _FACTS.get(name)
     if known is None:
         words = name.replace("_", " ")

@@ -72,7 +72,8 @@ def _misfit(state: State, event: m.ServerReady) -> str:
     known = fleet.facts or (state.reference.canary.facts if state.reference else {})
     odd = [name for name, value in event.facts.items() if known.get(name, value) != value]
     if odd and state.config.exact:
-        return f"server {event.server} has {odd[0]} {event.facts[odd[0]]}, the run {known[odd[0]]}"
+        difference, fix = explain.fact(odd[0], event.facts[odd[0]], known[odd[0]])
+        return f"server {event.server} {difference}; {fix}"
     return ""
 
 

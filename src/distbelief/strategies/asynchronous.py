@@ -195,9 +195,11 @@ class AsynchronousReplica(ServedMember):
             self.exchange.working_on(step, 0)
             batch, samples = self._fetch(step, 0, self._schedule.shards)
             seed = shard_seed(self._job.seed, step, 0)
-            began = time.perf_counter()
+            began, before_s = time.perf_counter(), self._tables.comm_s
             result = self._computer.run(batch, samples, seed, into, self._buffers, lambda tile: None)
-            self.spent.compute_s += time.perf_counter() - began
+            waited_s = self._tables.comm_s - before_s
+            self.spent.compute_s += time.perf_counter() - began - waited_s
+            self.comm_s += waited_s
             self.exchange.working(-1)
             if not math.isfinite(result.loss_sum):
                 raise NonFiniteLoss(result.loss_sum / (result.weight or 1.0), step, 0)

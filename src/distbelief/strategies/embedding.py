@@ -77,7 +77,8 @@ class EmbeddingTable(nn.Module):
         # From torch's generator, as other modules draw their first values: every table has others.
         self.form = TableForm("", rows, width, begin, seed=int(torch.randint(1 << 62, (1,))))
         self.optimizer = optimizer
-        self._source: Source = lambda rows, learning: self.form.initial(rows)
+        self._source: Source | None = None
+        """None: all rows are as they were at first."""
         self._brought: list[tuple[NDArray[np.int64], torch.Tensor]] = []
         self.register_parameter("weight", None if _on_servers.get() else nn.Parameter(_all_rows(self.form)))
 
@@ -110,11 +111,19 @@ class EmbeddingTable(nn.Module):
             )
         rows = rows.astype(np.int64, copy=False)
         learning = torch.is_grad_enabled()
-        values = torch.from_numpy(self._source(rows, learning))
+        values = torch.from_numpy(self._source(rows, learning) if self._source else self.form.initial(rows))
         if learning:
             values.requires_grad_()
             self._brought.append((rows, values))
         return F.embedding(torch.from_numpy(places).view(numbers.shape), values)
+
+    def requires_grad_(self, requires_grad: bool = True) -> EmbeddingTable:
+        if self.is_served and not requires_grad:
+            raise JobError(
+                "an EmbeddingTable whose rows are on parameter servers cannot be frozen",
+                hint="use nn.Embedding for a table that does not learn",
+            )
+        return super().requires_grad_(requires_grad)
 
     # --- for strategies ----------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
 from distbelief.strategies.compressed import CompressedReplica, compressing
 from distbelief.strategies.compute import ShardComputer, make_model
+from distbelief.strategies.embedding import EmbeddingTable
 from distbelief.strategies.layout import lay_out, trainable
 from distbelief.strategies.named import frozen, set_frozen
 from distbelief.strategies.partials import slots_needed
@@ -42,6 +43,7 @@ class PreparedModel:
         self._layout = lay_out(self.model, whole_parameters=not self._recipe.elementwise)
 
     def facts(self) -> dict[str, str]:
+        forms = {table.is_served for table in self.model.modules() if isinstance(table, EmbeddingTable)}
         return {
             "threads": str(torch.get_num_threads()),
             "torch": str(torch.__version__),
@@ -49,6 +51,7 @@ class PreparedModel:
             "device": self._device.type,
             "optimizer": self._recipe.describe(),
             "MKL-DNN": os.environ.get("ONEDNN_MAX_CPU_ISA", "default"),
+            **({"tables": "on servers" if True in forms else "in the workers"} if forms else {}),
         }
 
     def canary(self, fetch: Fetch) -> str:

@@ -30,7 +30,7 @@ from distbelief.strategies.servedhelping import HelpingReplica
 from distbelief.strategies.servedtables import ServedTables
 from distbelief.strategies.slicing import SliceShape, cut
 from distbelief.strategies.state import ReplicaState
-from distbelief.strategies.tablespecs import specs_of
+from distbelief.strategies.tablespecs import parts_for, specs_of
 from distbelief.strategies.tileoptimizer import Recipe
 
 
@@ -45,6 +45,7 @@ class PreparedServed(PreparedAllReduce):
                 f"ps:sync:backups does not know the tables of the model ('{self.tables[0].name}')",
                 hint="leave backups out",
             )
+        self.table_parts = parts_for(strategy.servers) if self.tables else 0
 
     @cached_property
     def parameters(self) -> int:
@@ -59,6 +60,11 @@ class PreparedServed(PreparedAllReduce):
 
     def slices(self) -> list[SliceShape]:
         return cut(self._layout, self._recipe)
+
+    def table_slices(self) -> range:
+        """Those of the tables come after those of the dense parameters."""
+        first = len(self.slices())
+        return range(first, first + self.table_parts)
 
     def integer_numbers(self, content: bytes) -> np.ndarray:
         """The integer buffers as numbers, each as int64."""
@@ -96,7 +102,7 @@ class PreparedServed(PreparedAllReduce):
                     hint="use the run's weights, or train with --strategy allreduce where the tables fit in memory",
                 )
             return super().build(seat, exchange, fetch, begin_from)
-        tables = ServedTables(self._computer.tables, self.tables, len(self.slices()))
+        tables = ServedTables(self._computer.tables, self.tables, self.table_slices())
         given = self._computer, self._recipe, self._schedule, seat, exchange, fetch, tables
         if self.strategy.compression:
             return CompressedPushes(*given, self.strategy, begin_from)

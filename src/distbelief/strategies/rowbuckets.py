@@ -42,7 +42,12 @@ def bucket_of(rows: torch.Tensor) -> torch.Tensor:
     >>> bucket_of(torch.tensor([0, 1, 2, 1]))
     tensor([904, 580, 605, 580])
     """
-    return torch.from_numpy((mixed(rows.numpy()) >> _SHIFT).astype(np.int64))
+    return torch.from_numpy(buckets_of(rows.numpy()))
+
+
+def buckets_of(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The same of arrays."""
+    return (mixed(rows) >> _SHIFT).astype(np.int64)
 
 
 @lru_cache(maxsize=64)

@@ -14,7 +14,7 @@ import numpy as np
 
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.embedding import RowGradients
-from distbelief.strategies.tablespecs import PARTS, part_of
+from distbelief.strategies.tablespecs import part_of
 
 
 @dataclass(frozen=True)
@@ -24,18 +24,18 @@ class ForPart:
     content: bytes
 
 
-def divided(shards: Sequence[Sequence[RowGradients]]) -> list[ForPart]:
+def divided(shards: Sequence[Sequence[RowGradients]], parts: int) -> list[ForPart]:
     """By part. `shards`: for every shard, the gradients of every table."""
-    counts: list[list[list[int]]] = [[] for _ in range(PARTS)]
-    rows: list[list[bytes]] = [[] for _ in range(PARTS)]
-    gradients: list[list[bytes]] = [[] for _ in range(PARTS)]
+    counts: list[list[list[int]]] = [[] for _ in range(parts)]
+    rows: list[list[bytes]] = [[] for _ in range(parts)]
+    gradients: list[list[bytes]] = [[] for _ in range(parts)]
     for of_table in zip(*shards, strict=True):
         numbers = np.concatenate([one.rows for one in of_table])
         values = np.concatenate([one.gradients for one in of_table])
         shard = np.repeat(np.arange(len(of_table)), [len(one.rows) for one in of_table])
-        parts = part_of(numbers)
-        order = np.argsort(parts, kind="stable")
-        ends = np.searchsorted(parts[order], np.arange(PARTS), side="right").tolist()
+        of = part_of(numbers, parts)
+        order = np.argsort(of, kind="stable")
+        ends = np.searchsorted(of[order], np.arange(parts), side="right").tolist()
         first = 0
         for part, end in enumerate(ends):
             mine = order[first:end]
@@ -43,7 +43,7 @@ def divided(shards: Sequence[Sequence[RowGradients]]) -> list[ForPart]:
             rows[part].append(numbers[mine].tobytes())
             gradients[part].append(values[mine].tobytes())
             first = end
-    return [ForPart(counts[part], b"".join(rows[part] + gradients[part])) for part in range(PARTS)]
+    return [ForPart(counts[part], b"".join(rows[part] + gradients[part])) for part in range(parts)]
 
 
 def together(counts: Sequence[Sequence[int]], widths: Sequence[int], payload: Any) -> list[list[RowGradients]]:

@@ -60,6 +60,8 @@ class RowOptimizer(Struct, frozen=True):
     betas: tuple[float, float] = (0.9, 0.999)
     initial: float = 0.0
     decay: float = 0.0
+    late_eps: bool = False
+    """eps is added when the moments' bias has been corrected, as Adam does; else before, as SparseAdam does."""
 
     def __post_init__(self) -> None:
         if self.name not in _FIELDS:
@@ -108,10 +110,11 @@ class RowOptimizer(Struct, frozen=True):
         steps += 1
         mean += (gradients - mean) * np.float32(1 - first)
         square += (gradients * gradients - square) * np.float32(1 - second)
-        rate = np.sqrt(_corrections(second, steps)) / _corrections(first, steps)
+        correction = np.sqrt(_corrections(second, steps))
+        rate = correction / _corrections(first, steps)
         rate *= self.lr * factor
         change: NDArray[np.float32] = np.sqrt(square)
-        change += eps
+        change += (eps * correction).astype(np.float32)[:, None] if self.late_eps else eps
         np.divide(mean, change, out=change)
         np.multiply(change, rate.astype(np.float32)[:, None], out=change)
         return change

@@ -108,12 +108,13 @@ def _is_of_table(name: str, specs: Sequence[TableSpec]) -> bool:
 class SavedTables:
     """The rows of a saved state, part by part: no more is read than is asked for, where the state is read lazily."""
 
-    def __init__(self, saved: Saved | None, specs: Sequence[TableSpec]) -> None:
+    def __init__(self, saved: Saved | None, specs: Sequence[TableSpec], parts: int) -> None:
+        """`parts`: into how many the tables are cut now."""
         self._tensors = saved.tensors if saved else {}
         self._specs = specs
         self._forms = outlines_of(self._tensors)
         self._rows = [self._all_rows(spec) for spec in specs]
-        self._parts = [part_of(rows).astype(np.int8) for rows in self._rows]
+        self._parts = [part_of(rows, parts).astype(np.int16) for rows in self._rows]
 
     def part(self, part: int) -> list[Arrays]:
         """Of every table what this part has, rows ascending."""

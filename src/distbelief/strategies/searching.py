@@ -64,7 +64,7 @@ class SearchingMember(ServedMember):
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
         fetch: FetchBatch, strategy: Sandblaster,
     ) -> None:  # fmt: skip
-        super().__init__(computer, recipe, schedule, seat, exchange, fetch, ServedTables([], [], 0))
+        super().__init__(computer, recipe, schedule, seat, exchange, fetch, ServedTables([], [], range(0)))
         self._settings = Settings(history_size=strategy.history, lr=strategy.lr)
         self._search = len(self._slices)
         self._stretches = [parameter_stretch(computer.layout, shape)[1] for shape in self._slices]

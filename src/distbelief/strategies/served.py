@@ -208,7 +208,9 @@ class ServedReplica(ServedMember):
         def loss_known(loss_sum: float, weight: float) -> None:
             self._rows[unit.shard] = (loss_sum, weight, 0.0, samples)
 
+        before_s = self._tables.comm_s
         result = self._computer.run(batch, samples, seed, slot, self._buffers, tile_ready, loss_known)
+        self.comm_s += self._tables.comm_s - before_s
         self.exchange.working(-1)
         self._rows[unit.shard] = (result.loss_sum, result.weight, result.integers, samples)
         self._touched |= result.touched

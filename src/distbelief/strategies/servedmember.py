@@ -27,7 +27,6 @@ from distbelief.strategies.named import TilePortion, outside_of_tiles, whole_ent
 from distbelief.strategies.savedtables import PortionWithTables
 from distbelief.strategies.servedtables import ServedTables
 from distbelief.strategies.slicing import SliceShape, cut
-from distbelief.strategies.tablespecs import PARTS
 from distbelief.strategies.tileoptimizer import Recipe
 
 REMEMBERED = 1024  # steps, as the servers remember
@@ -148,7 +147,7 @@ class ServedMember:
         if self._tables.slices:  # rows become more with every step
             size, specs, counts = self.exchange.size, self._tables.specs, self._tables.counts(self._applied)
             self._with_tables = [
-                PortionWithTables(one, specs, counts, range(rank, PARTS, size)) for rank, one in enumerate(dense)
+                PortionWithTables(one, specs, counts, range(rank, len(counts), size)) for rank, one in enumerate(dense)
             ]
             return self._with_tables
         return dense

@@ -5,6 +5,7 @@ Parts follow the slices of the dense parameters in number. A worker holds no row
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -14,37 +15,25 @@ from numpy.typing import NDArray
 
 from distbelief.checkpoint.weights import Streamed
 from distbelief.comm.serverclient import ServerClient, Stop
-from distbelief.comm.serverwords import (
-    Contents,
-    Count,
-    Counted,
-    Letter,
-    Numbers,
-    Pull,
-    Pulled,
-    Question,
-    Read,
-    RowGradient,
-    ShardRows,
-)
+from distbelief.comm.serverwords import Contents, Letter, Question, Read
+from distbelief.comm.tablewords import Count, Counted, Numbers, Pull, Pulled, RowGradient, ShardRows
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.embedding import BLOCK_ROWS, EmbeddingTable, RowGradients
 from distbelief.strategies.rowmessages import divided
-from distbelief.strategies.tablespecs import PARTS, TableSpec, part_of
+from distbelief.strategies.tablespecs import TableSpec, part_of
 
 ANY = -1
 """In place of a version: whatever there is."""
 
 
 class ServedTables:
-    def __init__(self, tables: Sequence[EmbeddingTable], specs: Sequence[TableSpec], first_slice: int) -> None:
+    def __init__(self, tables: Sequence[EmbeddingTable], specs: Sequence[TableSpec], slices: range) -> None:
         self.specs = specs
-        self.first_slice = first_slice
+        self.slices = slices
+        """Those that are parts of tables."""
+        self.comm_s = 0.0
+        """Seconds spent on waiting for rows."""
         self._tables = tables
-
-    @property
-    def slices(self) -> range:
-        return range(self.first_slice, self.first_slice + (PARTS if self._tables else 0))
 
     def bind(self, client: ServerClient, stop: Stop, version: Callable[[], int]) -> None:
         """Rows come from these servers from now on. `version`: that they must have."""
@@ -57,9 +46,10 @@ class ServedTables:
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def _pull(self, table: int, rows: NDArray[np.int64], learning: bool) -> NDArray[np.float32]:
+        started = time.perf_counter()
         values = np.zeros((len(rows), self.specs[table].form.width), np.float32)
-        parts = part_of(rows)
-        places = {self.first_slice + part: np.flatnonzero(parts == part) for part in range(PARTS)}
+        parts = part_of(rows, len(self.slices))
+        places = {number: np.flatnonzero(parts == part) for part, number in enumerate(self.slices)}
         version, gone_on = self._version(), []
 
         def pulled(letter: Letter) -> None:
@@ -74,6 +64,7 @@ class ServedTables:
             partial(_pull, number, version, table, rows[mine].tobytes()) for number, mine in places.items() if mine.size
         ]
         self._client.ask(questions, self._stop, pulled)
+        self.comm_s += time.perf_counter() - started
         # Where a shard is computed and the servers have applied its step meanwhile, all of them have its gradients from
         # somebody else: whatever this one gives counts nowhere, so it may be anything.
         if gone_on and not learning:
@@ -85,13 +76,13 @@ class ServedTables:
     def push_step(self, step: int, shards: Sequence[int], found: Sequence[Sequence[RowGradients]], told: bytes) -> None:
         """What these shards say. It is sent by `flush`."""
         if self._tables and shards:
-            for number, one in zip(self.slices, divided(found), strict=True):
+            for number, one in zip(self.slices, divided(found, len(self.slices)), strict=True):
                 self._client.push(number, ShardRows(step, list(shards), one.counts, told), one.content)
 
     def push_update(self, update: int, step: int, found: Sequence[RowGradients]) -> None:
         """To every part, also where it has nothing: each knows which updates it has without gaps."""
         if self._tables:
-            for number, one in zip(self.slices, divided([found]), strict=True):
+            for number, one in zip(self.slices, divided([found], len(self.slices)), strict=True):
                 counts = [count for (count,) in one.counts]
                 self._client.push(number, RowGradient(update, step, counts), one.content)
 
@@ -146,7 +137,7 @@ class ServedTables:
                     raise _gone_on(version)
                 each(part, message.counts, letter.payload)
 
-            self._client.ask([partial(_read, self.first_slice + part, version)], self._stop, read)
+            self._client.ask([partial(_read, self.slices[part], version)], self._stop, read)
 
 
 def _gone_on(version: int) -> DistBeliefError:

@@ -1,7 +1,7 @@
 """What a run fixes of its tables: which there are, the optimizer of their rows, and how they are cut into parts.
 
-A part has the rows of all tables whose numbers fall into its share of the buckets (rowbuckets.py). There is a fixed
-number of parts, so that they are a function of the job alone, as slices of the dense parameters are.
+A part has the rows of all tables whose numbers fall into its share of the buckets (rowbuckets.py). Nothing that is
+learnt depends on how many parts there are: a row's bits depend on its own gradients only.
 """
 
 from __future__ import annotations
@@ -18,14 +18,9 @@ from torch import optim
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.strategies.embedding import tables_of
-from distbelief.strategies.rowbuckets import BUCKETS, mixed
+from distbelief.strategies.rowbuckets import BUCKETS, buckets_of
 from distbelief.strategies.rowinit import TableForm
 from distbelief.strategies.rowoptimizers import RowOptimizer
-
-PARTS = 8
-"""Enough to balance a few servers, and few enough that messages about them cost little beside a step."""
-_SHIFT = np.uint64(64 - (PARTS - 1).bit_length())
-assert BUCKETS % PARTS == 0  # a part is a run of buckets
 
 
 @dataclass(frozen=True)
@@ -49,13 +44,23 @@ def specs_of(model: torch.nn.Module, job: Job) -> list[TableSpec]:
     ]
 
 
-def part_of(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The part of every row.
+def parts_for(servers: int) -> int:
+    """As many as the run begins with servers, so that each has one. Two at least, for a second server to come; not
+    more, since every part takes part in every update, however few of its rows are its own.
 
-    >>> part_of(np.array([0, 1, 2, 1])).tolist()
+    >>> parts_for(1), parts_for(3)
+    (2, 3)
+    """
+    return min(max(servers, 2), BUCKETS)
+
+
+def part_of(rows: NDArray[np.int64], parts: int) -> NDArray[np.int64]:
+    """The part of every row: a run of buckets each.
+
+    >>> part_of(np.array([0, 1, 2, 1]), 8).tolist()
     [7, 4, 4, 4]
     """
-    return (mixed(rows) >> _SHIFT).astype(np.int64)
+    return buckets_of(rows) * parts // BUCKETS
 
 
 def row_optimizer(table: str, factory: Any) -> RowOptimizer:
@@ -93,6 +98,7 @@ def row_optimizer(table: str, factory: Any) -> RowOptimizer:
         tuple(group.get("betas", (0.9, 0.999))),
         group.get("initial_accumulator_value", 0.0),
         group["weight_decay"] if kind is optim.AdamW else 0.0,
+        late_eps=True,
     )
 
 

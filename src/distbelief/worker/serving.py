@@ -39,12 +39,13 @@ from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.serverwords import VALUES_AT, Letter, pack
 from distbelief.errors import DistBeliefError
 from distbelief.servers.freeslice import FreeSlice
+from distbelief.servers.freetables import FreeTables
 from distbelief.servers.ledgerslice import LedgerSlice, Terms
 from distbelief.servers.node import Out, ServerNode
 from distbelief.servers.runslice import RunSlice
 from distbelief.servers.slicememory import SliceMemory
+from distbelief.servers.steptables import StepTables
 from distbelief.servers.stores import SliceStore
-from distbelief.servers.tableslice import FreeTables, StepTables
 from distbelief.servers.wire import unpack
 from distbelief.strategies.base import Saved
 from distbelief.strategies.preparedsandblaster import PreparedSandblaster
@@ -53,7 +54,6 @@ from distbelief.strategies.pushcoding import PushCoding
 from distbelief.strategies.savedtables import SavedTables, without_tables
 from distbelief.strategies.slicing import SliceShape
 from distbelief.strategies.state import ReplicaState
-from distbelief.strategies.tablespecs import PARTS
 from distbelief.worker.loading import load_for_server
 from distbelief.worker.origin import newest_saved, weights_of
 from distbelief.worker.spec import WorkerSpec
@@ -132,15 +132,15 @@ class _Slices:
             self.prepared: PreparedServed = prepared
             self._strategy = prepared.strategy
             self.sizes = [shape.size_bytes for shape in self._shapes]
-            if prepared.tables:  # how many rows there will be, nobody knows: all parts weigh the same
-                self.sizes += [sum(spec.size_bytes for spec in prepared.tables) // PARTS] * PARTS
-            self._table_slices = range(len(self._shapes), len(self.sizes))
+            self._table_slices, parts = prepared.table_slices(), prepared.table_parts
+            if parts:  # how many rows there will be, nobody knows: all parts weigh the same
+                self.sizes += [sum(spec.size_bytes for spec in prepared.tables) // parts] * parts
             self._ledger = len(self.sizes)
             if not self._strategy.waits:
                 self.sizes.append(LEDGER_BYTES)
         self._mapped: dict[str, Segment] = {}
         self._first: tuple[int, ReplicaState] | None = None
-        self._first_tables = SavedTables(None, ())
+        self._first_tables = SavedTables(None, (), 0)
         self.life: int = 0
         self.sealed: int = 0
 
@@ -213,7 +213,7 @@ class _Slices:
         self._first = None
         if self._vectors:
             self._vectors.forget()
-        self._first_tables = SavedTables(None, ())
+        self._first_tables = SavedTables(None, (), 0)
 
     def _first_state(self) -> ReplicaState:
         if self._first is None or self._first[0] != self.life:
@@ -223,7 +223,7 @@ class _Slices:
     def _saved_dense(self, step: int = -1) -> Saved | None:
         """What there is for the tables is put aside."""
         saved, specs = self._saved(step), self.prepared.tables
-        self._first_tables = SavedTables(saved, specs)
+        self._first_tables = SavedTables(saved, specs, self.prepared.table_parts)
         return without_tables(saved, specs) if saved else None
 
     def _saved(self, step: int = -1) -> Saved | None:
@@ -235,10 +235,10 @@ class _Slices:
             # A run that was resumed may have sealed none since: then it begins again from the one that it found.
             at_most = None if origin.resumed and not self.sealed else self.sealed
             # Of tables a server reads no more than its own parts.
-            saved, skipped = newest_saved(origin.checkpoints, bool(self.prepared.tables), at_most)
+            saved, skipped = newest_saved(origin.checkpoints, bool(self._table_slices), at_most)
             for bad, why in skipped:
                 print(f"the checkpoint of step {bad} cannot be used: {why}", flush=True)
-        return saved or (weights_of(origin.weights, bool(self.prepared.tables)) if origin.weights else None)
+        return saved or (weights_of(origin.weights, bool(self._table_slices)) if origin.weights else None)
 
     def _open(self, name: str) -> Segment:
         """A worker's slot, by its name."""

@@ -18,7 +18,8 @@ class Taste(nn.Module):
     def __init__(self, counts: bool) -> None:
         super().__init__()
         self.users = EmbeddingTable(ROWS, 8, init="zeros" if counts else ("normal", 0.3))
-        self.kinds = EmbeddingTable(5, 8, init=("uniform", 0.1))
+        own = lambda parameters: torch.optim.SGD(parameters, lr=0.05)  # noqa: E731
+        self.kinds = EmbeddingTable(5, 8, init=("uniform", 0.1), optimizer=own)
         self.dense = nn.Linear(3, 8)
         self.counts = counts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -12,17 +13,20 @@ from torch import nn
 from torch.nn import functional as F
 
 from distbelief.comm.exchange import ROW
-from distbelief.comm.serverwords import Go, RowGradient, ShardRows
+from distbelief.comm.serverwords import Go
+from distbelief.comm.tablewords import RowGradient, ShardRows
 from distbelief.job import Job
+from distbelief.servers.freetables import FreeTables
 from distbelief.servers.roles import Slice
+from distbelief.servers.steptables import StepTables
 from distbelief.servers.stores import Change
-from distbelief.servers.tableslice import FreeTables, StepTables
 from distbelief.shards import Schedule
 from distbelief.strategies.embedding import EmbeddingTable, RowGradients, on_servers
 from distbelief.strategies.rowmessages import divided
-from distbelief.strategies.tablespecs import PARTS, part_of, specs_of
+from distbelief.strategies.tablespecs import part_of, specs_of
 
 SHARDS = 5
+PARTS = 4
 SAMPLES, BATCH = 42, 10  # the last batch of an epoch fills two shards of five
 
 
@@ -91,28 +95,30 @@ class Kit:
     def changes(self, step: int, shards: list[int], found: list[list[RowGradients]]) -> list[Change]:
         """By part."""
         return [
-            Change(ShardRows(step, shards, one.counts, self.told(step, shards)), one.content) for one in divided(found)
+            Change(ShardRows(step, shards, one.counts, self.told(step, shards)), one.content)
+            for one in divided(found, PARTS)
         ]
 
     def update(self, number: int, step: int, found: list[RowGradients]) -> list[Change]:
         return [
             Change(RowGradient(number, step, [count for (count,) in one.counts]), one.content)
-            for one in divided([found])
+            for one in divided([found], PARTS)
         ]
 
     def pulled(self, stores: list[StepTables] | list[FreeTables], wanted: list[np.ndarray]) -> list[np.ndarray]:
         values = []
         for table, rows in enumerate(wanted):
             value = np.zeros((len(rows), self.specs[table].form.width), np.float32)
-            parts = part_of(rows)
+            parts = part_of(rows, PARTS)
             for part in range(PARTS):
                 mine = np.flatnonzero(parts == part)
                 value[mine] = stores[part].tables[table].pull(torch.from_numpy(rows[mine])).numpy()
             values.append(value)
         return values
 
-    def factor(self, squares: list[float]) -> float:
-        return min(1.0, self.job.clip_norm / (sum(squares) ** 0.5 + 1e-6)) if self.job.clip_norm else 1.0
+    def factor(self, squares: list[list[float]]) -> float:
+        norm = math.sqrt(math.fsum(one for some in squares for one in some))
+        return min(1.0, self.job.clip_norm / (norm + 1e-6)) if self.job.clip_norm else 1.0
 
     def history(self, steps: int) -> list[list[bytes]]:
         """The contents of every part after 0, 1, 2… steps, in one process to which nothing happens."""

@@ -9,17 +9,19 @@ from typing import Any
 import numpy as np
 from served_client import Client
 from served_world import MAPS, World
-from table_parts import SHARDS, Kit
+from table_parts import PARTS, SHARDS, Kit
 
 from distbelief.comm.exchange import Held, Source
-from distbelief.comm.serverwords import RUN, Answered, Count, Go, Letter, Look, Measure, Pull, Push
+from distbelief.comm.serverwords import RUN, Answered, Go, Letter, Look, Measure, Push
+from distbelief.comm.tablewords import Count, Pull
 from distbelief.servers import placement
+from distbelief.servers.freetables import FreeTables
 from distbelief.servers.node import ServerNode
-from distbelief.servers.tableslice import FreeTables, StepTables
+from distbelief.servers.steptables import StepTables
 from distbelief.shards import Range
 from distbelief.strategies.embedding import RowGradients
 from distbelief.strategies.served import _on_all
-from distbelief.strategies.tablespecs import PARTS, part_of
+from distbelief.strategies.tablespecs import part_of
 from distbelief.strategies.takeover import plan_step, plan_takeover
 
 
@@ -91,7 +93,7 @@ class TableWorld(World):
                     yield
             if rank == 0:
                 measured = yield from client.ask(partial(_measure, step))
-                factor = self.kit.factor([one.squares[0] for one in measured])
+                factor = self.kit.factor([one.squares for one in measured])
                 for number in range(PARTS):
                     client.push(number, Go(step, factor))
             step += 1
@@ -102,7 +104,7 @@ class TableWorld(World):
         wanted = self.kit.wanted(step, shard)
         values = []
         for table, rows in enumerate(wanted):
-            parts = part_of(rows)
+            parts = part_of(rows, PARTS)
             mine = [np.flatnonzero(parts == part) for part in range(PARTS)]
             replies = yield from client.ask(partial(_pull, step, table, [rows[places].tobytes() for places in mine]))
             value = np.zeros((len(rows), self.kit.specs[table].form.width), np.float32)

@@ -43,13 +43,18 @@ def run(optimizer: RowOptimizer, values: NDArray[np.float32], gradients: list[ND
             lambda p: torch.optim.SparseAdam(p, lr=0.1, betas=(0.8, 0.95), eps=1e-4),
         ),
         (RowOptimizer("adam", lr=0.1, betas=(0.0, 0.5)), lambda p: torch.optim.SparseAdam(p, 0.1, betas=(0.0, 0.5))),
+        (RowOptimizer("adam", lr=0.1, eps=0.1, late_eps=True), lambda p: torch.optim.Adam(p, lr=0.1, eps=0.1)),
+        (
+            RowOptimizer("adam", lr=0.1, decay=0.3, late_eps=True),
+            lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.3),
+        ),
     ],
 )
 def test_the_values_of_torch(ours, theirs) -> None:
     rng = np.random.default_rng(1)
     values = rng.standard_normal((40, WIDTH)).astype(np.float32)
     gradients = [rng.standard_normal((40, WIDTH)).astype(np.float32) for _ in range(30)]
-    module = torch.nn.Embedding(40, WIDTH, sparse=True)
+    module = torch.nn.Embedding(40, WIDTH, sparse=not ours.late_eps)
     module.weight.data.copy_(torch.from_numpy(values))
     optimizer = theirs(list(module.parameters()))
     for gradient in gradients:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -79,6 +82,12 @@ def test_tables_of_one_model_begin_with_different_values_and_a_seed_gives_the_sa
     assert not torch.equal(one.weight, other.weight)
 
 
+def test_a_model_with_a_table_can_be_copied_and_pickled_as_any_other() -> None:
+    for table in (made(served=False), made(served=True)):
+        for again in (copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
+            assert torch.equal(again(torch.tensor([3, 8])), table(torch.tensor([3, 8])))
+
+
 @pytest.mark.parametrize("wrong", [torch.tensor([50]), torch.tensor([-1]), torch.tensor([0.5])])
 def test_rows_that_there_are_not(wrong: torch.Tensor) -> None:
     with pytest.raises(JobError, match="EmbeddingTable"):
@@ -91,6 +100,14 @@ def test_a_table_that_does_not_fit_in_memory_is_refused_with_its_size() -> None:
     assert "--strategy ps" in refused.value.hint
     with on_servers():
         assert EmbeddingTable(10_000_000_000, 64)(torch.tensor([9_999_999_999])).shape == (1, 64)
+
+
+def test_rows_on_servers_cannot_be_frozen() -> None:
+    assert made(served=True).requires_grad_().is_served
+    with pytest.raises(JobError, match="cannot be frozen"):
+        made(served=True).requires_grad_(False)
+    frozen = made(served=False).requires_grad_(False)
+    assert [parameter.requires_grad for parameter in frozen.parameters()] == [False]
 
 
 def test_what_a_strategy_makes_of_a_model() -> None:

@@ -15,6 +15,7 @@ from distbelief.checkpoint.manifest import Facts
 from distbelief.checkpoint.reading import open_checkpoint, read_tensors, verify
 from distbelief.checkpoint.saving import seal, write_part
 from distbelief.comm.segment import Segment
+from distbelief.coordinator import explain
 from distbelief.errors import DistBeliefError
 from distbelief.job import Job
 from distbelief.shards import Schedule
@@ -25,9 +26,10 @@ from distbelief.strategies.named import put_back
 from distbelief.strategies.parameterserver import ParameterServer
 from distbelief.strategies.preparedserved import PreparedServed
 from distbelief.strategies.savedtables import PortionWithTables, SavedTables, without_tables
-from distbelief.strategies.tablespecs import PARTS, TableSpec, part_of
+from distbelief.strategies.tablespecs import TableSpec, part_of
 
 Arrays = dict[str, torch.Tensor]
+PARTS = 5
 numbers = itertools.count()
 
 
@@ -62,11 +64,11 @@ def some_rows(spec: TableSpec, count: int) -> Arrays:
     return found
 
 
-def part_in(tables: list[Arrays], part: int) -> list[Arrays]:
+def part_in(tables: list[Arrays], part: int, parts: int = PARTS) -> list[Arrays]:
     """What one part has of these tables, rows ascending."""
     found = []
     for arrays in tables:
-        mine = np.flatnonzero(part_of(arrays["rows"].numpy()) == part)
+        mine = np.flatnonzero(part_of(arrays["rows"].numpy(), parts) == part)
         order = torch.from_numpy(mine[np.argsort(arrays["rows"].numpy()[mine])])
         found.append({key: array[order] for key, array in arrays.items()})
     return found
@@ -74,7 +76,7 @@ def part_in(tables: list[Arrays], part: int) -> list[Arrays]:
 
 def whole(saved: Saved | None, specs: list[TableSpec]) -> list[Arrays]:
     """All parts together, rows ascending."""
-    tables = SavedTables(saved, specs)
+    tables = SavedTables(saved, specs, PARTS)
     parts = [tables.part(part) for part in range(PARTS)]
     found = []
     for number in range(len(specs)):
@@ -122,20 +124,21 @@ def saved_by(members: int, job: Job, tables: list[Arrays]) -> str:
 
 @pytest.mark.parametrize("kind", ["adam", "adagrad", "sgd"])
 @pytest.mark.parametrize("members", [1, 3, 11])
-@pytest.mark.parametrize("lazily", [True, False])
-def test_what_was_saved_is_found_again(kind: str, members: int, lazily: bool) -> None:
+@pytest.mark.parametrize(("lazily", "parts"), [(True, PARTS), (False, PARTS), (True, 2)])
+def test_what_was_saved_is_found_again(kind: str, members: int, lazily: bool, parts: int) -> None:
+    """Also where tables are cut into other parts than they were."""
     job = made_job(kind)
     specs = prepared(job).tables
     tables = [some_rows(specs[0], 40), some_rows(specs[1], 0)]
     folder = saved_by(members, job, tables)
     saved = Saved(5, open_checkpoint(folder, 5)[1] if lazily else read_tensors(folder, verify(folder, 5)))
     assert without_tables(saved, specs).tensors == {}
-    found = SavedTables(saved, specs)
-    for part in range(PARTS):
-        for given, again in zip(part_in(tables, part), found.part(part), strict=True):
+    found = SavedTables(saved, specs, parts)
+    for part in range(parts):
+        for given, again in zip(part_in(tables, part, parts), found.part(part), strict=True):
             assert given.keys() == again.keys()
             assert all(torch.equal(given[key], again[key]) for key in given)
-            assert (part_of(again["rows"].numpy()) == part).all()
+            assert (part_of(again["rows"].numpy(), parts) == part).all()
             assert (np.diff(again["rows"].numpy()) > 0).all()
 
 
@@ -182,3 +185,17 @@ def test_without_servers_the_state_of_rows_is_refused() -> None:
     rows = {"model/users.rows": torch.tensor([3]), "model/users.values": torch.ones(1, 3)}
     with pytest.raises(CheckpointMismatch, match="table 'users' is in rows there"):
         put_back(Saved(2, {**rows, "begun/dense.bias": torch.tensor(1)}), None, computer, prepared_whole._recipe)  # type: ignore[arg-type]
+
+
+def test_where_tables_are_is_a_fact_of_the_run() -> None:
+    """A run whose bits count does not go on with tables elsewhere, and says why."""
+    job, schedule = made_job(), Schedule(8, 4, 2)
+    here = AllReduce().prepare(job, schedule, torch.device("cpu")).facts()
+    there = prepared(job).facts()
+    assert (here["tables"], there["tables"]) == ("in the workers", "on servers")
+    difference, fix = explain.fact("tables", there["tables"], here["tables"])
+    assert (difference, fix) == (
+        "has its tables on servers, the run has them in the workers",
+        "go on with a strategy that has tables in the workers",
+    )
+    assert prepared(job).parameters == 5000 * 3 + 9 * 2 + 4

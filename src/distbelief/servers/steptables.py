@@ -1,8 +1,7 @@
-"""One part of a run's tables as a slice: replicated as the dense parameters are (see holding.py), and asked for rows.
+"""A part of the tables under `ps:sync`: what all shards say about rows is kept until the step is applied.
 
-`StepTables` is for `ps:sync`: what all shards say about rows is kept until the step is applied, then added up in the
-order of the shards; so the bits do not depend on who has computed what, nor on who has died. A shard counts once,
-however often it comes. `FreeTables` applies each update as it comes.
+Then it is added up in the order of the shards; so the bits do not depend on who has computed what, nor on who has died.
+A shard counts once, however often it comes. A step is applied on `Go`, as one of dense parameters is (see runslice.py).
 """
 
 from __future__ import annotations
@@ -13,132 +12,22 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from distbelief.comm.exchange import ROW
-from distbelief.comm.serverwords import (
-    Contents,
-    Count,
-    Counted,
-    Given,
-    Go,
-    Letter,
-    Look,
-    Looked,
-    Measure,
-    Measured,
-    Numbers,
-    Pull,
-    Pulled,
-    Question,
-    Read,
-    RowGradient,
-    ShardRows,
-)
+from distbelief.comm.serverwords import Contents, Go, Letter, Look, Looked, Measure, Measured, Question, Read
+from distbelief.comm.tablewords import Count, Counted, Numbers, Pull, Pulled, ShardRows
 from distbelief.errors import DistBeliefError
 from distbelief.job import Job
 from distbelief.servers.stores import Change, Snapshot, State
-from distbelief.servers.tables import Table
+from distbelief.servers.tablepart import Arrays, TablePart, as_tensor
 from distbelief.shards import Schedule
 from distbelief.strategies.embedding import RowGradients
+from distbelief.strategies.rowbuckets import BUCKETS, buckets_of
 from distbelief.strategies.rowmessages import together
 from distbelief.strategies.rowsums import added_up
-from distbelief.strategies.tablespecs import PartShape, TableSpec
+from distbelief.strategies.tablespecs import TableSpec
 from distbelief.strategies.verdict import WEIGHT, judge_rows
-
-Arrays = dict[str, torch.Tensor]
-
-
-class _Tables:
-    """The rows of this part, of every table."""
-
-    def __init__(self, specs: Sequence[TableSpec], job: Job) -> None:
-        self.version = 0
-        self._specs = specs
-        self._job = job
-        self._widths = [spec.form.width for spec in specs]
-        self.tables = [Table(spec.form, spec.optimizer) for spec in specs]
-
-    def begin(self, tables: Sequence[Arrays], version: int) -> None:
-        """The first state of a life."""
-        self.version = version
-        for table, arrays in zip(self.tables, tables, strict=True):
-            table.load(arrays)
-
-    def _factor(self, step: int) -> float:
-        return self._job.schedule(step) if self._job.schedule else 1.0
-
-    @property
-    def counts(self) -> list[int]:
-        return [table.resident for table in self.tables]
-
-    def contents(self) -> torch.Tensor:
-        """A copy of everything."""
-        shape = PartShape(self._specs, self.counts)
-        content = torch.zeros(shape.size_bytes, dtype=torch.uint8)
-        for table, views in zip(self.tables, shape.views(content), strict=True):
-            for key, values in table.state().items():
-                views[key].copy_(values)
-        return content
-
-    def _load(self, counts: Sequence[int], content: torch.Tensor) -> int:
-        """Returns where the bytes of the tables end."""
-        shape = PartShape(self._specs, counts)
-        for table, arrays in zip(self.tables, shape.views(content), strict=True):
-            table.load(arrays)
-        return shape.size_bytes
-
-    def with_bytes(self, change: Change) -> Change:
-        return change  # it has them
-
-    def given(self, client: int) -> Given | None:
-        return None
-
-    def _values(self, question: Pull) -> Letter:
-        rows = torch.from_numpy(np.frombuffer(question.rows, np.int64).copy())
-        values = self.tables[question.table].pull(rows).numpy()
-        return Letter(Pulled(question.ticket, question.slice, self.version), values.reshape(-1).view(np.uint8))
-
-    def _numbers(self, question: Numbers) -> Letter:
-        rows = self.tables[question.table].numbers_from(0)
-        return Letter(Pulled(question.ticket, question.slice, self.version), rows.view(np.uint8))
-
-    def _counted(self, question: Count) -> Letter:
-        return Letter(Counted(question.ticket, question.slice, self.version, self.counts))
-
-    def _read(self, question: Read) -> Letter:
-        header = Contents(question.ticket, question.slice, self.version, self.counts)
-        return Letter(header, self.contents().numpy())
-
-
-class FreeTables(_Tables):
-    def apply(self, change: Change) -> None:
-        match change.content:
-            case RowGradient(step=step, counts=counts):
-                (found,) = together([[count] for count in counts], self._widths, change.payload)
-                for table, one in zip(self.tables, found, strict=True):
-                    table.push(_tensor(one.rows), _tensor(one.gradients), self._factor(step))
-                self.version += 1
-
-    def state(self) -> State:
-        return Snapshot(self.version, msgspec.msgpack.encode(self.counts)), self.contents()
-
-    def load(self, state: State) -> None:
-        snapshot, content = state
-        self._load(msgspec.msgpack.decode(snapshot.about, type=list[int]), content)
-        self.version = snapshot.version
-
-    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
-        match question:
-            case Pull():
-                return self._values(question)
-            case Count():
-                return self._counted(question) if caught_up else None
-            case Numbers():
-                return self._numbers(question) if caught_up else None
-            case Read():
-                return self._read(question) if caught_up else None
-            case _:
-                raise DistBeliefError(f"a part of an asynchronous run's tables is not asked {type(question).__name__}")
 
 
 class _Step(msgspec.Struct, frozen=True):
@@ -149,15 +38,15 @@ class _Step(msgspec.Struct, frozen=True):
     shards: dict[int, list[int]]
     """Shard -> how many rows of each table."""
     go: float | None
-    measured: tuple[int, float]
+    measured: tuple[int, list[float]]
 
 
-class StepTables(_Tables):
+class StepTables(TablePart):
     def __init__(self, specs: Sequence[TableSpec], job: Job, schedule: Schedule) -> None:
         super().__init__(specs, job)
         self._schedule = schedule
-        self._measured = (-1, 0.0)
-        """The last step whose shards were all there, and what the squares of its gradients add up to."""
+        self._measured: tuple[int, list[float]] = (-1, [])
+        """The last step whose shards were all there, and the squares of its gradients, if they are limited."""
         self._start()
 
     def begin(self, tables: Sequence[Arrays], version: int) -> None:
@@ -210,12 +99,12 @@ class StepTables(_Tables):
             if weight:
                 if self._go < 1.0:
                     np.multiply(one.gradients, np.float32(self._go), out=one.gradients)
-                table.push(_tensor(one.rows), _tensor(one.gradients), self._factor(self.version))
+                table.push(as_tensor(one.rows), as_tensor(one.gradients), self._factor(self.version))
         self.version += 1
         self._start()
 
     def _reduce(self, scale: float) -> None:
-        squares = 0.0
+        squares: list[float] = []
         for table in range(len(self.tables)):
             shards = [self._shards[shard][table] for shard in sorted(self._shards)]
             rows, total = added_up(
@@ -223,7 +112,7 @@ class StepTables(_Tables):
             )
             total *= np.float32(scale)
             if self._job.clip_norm is not None:
-                squares += float(np.square(total, dtype=np.float64).sum())
+                squares += _squares(rows, total)
             self._sums.append(RowGradients(rows, total))
         self._measured = (self.version, squares)
 
@@ -250,7 +139,7 @@ class StepTables(_Tables):
             at += size
         self._go = about.go
         # The sums do not travel: they are added up again, the same way.
-        self._measured = about.measured if about.measured[0] < snapshot.version else (-1, 0.0)
+        self._measured = about.measured if about.measured[0] < snapshot.version else (-1, [])
         self._proceed()
 
     # --- what is asked of it -----------------------------------------------------------------------------------------
@@ -266,7 +155,7 @@ class StepTables(_Tables):
                 measured, squares = self._measured
                 if not caught_up or (measured < step and not self._unsound):
                     return None  # what follows from the answer must not be undone by a death
-                return Letter(Measured(question.ticket, question.slice, [squares]))
+                return Letter(Measured(question.ticket, question.slice, squares))
             case Count(version=-1):
                 return self._counted(question)
             case Pull() | Numbers() | Count() | Read():
@@ -288,6 +177,13 @@ class StepTables(_Tables):
                 return self._read(question)
 
 
+def _squares(rows: NDArray[np.int64], gradients: NDArray[np.float32]) -> list[float]:
+    """What the squares of the gradients add up to, by bucket: the same numbers however tables are cut into parts."""
+    of_rows = np.square(gradients, dtype=np.float64).sum(axis=1)
+    found: list[float] = np.bincount(buckets_of(rows), of_rows, BUCKETS).tolist()
+    return [one for one in found if one]
+
+
 def _gone_on(question: Pull | Numbers | Count | Read) -> Letter:
     """There is no way back to what was asked for."""
     match question:
@@ -297,8 +193,3 @@ def _gone_on(question: Pull | Numbers | Count | Read) -> Letter:
             return Letter(Counted(question.ticket, question.slice, -1, []))
         case Read():
             return Letter(Contents(question.ticket, question.slice, -1))
-
-
-def _tensor(array: np.ndarray) -> torch.Tensor:
-    """A view, where that can be: what came in a message may be read only, or begin anywhere."""
-    return torch.from_numpy(np.require(array, requirements=["C", "A", "W"]))

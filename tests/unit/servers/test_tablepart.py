@@ -7,14 +7,14 @@ import random
 import numpy as np
 import pytest
 import torch
-from table_parts import SHARDS, Kit
+from table_parts import PARTS, SHARDS, Kit
 
-from distbelief.comm.serverwords import Count, Go, Letter, Look, Measure, Pull, Read
+from distbelief.comm.serverwords import Go, Letter, Look, Measure, Read
+from distbelief.comm.tablewords import Count, Pull
 from distbelief.errors import DistBeliefError
+from distbelief.servers.steptables import StepTables
 from distbelief.servers.stores import Change
-from distbelief.servers.tableslice import StepTables
 from distbelief.strategies.embedding import RowGradients
-from distbelief.strategies.tablespecs import PARTS
 
 STEPS = 6
 
