@@ -17,7 +17,7 @@ from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.servers.catalogue import Catalogue
 from distbelief.servers.keyslice import KeySlice
 from distbelief.servers.stores import SliceStore
-from distbelief.worker.serving import ServerEdge
+from distbelief.worker.serveredge import ServerEdge
 
 SHARED_FROM = 1 << 16
 """Values of so many bytes or more lie in memory that clients can map: each takes a descriptor and a mapping."""

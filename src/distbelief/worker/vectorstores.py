@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from distbelief.comm.segment import Segment
+from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.vectorwords import StepsDone
 from distbelief.servers.payloads import OpenSegment
 from distbelief.servers.searchslice import SearchSlice
+from distbelief.servers.stores import SliceStore
 from distbelief.servers.vectorslice import VectorSlice
 from distbelief.strategies.base import BeginFrom, Saved
 from distbelief.strategies.preparedsandblaster import PreparedSandblaster
@@ -15,6 +16,8 @@ from distbelief.strategies.searching import START
 from distbelief.strategies.slicing import SliceShape, parameter_stretch
 from distbelief.strategies.state import ReplicaState
 from distbelief.strategies.vectorportions import saved_state, saved_vectors, state_bytes
+from distbelief.worker.slicesource import LEDGER_BYTES, SliceSource
+from distbelief.worker.spec import WorkerSpec
 
 
 class VectorStores:
@@ -63,3 +66,25 @@ class VectorStores:
             saved = begin_from()
             self._first = self._prepared.first_state(lambda step=-1: saved), saved
         return self._first
+
+
+class SearchStores(SliceSource):
+    """They as the slices of a run."""
+
+    def __init__(
+        self, spec: WorkerSpec, keeper: KeeperClient | None, portions: int, prepared: PreparedSandblaster
+    ) -> None:
+        super().__init__(spec, keeper, prepared.facts())
+        self._shapes = prepared.slices()
+        self._vectors = VectorStores(prepared, portions, self._open)
+        self.sizes = [*prepared.slice_sizes, LEDGER_BYTES]
+
+    def make(self, number: int, first: bool) -> tuple[SliceStore, str]:
+        begin_from = self._saved if first else None
+        if number == len(self._shapes):
+            return self._vectors.search(begin_from), ""
+        values, name = self._segment(number, self._shapes[number].value_bytes)
+        return self._vectors.slice(self._shapes[number], values, begin_from), name
+
+    def began(self) -> None:
+        self._vectors.forget()

@@ -1,0 +1,122 @@
+"""The slices of `ps` on a server: dense parameters, parts of sparse tables, and the ledger of leases; and what they
+begin with."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from distbelief.comm.segment import KeeperClient, Segment
+from distbelief.job import Job
+from distbelief.servers.freeslice import FreeSlice
+from distbelief.servers.freetables import FreeTables
+from distbelief.servers.ledgerslice import LedgerSlice, Terms
+from distbelief.servers.runslice import RunSlice
+from distbelief.servers.slicememory import SliceMemory
+from distbelief.servers.steptables import StepTables
+from distbelief.servers.stores import SliceStore
+from distbelief.shards import Schedule
+from distbelief.strategies.base import Saved
+from distbelief.strategies.preparedserved import PreparedServed
+from distbelief.strategies.pushcoding import PushCoding
+from distbelief.strategies.savedtables import SavedTables, without_tables
+from distbelief.strategies.slicing import SliceShape
+from distbelief.strategies.state import ReplicaState
+from distbelief.worker.slicesource import LEDGER_BYTES, SliceSource
+from distbelief.worker.spec import WorkerSpec
+
+
+class RunStores(SliceSource):
+    def __init__(
+        self, spec: WorkerSpec, keeper: KeeperClient | None, job: Job, schedule: Schedule, steps: int,
+        prepared: PreparedServed,
+    ) -> None:  # fmt: skip
+        super().__init__(spec, keeper, prepared.facts())
+        self._job = job
+        self._schedule = schedule
+        self._steps = steps
+        self._prepared = prepared
+        self._strategy = prepared.strategy
+        self._shapes = prepared.slices()
+        self.sizes = [shape.size_bytes for shape in self._shapes]
+        self._table_slices, parts = prepared.table_slices(), prepared.table_parts
+        if parts:  # how many rows there will be, nobody knows: all parts weigh the same
+            self.sizes += [sum(table.size_bytes for table in prepared.tables) // parts] * parts
+        self._ledger = len(self.sizes)
+        if not self._strategy.waits:
+            self.sizes.append(LEDGER_BYTES)
+        self._first: tuple[int, ReplicaState, SavedTables] | None = None
+
+    def make(self, number: int, first: bool) -> tuple[SliceStore, str]:
+        """`first`: with the values that the parameters have when this life begins."""
+        if number in self._table_slices:
+            return self._made_tables(number - len(self._shapes), first), ""
+        if number == self._ledger:
+            return LedgerSlice(self._terms(self._begun()[0].steps_applied if first else 0)), ""
+        shape, prepared = self._shapes[number], self._prepared
+        values, name = self._segment(number, shape.value_bytes)
+        memory = SliceMemory(shape, prepared.layout, prepared.recipe, self._job, values)
+        store: RunSlice | FreeSlice
+        if not self._strategy.waits:
+            method = self._strategy.compression
+            coding = PushCoding(method, shape, prepared.layout) if method else None
+            store = FreeSlice(memory, self._open, self._strategy.dc, coding)
+        else:
+            store = RunSlice(memory, self._job, self._schedule, self._open)
+            store.clock = time.time
+        if first:
+            state, _ = self._begun()
+            step = state.steps_applied
+            if isinstance(store, FreeSlice):
+                store.begin(self._contents(state, shape), prepared.integer_numbers(state.integers(step)))
+            else:
+                store.begin(self._contents(state, shape), step, state.integers(step))
+                if number == 0:
+                    store.note = state.note()
+        return store, name
+
+    def _made_tables(self, part: int, first: bool) -> SliceStore:
+        specs = self._prepared.tables
+        store = StepTables(specs, self._job, self._schedule) if self._strategy.waits else FreeTables(specs, self._job)
+        if first:
+            state, tables = self._begun()
+            store.begin(tables.part(part), state.steps_applied if self._strategy.waits else 0)
+        return store
+
+    def _contents(self, state: ReplicaState, shape: SliceShape) -> torch.Tensor:
+        content = Segment.private(shape.size_bytes)
+        at = 0
+        for tile, size in zip(shape.tiles, shape.state_bytes, strict=True):
+            state.copy_tile(tile, content, at)
+            at += self._prepared.layout.tiles[tile].size_bytes + size
+        return content.tensor(torch.uint8, 0, shape.size_bytes)
+
+    def _terms(self, first: int) -> Terms:
+        strategy, saves = self._strategy, self._spec.saves
+        return Terms(
+            first, self._steps, strategy.n_push, strategy.staleness, strategy.warm_up, saves.every_steps if saves else 0
+        )
+
+    def began(self) -> None:
+        """All slices are made: what they began with is not needed any more."""
+        self._first = None
+
+    def _begun(self) -> tuple[ReplicaState, SavedTables]:
+        """What this life begins with: read once for all slices."""
+        if self._first is None or self._first[0] != self.life:
+            prepared, found = self._prepared, []
+
+            def dense(step: int = -1) -> Saved | None:
+                """What there is for the tables is put aside. Of these a server reads no more than its own parts."""
+                saved = self._saved(step, lazily=bool(self._table_slices))
+                found.append(SavedTables(saved, prepared.tables, prepared.table_parts))
+                return without_tables(saved, prepared.tables) if saved else None
+
+            state = prepared.first_state(dense)
+            self._first = (
+                self.life,
+                state,
+                found[-1] if found else SavedTables(None, prepared.tables, prepared.table_parts),
+            )
+        return self._first[1:]

@@ -1,0 +1,230 @@
+"""The sockets of a parameter server. One thread, one poll loop: clients and other servers come to one socket, whoever
+makes the maps is reached over another, and each other server over one more. What it does with a message is
+`servers/node.py`'s, and what it has slices of is said by whoever starts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import signal
+import socket as sockets
+import sys
+import time
+import traceback
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from distbelief.comm.messages import (
+    EndRun,
+    Event,
+    Introduce,
+    Serve,
+    ServerBeat,
+    ServerFailed,
+    ServerMap,
+    ServerReady,
+    SliceCopied,
+    decode_command,
+    encode,
+)
+from distbelief.comm.network import dial, host_of, protect
+from distbelief.comm.serverwords import Letter, pack
+from distbelief.errors import DistBeliefError
+from distbelief.servers.node import Out, ServerNode
+from distbelief.servers.stores import SliceStore
+from distbelief.servers.wire import unpack
+
+BEAT_S = 0.2
+REMIND_S = 0.5
+
+
+class Reachable(Protocol):
+    """Which server this is, and where it finds whoever makes the maps."""
+
+    @property
+    def worker(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def secret(self) -> str: ...
+
+
+class Slices(Protocol):
+    """What a server has slices of."""
+
+    life: int
+    sealed: int
+    sizes: list[int]
+
+    def make(self, number: int, first: bool) -> tuple[SliceStore, str]: ...
+
+    def began(self) -> None: ...
+
+    def facts(self) -> dict[str, str]: ...
+
+
+class ServerEdge:
+    """The sockets of a parameter server."""
+
+    def __init__(self, spec: Reachable, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._spec = spec
+        self._secret = bytes.fromhex(spec.secret)
+        self._context = context
+        self._coordinator = context.socket(zmq.DEALER)
+        self._coordinator.setsockopt(zmq.LINGER, 2000)
+        dial(self._coordinator, spec.address, self._secret)
+        self._inbox = context.socket(zmq.ROUTER)
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            self._inbox.setsockopt(option, 0)
+        host = host_of(spec.address)
+        listen = f"tcp://{_own_address(host)}:*"
+        protect(self._inbox, listen, self._secret)
+        if ":" in host:
+            self._inbox.setsockopt(zmq.IPV6, 1)
+        self._inbox.bind(listen)
+        address = self._inbox.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(address, bytes)
+        self._address = address.rstrip(b"\0").decode()
+        self._peers: dict[int, zmq.Socket[bytes]] = {}
+        self._map: ServerMap | None = None
+        self._epoch = 0
+        self._ended = False
+        self._terminated = False
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+
+    def serve(self, slices: Slices) -> None:
+        node = ServerNode(self._spec.worker, slices.make)
+        ready = ServerReady(
+            self._spec.worker, self._spec.host, os.getpid(), self._address, slices.sizes, slices.facts()
+        )
+        self._tell(ready)
+        poller = zmq.Poller()
+        poller.register(self._inbox, zmq.POLLIN)
+        poller.register(self._coordinator, zmq.POLLIN)
+        next_beat = next_reminder = time.monotonic()
+        while not self._ended:
+            there = dict(poller.poll(int(BEAT_S * 1000 / 2)))
+            if self._coordinator in there:
+                for command in self._commands():
+                    if isinstance(command, Introduce):
+                        self._tell(ready)
+                    elif isinstance(command, Serve):
+                        slices.life, slices.sealed = command.map.life, command.map.sealed
+                        self._map = command.map
+                        self._hang_up()
+                        self._send(node.learn(command.map))
+                        slices.began()
+            if self._inbox in there:
+                self._receive(node)
+            now = time.monotonic()
+            if now >= next_reminder:
+                next_reminder = now + REMIND_S
+                self._send(node.remind())
+            if now >= next_beat:
+                next_beat = now + BEAT_S
+                self._tell(ServerBeat(self._spec.worker, self._epoch, node.version))
+
+    def _commands(self) -> list[Any]:
+        found: list[Any] = []
+        while True:
+            try:
+                frames = self._coordinator.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return found
+            with contextlib.suppress(msgspec.MsgspecError):
+                command = decode_command(frames[-1])
+                if command.epoch < self._epoch:
+                    continue  # an older coordinator that does not know it was replaced
+                self._epoch = command.epoch
+                self._ended |= isinstance(command, EndRun)
+                found.append(command)
+
+    def _receive(self, node: ServerNode) -> None:
+        """Everything that waits, then one round of answers: they go out in as few messages as can be."""
+        out = Out()
+        for _ in range(1000):
+            try:
+                identity, secret, *frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            except ValueError:
+                continue
+            if not frames or not hmac.compare_digest(secret.bytes, self._secret):
+                continue
+            try:
+                letters = unpack(frames)
+            except (msgspec.MsgspecError, DistBeliefError):
+                continue  # not a message of ours
+            for letter in letters:
+                out.add(node.receive(letter, identity.bytes))
+        self._send(out)
+
+    def _send(self, out: Out) -> None:
+        for identity, letters in _by_addressee(out.clients).items():
+            with contextlib.suppress(zmq.ZMQError):  # it is gone
+                self._inbox.send_multipart([identity, *pack(self._secret, letters)[1:]], zmq.NOBLOCK, copy=False)
+        for server, letters in _by_addressee(out.servers).items():
+            socket = self._peer(server)
+            if socket is not None:
+                socket.send_multipart(pack(self._secret, letters), zmq.NOBLOCK, copy=False)
+        for number, recruit in out.copied:
+            self._tell(SliceCopied(self._spec.worker, number, recruit))
+
+    def _peer(self, server: int) -> zmq.Socket[bytes] | None:
+        address = self._map.addresses.get(server) if self._map else None
+        if address is None:
+            return None
+        if server not in self._peers:
+            socket = self._context.socket(zmq.DEALER)
+            for option in (zmq.SNDHWM, zmq.LINGER):
+                socket.setsockopt(option, 0)
+            dial(socket, address, self._secret)
+            self._peers[server] = socket
+        return self._peers[server]
+
+    def _hang_up(self) -> None:
+        """On servers that are not there any more."""
+        assert self._map is not None
+        for server in [one for one in self._peers if one not in self._map.addresses]:
+            self._peers.pop(server).close(linger=0)
+
+    def _tell(self, event: Event) -> None:
+        with contextlib.suppress(zmq.Again):
+            self._coordinator.send_multipart([self._secret, encode(event)], zmq.NOBLOCK)
+
+    def fail(self, error: BaseException) -> None:
+        traceback.print_exc()
+        text = "".join(traceback.format_exception(error))
+        known = isinstance(error, DistBeliefError)
+        message = error.message if isinstance(error, DistBeliefError) else f"{type(error).__name__}: {error}"
+        hint = error.hint if isinstance(error, DistBeliefError) else "see its log in the logs folder of the run"
+        self._tell(ServerFailed(self._spec.worker, self._spec.host, message, hint, "" if known else text))
+
+    def close(self) -> None:
+        self._inbox.close(linger=0)
+        for socket in self._peers.values():
+            socket.close(linger=0)
+        self._coordinator.close()
+        sys.stdout.flush()
+
+
+def _by_addressee(letters: list[tuple[Any, Letter]]) -> dict[Any, list[Letter]]:
+    found: dict[Any, list[Letter]] = {}
+    for addressee, letter in letters:
+        found.setdefault(addressee, []).append(letter)
+    return found
+
+
+def _own_address(coordinator: str) -> str:
+    """The address of this machine from which the coordinator is reached: where others reach us too."""
+    family = sockets.AF_INET6 if ":" in coordinator else sockets.AF_INET
+    with sockets.socket(family, sockets.SOCK_DGRAM) as probe:
+        probe.connect((coordinator, 9))  # sends nothing: it only asks the kernel for the route
+        mine = str(probe.getsockname()[0])
+    return f"[{mine}]" if ":" in mine else mine
