@@ -97,21 +97,10 @@ class Table:
         state = {name: torch.from_numpy(array.gather(slots)) for name, array in self._arrays.items()}
         return {"rows": torch.from_numpy(self._slots.numbers.take(slots)), **state}
 
-    def numbers_from(self, slot: int) -> NDArray[np.int64]:
-        """The row numbers of this slot and all later ones; rows get slots in the order in which they came."""
-        return self._slots.numbers[slot:].copy()
-
     def load(self, state: dict[str, torch.Tensor]) -> None:
         """Have exactly these rows, whatever was here before. A state that does not fit changes nothing."""
         self._check(state)
         self._empty()
-        self._enter(state)
-
-    def add(self, state: dict[str, torch.Tensor]) -> None:
-        """Have these rows too: a piece of a larger state. None of them may be resident yet."""
-        self._check(state)
-        if (self._slots.find(state["rows"].numpy()) != ABSENT).any():
-            raise self._unfit("some of these rows are here already", "add each piece of a state once")
         self._enter(state)
 
     def _empty(self) -> None:

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from distbelief.errors import DistBeliefError, JobError, NotEnoughMemory
 from distbelief.servers.rowarrays import RowArray
 from distbelief.servers.rowslots import RowSlots
-from distbelief.servers.tablecopies import ArrivingTable, TableCopy
 from distbelief.servers.tables import Table
 from distbelief.strategies.rowbuckets import BUCKETS, bucket_of, bucket_owners, server_of
 from distbelief.strategies.rowinit import RowInit, TableForm, _normal, _signed
@@ -334,39 +333,6 @@ def test_no_server_or_too_many() -> None:
             server_of(torch.tensor([1]), servers)
 
 
-# --- copies ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@given(seed=st.integers(0, 2**32), piece_rows=st.integers(3, 200), before=st.integers(0, 12))
-@settings(max_examples=25, deadline=None)
-def test_a_copy_in_pieces_while_pushes_go_on_has_the_same_bits(
-    name: str, seed: int, piece_rows: int, before: int
-) -> None:
-    pushes = endless_pushes(seed, FORM, most=20)
-    original = pushed([next(pushes) for _ in range(before)], OPTIMIZERS[name])
-    arriving = ArrivingTable(Table(FORM, OPTIMIZERS[name]))
-    for piece in TableCopy(original, piece_rows):
-        assert len(piece.state["rows"]) <= piece_rows
-        arriving.take(piece)
-        for rows, gradients in (next(pushes), next(pushes)):
-            original.push(rows, gradients)
-            arriving.push(rows, gradients)
-    assert arriving.complete
-    assert contents(arriving.table) == contents(original)
-
-
-def test_a_piece_that_is_missing_or_comes_twice_is_refused() -> None:
-    pieces = list(TableCopy(pushed(random_pushes(1, 5), OPTIMIZERS["sgd"]), 10))
-    arriving = ArrivingTable(Table(FORM, OPTIMIZERS["sgd"]))
-    arriving.take(pieces[0])
-    for wrong in (pieces[0], pieces[2]):
-        with pytest.raises(DistBeliefError, match=f"begins at row {wrong.first}"):
-            arriving.take(wrong)
-    with pytest.raises(DistBeliefError, match="holds 10 rows"):
-        ArrivingTable(arriving.table)
-
-
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -400,9 +366,6 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
         with pytest.raises(DistBeliefError, match=told):
             table.load(wrong)
         assert contents(table) == before
-    with pytest.raises(DistBeliefError, match="already"):
-        table.add(state)
-    assert contents(table) == before
     state["values"].zero_()  # a copy
     assert contents(table) == before
 
