@@ -71,7 +71,7 @@ class TablePart:
         return Letter(Pulled(question.ticket, question.slice, self.version), values.reshape(-1).view(np.uint8))
 
     def _numbers(self, question: Numbers) -> Letter:
-        rows = self.tables[question.table].numbers_from(0)
+        rows = self.tables[question.table].numbers()
         return Letter(Pulled(question.ticket, question.slice, self.version), rows.view(np.uint8))
 
     def _counted(self, question: Count) -> Letter:

@@ -97,6 +97,10 @@ class Table:
         state = {name: torch.from_numpy(array.gather(slots)) for name, array in self._arrays.items()}
         return {"rows": torch.from_numpy(self._slots.numbers.take(slots)), **state}
 
+    def numbers(self) -> NDArray[np.int64]:
+        """Of the resident rows, in the order in which they came."""
+        return self._slots.numbers.copy()
+
     def load(self, state: dict[str, torch.Tensor]) -> None:
         """Have exactly these rows, whatever was here before. A state that does not fit changes nothing."""
         self._check(state)
