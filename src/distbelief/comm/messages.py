@@ -391,6 +391,8 @@ class SliceCopied(Struct, frozen=True, tag=True):
     server: int
     slice: int
     target: int
+    known: int
+    """The version of the map that it goes by."""
 
 
 class ServerFailed(Struct, frozen=True, tag=True):

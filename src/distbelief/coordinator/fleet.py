@@ -106,7 +106,7 @@ def copied(state: State, event: m.SliceCopied, now: float) -> Result:
     placed = state.fleet.placement
     if placed is None or not 0 <= event.slice < len(placed.slices):
         raise ProtocolError(f"server {event.server} tells of a copy of slice {event.slice}, which there is not")
-    return decided(state, placement.copied(placed, event.slice, event.server, event.target), now)
+    return decided(state, placement.copied(placed, event.slice, event.server, event.target, event.known), now)
 
 
 def failed(state: State, event: m.ServerFailed, now: float) -> Result:

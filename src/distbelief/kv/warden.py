@@ -257,8 +257,8 @@ class Warden:
                 self._do(watch.ready(self._fleet, server, host, pid, address, now), identity)
             case ServerBeat(server=server, version=version):
                 self._do(watch.beat(self._fleet, server, version, now), identity)
-            case SliceCopied(server=server, slice=number, target=target):
-                self._do(watch.copied(self._fleet, number, server, target))
+            case SliceCopied(server=server, slice=number, target=target, known=known):
+                self._do(watch.copied(self._fleet, number, server, target, known))
             case ServerFailed(server=server, message=text):
                 self._say(f"server {server}: {text}")  # its end follows
             case words.ClientHere(name=name, version=version):

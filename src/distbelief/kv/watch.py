@@ -98,10 +98,10 @@ def beat(fleet: Fleet, server: int, version: int, now: float) -> Result:
     return fleet, [Tell()] if version < fleet.version else []
 
 
-def copied(fleet: Fleet, number: int, source: int, target: int) -> Result:
+def copied(fleet: Fleet, number: int, source: int, target: int, known: int | None = None) -> Result:
     if fleet.placement is None or not 0 <= number < len(fleet.slices):
         return fleet, []
-    fleet, outputs = _decided(fleet, placement.copied(fleet.placement, number, source, target))
+    fleet, outputs = _decided(fleet, placement.copied(fleet.placement, number, source, target, known))
     return replace(fleet, deaths=0) if outputs else fleet, outputs  # those that come do their work
 
 

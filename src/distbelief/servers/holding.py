@@ -142,7 +142,7 @@ class Holding:
         """A newer map."""
         if roles.version <= self.roles.version:
             return []
-        was_primary, self.roles = self.is_primary, roles
+        was_primary, before, self.roles = self.is_primary, self.roles, roles
         if not self.is_primary:
             refused: list[Output] = [Refuse(name, roles.version) for name in self._waiting]
             self._waiting.clear()
@@ -150,6 +150,8 @@ class Holding:
             return refused
         if not was_primary:
             self._followers.clear()
+        if roles.recruit != before.recruit:  # what it had, it may have dropped in between
+            self._followers.pop(roles.recruit, None)
         return self._take_up(roles, promoted=not was_primary)
 
     def _take_up(self, roles: Roles, promoted: bool = True) -> list[Output]:

@@ -41,8 +41,8 @@ class Out:
 
     clients: list[ToClient] = field(default_factory=list)
     servers: list[ToServer] = field(default_factory=list)
-    copied: list[tuple[int, int]] = field(default_factory=list)
-    """(slice, recruit): for the coordinator."""
+    copied: list[tuple[int, int, int]] = field(default_factory=list)
+    """(slice, recruit, version of the map): for the coordinator."""
 
     def add(self, more: Out) -> None:
         self.clients += more.clients
@@ -211,7 +211,7 @@ class ServerNode:
                     if client is not None:
                         out.clients.append((client, Letter(Refused(number, one.version))))
                 case h.Copied():
-                    out.copied.append((number, one.server))
+                    out.copied.append((number, one.server, self.version))
 
     def _refuse_all(self, number: int, out: Out) -> None:
         held = self._held[number]

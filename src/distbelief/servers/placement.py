@@ -136,8 +136,13 @@ def leave(placement: Placement, server: int) -> tuple[Placement, Decision]:
     return draft.done(f"server {server} leaves: {_many(copies, 'copy', 'copies')} go to others first")
 
 
-def copied(placement: Placement, number: int, source: int, target: int) -> tuple[Placement, Decision]:
+def copied(
+    placement: Placement, number: int, source: int, target: int, known: int | None = None
+) -> tuple[Placement, Decision]:
     """The primary reports that a copy is complete. A report that is not asked for any more changes nothing.
+
+    `known`: the version of the map that the primary goes by. A report of one that has not heard of this recruit is
+    about an earlier copy, which the server may have dropped since.
 
     >>> placed, _ = with_server(first([Slice(0, 4)], {0: "a"}), 1, "a")
     >>> placed, change = copied(placed, 0, source=0, target=1)
@@ -150,6 +155,8 @@ def copied(placement: Placement, number: int, source: int, target: int) -> tuple
         if target in placement.hosts and target not in {*holders, placement.recruits[number]}:
             draft.commands.append(Drop(number, target))
         return draft.done(f"slice {number}: the copy from server {source} to {target} is not wanted any more")
+    if known is not None and placement.named and known < placement.named[number]:
+        return draft.done(f"slice {number}: what server {source} tells of is an earlier copy to {target}")
     if placement.handovers[number]:
         draft.commands.append(Promote(number, target))
     draft.primaries[number], draft.backups[number] = draft.wanted(number)

@@ -72,6 +72,8 @@ class Placement(Struct, frozen=True):
     handovers: tuple[bool, ...]
     """By slice: whether the recruit is to be primary once it has the copy; else it will be backup."""
     leaving: tuple[int, ...] = ()
+    named: tuple[int, ...] = ()
+    """By slice: the version of the map in which its last recruit was named."""
 
     @property
     def settled(self) -> bool:
@@ -148,4 +150,10 @@ class Draft:
             tuple(self.recruits),
             tuple(self.handovers),
             tuple(sorted(self.leaving)),
+            self._named(version),
         )
+
+    def _named(self, version: int) -> tuple[int, ...]:
+        before = self.before.named or (0,) * len(self.slices)
+        new = {command.slice for command in self.commands if isinstance(command, CopyTo)}
+        return tuple(version if number in new else then for number, then in enumerate(before))

@@ -173,8 +173,8 @@ class ServerEdge:
             socket = self._peer(server)
             if socket is not None:
                 socket.send_multipart(pack(self._secret, letters), zmq.NOBLOCK, copy=False)
-        for number, recruit in out.copied:
-            self._tell(SliceCopied(self._spec.worker, number, recruit))
+        for number, recruit, version in out.copied:
+            self._tell(SliceCopied(self._spec.worker, number, recruit, version))
 
     def _peer(self, server: int) -> zmq.Socket[bytes] | None:
         address = self._map.addresses.get(server) if self._map else None

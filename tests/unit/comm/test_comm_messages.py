@@ -59,7 +59,7 @@ EVENTS: list[m.Event] = [
     m.EngineAttached("here", servers={0: 4713}, servers_exited={1: -9}),
     m.ServerReady(1, "here", 4713, "tcp://127.0.0.1:5000", [4096, 64], {"threads": "1"}),
     m.ServerBeat(1, 2, 3),
-    m.SliceCopied(1, 0, 2),
+    m.SliceCopied(1, 0, 2, 7),
     m.ServerFailed(1, "here", "ValueError: bad", "look", "Traceback …"),
     m.ServerExited(1, -9),
 ]

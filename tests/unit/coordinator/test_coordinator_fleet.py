@@ -63,7 +63,7 @@ def settled(run: Run) -> m.ServerMap:
         assert known is not None
         for number, recruit in enumerate(known.recruits):
             if recruit >= 0:
-                run.feed(m.SliceCopied(known.primaries[number], number, recruit))
+                run.feed(m.SliceCopied(known.primaries[number], number, recruit, known.version))
     assert set(known.recruits) == {-1}
     return known
 
@@ -265,7 +265,7 @@ def test_copies_that_the_old_coordinator_did_not_hear_of() -> None:
     run.feed(*died(1), ready(2))
     other = run.restarted()
     for number in range(len(SLICES)):
-        other.feed(m.SliceCopied(0, number, 2))
+        other.feed(m.SliceCopied(0, number, 2, other.state.fleet.version))
     known = other.state.fleet.map()
     assert known is not None
     assert all({primary, backup} == {0, 2} for primary, backup in zip(known.primaries, known.backups, strict=True))

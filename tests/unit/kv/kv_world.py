@@ -120,8 +120,8 @@ class World:
             self.post(f"server {server}", client.decode(), letter)
         for other, letter in out.servers:
             self.post(f"server {server}", f"server {other}", letter)
-        for number, recruit in out.copied:
-            self._tell_maps(server, lambda n=number, r=recruit: watch.copied(self.fleet, n, server, r))
+        for number, recruit, known in out.copied:
+            self._tell_maps(server, lambda n=number, r=recruit, k=known: watch.copied(self.fleet, n, server, r, k))
 
     def _tell_maps(self, server: int, event: Callable[[], watch.Result]) -> None:
         self.post(f"server {server}", "maps", event)

@@ -84,7 +84,7 @@ class World:
         """The first message of a link."""
         message = self.links[source, to].popleft()
         if to == MAPS:
-            self.decided(placement.copied(self.placed, message[0], source[1], message[1]))  # type: ignore[arg-type]
+            self.decided(placement.copied(self.placed, message[0], source[1], *message[1:]))  # type: ignore[arg-type]
             return
         kind, number = to
         if kind == "worker" and number in self.clients:
@@ -102,8 +102,8 @@ class World:
             self.post(("server", server), ("worker", int(client)), letter)
         for other, letter in out.servers:
             self.post(("server", server), ("server", other), letter)
-        for number, recruit in out.copied:
-            self.post(("server", server), MAPS, (number, recruit))
+        for report in out.copied:
+            self.post(("server", server), MAPS, report)
 
     # --- servers -----------------------------------------------------------------------------------------------------
 

@@ -110,6 +110,17 @@ def test_an_unwanted_copy_is_dropped() -> None:
     assert change.commands == (Drop(number, outsider),)
 
 
+def test_a_report_of_an_earlier_copy_to_the_same_server_changes_nothing() -> None:
+    """It was recruited before, dropped what it had, and is recruited again: the report was on its way all the time."""
+    placed, _ = with_server(first([Slice(0, 4)], {0: "a"}), 1, "a")
+    assert placed.recruits == (1,)
+    same, decision = copied(placed, 0, source=0, target=1, known=placed.map.version - 1)
+    assert (same, decision.commands) == (placed, ())
+    assert "an earlier copy" in decision.reason
+    later, _ = copied(placed, 0, source=0, target=1, known=placed.map.version)
+    assert later.map.backups == (1,)
+
+
 @pytest.mark.parametrize("before", [1, 2, 3, 7])
 def test_an_arrival_moves_about_its_share(before: int) -> None:
     sizes = random.Random(before).choices(range(50, 150), k=240)
