@@ -4,6 +4,7 @@ the connection file, or what went wrong."""
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -25,6 +26,8 @@ def main() -> int:
     except DistBeliefError as error:
         print(json.dumps({"error": error.message, "hint": error.hint, "details": error.details}), flush=True)
         return error.exit_code
+    finally:
+        shutil.rmtree(order["folder"], ignore_errors=True)  # whoever made it may have been killed
     return 0
 
 
