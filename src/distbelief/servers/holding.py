@@ -77,6 +77,8 @@ class Took:
     term: int
     """That of the message that is answered: what was said to an earlier term of the same primary counts no more."""
     tag: Tag
+    version: int
+    """Of the map that the sender goes by. By an earlier one it may have had a copy that it has dropped since."""
     differs: bool = False
 
 
@@ -114,6 +116,8 @@ class _Follower:
     barrier: int = 0
     """A recruit is complete when it has all changes up to this one: later ones wait for it."""
     reported: bool = False
+    since: int = 0
+    """The version of the map in which this primary saw it named."""
 
 
 @dataclass
@@ -163,7 +167,7 @@ class Holding:
         self._followers = {server: one for server, one in self._followers.items() if server in wanted}
         out: list[Output] = []
         for server in sorted(wanted - self._followers.keys()):
-            self._followers[server] = _Follower(counts=server == roles.backup)
+            self._followers[server] = _Follower(counts=server == roles.backup, since=roles.version)
             out.append(Forward(server, self._term, self.last, self.last))
         if roles.backup in self._followers:
             self._followers[roles.backup].counts = True
@@ -187,6 +191,8 @@ class Holding:
         follower = self._followers.get(sender)
         if not self.is_primary or follower is None or message.term != self._term:
             return []
+        if message.version < follower.since:
+            return []  # it is asked again
         if message.differs:
             follower.took = None
             return [Copy(sender, self._term, self.last, self.applied, self.store.state())]
@@ -205,20 +211,20 @@ class Holding:
             return []  # one of us has an old map: it is asked again later
         if self.last != message.before:
             if self.last == message.tag:  # it came twice
-                return [Took(sender, message.term, self.last)]
-            return [Took(sender, message.term, self.last, differs=True)]
+                return [Took(sender, message.term, self.last, self.roles.version)]
+            return [Took(sender, message.term, self.last, self.roles.version, differs=True)]
         if message.name is not None:
             self.applied, _ = self.applied.add(*message.name)
             self.store.apply(message.content)
         self.last = message.tag
-        return [Took(sender, message.term, self.last)]
+        return [Took(sender, message.term, self.last, self.roles.version)]
 
     def copied(self, sender: int, message: Copy) -> list[Output]:
         if sender != self.roles.primary or self.is_primary:
             return []
         self.store.load(message.state)
         self.applied, self.last = message.applied, message.tag
-        return [Took(sender, message.term, self.last)]
+        return [Took(sender, message.term, self.last, self.roles.version)]
 
     def remind(self) -> list[Output]:
         """Ask the followers that are behind where they are, and tell of copies again: a message may be lost, also with

@@ -166,7 +166,7 @@ class ServerNode:
                 copy = h.Copy(self._me, message.term, message.tag, message.applied, state)
                 outputs = held.holding.copied(message.server, copy)
             case TookChange():
-                took = h.Took(self._me, message.term, message.tag, message.differs)
+                took = h.Took(self._me, message.term, message.tag, message.version, message.differs)
                 outputs = held.holding.took(message.server, took)
         self._changed(message.slice, outputs, out)
 
@@ -197,7 +197,7 @@ class ServerNode:
                     sent = CopySent(self._me, life, number, one.term, one.tag, one.applied, about)
                     out.servers.append((one.to, Letter(sent, content.numpy())))
                 case h.Took():
-                    took = TookChange(self._me, life, number, one.term, one.tag, one.differs)
+                    took = TookChange(self._me, life, number, one.term, one.tag, one.version, one.differs)
                     out.servers.append((one.to, Letter(took)))
                 case h.Answer():
                     client = held.askers.pop(one.name, None)

@@ -48,6 +48,7 @@ class TookChange(Struct, frozen=True, tag=True):
     slice: int
     term: int
     tag: tuple[int, int]
+    version: int
     differs: bool = False
 
 

@@ -241,5 +241,16 @@ def test_what_was_said_to_an_earlier_term_does_not_count() -> None:
     holding.learn(Roles(2, primary=1, backup=0))
     holding.learn(Roles(3, primary=0, backup=1))
     holding.change((5, 0), 7)
-    assert holding.took(1, Took(0, 1, (1, 9))) == []
-    assert holding.took(1, Took(0, 3, holding.last)) == [Answer((5, 0))]
+    assert holding.took(1, Took(0, 1, (1, 9), 9)) == []
+    assert holding.took(1, Took(0, 3, holding.last, 9)) == [Answer((5, 0))]
+
+
+def test_what_a_recruit_said_of_a_copy_that_it_has_dropped_does_not_count() -> None:
+    """It was backup, then another one was, and now it is recruited again: it has nothing."""
+    holding = Holding(0, Ordered(), Roles(1, primary=0, backup=1))
+    holding.begin()
+    holding.change((5, 0), 7)
+    holding.learn(Roles(2, primary=0, backup=2))
+    holding.learn(Roles(3, primary=0, recruit=1))
+    assert holding.took(1, Took(0, 1, holding.last, version=1)) == []  # it was long on its way
+    assert holding.took(1, Took(0, 1, holding.last, version=3)) == [Copied(1)]

@@ -50,7 +50,7 @@ TO_SERVERS = [
     Letter(Forwarded(1, 2, 0, 5, (4, 6), (5, 7), (7, 1), NAMED)),
     Letter(Forwarded(1, 2, 0, 5, (5, 7), (5, 7))),
     Letter(CopySent(1, 2, 0, 5, (5, 7), APPLIED, ABOUT), b"everything"),
-    Letter(TookChange(0, 2, 0, 5, (5, 7), differs=True)),
+    Letter(TookChange(0, 2, 0, 5, (5, 7), 4, differs=True)),
 ]
 TO_CLIENTS = [
     Letter(Answered(0, 5)),
