@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from distbelief.errors import DistBeliefError, JobError, RunFailed
     from distbelief.job import Job
     from distbelief.strategies.allreduce import AllReduce
-    from distbelief.strategies.embedding import EmbeddingTable
     from distbelief.strategies.hybrid import Hybrid, Pipeline, Sharded, Tensor
     from distbelief.strategies.local_sgd import LocalSGD
     from distbelief.strategies.sandblaster import Sandblaster
+    from distbelief.strategies.tables.embedding import EmbeddingTable
     from distbelief.worker.metrics import accuracy
 
 _HOME = {
     "AllReduce": "distbelief.strategies.allreduce",
     "DistBeliefError": "distbelief.errors",
-    "EmbeddingTable": "distbelief.strategies.embedding",
+    "EmbeddingTable": "distbelief.strategies.tables.embedding",
     "Hybrid": "distbelief.strategies.hybrid",
     "Job": "distbelief.job",
     "JobError": "distbelief.errors",

@@ -81,7 +81,7 @@ class Gradient(Struct, frozen=True, tag=True):
     """The values that it was computed with come along: in the same frame behind it, or in this segment."""
     values: str = ""
     coded: bool = False
-    """The frame is compressed (strategies/pushcoding.py)."""
+    """The frame is compressed (strategies/ps/pushcoding.py)."""
 
 
 # --- changes of the ledger -------------------------------------------------------------------------------------------

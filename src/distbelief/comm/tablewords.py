@@ -8,7 +8,8 @@ from msgspec import Struct
 
 
 class ShardRows(Struct, frozen=True, tag=True):
-    """What some shards of a step say about rows of tables, for one part of them: see `strategies/rowmessages.py`."""
+    """What some shards of a step say about rows of tables, for one part of them: see
+    `strategies/tables/rowmessages.py`."""
 
     step: int
     shards: list[int]

@@ -191,7 +191,7 @@ class Produced(Struct, frozen=True, tag=True):
     ticket: int
     slice: int
     dots: list[tuple[Range, list[float]]] = []
-    """By subtree of the tree over all blocks (strategies/vectors.py)."""
+    """By subtree of the tree over all blocks (strategies/search/vectors.py)."""
     sums: list[tuple[Range, list[float]]] = []
     largest: list[float] = []
 

@@ -16,7 +16,7 @@ from distbelief.kv import beginning, checks
 from distbelief.kv.patience import TookTooLong
 from distbelief.kv.traffic import Traffic
 from distbelief.servers.keyoptimizer import optimizer_spec, row_optimizer
-from distbelief.strategies.rowinit import RowInit, TableForm
+from distbelief.strategies.tables.rowinit import RowInit, TableForm
 
 _LOST = "the values of all keys are lost: the servers that had them died before others had a copy"
 

@@ -29,7 +29,7 @@ from distbelief.kv.buffers import LENT_BYTES, SMALLEST, Buffers
 from distbelief.kv.link import Link
 from distbelief.kv.patience import Patience
 from distbelief.servers.tensorbag import as_bytes
-from distbelief.strategies.rowbuckets import bucket_of
+from distbelief.strategies.tables.rowbuckets import bucket_of
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from distbelief.servers.delay import compensate
 from distbelief.servers.payloads import OpenSegment, gradient_and_values, with_bytes
 from distbelief.servers.slicememory import SliceMemory
 from distbelief.servers.stores import Change, Snapshot, State
-from distbelief.strategies.pushcoding import PushCoding
+from distbelief.strategies.ps.pushcoding import PushCoding
 
 
 class FreeSlice:

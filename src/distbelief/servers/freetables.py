@@ -9,7 +9,7 @@ from distbelief.comm.tablewords import Count, Numbers, Pull, RowGradient
 from distbelief.errors import DistBeliefError
 from distbelief.servers.stores import Change, Snapshot, State
 from distbelief.servers.tablepart import TablePart, as_tensor
-from distbelief.strategies.rowmessages import together
+from distbelief.strategies.tables.rowmessages import together
 
 
 class FreeTables(TablePart):

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from distbelief.comm.kvwords import Number, OptimizerSpec
 from distbelief.errors import JobError
-from distbelief.strategies.rowoptimizers import RowOptimizer
+from distbelief.strategies.tables.rowoptimizers import RowOptimizer
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adadelta": torch.optim.Adadelta,

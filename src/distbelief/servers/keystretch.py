@@ -19,7 +19,7 @@ from distbelief.servers.keyoptimizer import differs_in_rate_only, made, row_opti
 from distbelief.servers.tables import Table
 from distbelief.servers.tensorbag import dtype_of
 from distbelief.strategies.eagerstep import eager_step
-from distbelief.strategies.rowinit import RowInit, TableForm
+from distbelief.strategies.tables.rowinit import RowInit, TableForm
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from distbelief.comm.serverwords import Gradient, Node
 from distbelief.errors import DistBeliefError
 from distbelief.servers.stores import Change
 from distbelief.strategies.layout import Layout
-from distbelief.strategies.slicing import SliceShape
+from distbelief.strategies.ps.slicing import SliceShape
 
 OpenSegment = Callable[[str], Segment]
 

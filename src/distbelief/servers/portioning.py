@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from distbelief.shards import Range
-from distbelief.strategies.wholedata import MOST_TOGETHER
+from distbelief.strategies.search.wholedata import MOST_TOGETHER
 
 SHARE = 4
 """Of what is left, a worker is given one part in so many for each member."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from distbelief.errors import DistBeliefError
 from distbelief.servers.rowarrays import RowArray
-from distbelief.strategies.rowbuckets import mixed
+from distbelief.strategies.tables.rowbuckets import mixed
 
 ABSENT = -1
 _MAXIMUM = 2**31 - 1  # slots are 32-bit numbers

@@ -11,7 +11,7 @@ from distbelief.comm.segment import Segment
 from distbelief.comm.serverwords import VALUES_AT
 from distbelief.job import Job
 from distbelief.strategies.layout import Layout
-from distbelief.strategies.slicing import SliceShape
+from distbelief.strategies.ps.slicing import SliceShape
 from distbelief.strategies.tileoptimizer import Recipe, TileMemory
 from distbelief.strategies.updating import TileUpdates, set_buffers
 

@@ -22,11 +22,11 @@ from distbelief.job import Job
 from distbelief.servers.stores import Change, Snapshot, State
 from distbelief.servers.tablepart import Arrays, TablePart, as_tensor
 from distbelief.shards import Schedule
-from distbelief.strategies.embedding import RowGradients
-from distbelief.strategies.rowbuckets import BUCKETS, buckets_of
-from distbelief.strategies.rowmessages import together
-from distbelief.strategies.rowsums import added_up
-from distbelief.strategies.tablespecs import TableSpec
+from distbelief.strategies.tables.embedding import RowGradients
+from distbelief.strategies.tables.rowbuckets import BUCKETS, buckets_of
+from distbelief.strategies.tables.rowmessages import together
+from distbelief.strategies.tables.rowsums import added_up
+from distbelief.strategies.tables.tablespecs import TableSpec
 from distbelief.strategies.verdict import WEIGHT, judge_rows
 
 

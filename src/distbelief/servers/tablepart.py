@@ -15,7 +15,7 @@ from distbelief.comm.tablewords import Count, Counted, Numbers, Pull, Pulled
 from distbelief.job import Job
 from distbelief.servers.stores import Change
 from distbelief.servers.tables import Table
-from distbelief.strategies.tablespecs import PartShape, TableSpec
+from distbelief.strategies.tables.tablespecs import PartShape, TableSpec
 
 Arrays = dict[str, torch.Tensor]
 

@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 from distbelief.errors import DistBeliefError
 from distbelief.servers.rowarrays import RowArray, write_rows
 from distbelief.servers.rowslots import ABSENT, RowSlots
-from distbelief.strategies.rowinit import TableForm
-from distbelief.strategies.rowoptimizers import RowOptimizer
-from distbelief.strategies.rowsums import added_up
+from distbelief.strategies.tables.rowinit import TableForm
+from distbelief.strategies.tables.rowoptimizers import RowOptimizer
+from distbelief.strategies.tables.rowsums import added_up
 
 
 class Table:
     """Some rows of a sparse table, of which only those that were pushed to take memory.
 
-    >>> from distbelief.strategies.rowinit import RowInit
+    >>> from distbelief.strategies.tables.rowinit import RowInit
     >>> table = Table(TableForm("words", rows=50_000_000, width=2, init=RowInit("zeros")), RowOptimizer("sgd", lr=1.0))
     >>> table.push(torch.tensor([40_000_000, 7, 7]), torch.ones(3, 2))
     >>> table.pull(torch.tensor([7, 8, 40_000_000]))

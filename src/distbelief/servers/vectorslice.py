@@ -37,8 +37,8 @@ from distbelief.servers.payloads import OpenSegment, with_bytes
 from distbelief.servers.stores import Change, Snapshot, State
 from distbelief.shards import Range, split
 from distbelief.strategies.layout import Layout
-from distbelief.strategies.slicing import SliceShape, parameter_stretch
-from distbelief.strategies.vectors import SlicedVectors
+from distbelief.strategies.ps.slicing import SliceShape, parameter_stretch
+from distbelief.strategies.search.vectors import SlicedVectors
 
 
 class _About(msgspec.Struct, frozen=True):

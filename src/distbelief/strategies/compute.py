@@ -23,8 +23,8 @@ from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import shard_seed
 from distbelief.strategies.capture import GradientCapture
-from distbelief.strategies.embedding import RowGradients, settle, tables_of
 from distbelief.strategies.layout import Layout, trainable
+from distbelief.strategies.tables.embedding import RowGradients, settle, tables_of
 
 
 def make_model(job: Job, device: torch.device) -> torch.nn.Module:

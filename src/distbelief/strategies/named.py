@@ -23,9 +23,9 @@ from distbelief.checkpoint.sources import MODEL
 from distbelief.comm.segment import Segment
 from distbelief.strategies.base import Saved
 from distbelief.strategies.compute import ShardComputer
-from distbelief.strategies.embedding import densified, tables_in_rows
 from distbelief.strategies.layout import Layout
 from distbelief.strategies.state import ReplicaState
+from distbelief.strategies.tables.embedding import densified, tables_in_rows
 from distbelief.strategies.tileoptimizer import Recipe, state_bytes, state_places
 
 OWED = "compression/"

@@ -17,7 +17,7 @@ from distbelief.shards import Schedule
 if TYPE_CHECKING:
     import torch
 
-    from distbelief.strategies.preparedserved import PreparedServed
+    from distbelief.strategies.ps.preparedserved import PreparedServed
 
 MODES = ("sync", "ssp", "async")
 FREE = {"adaptive": False, "n_push": 1, "n_fetch": 1, "warm_up": 0, "noise": 0.0, "dc": 0.0}
@@ -151,7 +151,7 @@ class ParameterServer:
         return text + (f":{self.over}" if self.over != "auto" else "")
 
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedServed:
-        from distbelief.strategies.preparedserved import PreparedServed
+        from distbelief.strategies.ps.preparedserved import PreparedServed
 
         if device.type != "cpu":
             raise JobError(f"ps does not run on '{device}' yet", hint="use --device cpu")

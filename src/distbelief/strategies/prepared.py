@@ -19,11 +19,11 @@ from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
 from distbelief.strategies.compressed import CompressedReplica, compressing
 from distbelief.strategies.compute import ShardComputer, make_model
-from distbelief.strategies.embedding import EmbeddingTable
 from distbelief.strategies.layout import lay_out, trainable
 from distbelief.strategies.named import frozen, set_frozen
 from distbelief.strategies.partials import slots_needed
 from distbelief.strategies.replica import DataParallelReplica
+from distbelief.strategies.tables.embedding import EmbeddingTable
 from distbelief.strategies.tileoptimizer import Recipe, state_bytes
 
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Schedule
-from distbelief.strategies.wholedata import WholeData, usual_portion, whole_data
+from distbelief.strategies.search.wholedata import WholeData, usual_portion, whole_data
 
 if TYPE_CHECKING:
     import torch
 
-    from distbelief.strategies.preparedsandblaster import PreparedSandblaster
+    from distbelief.strategies.search.preparedsandblaster import PreparedSandblaster
 
 _FORM = "sandblaster:servers=2:history=10:portion=64:lr=1.0, each of them if need be, and shm or tcp"
 
@@ -84,7 +84,7 @@ class Sandblaster:
         return whole_data(samples, min(self.portion or usual_portion(job, samples), samples))
 
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedSandblaster:
-        from distbelief.strategies.preparedsandblaster import PreparedSandblaster
+        from distbelief.strategies.search.preparedsandblaster import PreparedSandblaster
 
         if device.type != "cpu":
             raise JobError(f"sandblaster does not run on '{device}' yet", hint="use --device cpu")

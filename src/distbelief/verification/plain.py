@@ -34,7 +34,7 @@ from distbelief.data.sources import InMemory, as_source, split_batch
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule, sample_seed, shard_seed, split
-from distbelief.strategies.embedding import settle
+from distbelief.strategies.tables.embedding import settle
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 

@@ -1,8 +1,8 @@
 """A job trained by `sandblaster` in one plain PyTorch loop: what `distbelief verify` holds that strategy against.
 
 Like plain.py, of which it is made. What it has in common with the strategy is the value that says what to do, and the
-arithmetic of L-BFGS (strategies/lbfgs.py), here on vectors in this process. The loss and its gradient are computed
-by an ordinary loop over all samples, portion by portion, and added along a binary tree. The bits are the same.
+arithmetic of L-BFGS (strategies/search/lbfgs.py), here on vectors in this process. The loss and its gradient are
+computed by an ordinary loop over all samples, portion by portion, and added along a binary tree. The bits are the same.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 
 from distbelief.data.sources import as_source
 from distbelief.job import Job
-from distbelief.strategies import lbfgs
 from distbelief.strategies.sandblaster import Sandblaster
-from distbelief.strategies.vectors import BLOCK, JoinedVectors, SlicedVectors
+from distbelief.strategies.search import lbfgs
+from distbelief.strategies.search.vectors import BLOCK, JoinedVectors, SlicedVectors
 from distbelief.verification.plain import Buffers, ShardComputation, add_up, open_data
 
 

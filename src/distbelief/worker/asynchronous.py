@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from distbelief.comm.messages import Evaluation, StepReport, Timing, WorkerFinished
 from distbelief.comm.serverwords import Gathered, Lease, Wait
 from distbelief.job import Job
-from distbelief.strategies.asynchronous import AsynchronousReplica
+from distbelief.strategies.ps.asynchronous import AsynchronousReplica
 from distbelief.worker.evaluate import Evaluator
 from distbelief.worker.link import Progress
 from distbelief.worker.origin import facts_at

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from distbelief.servers.pace import Pace, next_pace
-from distbelief.strategies.asynchronous import Spent
+from distbelief.strategies.ps.asynchronous import Spent
 
 UNCOUNTED = 2
 """The first updates open connections and map memory: they say nothing of the ones to come."""

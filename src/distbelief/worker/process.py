@@ -41,9 +41,9 @@ from distbelief.comm.serverclient import ServerClient
 from distbelief.comm.shared import SharedExchange
 from distbelief.comm.words import Abort, Aborted
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.asynchronous import AsynchronousReplica
 from distbelief.strategies.base import Replica, Saved, Seat, Seated
 from distbelief.strategies.parameterserver import ParameterServer
+from distbelief.strategies.ps.asynchronous import AsynchronousReplica
 from distbelief.strategies.sandblaster import Sandblaster
 from distbelief.worker.asynchronous import train_freely
 from distbelief.worker.control import Leave, StandDown, TrainGeneration

@@ -18,11 +18,11 @@ from distbelief.servers.steptables import StepTables
 from distbelief.servers.stores import SliceStore
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Saved
-from distbelief.strategies.preparedserved import PreparedServed
-from distbelief.strategies.pushcoding import PushCoding
-from distbelief.strategies.savedtables import SavedTables, without_tables
-from distbelief.strategies.slicing import SliceShape
+from distbelief.strategies.ps.preparedserved import PreparedServed
+from distbelief.strategies.ps.pushcoding import PushCoding
+from distbelief.strategies.ps.slicing import SliceShape
 from distbelief.strategies.state import ReplicaState
+from distbelief.strategies.tables.savedtables import SavedTables, without_tables
 from distbelief.worker.slicesource import LEDGER_BYTES, SliceSource
 from distbelief.worker.spec import WorkerSpec
 

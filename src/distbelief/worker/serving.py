@@ -10,8 +10,8 @@ import zmq
 
 from distbelief.comm.messages import EXIT_REPORTED
 from distbelief.comm.segment import KeeperClient
-from distbelief.strategies.preparedsandblaster import PreparedSandblaster
-from distbelief.strategies.preparedserved import PreparedServed
+from distbelief.strategies.ps.preparedserved import PreparedServed
+from distbelief.strategies.search.preparedsandblaster import PreparedSandblaster
 from distbelief.worker.loading import load_for_server
 from distbelief.worker.runstores import RunStores
 from distbelief.worker.serveredge import ServerEdge, Slices

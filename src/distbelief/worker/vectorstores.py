@@ -11,11 +11,11 @@ from distbelief.servers.searchslice import SearchSlice
 from distbelief.servers.stores import SliceStore
 from distbelief.servers.vectorslice import VectorSlice
 from distbelief.strategies.base import BeginFrom, Saved
-from distbelief.strategies.preparedsandblaster import PreparedSandblaster
-from distbelief.strategies.searching import START
-from distbelief.strategies.slicing import SliceShape, parameter_stretch
+from distbelief.strategies.ps.slicing import SliceShape, parameter_stretch
+from distbelief.strategies.search.preparedsandblaster import PreparedSandblaster
+from distbelief.strategies.search.searching import START
+from distbelief.strategies.search.vectorportions import saved_state, saved_vectors, state_bytes
 from distbelief.strategies.state import ReplicaState
-from distbelief.strategies.vectorportions import saved_state, saved_vectors, state_bytes
 from distbelief.worker.slicesource import LEDGER_BYTES, SliceSource
 from distbelief.worker.spec import WorkerSpec
 

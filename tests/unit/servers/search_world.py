@@ -27,9 +27,9 @@ from distbelief.servers.node import ServerNode
 from distbelief.servers.placement import Slice
 from distbelief.servers.stores import SliceStore
 from distbelief.strategies.base import Seat, nothing_saved
-from distbelief.strategies.preparedsandblaster import PreparedSandblaster
 from distbelief.strategies.sandblaster import Sandblaster
-from distbelief.strategies.searching import SearchingMember
+from distbelief.strategies.search.preparedsandblaster import PreparedSandblaster
+from distbelief.strategies.search.searching import SearchingMember
 from distbelief.verification.plain import make_model
 from distbelief.verification.plainlbfgs import train_by_search
 from distbelief.worker.vectorstores import VectorStores

@@ -20,7 +20,7 @@ from distbelief.servers.slicememory import SliceMemory
 from distbelief.shards import Range, Schedule, split
 from distbelief.strategies.base import nothing_saved
 from distbelief.strategies.parameterserver import ParameterServer
-from distbelief.strategies.preparedserved import PreparedServed
+from distbelief.strategies.ps.preparedserved import PreparedServed
 
 SHARDS = 5
 SAMPLES, BATCH = 42, 10  # the last batch of an epoch fills two shards of five

@@ -27,7 +27,7 @@ from distbelief.servers.placement import Slice
 from distbelief.servers.roles import Decision, Placement
 from distbelief.servers.runslice import RunSlice
 from distbelief.shards import Range
-from distbelief.strategies.served import _on_all
+from distbelief.strategies.ps.served import _on_all
 from distbelief.strategies.takeover import plan_step, plan_takeover
 
 MAPS = "maps"

@@ -21,9 +21,9 @@ from distbelief.servers.roles import Slice
 from distbelief.servers.steptables import StepTables
 from distbelief.servers.stores import Change
 from distbelief.shards import Schedule
-from distbelief.strategies.embedding import EmbeddingTable, RowGradients, on_servers
-from distbelief.strategies.rowmessages import divided
-from distbelief.strategies.tablespecs import part_of, specs_of
+from distbelief.strategies.tables.embedding import EmbeddingTable, RowGradients, on_servers
+from distbelief.strategies.tables.rowmessages import divided
+from distbelief.strategies.tables.tablespecs import part_of, specs_of
 
 SHARDS = 5
 PARTS = 4

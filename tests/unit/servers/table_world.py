@@ -19,9 +19,9 @@ from distbelief.servers.freetables import FreeTables
 from distbelief.servers.node import ServerNode
 from distbelief.servers.steptables import StepTables
 from distbelief.shards import Range
-from distbelief.strategies.embedding import RowGradients
-from distbelief.strategies.served import _on_all
-from distbelief.strategies.tablespecs import part_of
+from distbelief.strategies.ps.served import _on_all
+from distbelief.strategies.tables.embedding import RowGradients
+from distbelief.strategies.tables.tablespecs import part_of
 from distbelief.strategies.takeover import plan_step, plan_takeover
 
 

@@ -12,7 +12,7 @@ from distbelief.comm.serverwords import VALUES_AT, Gradient
 from distbelief.servers.freeslice import FreeSlice
 from distbelief.servers.slicememory import SliceMemory
 from distbelief.servers.stores import Change
-from distbelief.strategies.pushcoding import PushCoding
+from distbelief.strategies.ps.pushcoding import PushCoding
 
 STRENGTH = 0.3
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from distbelief.servers import portioning
 from distbelief.servers.portioning import Portioning
 from distbelief.shards import Range, split
-from distbelief.strategies.wholedata import MOST_TOGETHER
+from distbelief.strategies.search.wholedata import MOST_TOGETHER
 
 
 def nodes(node: Range) -> set[Range]:

@@ -15,8 +15,8 @@ from distbelief.comm.exchange import Held, Source
 from distbelief.comm.serverwords import Begun, Go, Look, Measure, Measured
 from distbelief.servers.stores import Change
 from distbelief.shards import Range
-from distbelief.strategies.served import _on_all, measure_step
-from distbelief.strategies.servedhelping import choose
+from distbelief.strategies.ps.served import _on_all, measure_step
+from distbelief.strategies.ps.servedhelping import choose
 from distbelief.strategies.takeover import plan_step, plan_takeover
 
 

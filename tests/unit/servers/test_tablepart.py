@@ -14,7 +14,7 @@ from distbelief.comm.tablewords import Count, Pull
 from distbelief.errors import DistBeliefError
 from distbelief.servers.steptables import StepTables
 from distbelief.servers.stores import Change
-from distbelief.strategies.embedding import RowGradients
+from distbelief.strategies.tables.embedding import RowGradients
 
 STEPS = 6
 

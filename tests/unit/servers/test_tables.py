@@ -21,10 +21,10 @@ from distbelief.errors import DistBeliefError, JobError, NotEnoughMemory
 from distbelief.servers.rowarrays import RowArray
 from distbelief.servers.rowslots import RowSlots
 from distbelief.servers.tables import Table
-from distbelief.strategies.rowbuckets import BUCKETS, bucket_of, bucket_owners, server_of
-from distbelief.strategies.rowinit import RowInit, TableForm, _normal, _signed
-from distbelief.strategies.rowoptimizers import RowOptimizer
-from distbelief.strategies.rowsums import added_up
+from distbelief.strategies.tables.rowbuckets import BUCKETS, bucket_of, bucket_owners, server_of
+from distbelief.strategies.tables.rowinit import RowInit, TableForm, _normal, _signed
+from distbelief.strategies.tables.rowoptimizers import RowOptimizer
+from distbelief.strategies.tables.rowsums import added_up
 
 FORM = TableForm("words", rows=500, width=6, seed=3)
 OPTIMIZERS = {name: RowOptimizer(name, lr=0.1) for name in ("sgd", "adagrad", "adam")}

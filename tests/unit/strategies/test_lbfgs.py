@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.strategies import lbfgs as module
-from distbelief.strategies.lbfgs import Settings, State, begin, direction, explain, iterate
-from distbelief.strategies.vectors import BLOCK, JoinedVectors, SlicedVectors
+from distbelief.strategies.search import lbfgs as module
+from distbelief.strategies.search.lbfgs import Settings, State, begin, direction, explain, iterate
+from distbelief.strategies.search.vectors import BLOCK, JoinedVectors, SlicedVectors
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 

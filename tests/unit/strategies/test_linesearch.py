@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.lbfgs import _strong_wolfe
 
-from distbelief.strategies import linesearch as module
-from distbelief.strategies.linesearch import CURVATURE, SUFFICIENT_DECREASE, Ask, Outcome, strong_wolfe
+from distbelief.strategies.search import linesearch as module
+from distbelief.strategies.search.linesearch import CURVATURE, SUFFICIENT_DECREASE, Ask, Outcome, strong_wolfe
 
 Function = Callable[[float], tuple[float, float]]
 

@@ -15,11 +15,11 @@ from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.strategies import learn_alike, parse, servers_of, waits
 from distbelief.strategies.base import Saved
-from distbelief.strategies.lbfgs import Past, State
-from distbelief.strategies.preparedsandblaster import PreparedSandblaster
+from distbelief.strategies.ps.slicing import parameter_stretch
 from distbelief.strategies.sandblaster import Sandblaster
-from distbelief.strategies.slicing import parameter_stretch
-from distbelief.strategies.vectorportions import (
+from distbelief.strategies.search.lbfgs import Past, State
+from distbelief.strategies.search.preparedsandblaster import PreparedSandblaster
+from distbelief.strategies.search.vectorportions import (
     STATE,
     VectorPortion,
     saved_state,

@@ -21,12 +21,12 @@ from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies.allreduce import AllReduce
 from distbelief.strategies.base import Saved
-from distbelief.strategies.embedding import EmbeddingTable
 from distbelief.strategies.named import put_back
 from distbelief.strategies.parameterserver import ParameterServer
-from distbelief.strategies.preparedserved import PreparedServed
-from distbelief.strategies.savedtables import PortionWithTables, SavedTables, without_tables
-from distbelief.strategies.tablespecs import TableSpec, part_of
+from distbelief.strategies.ps.preparedserved import PreparedServed
+from distbelief.strategies.tables.embedding import EmbeddingTable
+from distbelief.strategies.tables.savedtables import PortionWithTables, SavedTables, without_tables
+from distbelief.strategies.tables.tablespecs import TableSpec, part_of
 
 Arrays = dict[str, torch.Tensor]
 PARTS = 5

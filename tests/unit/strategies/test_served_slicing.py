@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distbelief.strategies.layout import lay_out
-from distbelief.strategies.slicing import MOST_SLICES, cut
+from distbelief.strategies.ps.slicing import MOST_SLICES, cut
 from distbelief.strategies.tileoptimizer import Recipe, state_bytes
 
 

@@ -23,7 +23,7 @@ from distbelief.shards import Schedule, shard_seed
 from distbelief.strategies.base import nothing_saved
 from distbelief.strategies.committed import CommittedModel
 from distbelief.strategies.parameterserver import ParameterServer
-from distbelief.strategies.preparedserved import PreparedServed
+from distbelief.strategies.ps.preparedserved import PreparedServed
 from distbelief.worker.feed import Feed
 
 STEPS = 4

@@ -19,7 +19,6 @@ from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import BeginFrom, Fetch, Replica, Seat, nothing_saved
 from distbelief.strategies.degrees import Degrees, Wish
-from distbelief.strategies.embedding import settle
 from distbelief.strategies.hybrid import DEFAULT_SCHEDULE, Meshed
 from distbelief.strategies.layout import trainable
 from distbelief.strategies.mesh.allocator import return_blocks
@@ -36,6 +35,7 @@ from distbelief.strategies.mesh.running import Pipeline, Runner
 from distbelief.strategies.mesh.seated import Seated, exchange_boxes, take_over
 from distbelief.strategies.mesh.snapshots import Forms, Snapshots
 from distbelief.strategies.mesh.wires import Wires
+from distbelief.strategies.tables.embedding import settle
 from distbelief.strategies.tileoptimizer import Recipe
 
 _SMALL_MODEL_BYTES = 64 << 20

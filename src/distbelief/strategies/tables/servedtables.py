@@ -18,9 +18,9 @@ from distbelief.comm.serverclient import ServerClient, Stop
 from distbelief.comm.serverwords import Contents, Letter, Question, Read
 from distbelief.comm.tablewords import Count, Counted, Numbers, Pull, Pulled, RowGradient, ShardRows
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.embedding import BLOCK_ROWS, EmbeddingTable, RowGradients
-from distbelief.strategies.rowmessages import divided
-from distbelief.strategies.tablespecs import TableSpec, part_of
+from distbelief.strategies.tables.embedding import BLOCK_ROWS, EmbeddingTable, RowGradients
+from distbelief.strategies.tables.rowmessages import divided
+from distbelief.strategies.tables.tablespecs import TableSpec, part_of
 
 ANY = -1
 """In place of a version: whatever there is."""

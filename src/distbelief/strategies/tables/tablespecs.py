@@ -17,10 +17,10 @@ from torch import optim
 
 from distbelief.errors import JobError
 from distbelief.job import Job
-from distbelief.strategies.embedding import tables_of
-from distbelief.strategies.rowbuckets import BUCKETS, buckets_of
-from distbelief.strategies.rowinit import TableForm
-from distbelief.strategies.rowoptimizers import RowOptimizer
+from distbelief.strategies.tables.embedding import tables_of
+from distbelief.strategies.tables.rowbuckets import BUCKETS, buckets_of
+from distbelief.strategies.tables.rowinit import TableForm
+from distbelief.strategies.tables.rowoptimizers import RowOptimizer
 
 
 @dataclass(frozen=True)

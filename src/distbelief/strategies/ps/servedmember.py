@@ -24,9 +24,9 @@ from distbelief.strategies.base import Applied, Fetch, Portion, RolledBack, Seat
 from distbelief.strategies.committed import CommittedModel
 from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.named import TilePortion, outside_of_tiles, whole_entries
-from distbelief.strategies.savedtables import PortionWithTables
-from distbelief.strategies.servedtables import ServedTables
-from distbelief.strategies.slicing import SliceShape, cut
+from distbelief.strategies.ps.slicing import SliceShape, cut
+from distbelief.strategies.tables.savedtables import PortionWithTables
+from distbelief.strategies.tables.servedtables import ServedTables
 from distbelief.strategies.tileoptimizer import Recipe
 
 REMEMBERED = 1024  # steps, as the servers remember

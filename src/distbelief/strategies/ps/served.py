@@ -45,11 +45,11 @@ from distbelief.strategies.base import (
     Fetch as FetchBatch,
 )
 from distbelief.strategies.compute import ShardComputer
-from distbelief.strategies.embedding import RowGradients
 from distbelief.strategies.partials import Partials, ShardWork
-from distbelief.strategies.servedmember import AlreadyCopied, ServedMember
-from distbelief.strategies.servedtables import ServedTables
-from distbelief.strategies.slicing import SliceShape
+from distbelief.strategies.ps.servedmember import AlreadyCopied, ServedMember
+from distbelief.strategies.ps.slicing import SliceShape
+from distbelief.strategies.tables.embedding import RowGradients
+from distbelief.strategies.tables.servedtables import ServedTables
 from distbelief.strategies.takeover import StepWork, plan_step, plan_takeover
 from distbelief.strategies.tileoptimizer import Recipe
 from distbelief.strategies.verdict import INTEGERS, judge_rows

@@ -18,7 +18,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from distbelief.errors import JobError
-from distbelief.strategies.rowbuckets import mixed
+from distbelief.strategies.tables.rowbuckets import mixed
 
 KINDS = ("normal", "uniform", "zeros")
 _LN2 = np.float32(math.log(2.0))

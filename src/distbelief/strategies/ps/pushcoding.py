@@ -16,7 +16,7 @@ from distbelief.comm.compression.option import long_form
 from distbelief.comm.compression.spec import parse_codec
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.layout import Layout
-from distbelief.strategies.slicing import SliceShape
+from distbelief.strategies.ps.slicing import SliceShape
 
 _LINE = 64
 

@@ -24,8 +24,8 @@ from typing import Literal
 import msgspec
 
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.strategies.linesearch import Outcome, strong_wolfe
-from distbelief.strategies.vectors import Pair, Term, Vectors
+from distbelief.strategies.search.linesearch import Outcome, strong_wolfe
+from distbelief.strategies.search.vectors import Pair, Term, Vectors
 
 Evaluate = Callable[[str, str], float]
 """Takes the name of a point and that of a vector for the gradient there; gives the loss."""

@@ -37,17 +37,17 @@ from distbelief.shards import Schedule
 from distbelief.strategies.base import Applied, Seat, StepResult, Takeover
 from distbelief.strategies.base import Fetch as FetchBatch
 from distbelief.strategies.compute import ShardComputer
-from distbelief.strategies.lbfgs import Settings, State, begin, explain, iterate
 from distbelief.strategies.named import whole_entries
-from distbelief.strategies.portionsums import PortionSums
+from distbelief.strategies.ps.servedmember import AlreadyCopied, ServedMember
+from distbelief.strategies.ps.slicing import parameter_stretch
 from distbelief.strategies.sandblaster import Sandblaster
-from distbelief.strategies.servedmember import AlreadyCopied, ServedMember
-from distbelief.strategies.servedtables import ServedTables
-from distbelief.strategies.servedvectors import ServedVectors
-from distbelief.strategies.shownvalues import ShownValues
-from distbelief.strategies.slicing import parameter_stretch
+from distbelief.strategies.search.lbfgs import Settings, State, begin, explain, iterate
+from distbelief.strategies.search.portionsums import PortionSums
+from distbelief.strategies.search.servedvectors import ServedVectors
+from distbelief.strategies.search.shownvalues import ShownValues
+from distbelief.strategies.search.vectorportions import STATE, VectorPortion, state_bytes, state_of, vectors_of
+from distbelief.strategies.tables.servedtables import ServedTables
 from distbelief.strategies.tileoptimizer import Recipe
-from distbelief.strategies.vectorportions import STATE, VectorPortion, state_bytes, state_of, vectors_of
 
 START = "start"
 """The vector with which a search begins."""

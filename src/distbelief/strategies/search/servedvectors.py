@@ -11,7 +11,7 @@ from functools import partial
 from distbelief.comm.serverclient import ServerClient, Stop
 from distbelief.comm.serverwords import Letter, Question
 from distbelief.comm.vectorwords import Combine, Command, Copy, Do, Drop, Finish, Produced, Products, Show, first_number
-from distbelief.strategies.vectors import Pair, Term, add_partials
+from distbelief.strategies.search.vectors import Pair, Term, add_partials
 
 
 class ServedVectors:

@@ -21,9 +21,9 @@ from distbelief.checkpoint.sources import MODEL
 from distbelief.comm.segment import Segment
 from distbelief.strategies.base import Saved
 from distbelief.strategies.layout import Layout
-from distbelief.strategies.lbfgs import State
 from distbelief.strategies.named import TilePlace
-from distbelief.strategies.slicing import SliceShape, parameter_stretch
+from distbelief.strategies.ps.slicing import SliceShape, parameter_stretch
+from distbelief.strategies.search.lbfgs import State
 
 STATE = "lbfgs/state"
 

@@ -25,15 +25,15 @@ from distbelief.checkpoint.sources import MODEL
 from distbelief.comm.segment import Segment
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.base import Portion, Saved
-from distbelief.strategies.tablespecs import PartArray, PartShape, TableSpec, part_of
+from distbelief.strategies.tables.tablespecs import PartArray, PartShape, TableSpec, part_of
 
 Arrays = dict[str, torch.Tensor]
 
 
 def tensor_name(spec: TableSpec, key: str) -> str:
     """
-    >>> from distbelief.strategies.rowinit import TableForm
-    >>> from distbelief.strategies.rowoptimizers import RowOptimizer
+    >>> from distbelief.strategies.tables.rowinit import TableForm
+    >>> from distbelief.strategies.tables.rowoptimizers import RowOptimizer
     >>> users = TableSpec("users", TableForm("", 10, 2), RowOptimizer("adagrad", 0.1))
     >>> tensor_name(users, "rows"), tensor_name(users, "sum")
     ('model/users.rows', 'optimizer/sum/users.values')

@@ -17,20 +17,20 @@ from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.agreement import agree_on_state
-from distbelief.strategies.asynchronous import AsynchronousReplica, free_slots
 from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
-from distbelief.strategies.compressedpushes import CompressedPushes
-from distbelief.strategies.embedding import on_servers
 from distbelief.strategies.layout import Layout
 from distbelief.strategies.parameterserver import ParameterServer
 from distbelief.strategies.prepared import PreparedAllReduce
+from distbelief.strategies.ps.asynchronous import AsynchronousReplica, free_slots
+from distbelief.strategies.ps.compressedpushes import CompressedPushes
+from distbelief.strategies.ps.served import ServedReplica
+from distbelief.strategies.ps.servedhelping import HelpingReplica
+from distbelief.strategies.ps.slicing import SliceShape, cut
 from distbelief.strategies.replica import DataParallelReplica
-from distbelief.strategies.served import ServedReplica
-from distbelief.strategies.servedhelping import HelpingReplica
-from distbelief.strategies.servedtables import ServedTables
-from distbelief.strategies.slicing import SliceShape, cut
 from distbelief.strategies.state import ReplicaState
-from distbelief.strategies.tablespecs import parts_for, specs_of
+from distbelief.strategies.tables.embedding import on_servers
+from distbelief.strategies.tables.servedtables import ServedTables
+from distbelief.strategies.tables.tablespecs import parts_for, specs_of
 from distbelief.strategies.tileoptimizer import Recipe
 
 

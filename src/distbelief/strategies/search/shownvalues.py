@@ -12,7 +12,7 @@ from distbelief.comm.segment import Segment
 from distbelief.comm.served import ServedGroup
 from distbelief.comm.serverwords import Fetch, Fetched, Letter, Question
 from distbelief.strategies.compute import ShardComputer
-from distbelief.strategies.slicing import SliceShape
+from distbelief.strategies.ps.slicing import SliceShape
 
 AGAIN_S = 0.01
 

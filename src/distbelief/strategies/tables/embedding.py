@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from distbelief.comm.memfd import free_memory_bytes
 from distbelief.errors import JobError
-from distbelief.strategies.rowinit import RowInit, TableForm
-from distbelief.strategies.rowsums import added_up
+from distbelief.strategies.tables.rowinit import RowInit, TableForm
+from distbelief.strategies.tables.rowsums import added_up
 
 if TYPE_CHECKING:
     from distbelief.job import OptimizerFactory

@@ -44,10 +44,10 @@ from distbelief.shards import Schedule, mix, shard_seed
 from distbelief.strategies.base import Applied, NonFiniteLoss, Seat, Takeover, Task
 from distbelief.strategies.base import Fetch as FetchBatch
 from distbelief.strategies.compute import ShardComputer
-from distbelief.strategies.embedding import RowGradients, added_rows
 from distbelief.strategies.parameterserver import ParameterServer
-from distbelief.strategies.servedmember import AlreadyCopied, ServedMember
-from distbelief.strategies.servedtables import ANY, ServedTables
+from distbelief.strategies.ps.servedmember import AlreadyCopied, ServedMember
+from distbelief.strategies.tables.embedding import RowGradients, added_rows
+from distbelief.strategies.tables.servedtables import ANY, ServedTables
 from distbelief.strategies.tileoptimizer import Recipe
 
 

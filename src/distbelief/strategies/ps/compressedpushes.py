@@ -20,15 +20,15 @@ from distbelief.comm.served import ServedGroup
 from distbelief.comm.serverwords import Gradient, Lease
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Schedule
-from distbelief.strategies.asynchronous import AsynchronousReplica
 from distbelief.strategies.base import BeginFrom, Portion, Seat
 from distbelief.strategies.base import Fetch as FetchBatch
 from distbelief.strategies.compressed import RESIDUAL, OwingPortion, compressing
 from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.parameterserver import ParameterServer
-from distbelief.strategies.pushcoding import PushCoding
-from distbelief.strategies.servedmember import AlreadyCopied
-from distbelief.strategies.servedtables import ServedTables
+from distbelief.strategies.ps.asynchronous import AsynchronousReplica
+from distbelief.strategies.ps.pushcoding import PushCoding
+from distbelief.strategies.ps.servedmember import AlreadyCopied
+from distbelief.strategies.tables.servedtables import ServedTables
 from distbelief.strategies.tileoptimizer import Recipe
 
 _HEAD = 4096

@@ -13,7 +13,7 @@ from distbelief.errors import JobError
 from distbelief.shards import Range, split
 from distbelief.strategies.base import Fetch
 from distbelief.strategies.compute import ShardComputer, ShardResult
-from distbelief.strategies.wholedata import portion_seed
+from distbelief.strategies.search.wholedata import portion_seed
 
 Losses = list[tuple[float, float]]
 

@@ -19,13 +19,13 @@ from distbelief.strategies.agreement import agree_on_state
 from distbelief.strategies.base import BeginFrom, Fetch, Saved, Seat, nothing_saved
 from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.layout import Layout
-from distbelief.strategies.portionsums import require_steady
 from distbelief.strategies.prepared import PreparedModel
+from distbelief.strategies.ps.slicing import SliceShape, cut
 from distbelief.strategies.sandblaster import Sandblaster
-from distbelief.strategies.searching import SearchingMember
-from distbelief.strategies.slicing import SliceShape, cut
+from distbelief.strategies.search.portionsums import require_steady
+from distbelief.strategies.search.searching import SearchingMember
+from distbelief.strategies.search.wholedata import levels
 from distbelief.strategies.state import ReplicaState
-from distbelief.strategies.wholedata import levels
 
 VECTORS_BESIDES = 6  # two points, three gradients, the sum of one
 

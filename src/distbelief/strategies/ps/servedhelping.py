@@ -22,8 +22,8 @@ from distbelief.strategies.base import Fetch as FetchBatch
 from distbelief.strategies.base import Seat, StepResult
 from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.partials import ShardWork, reached, slots_needed
-from distbelief.strategies.served import ServedReplica, measure_step
-from distbelief.strategies.servedtables import ServedTables
+from distbelief.strategies.ps.served import ServedReplica, measure_step
+from distbelief.strategies.tables.servedtables import ServedTables
 from distbelief.strategies.tileoptimizer import Recipe
 
 PATIENCE = 1.5

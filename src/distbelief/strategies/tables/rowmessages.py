@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.embedding import RowGradients
-from distbelief.strategies.tablespecs import part_of
+from distbelief.strategies.tables.embedding import RowGradients
+from distbelief.strategies.tables.tablespecs import part_of
 
 
 @dataclass(frozen=True)
