@@ -99,7 +99,9 @@ def test_a_checkpoint_on_demand(start: Start, distbelief: Cli, tmp_path: Path, b
     told = distbelief("checkpoint", "run")
     assert told.status == 0, told
     (first,) = sealed(run_dir)
-    assert told.stderr == f"a checkpoint of step {first} will be saved\n"
+    named = int(told.stderr.removeprefix("a checkpoint of step ").split()[0])
+    assert told.stderr == f"a checkpoint of step {named} will be saved, or of one soon after\n"
+    assert named <= first < 100  # members may have passed that step before they heard of it
     assert told.stdout.startswith(f"saved {run_dir}/checkpoints/step-{first:09d} (")
     answer = distbelief("checkpoint", "run", "--json")
     second = sealed(run_dir)[0]

@@ -32,17 +32,25 @@ Wait = Callable[[Callable[[], object]], None]
 @pytest.fixture(scope="module")
 def service() -> Iterator[str]:
     """One for the tests that disturb each other in nothing."""
+    others = set(psutil.Process().children(recursive=True))
     with kv.serve(servers=2) as address:
         yield address
-        here = [process for process in psutil.Process().children(recursive=True) if process.is_running()]
+        here = [process for process in psutil.Process().children(recursive=True) if process not in others]
     _, alive = psutil.wait_procs(here, timeout=10)
     assert alive == [], "processes are left"
     assert not Path(address).parent.exists()
 
 
+def command(process: psutil.Process) -> list[str]:
+    """Of one that is alive."""
+    with contextlib.suppress(psutil.Error):
+        return list(process.cmdline())
+    return []
+
+
 def servers(above: psutil.Process) -> list[psutil.Process]:
     """Whoever the warm process has forked."""
-    found = [child for child in above.children(recursive=True) if "distbelief.engines.zygote" in child.cmdline()]
+    found = [child for child in above.children(recursive=True) if "distbelief.engines.zygote" in command(child)]
     pids = {one.pid for one in found}
     return [child for child in found if child.ppid() in pids]
 
@@ -78,7 +86,7 @@ def test_counts_are_exact_while_servers_are_killed(service: str, tmp_path: Path,
 
 def shared_values(above: psutil.Process) -> int:
     """How many pieces of memory are kept in the name of servers."""
-    (warden,) = [child for child in above.children() if "distbelief.kv" in child.cmdline()]
+    (warden,) = [child for child in above.children() if "distbelief.kv" in command(child)]
     kept = 0
     for fd in Path(f"/proc/{warden.pid}/fd").iterdir():
         with contextlib.suppress(OSError):

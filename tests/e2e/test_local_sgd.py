@@ -229,7 +229,7 @@ def test_verify(distbelief: Cli) -> None:
     one = ["--strategy", "local_sgd:1:replicas=1", "--against", "allreduce", "--tolerance", "1e-6"]
     assert distbelief("verify", *job, *one, "--json").json["verdict"] in ("identical", "equal")
     other = distbelief("verify", *job, "--strategy", "local_sgd:4", "--against", "allreduce")
-    assert (other.status, "by its nature" in other.stdout) == (1, True), other
+    assert (other.status, "by their nature" in other.stdout) == (1, True), other
 
 
 def test_more_replicas_than_shards_is_one_clear_error(distbelief: Cli) -> None:

@@ -47,7 +47,10 @@ def requested(state: State, event: m.CheckpointRequested, now: float) -> Result:
         outputs = []
     step = state.saves.asked
     assert step is not None
-    return state, [*outputs, _answer(state, True, f"a checkpoint of step {step} will be saved", step)]
+    return state, [
+        *outputs,
+        _answer(state, True, f"a checkpoint of step {step} will be saved, or of one soon after", step),
+    ]
 
 
 def stop_after_save(state: State, reason: str, now: float) -> Result:
