@@ -17,6 +17,7 @@ Start = Callable[..., Run]
 Wait = Callable[[Callable[[], object]], None]
 
 STEPS = 180  # of 0.6 s each while a test needs time: for a host to be missed, and to come back
+MEASURED = 7  # steps: then the coordinator knows how long one takes, and misses a host sooner than in the beginning
 
 
 class Lab:
@@ -164,7 +165,7 @@ def test_slow_and_lossy_links(start: Start, lab: Lab, tmp_path: Path, wait_until
 def test_a_cut_cable_and_its_mending(start: Start, lab: Lab, tmp_path: Path, wait_until: Wait, alone: str) -> None:
     """The others go on without the host that is cut off; when it is back, it finds itself left behind, and rejoins."""
     cluster = Cluster(start, lab, tmp_path, wait_until)
-    cluster.progresses()
+    cluster.progresses(MEASURED)
     lab.cut(3)
     wait_until(lambda: cluster.records("estranged"))
     cluster.progresses()
@@ -178,7 +179,7 @@ def test_a_cut_cable_and_its_mending(start: Start, lab: Lab, tmp_path: Path, wai
 def test_a_host_that_dies(start: Start, lab: Lab, tmp_path: Path, wait_until: Wait, alone: str) -> None:
     """No engine there tells of it, and no connection is reset: the machine is simply gone."""
     cluster = Cluster(start, lab, tmp_path, wait_until)
-    cluster.progresses()
+    cluster.progresses(MEASURED)
     lab.cut(2)
     gone = cluster.guests.pop(0)
     gone.kill()
