@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,20 +60,30 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def ours_command(task: Task, run_dir: Path, shards: int = WORKERS, strategy: str = "allreduce") -> Command:
+def ours_command(
+    task: Task, run_dir: Path, shards: int = WORKERS, strategy: str = "allreduce", batch: int = 0
+) -> Command:
     return [
         sys.executable, "-m", "distbelief.cli.main", "train", str(BENCH / "workloads.py"),
         "--workers", str(WORKERS), "--strategy", strategy, "--threads", "1", "--run-dir", str(run_dir), "--json",
         "--set", f"workload={task.workload}", "--set", f"steps={task.steps}", "--set", f"shards={shards}",
+        "--set", f"batch={batch}",
     ]  # fmt: skip
 
 
-def ours(task: Task, shards: int = WORKERS, strategy: str = "allreduce") -> Measured:
+def ours_freely(task: Task, strategy: str) -> Measured:
+    """Where nobody waits: an update is one worker's batch, so a step of the others is as many of them as workers."""
+    each = Task(task.workload, task.steps * WORKERS, task.warm_up * WORKERS)
+    found = ours(each, WORKERS, strategy, WORKLOADS[task.workload].batch_per_worker)
+    return replace(found, samples_per_s=found.samples_per_s / WORKERS)
+
+
+def ours(task: Task, shards: int = WORKERS, strategy: str = "allreduce", batch: int = 0) -> Measured:
     """A whole run of DistBelief. Times are those of the committed steps in its metrics."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         began, bystanders = time.time(), Bystanders()
-        (output,) = run([ours_command(task, run_dir, shards, strategy)])
+        (output,) = run([ours_command(task, run_dir, shards, strategy, batch)])
         others = bystanders.share()
         result = json.loads(output.splitlines()[-1])
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -77,7 +77,7 @@ def compare(console: Console, task: Task, repetitions: int, python: str) -> dict
         TCP: lambda: drivers.ours(task, strategy="ps:sync:servers=1:tcp"),
         PEER: lambda: _peer(task),
         IDEAL: lambda: drivers.ideal(task, ["fused"])["fused"],
-        ASYNC: lambda: drivers.ours(task, strategy="ps:async:servers=1"),
+        ASYNC: lambda: drivers.ours_freely(task, "ps:async:servers=1"),
     }
     if python:
         actors[TENSORFLOW] = lambda: tensorflow.measure(task, python)

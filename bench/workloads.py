@@ -38,8 +38,9 @@ class Workload:
         return self.batch_per_worker * WORKERS
 
 
-def job(workload: str = "mlp", steps: int = 100, shards: int = WORKERS) -> Job:
-    """`distbelief train bench/workloads.py --set workload=gpt --set steps=20 --set shards=2`"""
+def job(workload: str = "mlp", steps: int = 100, shards: int = WORKERS, batch: int = 0) -> Job:
+    """`distbelief train bench/workloads.py --set workload=gpt --set steps=20 --set shards=2`
+    `batch`: samples of a step, if not the workload's."""
     if workload not in WORKLOADS:
         raise JobError(f"there is no workload '{workload}'", hint=f"one of {', '.join(WORKLOADS)}")
     chosen = WORKLOADS[workload]
@@ -49,7 +50,7 @@ def job(workload: str = "mlp", steps: int = 100, shards: int = WORKERS) -> Job:
         loss=chosen.loss,
         optimizer=lambda parameters: chosen.optimizer(parameters),
         data=chosen.data(),
-        global_batch=chosen.global_batch,
+        global_batch=batch or chosen.global_batch,
         steps=steps,
         shards=shards,
         seed=SEED,
