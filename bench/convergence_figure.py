@@ -41,7 +41,9 @@ def draw(content: dict[str, Any], path: Path) -> None:
             axis.set_title(title, fontsize=10, loc="left")
             axis.grid(True, which="both", color="#e5e5e5", linewidth=0.6)
             axis.spines[["top", "right"]].set_visible(False)
-            axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
+            axis.xaxis.set_major_formatter(
+                FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+            )
             axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axis.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes[row][0].set_ylabel("loss on test images")
