@@ -74,7 +74,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 @pytest.mark.parametrize(
     ("workers", "strategy"),
-    [(1, "ps:sync:servers=1"), (4, "ps:sync:servers=3"), (2, "ps:sync:tcp")],
+    [(1, "ps:sync:servers=1"), (4, "ps:sync:servers=3"), (7, "ps:sync:tcp")],  # 7: each has one shard
 )
 def test_the_weights_of_allreduce(
     distbelief: Cli, undisturbed: Callable[..., str], workers: int, strategy: str

@@ -127,7 +127,7 @@ class ServerClient:
         else:
             source, sequence = -1, self._sequences.get(number, -1) + 1
             self._sequences[number] = sequence
-        message = Push(self._client, sequence, number, content)
+        message = Push(self._client, sequence, number, content, self.life)
         self._changes[number, source, sequence] = self._queued(Letter(message, payload), number)
         return sequence
 
@@ -203,8 +203,8 @@ class ServerClient:
         return _Sent(letter, number, server, time.monotonic())
 
     def _wait(self, done: Callable[[], bool], abort: Stop, idle: Idle | None = None) -> None:
-        self.flush()
         self._adopt()
+        self.flush()
         idle_at = time.monotonic() if idle else float("inf")
         try:
             while not done():
@@ -268,6 +268,7 @@ class ServerClient:
         if begins_anew:
             self._changes.clear()
             self._questions.clear()
+            self._outbox.clear()
             raise Aborted("the parameters begin anew from a checkpoint")
         self._send_again(float("inf"), moved_only=True)
 

@@ -195,6 +195,9 @@ class Push(Struct, frozen=True, tag=True):
     """With the client, the name of the change: it is applied once, however often it comes."""
     slice: int
     content: Content
+    life: int = 0
+    """That of the slices, by the sender's map; 0: it has none yet. What was meant for slices that have begun anew since
+    counts for nothing."""
 
 
 class Fetch(Struct, frozen=True, tag=True):
@@ -315,7 +318,8 @@ _to_client = msgspec.msgpack.Decoder(list[ToClient])
 
 @dataclass(frozen=True)
 class Letter:
-    """A message, and the bytes that go with it. (A view of them: they must stay as they are until it is sent.)"""
+    """A message, and the bytes that go with it. (A view of them: they must stay as they are until it is sent;
+    where values are given away that may change meanwhile, the slice says why that does no harm.)"""
 
     message: Any
     payload: Any = None

@@ -66,7 +66,7 @@ def _staying(state: State) -> list[int]:
 def _problem(state: State, wanted: int) -> str:
     """Why it cannot be."""
     if not state.fleet.target:
-        return "this run has no parameter servers: its strategy is not ps"
+        return "this run has no parameter servers: its strategy has none"
     if not 1 <= wanted <= MOST:
         return f"a run has 1 to {MOST:,} parameter servers, not {wanted:,}"
     if state.phase != "training" or state.fleet.placement is None:

@@ -1,4 +1,4 @@
-"""Which update is with whom, as a slice among slices: replicated as the parameters are, on the first server.
+"""Which update is with whom, as a slice among slices: replicated as the parameters are.
 
 It is a `Store` (see holding.py) around the pure ledger of leases.py. The answer to a question for an update is part of
 what the question changes, so it is kept until the same worker asks again.

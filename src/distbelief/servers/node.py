@@ -33,6 +33,8 @@ from distbelief.servers.wire import CopySent, Forwarded, TookChange
 ToClient = tuple[bytes, Letter]
 """The identity of a client's socket, and what it is told."""
 ToServer = tuple[int, Letter]
+REACHED = 4
+"""Versions of which it is known which change led to them."""
 
 
 @dataclass
@@ -122,7 +124,10 @@ class ServerNode:
                 self._from_peer(message, letter.payload, out)
             case Push():
                 held = self._held.get(message.slice)
-                if held is None or not held.holding.is_primary:
+                life = self._map.life if self._map else 0
+                if 0 < message.life < life:
+                    return out  # its sender will hear that all has begun anew
+                if held is None or not held.holding.is_primary or message.life > life:
                     out.clients.append((sender, Letter(Refused(message.slice, self.version))))
                     return out
                 content = message.content
@@ -175,7 +180,8 @@ class ServerNode:
         version = held.store.version
         if version not in held.reached:
             held.reached[version] = held.holding.last[1]
-            held.reached.pop(version - 4, None)
+            while len(held.reached) > REACHED:
+                del held.reached[next(iter(held.reached))]
         self._perform(number, outputs, out)
         self._answer(number, out)
 

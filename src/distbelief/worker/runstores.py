@@ -41,8 +41,8 @@ class RunStores(SliceSource):
         self._shapes = prepared.slices()
         self.sizes = [shape.size_bytes for shape in self._shapes]
         self._table_slices, parts = prepared.table_slices(), prepared.table_parts
-        if parts:  # how many rows there will be, nobody knows: all parts weigh the same
-            self.sizes += [sum(table.size_bytes for table in prepared.tables) // parts] * parts
+        # How many rows there will be, nobody knows: a part weighs as much as another slice, so that all are spread.
+        self.sizes += [sum(self.sizes) // len(self.sizes)] * parts
         self._ledger = len(self.sizes)
         if not self._strategy.waits:
             self.sizes.append(LEDGER_BYTES)

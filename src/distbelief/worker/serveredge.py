@@ -95,7 +95,6 @@ class ServerEdge:
         self._map: ServerMap | None = None
         self._epoch = 0
         self._ended = False
-        self._terminated = False
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
 
     def serve(self, slices: Slices) -> None:

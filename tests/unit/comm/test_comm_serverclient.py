@@ -104,8 +104,8 @@ def test_pushes_are_numbered_by_slice_and_settle_when_answered(servers: list[Pla
         client.push(number, Go(5, 1.0))
     waiting = Waiting(lambda: client.settle(Abort()))
     first = [letter.message for letter in servers[0].heard()]
-    assert first == [Push(3, 0, 0, Go(5, 1.0)), Push(3, 1, 0, Go(5, 1.0))]
-    assert [letter.message for letter in servers[1].heard()] == [Push(3, 0, 1, Go(5, 1.0))]
+    assert first == [Push(3, 0, 0, Go(5, 1.0), 1), Push(3, 1, 0, Go(5, 1.0), 1)]
+    assert [letter.message for letter in servers[1].heard()] == [Push(3, 0, 1, Go(5, 1.0), 1)]
     servers[0].say(Answered(0, 0), Answered(0, 1))
     servers[1].say(Answered(1, 0))
     waiting.end()
@@ -201,6 +201,21 @@ def test_a_wait_is_given_up_with_its_generation(servers: list[Played], client: S
     assert client.version == 2
 
 
+def test_what_was_not_sent_before_all_began_anew_is_never_sent(servers: list[Played], client: ServerClient) -> None:
+    client.learn(map_of(servers, [0]))
+    client.slices(Abort())
+    client.push(0, Go(1, 1.0))
+    client.learn(map_of(servers, [0], version=2, life=2))
+    with pytest.raises(Aborted, match="begin anew"):
+        client.settle(Abort())
+    client.restart()
+    client.push(0, Go(2, 1.0))
+    waiting = Waiting(lambda: client.settle(Abort()))
+    assert [letter.message for letter in servers[0].heard()] == [Push(3, 1, 0, Go(2, 1.0), 2)]
+    servers[0].say(Answered(0, 1))
+    waiting.end()
+
+
 def test_a_new_generation_does_not_wait_for_what_the_last_one_sent(servers: list[Played], client: ServerClient) -> None:
     client.learn(map_of(servers, [0]))
     client.slices(Abort())
@@ -209,6 +224,6 @@ def test_a_new_generation_does_not_wait_for_what_the_last_one_sent(servers: list
     client.settle(Abort())
     client.push(0, Go(2, 1.0))
     waiting = Waiting(lambda: client.settle(Abort()))
-    assert [letter.message for letter in servers[0].heard()] == [Push(3, 1, 0, Go(2, 1.0))]  # the number goes on
+    assert [letter.message for letter in servers[0].heard()] == [Push(3, 1, 0, Go(2, 1.0), 1)]  # the number goes on
     servers[0].say(Answered(0, 1))
     waiting.end()

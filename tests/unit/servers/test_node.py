@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from msgspec.structs import replace
 from served_parts import SHARDS, Kit
 
 from distbelief.comm.messages import ServerMap
@@ -80,6 +81,17 @@ def test_one_that_is_not_primary_refuses(kit: Kit) -> None:
     for server in (node(kit, 1, map_of(kit, 0, 1)), node(kit, 2, map_of(kit, 0, 1)), node(kit, 1)):
         for letter in (push(kit), Letter(Look(1, 0)), Letter(Fetch(1, 0, 1)), Letter(Read(1, 0, 0))):
             assert told(server.receive(letter, WORKER)) == [Refused(0, server.version)]
+
+
+def test_what_was_meant_for_another_life_counts_for_nothing(kit: Kit) -> None:
+    """A worker pushes while all parameters begin anew: before it has heard of it, or before the server has."""
+    server = node(kit, 0, map_of(kit, 0, version=3, life=2))
+    late, early = (Letter(replace(push(kit).message, life=life), push(kit).payload) for life in (1, 3))
+    assert told(server.receive(late, WORKER)) == []
+    assert told(server.receive(early, WORKER)) == [Refused(0, 3)]
+    assert told(server.receive(Letter(Look(1, 0)), WORKER))[0].nodes == []  # type: ignore[attr-defined]
+    right = Letter(replace(push(kit).message, life=2), push(kit).payload)
+    assert told(server.receive(right, WORKER)) == [Answered(0, 0)]
 
 
 def test_alone_it_answers_at_once(kit: Kit) -> None:

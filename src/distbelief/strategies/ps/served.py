@@ -79,8 +79,11 @@ class ServedReplica(ServedMember):
         """(partial sum, slice) of this step."""
         self._slice_of = {tile: shape.number for shape in self._slices for tile in shape.tiles}
         # Over a network bytes travel while the rest is computed. In shared memory nothing travels, and the processor
-        # is better left to those who compute.
-        self._pushes_early = not exchange.maps
+        # is better left to those who compute. The first slice goes last, with what is known at the end, and buffers
+        # are only known then.
+        last = computer.layout.parameter_tiles
+        early = [] if exchange.maps else [shape for shape in self._slices[1:] if shape.tiles.stop <= last]
+        self._early = {shape.number for shape in early}
         self._ahead: tuple[int, Any] = (-1, None)
         self._work = lru_cache(maxsize=4)(self._plan)
         self._slot_tiles: dict[int, list[torch.Tensor]] = {}
@@ -169,7 +172,7 @@ class ServedReplica(ServedMember):
         partials = self._work_of(step).partials
         for unit in self._units(step):
             done = [(node, slot) for node, slot in partials.results.items() if _ends_with(node, unit, partials)]
-            self._compute_unit(step, unit, done if self._pushes_early else [])
+            self._compute_unit(step, unit, done if self._early else [])
 
     def _begin(self, step: int) -> None:
         """A step begins: for members that tell others."""
@@ -202,7 +205,7 @@ class ServedReplica(ServedMember):
             if done:
                 number = self._slice_of[tile]
                 left[number] -= 1
-                if number and not left[number]:  # the first one goes last, with what is known at the end
+                if not left[number] and number in self._early:
                     self._push_early(step, number, done)
 
         def loss_known(loss_sum: float, weight: float) -> None:

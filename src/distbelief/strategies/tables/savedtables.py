@@ -130,6 +130,13 @@ class SavedTables:
     def _all_rows(self, spec: TableSpec) -> NDArray[np.int64]:
         """As they were saved."""
         if self._is_dense(spec):
+            _, shape = self._forms[f"{MODEL}{spec.name}.weight"]
+            if shape != (spec.form.rows, spec.form.width):
+                raise DistBeliefError(
+                    f"the table '{spec.name}' was saved with {shape[0]:,} rows of {shape[1]} numbers, and is declared "
+                    f"with {spec.form.rows:,} of {spec.form.width}",
+                    hint="declare the table as it was when it was saved",
+                )
             return np.arange(spec.form.rows)
         name = tensor_name(spec, "rows")
         return self._tensors[name].numpy() if name in self._forms else np.zeros(0, np.int64)
