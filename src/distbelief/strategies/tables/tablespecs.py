@@ -30,11 +30,6 @@ class TableSpec:
     form: TableForm
     optimizer: RowOptimizer
 
-    @property
-    def size_bytes(self) -> int:
-        """If all rows were there."""
-        return 4 * self.form.rows * self.form.width
-
 
 def specs_of(model: torch.nn.Module, job: Job) -> list[TableSpec]:
     """The tables of a model that are on servers."""
