@@ -185,7 +185,7 @@ def test_two_neighbours_without_shared_memory_go_back_to_a_checkpoint(
     """They alone had a replica's optimizer state."""
     how = ["--strategy", "local_sgd:8:nesterov:gloo", "--workers", 3, "--save-every", 16]
     run = watched(*SMALL, *how)
-    run.after(40)
+    run.after(50)  # in the middle between two checkpoints: rounds are of 8 steps
     members = run.members()
     for worker in sorted(members)[:2]:
         run.signal(worker, signal.SIGKILL)
