@@ -17,21 +17,10 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
+from distbelief.comm.letters import Letter, pack, unpack_for_client
 from distbelief.comm.messages import ServerMap
 from distbelief.comm.network import dial
-from distbelief.comm.serverwords import (
-    RUN,
-    Answered,
-    Content,
-    Given,
-    Letter,
-    Push,
-    Question,
-    Refused,
-    is_update,
-    pack,
-    unpack_for_client,
-)
+from distbelief.comm.serverwords import RUN, Answered, Content, Given, Push, Question, Refused, is_update
 from distbelief.comm.words import Aborted
 from distbelief.errors import DistBeliefError
 

@@ -22,8 +22,8 @@ from distbelief.comm.kvwords import (
     PullKey,
     PullKeyRows,
 )
+from distbelief.comm.letters import Letter
 from distbelief.comm.serverclient import ServerClient, Stop
-from distbelief.comm.serverwords import Letter
 from distbelief.errors import DistBeliefError
 from distbelief.kv.buffers import LENT_BYTES, SMALLEST, Buffers
 from distbelief.kv.link import Link

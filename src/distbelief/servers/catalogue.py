@@ -22,7 +22,8 @@ from distbelief.comm.kvwords import (
     Stretch,
     Withdraw,
 )
-from distbelief.comm.serverwords import Given, Letter, Question
+from distbelief.comm.letters import Letter
+from distbelief.comm.serverwords import Given, Question
 from distbelief.servers.stores import Change, Snapshot, State
 from distbelief.servers.tensorbag import dtype_of
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from distbelief.comm.serverwords import Contents, Fetch, Fetched, Given, Gradient, Letter, Note, Question, Read
+from distbelief.comm.letters import Letter
+from distbelief.comm.serverwords import Contents, Fetch, Fetched, Given, Gradient, Note, Question, Read
 from distbelief.errors import DistBeliefError
 from distbelief.servers.delay import compensate
 from distbelief.servers.payloads import OpenSegment, gradient_and_values, with_bytes

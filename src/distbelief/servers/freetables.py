@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from distbelief.comm.serverwords import Letter, Question, Read
+from distbelief.comm.letters import Letter
+from distbelief.comm.serverwords import Question, Read
 from distbelief.comm.tablewords import Count, Numbers, Pull, RowGradient
 from distbelief.errors import DistBeliefError
 from distbelief.servers.stores import Change, Snapshot, State

@@ -24,8 +24,9 @@ from distbelief.comm.kvwords import (
     PullKeyRows,
     SetOptimizer,
 )
+from distbelief.comm.letters import Letter
 from distbelief.comm.segment import Segment
-from distbelief.comm.serverwords import Given, Letter, Question
+from distbelief.comm.serverwords import Given, Question
 from distbelief.servers.keystretch import DenseStretch, Part, TablePart
 from distbelief.servers.stores import Change, Snapshot, State
 from distbelief.servers.tensorbag import Kind, as_bytes, dtype_of, packed, unpacked

@@ -11,6 +11,7 @@ from collections import deque
 import msgspec
 import torch
 
+from distbelief.comm.letters import Letter
 from distbelief.comm.serverwords import (
     Ask,
     Complete,
@@ -19,7 +20,6 @@ from distbelief.comm.serverwords import (
     Gathered,
     Given,
     Lease,
-    Letter,
     Look,
     Looked,
     Members,

@@ -14,16 +14,9 @@ from typing import Any
 import torch
 
 from distbelief.comm.kvwords import Consult, PullKey, PullKeyRows
+from distbelief.comm.letters import Letter
 from distbelief.comm.messages import ServerMap
-from distbelief.comm.serverwords import (
-    RUN,
-    Answered,
-    Letter,
-    Push,
-    Question,
-    Refused,
-    is_update,
-)
+from distbelief.comm.serverwords import RUN, Answered, Push, Question, Refused, is_update
 from distbelief.errors import DistBeliefError
 from distbelief.servers import holding as h
 from distbelief.servers.applied import Applied

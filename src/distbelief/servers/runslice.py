@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from distbelief.comm.exchange import ROW, depth, tree_add
+from distbelief.comm.letters import Letter
 from distbelief.comm.serverwords import (
     Begun,
     Contents,
@@ -26,7 +27,6 @@ from distbelief.comm.serverwords import (
     Fetched,
     Given,
     Go,
-    Letter,
     Look,
     Looked,
     Measure,

@@ -12,7 +12,8 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from distbelief.comm.serverwords import Given, Letter, Look, Note, Question
+from distbelief.comm.letters import Letter
+from distbelief.comm.serverwords import Given, Look, Note, Question
 from distbelief.comm.vectorwords import (
     COUNTS,
     Begin,

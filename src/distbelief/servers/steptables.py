@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from distbelief.comm.exchange import ROW
-from distbelief.comm.serverwords import Contents, Go, Letter, Look, Looked, Measure, Measured, Question, Read
+from distbelief.comm.letters import Letter
+from distbelief.comm.serverwords import Contents, Go, Look, Looked, Measure, Measured, Question, Read
 from distbelief.comm.tablewords import Count, Counted, Numbers, Pull, Pulled, ShardRows
 from distbelief.errors import DistBeliefError
 from distbelief.job import Job

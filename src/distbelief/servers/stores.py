@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 from msgspec import Struct
 
-from distbelief.comm.serverwords import Content, Given, Letter, Question
+from distbelief.comm.letters import Letter
+from distbelief.comm.serverwords import Content, Given, Question
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from distbelief.comm.serverwords import Contents, Given, Letter, Read
+from distbelief.comm.letters import Letter
+from distbelief.comm.serverwords import Contents, Given, Read
 from distbelief.comm.tablewords import Count, Counted, Numbers, Pull, Pulled
 from distbelief.job import Job
 from distbelief.servers.stores import Change

@@ -17,8 +17,9 @@ import msgspec
 import numpy as np
 import torch
 
+from distbelief.comm.letters import Letter
 from distbelief.comm.segment import Segment
-from distbelief.comm.serverwords import VALUES_AT, Contents, Fetch, Fetched, Given, Letter, Node, Question
+from distbelief.comm.serverwords import VALUES_AT, Contents, Fetch, Fetched, Given, Node, Question
 from distbelief.comm.vectorwords import (
     COUNTS,
     Combine,

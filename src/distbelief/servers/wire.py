@@ -9,7 +9,8 @@ import msgspec
 import zmq
 from msgspec import Struct
 
-from distbelief.comm.serverwords import Content, FromClient, Letter, brings_bytes, together
+from distbelief.comm.letters import Letter, brings_bytes, together
+from distbelief.comm.serverwords import Content, FromClient
 from distbelief.servers.applied import Applied
 from distbelief.servers.stores import Snapshot
 

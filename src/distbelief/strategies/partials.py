@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from distbelief.shards import Range, cover, split
 
@@ -26,6 +27,19 @@ class Partials:
     work: tuple[ShardWork, ...]
     results: dict[Range, int]
     """Subtree -> the slot that holds its sum at the end."""
+
+    @cached_property
+    def complete_with(self) -> dict[int, list[tuple[Range, int]]]:
+        """Shard -> the subtrees whose sum is there once it is computed, and their slots.
+
+        >>> partial_sums(8, 8, (3, 8)).complete_with
+        {3: [((3, 4), 0)], 7: [((4, 8), 1)]}
+        """
+        found: dict[int, list[tuple[Range, int]]] = {}
+        for (first, end), slot in self.results.items():
+            last = max((one.shard for one in self.work if first <= one.shard < end), default=first)
+            found.setdefault(last, []).append(((first, end), slot))
+        return found
 
 
 def partial_sums(shards: int, occupied: int, mine: Range) -> Partials:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
+from distbelief.comm.letters import Letter, pack
 from distbelief.comm.messages import (
     EndRun,
     Event,
@@ -32,7 +33,6 @@ from distbelief.comm.messages import (
     encode,
 )
 from distbelief.comm.network import dial, host_of, protect
-from distbelief.comm.serverwords import Letter, pack
 from distbelief.errors import DistBeliefError
 from distbelief.servers.node import Out, ServerNode
 from distbelief.servers.stores import SliceStore

@@ -10,20 +10,10 @@ import pytest
 import zmq
 
 from distbelief.comm import serverclient
+from distbelief.comm.letters import Letter, pack
 from distbelief.comm.messages import ServerMap
 from distbelief.comm.serverclient import ServerClient
-from distbelief.comm.serverwords import (
-    Answered,
-    Fetch,
-    Fetched,
-    Go,
-    Letter,
-    Look,
-    Looked,
-    Push,
-    Refused,
-    pack,
-)
+from distbelief.comm.serverwords import Answered, Fetch, Fetched, Go, Look, Looked, Push, Refused
 from distbelief.comm.words import Abort, Aborted
 from distbelief.servers.wire import unpack
 

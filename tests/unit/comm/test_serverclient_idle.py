@@ -10,9 +10,10 @@ import msgspec
 import pytest
 import zmq
 
+from distbelief.comm.letters import Letter, pack
 from distbelief.comm.messages import ServerMap
 from distbelief.comm.serverclient import ServerClient
-from distbelief.comm.serverwords import FromClient, Letter, Look, Looked, Measure, Measured, Question, pack
+from distbelief.comm.serverwords import FromClient, Look, Looked, Measure, Measured, Question
 from distbelief.comm.words import Abort
 
 SECRET = b"secret"

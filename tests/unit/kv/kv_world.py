@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from distbelief.comm.kvwords import CATALOGUE, AddToKey, Dense, PlaceKey, PullKey
+from distbelief.comm.letters import Letter
 from distbelief.comm.messages import ServerMap
 from distbelief.comm.segment import Segment
-from distbelief.comm.serverwords import Answered, Letter, Push, Refused
+from distbelief.comm.serverwords import Answered, Push, Refused
 from distbelief.kv import watch
 from distbelief.servers.catalogue import Catalogue
 from distbelief.servers.keyslice import KeySlice

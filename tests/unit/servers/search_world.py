@@ -17,9 +17,10 @@ import torch
 from served_world import MAPS, World
 from torch import nn
 
+from distbelief.comm.letters import Letter
 from distbelief.comm.messages import ServerMap
 from distbelief.comm.segment import Segment
-from distbelief.comm.serverwords import VALUES_AT, Answered, Letter, Push, Refused
+from distbelief.comm.serverwords import VALUES_AT, Answered, Push, Refused
 from distbelief.comm.words import Abort, Aborted
 from distbelief.job import Job
 from distbelief.servers import placement

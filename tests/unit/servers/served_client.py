@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
+from distbelief.comm.letters import Letter
 from distbelief.comm.messages import ServerMap
-from distbelief.comm.serverwords import Answered, Letter, Push, Refused
+from distbelief.comm.serverwords import Answered, Push, Refused
 
 
 class Client:

@@ -12,7 +12,8 @@ from served_world import MAPS, World
 from table_parts import PARTS, SHARDS, Kit
 
 from distbelief.comm.exchange import Held, Source
-from distbelief.comm.serverwords import RUN, Answered, Go, Letter, Look, Measure, Push
+from distbelief.comm.letters import Letter
+from distbelief.comm.serverwords import RUN, Answered, Go, Look, Measure, Push
 from distbelief.comm.tablewords import Count, Pull
 from distbelief.servers import placement
 from distbelief.servers.freetables import FreeTables

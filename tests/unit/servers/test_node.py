@@ -9,6 +9,7 @@ import torch
 from msgspec.structs import replace
 from served_parts import SHARDS, Kit
 
+from distbelief.comm.letters import Letter
 from distbelief.comm.messages import ServerMap
 from distbelief.comm.serverwords import (
     Answered,
@@ -16,7 +17,6 @@ from distbelief.comm.serverwords import (
     Fetch,
     Fetched,
     Go,
-    Letter,
     Look,
     Measure,
     Measured,

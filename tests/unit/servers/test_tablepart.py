@@ -9,7 +9,8 @@ import pytest
 import torch
 from table_parts import PARTS, SHARDS, Kit
 
-from distbelief.comm.serverwords import Go, Letter, Look, Measure, Read
+from distbelief.comm.letters import Letter
+from distbelief.comm.serverwords import Go, Look, Measure, Read
 from distbelief.comm.tablewords import Count, Pull
 from distbelief.errors import DistBeliefError
 from distbelief.servers.steptables import StepTables

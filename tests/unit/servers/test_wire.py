@@ -6,13 +6,13 @@ import msgspec
 import pytest
 import zmq
 
+from distbelief.comm.letters import Letter, pack, unpack_for_client
 from distbelief.comm.serverwords import (
     Answered,
     Contents,
     Fetch,
     Fetched,
     Go,
-    Letter,
     Look,
     Looked,
     Measure,
@@ -23,8 +23,6 @@ from distbelief.comm.serverwords import (
     Read,
     Refused,
     StepPast,
-    pack,
-    unpack_for_client,
 )
 from distbelief.errors import DistBeliefError
 from distbelief.servers.applied import Applied

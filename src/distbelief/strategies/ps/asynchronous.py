@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distbelief.comm.letters import Letter
 from distbelief.comm.messages import RUN_ENDS
 from distbelief.comm.segment import Segment
 from distbelief.comm.served import ServedGroup
@@ -30,7 +31,6 @@ from distbelief.comm.serverwords import (
     Given,
     Gradient,
     Lease,
-    Letter,
     Look,
     Looked,
     Members,

@@ -17,22 +17,11 @@ import numpy as np
 import torch
 
 from distbelief.comm.exchange import ROW, Held, Source
+from distbelief.comm.letters import Letter
 from distbelief.comm.segment import Segment
 from distbelief.comm.served import ServedGroup
 from distbelief.comm.serverclient import Idle
-from distbelief.comm.serverwords import (
-    Fetch,
-    Fetched,
-    Go,
-    Letter,
-    Look,
-    Looked,
-    Measure,
-    Measured,
-    Node,
-    Note,
-    Question,
-)
+from distbelief.comm.serverwords import Fetch, Fetched, Go, Look, Looked, Measure, Measured, Node, Note, Question
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range, Schedule, shard_seed
 from distbelief.strategies.base import (
@@ -45,7 +34,7 @@ from distbelief.strategies.base import (
     Fetch as FetchBatch,
 )
 from distbelief.strategies.compute import ShardComputer
-from distbelief.strategies.partials import Partials, ShardWork
+from distbelief.strategies.partials import ShardWork
 from distbelief.strategies.ps.servedmember import AlreadyCopied, ServedMember
 from distbelief.strategies.ps.slicing import SliceShape
 from distbelief.strategies.tables.embedding import RowGradients
@@ -169,10 +158,9 @@ class ServedReplica(ServedMember):
         self._row_gradients.clear()
         self._begin(step)
         self._pushed.clear()
-        partials = self._work_of(step).partials
+        complete_with = self._work_of(step).partials.complete_with if self._early else {}
         for unit in self._units(step):
-            done = [(node, slot) for node, slot in partials.results.items() if _ends_with(node, unit, partials)]
-            self._compute_unit(step, unit, done if self._early else [])
+            self._compute_unit(step, unit, complete_with.get(unit.shard, []))
 
     def _begin(self, step: int) -> None:
         """A step begins: for members that tell others."""
@@ -348,11 +336,6 @@ def _on_all(looked: Sequence[Looked], shards: int) -> list[Range]:
         return [(0, shards)]
     there = [{shard for first, end in one.nodes for shard in range(first, end)} for one in looked]
     return [(shard, shard + 1) for shard in sorted(set.intersection(*there))]
-
-
-def _ends_with(node: Range, unit: ShardWork, partials: Partials) -> bool:
-    """Whether the unit is the last one of those that are added to the node."""
-    return unit.shard == max(one.shard for one in partials.work if node[0] <= one.shard < node[1])
 
 
 def _about(make: Callable[[int, int], Question], number: int, ticket: int) -> Question:

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from distbelief.comm.letters import Letter
 from distbelief.comm.segment import Segment
 from distbelief.comm.served import ServedGroup
 from distbelief.comm.serverclient import Stop
-from distbelief.comm.serverwords import Contents, Fetched, Letter, Question, Read
+from distbelief.comm.serverwords import Contents, Fetched, Question, Read
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Applied, Fetch, Portion, RolledBack, Seat, Task

@@ -14,9 +14,10 @@ from functools import partial
 
 import torch
 
+from distbelief.comm.letters import Letter
 from distbelief.comm.segment import Segment
 from distbelief.comm.served import ServedGroup
-from distbelief.comm.serverwords import Contents, Given, Letter, Look, Node, Note, Question
+from distbelief.comm.serverwords import Contents, Given, Look, Node, Note, Question
 from distbelief.comm.vectorwords import (
     Begin,
     Computed,

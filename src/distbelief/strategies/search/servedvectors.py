@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from distbelief.comm.letters import Letter
 from distbelief.comm.serverclient import ServerClient, Stop
-from distbelief.comm.serverwords import Letter, Question
+from distbelief.comm.serverwords import Question
 from distbelief.comm.vectorwords import Combine, Command, Copy, Do, Drop, Finish, Produced, Products, Show, first_number
 from distbelief.strategies.search.vectors import Pair, Term, add_partials
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from distbelief.comm.letters import Letter
 from distbelief.comm.segment import Segment
 from distbelief.comm.served import ServedGroup
-from distbelief.comm.serverwords import Fetch, Fetched, Letter, Question
+from distbelief.comm.serverwords import Fetch, Fetched, Question
 from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.ps.slicing import SliceShape
 

@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from distbelief.checkpoint.weights import Streamed
+from distbelief.comm.letters import Letter
 from distbelief.comm.serverclient import ServerClient, Stop
-from distbelief.comm.serverwords import Contents, Letter, Question, Read
+from distbelief.comm.serverwords import Contents, Question, Read
 from distbelief.comm.tablewords import Count, Counted, Numbers, Pull, Pulled, RowGradient, ShardRows
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.tables.embedding import BLOCK_ROWS, EmbeddingTable, RowGradients

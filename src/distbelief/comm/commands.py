@@ -1,0 +1,142 @@
+"""What the coordinator tells others, in the imperative."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from distbelief.comm.reports import Member, PastGeneration, ServerMap, WrittenPart
+
+
+class StartGeneration(Struct, frozen=True, tag=True):
+    epoch: int
+    generation: int
+    members: list[Member]
+    """In the order of their ranks. A worker that is not among them is a spare and waits."""
+    transport: str
+    """shm · gloo"""
+    past: list[PastGeneration] = []
+    """The newest first."""
+    reported: int = 0
+    """The coordinator knows of all steps before this one."""
+    sealed: int = 0
+    """The newest checkpoint."""
+    degrees: list[int] = []
+    """Of a mesh of members: pipeline, data, sharded, tensor. Empty: each has the whole model."""
+
+
+class Refuse(Struct, frozen=True, tag=True):
+    """This member may not take part; it prints the reason and exits."""
+
+    epoch: int
+    reason: str
+
+
+class Retire(Struct, frozen=True, tag=True):
+    """Let go of the present generation, say so (WorkerLeft), and wait."""
+
+    epoch: int
+    generation: int
+
+
+class Introduce(Struct, frozen=True, tag=True):
+    """The coordinator does not know this worker, or not all of it: it is to say again what it has said."""
+
+    epoch: int
+    reported: int
+    """All steps before this one are known; of later ones, whoever leads is to tell again."""
+
+
+class StartWorker(Struct, frozen=True, tag=True):
+    """To an engine: start a worker with this number, unless that was done before."""
+
+    epoch: int
+    worker: int
+
+
+class KillWorker(Struct, frozen=True, tag=True):
+    """To an engine: end this worker's process by force, and tell of its exit."""
+
+    epoch: int
+    worker: int
+    reason: str
+
+
+class Serve(Struct, frozen=True, tag=True):
+    """To parameter servers and workers: this is who has which slice from now on."""
+
+    epoch: int
+    map: ServerMap
+
+
+class StartServer(Struct, frozen=True, tag=True):
+    """To an engine: start a parameter server with this number, unless that was done before."""
+
+    epoch: int
+    server: int
+
+
+class KillServer(Struct, frozen=True, tag=True):
+    """To an engine: end this parameter server's process by force, and tell of its exit."""
+
+    epoch: int
+    server: int
+    reason: str
+
+
+class Admit(Struct, frozen=True, tag=True):
+    """To somebody who would be a worker: be this one."""
+
+    epoch: int
+    worker: int
+
+
+class SaveAt(Struct, frozen=True, tag=True):
+    """Take a snapshot when so many steps are applied."""
+
+    epoch: int
+    step: int
+
+
+class SealCheckpoint(Struct, frozen=True, tag=True):
+    """All parts are there: write the manifest."""
+
+    epoch: int
+    step: int
+    parts: list[WrittenPart]
+    """By the rank of their writers."""
+
+
+class Answer(Struct, frozen=True, tag=True):
+    """To whoever asked for something from outside."""
+
+    epoch: int
+    ok: bool
+    text: str
+    step: int = -1
+    """At which it will be done."""
+
+
+class EndRun(Struct, frozen=True, tag=True):
+    """The run is over for whoever gets it. `status`: completed · failed · stopped; left: only for this worker."""
+
+    epoch: int
+    status: str
+    reason: str = ""
+
+
+Command = (
+    StartGeneration
+    | Refuse
+    | Retire
+    | Introduce
+    | StartWorker
+    | KillWorker
+    | Admit
+    | SaveAt
+    | SealCheckpoint
+    | Answer
+    | EndRun
+    | Serve
+    | StartServer
+    | KillServer
+)
