@@ -27,7 +27,7 @@ _LAST_WORDS_S = 3.0  # an engine that ends in order closes this too; the end of 
 
 def join_run(run_dir: Path, host: str = "") -> int:
     """Be a worker of that run until it ends or lets us go. Returns the exit status."""
-    address, secret = whereabouts(run_dir)
+    address, authority = whereabouts(run_dir)
     template = _template(run_dir)
     here = host or platform.node() or "localhost"
     number = ask_for_seat(run_dir, os.getpid())
@@ -35,7 +35,7 @@ def join_run(run_dir: Path, host: str = "") -> int:
     print(f"worker {number}: joining {run_dir}; Ctrl-C lets it leave", flush=True)
     if here == template.host:
         with _engine(run_dir) as engine:
-            spec = _introduce(engine, run_dir, number, secret)
+            spec = _introduce(engine, run_dir, number, authority.secret.hex())
             threading.Thread(target=_end_with, args=[engine.dup()], daemon=True).start()
             return _work(spec, engine)
     if is_loopback(address):
@@ -43,7 +43,8 @@ def join_run(run_dir: Path, host: str = "") -> int:
             f"the run's coordinator listens on {address}, which cannot be reached from the host {here}",
             hint="start the run with --listen and an address of its machine",
         )
-    return _work(msgspec.structs.replace(template, worker=number, host=here, address=address), None)
+    badge = authority.worker(number)
+    return _work(msgspec.structs.replace(template, worker=number, host=here, address=address, badge=badge), None)
 
 
 def _end_with(engine: socket.socket) -> None:

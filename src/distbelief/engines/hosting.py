@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from distbelief.comm.badges import NOBODY, Authority
 from distbelief.comm.keeper import SegmentKeeper
 from distbelief.comm.memfd import receive_message
 from distbelief.comm.network import host_of
@@ -40,9 +41,9 @@ class Told(Protocol):
 
 
 class Hosting:
-    def __init__(self, launch: Launch, secret: bytes, watching: Watching, told: Told) -> None:
+    def __init__(self, launch: Launch, authority: Authority, watching: Watching, told: Told) -> None:
         self._launch = launch
-        self._secret = secret
+        self._authority = authority
         self._watching = watching
         self._told = told
         self._stack = contextlib.ExitStack()
@@ -65,7 +66,7 @@ class Hosting:
         """The coordinator listens there: from now on members can be started, as soon as the warm process is ready."""
         self._address = address
         self._watching.watch(self._zygote.socket, self._zygote_ready)
-        self._guests = Guests(self._launch.run_dir, self._secret)
+        self._guests = Guests(self._launch.run_dir, self._authority.secret)
         self._stack.callback(self._guests.close)
         self._watching.watch(self._guests.listener, self._guest_arrives)
 
@@ -85,11 +86,15 @@ class Hosting:
         path = self._launch.run_dir / TEMPLATE
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with open(fd, "wb") as file:
-            file.write(msgspec.json.encode(self._spec(-1)))
+            file.write(msgspec.json.encode(self._spec("worker", -1)))
         self._stack.callback(path.unlink, missing_ok=True)
 
-    def _spec(self, number: int) -> WorkerSpec:
-        return self._launch.worker_spec(number, host_name(), self._address, self._secret.hex(), self._store)
+    def _spec(self, role: Role, number: int) -> WorkerSpec:
+        """The template (-1) has nobody's badge: whoever may read it has the secret too, and makes its own."""
+        badge = NOBODY
+        if number >= 0:
+            badge = self._authority.worker(number) if role == "worker" else self._authority.server(number)
+        return self._launch.worker_spec(number, host_name(), self._address, badge, self._store)
 
     # --- what it is told ---------------------------------------------------------------------------------------------
 
@@ -112,7 +117,7 @@ class Hosting:
 
     def _fork(self, role: Role, number: int) -> None:
         fork = self._zygote.fork_worker if role == "worker" else self._zygote.fork_server
-        pid, connection = fork(self._spec(number), self._told.log(f"{role} {number}"))
+        pid, connection = fork(self._spec(role, number), self._told.log(f"{role} {number}"))
         self._adopt((role, number), pid, connection)
 
     def _adopt(self, member: Member, pid: int, connection: socket.socket) -> None:
@@ -149,7 +154,7 @@ class Hosting:
 
     def _guest_arrives(self) -> None:
         """A worker that somebody has started by hand, with a number that the coordinator gave it."""
-        guest = self._guests.accept(self._spec)
+        guest = self._guests.accept(lambda number: self._spec("worker", number))
         if guest is None:
             return
         self._adopt(("worker", guest.worker), guest.pid, guest.connection)

@@ -11,6 +11,7 @@ from typing import Any, Protocol, get_type_hints
 import msgspec
 
 from distbelief.comm import words
+from distbelief.comm.badges import Badge
 from distbelief.comm.network import is_loopback
 from distbelief.coordinator.detector import STUCK_S
 from distbelief.engines.rundir import check_idle
@@ -55,6 +56,8 @@ class Launch:
     stuck_after_s: float = STUCK_S
     listen: str = "tcp://127.0.0.1:*"
     """Where the coordinator listens. Beyond loopback, workers of other hosts can join."""
+    key_file: str = ""
+    """The file of the key that the run's secret follows from; empty: it has a secret of its own."""
     dial: Callable[[int, str], str] = lambda worker, address: address
     """The address at which a worker reaches the coordinator: chaos puts itself in between."""
     most_steps: int = 0
@@ -129,14 +132,14 @@ class Launch:
         }
 
     def worker_spec(
-        self, worker: int, host: str, address: str, secret: str, store: tuple[str, int] | None = None
+        self, worker: int, host: str, address: str, badge: Badge, store: tuple[str, int] | None = None
     ) -> WorkerSpec:
         """What a worker is told. `address`: the coordinator's; `store`: the rendezvous, where torch groups are used."""
         return WorkerSpec(
             worker=worker,
             host=host,
             address=self.dial(worker, address),
-            secret=secret,
+            badge=badge,
             run_dir=str(self.run_dir),
             strategy=self.strategy,
             threads=self.worker_threads.get(worker, self.threads),

@@ -12,10 +12,13 @@ import os
 import secrets
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import zmq
 
+from distbelief.comm.badges import Authority
+from distbelief.comm.keys import read_key, run_secret
 from distbelief.comm.messages import (
     SECRET_BYTES,
     EndRun,
@@ -69,7 +72,9 @@ class _Run:
         self._signals = signals
         self._stack = contextlib.ExitStack()
         self._watching = Watching()
-        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._authority = _authority(launch)
+        self._badge = self._authority.owner()
+        self._signer = self._badge.signer()
         self._epoch = 0
         self._answered_at = time.monotonic()
         self._short_lives = 0
@@ -82,11 +87,12 @@ class _Run:
     def start(self) -> None:
         """Coordinator and zygote start side by side: importing torch is the longest part of a launch."""
         launch = self._launch
-        self._hosting = Hosting(launch, self._secret, self._watching, self)
+        self._hosting = Hosting(launch, self._authority, self._watching, self)
         self._stack.callback(self._hosting.close)
         self._order = {
             "run_dir": str(launch.run_dir),
-            "secret": self._secret.hex(),
+            "secret": self._authority.secret.hex(),
+            "start": self._authority.start,
             "config": launch.run_config(),
             "listen": launch.listen,
             "resume": launch.strategy if launch.resumed else "",
@@ -111,7 +117,7 @@ class _Run:
         context = self._stack.enter_context(zmq.Context())
         self._socket = self._stack.enter_context(context.socket(zmq.DEALER))
         self._socket.setsockopt(zmq.LINGER, 0)
-        dial(self._socket, address, self._secret)
+        dial(self._socket, address, self._badge.door)
         self._watching.watch(self._socket, self._commands)
         self._attach()
 
@@ -217,8 +223,9 @@ class _Run:
         self._finish(0.5)
 
     def _send(self, event: Event) -> None:
+        message = encode(event)
         with contextlib.suppress(zmq.Again):  # nobody has read for long; all of it is said again and again
-            self._socket.send_multipart([self._secret, encode(event)], zmq.NOBLOCK)
+            self._socket.send_multipart([self._signer.seal(message), message], zmq.NOBLOCK)
 
     # --- plumbing ----------------------------------------------------------------------------------------------------
 
@@ -238,3 +245,9 @@ class _Run:
         """Every process we started is gone when this returns, also after an exception."""
         self._stack.close()
         self._observer.refresh()
+
+
+def _authority(launch: Launch) -> Authority:
+    """By the key, or a secret of this run alone: whoever may read the run directory can join with it."""
+    secret = run_secret(read_key(Path(launch.key_file))) if launch.key_file else secrets.token_bytes(SECRET_BYTES)
+    return Authority(secret, start=secrets.token_hex(8))
