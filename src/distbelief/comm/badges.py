@@ -11,9 +11,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
-import zmq
 from msgspec import Struct
-from zmq.utils import z85
 
 from distbelief.comm.seals import OWNER, SERVER, WORKER, Checker, Signer, derived, token_of
 
@@ -103,5 +101,8 @@ class Authority:
 
 
 def _curve_keys(key: bytes) -> Keys:
+    import zmq  # only by whoever makes keys: commands that start nothing start without it
+    from zmq.utils import z85
+
     private = z85.encode(derived(key, b"distbelief-curve"))
     return zmq.curve_public(private), private
