@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
+from distbelief.cli.keys import KeyFile, key_file
 from distbelief.cli.listening import listen_address
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.coordinator.detector import STUCK_S
@@ -60,6 +61,7 @@ def train(
         str,
         typer.Option(metavar="ADDRESS[:PORT]", help="An address of this machine at which other hosts can join."),
     ] = "127.0.0.1",
+    key: KeyFile = None,
     balance: Annotated[bool, typer.Option(help="Move shards to faster workers. The result does not change.")] = True,
     stuck_after: Annotated[
         float,
@@ -119,6 +121,7 @@ def train(
             keep_every=keep_every,
             keep_best=keep_best,
             begin_from=begin_from,
+            key_file=key_file(key),
             listen=listen_address(listen),
         )
     if json:
