@@ -76,7 +76,8 @@ class Hosting:
         self._watching.watch(self._zygote.socket, self._zygote_event)
         if self._launch.usable_transport == "gloo":
             host = host_of(self._address)
-            self._store = (host, self._zygote.fork_store(host, self._told.log("store")))
+            keeper = self._authority.server(-1)  # of no slices
+            self._store = (host, self._zygote.fork_store(host, keeper, self._told.log("store")))
         self._write_template()
         for role, number in self._wanted:
             self._fork(role, number)
