@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from distbelief.comm.decoding import Decoder
+
 
 class Put(Struct, frozen=True, tag=True):
     ticket: int
@@ -57,8 +59,8 @@ class Found(Struct, frozen=True, tag=True):
 
 Request = Put | Want | Add | Swap | Look | Remove
 _encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(Request)
-_answers = msgspec.msgpack.Decoder(Found)
+_requests = Decoder[Request](Request)
+_answers = Decoder[Found](Found)
 
 
 def encode(message: Request | Found) -> bytes:
@@ -67,8 +69,7 @@ def encode(message: Request | Found) -> bytes:
 
 def decode_request(data: bytes) -> Request:
     """Raises msgspec.MsgspecError for anything else."""
-    request: Request = _requests.decode(data)
-    return request
+    return _requests.decode(data)
 
 
 def decode_found(data: bytes) -> Found:

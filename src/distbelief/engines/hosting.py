@@ -191,7 +191,7 @@ class Hosting:
     def _segment_request(self, connection: socket.socket) -> None:
         try:
             self._keeper.answer(connection)
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError, ValueError, KeyError, TypeError):  # gone, or no worker of ours
             self._watching.unwatch(connection)
             connection.close()
 
