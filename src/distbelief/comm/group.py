@@ -19,10 +19,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from distbelief.comm.backups import Backups
+from distbelief.comm.badges import Badge
 from distbelief.comm.exchange import Broken
+from distbelief.comm.meetingstore import MeetingStore
 from distbelief.comm.words import Abort, Aborted
 
 _CHUNK_BYTES = 64 << 20
@@ -38,6 +40,14 @@ class Rendezvous:
     port: int
     name: str
     timeout_s: float = 300.0
+    badge: Badge | None = None
+    """None: the store is torch's own, which hears anybody."""
+
+    def store(self, abort: Abort) -> Store:
+        if self.badge is not None:
+            where = f"[{self.host}]" if ":" in self.host else self.host
+            return MeetingStore(f"tcp://{where}:{self.port}", self.badge, self.timeout_s, abort.check)
+        return TCPStore(self.host, self.port, is_master=False, timeout=datetime.timedelta(seconds=self.timeout_s))
 
 
 class TorchGroup:
@@ -57,17 +67,21 @@ class TorchGroup:
         self._sockets: set[tuple[int, int]] | None = None
         abort.wake = self._hang_up
         with self.network():
-            store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
+            self._store = meeting.store(abort)  # held here: torch's own hold on it is not enough
             # torch numbers groups by this, and counts those too that an abort ended before the members had met: then
             # each member would wait under another name.
             dist.distributed_c10d._world.group_count = 0
-            dist.init_process_group(
-                "gloo",
-                store=PrefixStore(meeting.name, store),
-                rank=rank,
-                world_size=size,
-                timeout=timeout,
-            )
+            try:
+                dist.init_process_group(
+                    "gloo",
+                    store=PrefixStore(meeting.name, self._store),
+                    rank=rank,
+                    world_size=size,
+                    timeout=timeout,
+                )
+            except BaseException:
+                self._close_store()
+                raise
         self.know_sockets()
 
     def know_sockets(self) -> None:
@@ -147,6 +161,11 @@ class TorchGroup:
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+        self._close_store()
+
+    def _close_store(self) -> None:
+        if isinstance(self._store, MeetingStore):
+            self._store.close()
 
 
 def wait_all(works: Sequence[dist.Work | None]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from distbelief.comm.decoding import Decoder
 from distbelief.comm.kvwords import content_has_payload, reply_has_payload
 from distbelief.comm.seals import Signer
 from distbelief.comm.serverwords import Content, Contents, Fetched, Gradient, Node, Push, ToClient
@@ -23,7 +24,7 @@ from distbelief.comm.tablewords import Pulled, RowGradient, ShardRows
 from distbelief.errors import DistBeliefError
 
 _encoder = msgspec.msgpack.Encoder()
-_to_client = msgspec.msgpack.Decoder(list[ToClient])
+_to_client = Decoder[list[ToClient]](list[ToClient])
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def send_message(sock: socket.socket, header: dict[str, Any], fds: list[int] | N
 
 
 def receive_message(sock: socket.socket, max_fds: int = 4) -> tuple[dict[str, Any], list[int]]:
-    """The counterpart of `send_message`. Raises EOFError when the other side is gone."""
+    """The counterpart of `send_message`. Raises EOFError when the other side is gone, ValueError for no header."""
     fds = array.array("i")
     data, ancillary, _, _ = sock.recvmsg(
         _HEADER_LIMIT, socket.CMSG_SPACE(max_fds * fds.itemsize), socket.MSG_CMSG_CLOEXEC
@@ -90,4 +90,12 @@ def receive_message(sock: socket.socket, max_fds: int = 4) -> tuple[dict[str, An
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
     if not data:
         raise EOFError("the other side closed the connection")
-    return json.loads(data), list(fds)
+    try:
+        header = json.loads(data)
+        if not isinstance(header, dict):
+            raise ValueError("a header is an object")
+    except (ValueError, RecursionError) as error:
+        for fd in fds:
+            os.close(fd)
+        raise ValueError("what came over a socket is no header") from error
+    return header, list(fds)

@@ -10,6 +10,7 @@ import msgspec
 
 from distbelief.comm.commands import *  # noqa: F403
 from distbelief.comm.commands import Command
+from distbelief.comm.decoding import Decoder
 from distbelief.comm.events import *  # noqa: F403
 from distbelief.comm.events import Event
 from distbelief.comm.reports import *  # noqa: F403
@@ -23,8 +24,8 @@ EXIT_REPORTED = 3
 """A worker ends with this status when it has said why in a WorkerFailed, which may still be on its way."""
 
 _encoder = msgspec.msgpack.Encoder()
-_events = msgspec.msgpack.Decoder(Event)
-_commands = msgspec.msgpack.Decoder(Command)
+_events = Decoder[Event](Event)
+_commands = Decoder[Command](Command)
 
 
 def encode(message: Event | Command) -> bytes:
@@ -33,10 +34,8 @@ def encode(message: Event | Command) -> bytes:
 
 def decode_event(data: bytes) -> Event:
     """Raises msgspec.MsgspecError for anything that is not an event."""
-    event: Event = _events.decode(data)
-    return event
+    return _events.decode(data)
 
 
 def decode_command(data: bytes) -> Command:
-    command: Command = _commands.decode(data)
-    return command
+    return _commands.decode(data)

@@ -96,7 +96,8 @@ class Hosting:
         self._watching.watch(self._zygote.socket, self._zygote_event)
         if self._leads and self._launch.usable_transport == "gloo":
             host = host_of(self._address)
-            self._store = (host, self._zygote.fork_store(host, self._told.log("store")))
+            keeper = self._authority.server(-1)  # of no slices
+            self._store = (host, self._zygote.fork_store(host, keeper, self._told.log("store")))
         if self._leads and self._launch.takes_hosts:
             self._stack.callback(parcel.write(self._launch, self._authority.start, self._store).unlink, missing_ok=True)
         wanted, self._wanted = self._wanted, []
@@ -213,7 +214,7 @@ class Hosting:
     def _segment_request(self, connection: socket.socket) -> None:
         try:
             self._keeper.answer(connection)
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError, ValueError, KeyError, TypeError):  # gone, or no worker of ours
             self._watching.unwatch(connection)
             connection.close()
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from distbelief.comm.badges import Badge
 from distbelief.comm.memfd import receive_message, send_message
 from distbelief.errors import DistBeliefError, RunFailed
 from distbelief.worker.spec import WorkerSpec
@@ -176,9 +177,9 @@ class Zygote:
         """Likewise whatever the module's `run(spec, socket)` is."""
         return self._fork({"do": "entry", "id": number, "module": module, "spec": spec}, log)
 
-    def fork_store(self, host: str, log: LogPipe) -> int:
-        """Fork the rendezvous store of torch groups, listening at that address. Returns its port."""
-        _, sock = self._fork({"do": "store", "id": -1, "host": host}, log)
+    def fork_store(self, host: str, badge: Badge, log: LogPipe) -> int:
+        """Fork the place where torch groups meet, listening at that address. Returns its port."""
+        _, sock = self._fork({"do": "store", "id": -1, "host": host, "badge": msgspec.to_builtins(badge)}, log)
         with sock:
             return int(receive_message(sock)[0]["port"])
 

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from distbelief.comm.badges import Badge
 from distbelief.comm.memfd import receive_message, send_message
 from distbelief.lifeline import die_with_parent
 from distbelief.strategies import servers_of, wish_of
@@ -110,7 +111,7 @@ def _become(engine: socket.socket, parent: int, request: dict[str, Any], fds: li
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         sock = socket.socket(fileno=connection)
         if request["do"] == "store":
-            _serve_store(sock, request["host"])
+            _serve_store(sock, request["host"], msgspec.convert(request["badge"], Badge))
         if request["do"] == "entry":
             status = importlib.import_module(request["module"]).run(request["spec"], sock)
         else:
@@ -126,17 +127,11 @@ def _become(engine: socket.socket, parent: int, request: dict[str, Any], fds: li
         os._exit(status)
 
 
-def _serve_store(sock: socket.socket, host: str) -> NoReturn:
-    """Be the rendezvous store of torch groups, so that no worker's death takes it away."""
-    from torch._C._distributed_c10d import TCPStore
+def _serve_store(sock: socket.socket, host: str, badge: Badge) -> None:
+    """Be the place where torch groups meet, so that no worker's death takes it away."""
+    from distbelief.comm.meetingplace import serve
 
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    port = listener.getsockname()[1]
-    # By itself it would listen on every interface of the machine, to anybody.
-    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    send_message(sock, {"port": store.port})
-    while True:
-        signal.pause()
+    serve(host, badge, lambda port: send_message(sock, {"port": port}))
 
 
 if __name__ == "__main__":

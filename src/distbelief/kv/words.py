@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from distbelief.comm.decoding import Decoder
 from distbelief.comm.messages import EndRun, Serve, ServerBeat, ServerFailed, ServerReady, SliceCopied
 
 
@@ -34,8 +35,8 @@ Heard = ServerReady | ServerBeat | SliceCopied | ServerFailed | ClientHere | Cli
 Told = Welcome | Serve | EndRun
 
 _encoder = msgspec.msgpack.Encoder()
-_heard = msgspec.msgpack.Decoder(Heard)
-_told = msgspec.msgpack.Decoder(Told)
+_heard = Decoder[Heard](Heard)
+_told = Decoder[Told](Told)
 
 
 def encode(message: Heard | Told) -> bytes:
@@ -44,10 +45,8 @@ def encode(message: Heard | Told) -> bytes:
 
 def decode_heard(data: bytes) -> Heard:
     """Raises msgspec.MsgspecError for anything else."""
-    heard: Heard = _heard.decode(data)
-    return heard
+    return _heard.decode(data)
 
 
 def decode_told(data: bytes) -> Told:
-    told: Told = _told.decode(data)
-    return told
+    return _told.decode(data)

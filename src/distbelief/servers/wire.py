@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import zmq
 from msgspec import Struct
 
 from distbelief.comm import kvwords as k
 from distbelief.comm import vectorwords as v
+from distbelief.comm.decoding import Decoder
 from distbelief.comm.letters import Letter, brings_bytes, together
 from distbelief.comm.seals import SERVER, WORKER, Claim
 from distbelief.comm.serverwords import Ask, Complete, Content, FromClient, Push
@@ -57,7 +57,7 @@ class TookChange(Struct, frozen=True, tag=True):
 
 
 FromPeer = Forwarded | CopySent | TookChange
-_decoder = msgspec.msgpack.Decoder(list[FromClient | FromPeer])
+_decoder = Decoder[list[FromClient | FromPeer]](list[FromClient | FromPeer])
 
 
 def _has_payload(message: Any) -> bool:
