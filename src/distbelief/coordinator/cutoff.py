@@ -45,16 +45,20 @@ def ticked(state: State, now: float) -> Result:
         reason = f"the host {name} has not been heard of for {hosts.LOST_S:.0f} s"
         outputs.append(say(reason, now))
         state = hosting.forgotten(state, name)
-        # Members are judged by their own heartbeats; the others come back with their next one, if they live.
+        # Members are judged by their own heartbeats too; the others come back with their next one, if they live.
         there = [worker for worker in state.workers.values() if worker.host == name and not worker.gone]
         cut |= {worker.number: reason for worker in there if not state.is_member(worker.number)}
         for server in [one.number for one in state.fleet.there.values() if one.host == name]:
             # If it lives, it hears that it is not needed any more as soon as it is heard of.
             state, more = fleet.exited(state, m.ServerExited(server, m.STATUS_UNKNOWN), now)
             outputs += more
-    for member in state.members:
+    mute = {member.host for member in state.members} - {
+        name for name in state.hosts if not hosts.is_silent(state.hosts, name, now)
+    }
+    for member in state.members if mute else ():
         worker = state.workers[member.worker]
-        if worker.fenced and not worker.gone and is_out_of_reach(state, worker, now):
+        given_up = worker.fenced or state.pulse.silent_s(worker.number, now) > hosts.LOST_S
+        if given_up and not worker.gone and is_out_of_reach(state, worker, now):
             cut[worker.number] = f"{worker.name} does not answer, nor does the agent of its host"
     if not cut:
         return state, outputs

@@ -200,6 +200,11 @@ class Pulse:
         """How long nothing was committed, as far as we were awake to see it."""
         return now - max(self._steps.changed_at, self._ticks.awake_since(now))
 
+    def silent_s(self, worker: int, now: float) -> float:
+        """How long nothing was heard of a member, as far as we were awake to hear it."""
+        beat = self._beat(worker)
+        return 0.0 if beat is None else now - max(beat.at, self._ticks.awake_since(now))
+
     def awake_s(self, now: float) -> float:
         """Since when our own loop has come round without standing still."""
         return now - self._ticks.awake_since(now)
