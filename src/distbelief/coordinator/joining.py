@@ -135,7 +135,8 @@ def scaled(state: State, event: m.ScaleRequested, now: float) -> Result:
         state, more = release(state, worker, now)
         outputs += more
     state, more = hire(state, now)
-    outputs += [*more, _answer(state, True, _scaling(len(there), event.workers))]
+    waiting = event.workers - len(there) - sum(1 for worker in state.hired if worker in state.placed)
+    outputs += [*more, _answer(state, True, _scaling(len(there), event.workers, waiting))]
     if state.phase == "gathering" and state.reference:
         state, more = start_when_complete(state, now)
         outputs += more
@@ -150,9 +151,14 @@ def _standing(state: State, worker: int) -> tuple[int, int]:
     return (len(state.seats) if state.degrees else 0), rank
 
 
-def _scaling(there: int, target: int) -> str:
+def _scaling(there: int, target: int, waiting: int) -> str:
+    """`waiting`: those for whom no host has room now."""
     if target > there:
-        return f"{target - there} more {'worker is' if target - there == 1 else 'workers are'} being started"
+        starting = target - there - max(waiting, 0)
+        texts = [f"{starting} more {'worker is' if starting == 1 else 'workers are'} being started"] if starting else []
+        return "; ".join(
+            [*texts, *([f"for {waiting} more no host has room: another one may join"] if waiting > 0 else [])]
+        )
     if target < there:
         return f"{there - target} {'worker leaves' if there - target == 1 else 'workers leave'} after the present step"
     return f"there are {target} workers already"

@@ -107,6 +107,16 @@ def test_a_worker_that_dies_is_replaced_on_a_host_with_room_or_not_at_all() -> N
     assert placed(run.feed(m.EngineAttached("c", room=1))) == {4: "c"}
 
 
+def test_whoever_wants_more_workers_than_there_is_room_for_is_told_so() -> None:
+    run = trained(spread(rooms={"a": 2, "b": 2}))
+    (answer,) = replies(run.feed(m.ScaleRequested(5)))
+    assert answer == m.Answer(
+        7, True, "1 more worker is being started; for 1 more no host has room: another one may join"
+    )
+    run.feed(offer("c", "z"))
+    assert placed(run.feed(m.EngineAttached("c", room=1))) == {4: "c"}
+
+
 def test_a_lost_host_takes_its_members_with_it_and_others_get_their_places() -> None:
     run = trained(spread())
     for tick in range(50):  # steps are committed, so that the usual times are known
