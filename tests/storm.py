@@ -173,7 +173,7 @@ class Storm:
     def finish(self) -> dict[str, Any]:
         """Let the run end. Its result."""
         (self._folder / "brake").unlink()
-        status = self.lead.wait(PATIENCE_S)
+        status = self.lead.wait(3 * PATIENCE_S)
         if status:
             raise SystemExit(f"the run ended with status {status}:\n{self.log('lead')}")
         result: dict[str, Any] = json.loads(self.log("lead").strip().splitlines()[-1])
@@ -237,13 +237,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--impair", default="delay 20ms 5ms loss 1%%".replace("%%", "%"))
     parser.add_argument("--strategy", default="allreduce")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, help="default: enough for the faults")
     given = parser.parse_args()
     print(
         f"seed {given.seed}: {given.faults} faults on {given.hosts} hosts, cables: {given.impair or 'good'}", flush=True
     )
     say = lambda text: print(text, flush=True)  # noqa: E731
-    return 0 if storm(given.hosts, given.faults, given.seed, given.impair, given.strategy, given.steps, say) else 1
+    steps = given.steps or 40 * (given.faults + 1)
+    return 0 if storm(given.hosts, given.faults, given.seed, given.impair, given.strategy, steps, say) else 1
 
 
 if __name__ == "__main__":
