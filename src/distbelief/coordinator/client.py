@@ -19,10 +19,10 @@ _FILE = "coordinator.json"
 
 
 @contextlib.contextmanager
-def advertised(run_dir: Path, address: str, secret: str, epoch: int) -> Iterator[None]:
+def advertised(run_dir: Path, address: str, secret: str, epoch: int, host: str = "") -> Iterator[None]:
     """While this lasts, whoever may read the run directory's file can reach the coordinator."""
     path = run_dir / _FILE
-    content = {"address": address, "secret": secret, "pid": os.getpid(), "epoch": epoch}
+    content = {"address": address, "secret": secret, "pid": os.getpid(), "epoch": epoch, "host": host}
     draft = path.with_suffix(".draft")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with open(fd, "w") as file:
@@ -68,9 +68,19 @@ def _answer_to(run_dir: Path, event: Event, timeout_s: float) -> Command | None:
 
 def whereabouts(run_dir: Path) -> tuple[str, str]:
     """(address, secret) of the coordinator of a run that is running."""
+    content = _advertisement(run_dir)
+    return content["address"], content["secret"]
+
+
+def host_of_run(run_dir: Path) -> str:
+    """What the machine is called on which that run was started."""
+    return _advertisement(run_dir)["host"]
+
+
+def _advertisement(run_dir: Path) -> dict[str, str]:
     try:
         content = json.loads((run_dir / _FILE).read_text())
-        return str(content["address"]), str(content["secret"])
+        return {name: str(content[name]) for name in ("address", "secret", "host")}
     except FileNotFoundError:
         if (run_dir / "journal.jsonl").exists():
             raise DistBeliefError(f"the run in {run_dir} is not running", hint="it has ended or was stopped") from None
