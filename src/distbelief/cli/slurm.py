@@ -1,4 +1,4 @@
-"""`distbelief slurm JOB`: print a batch script for Slurm's sbatch. What is wrong is said now, not when it is its turn."""
+"""`distbelief slurm JOB`: print a batch script for Slurm. What is wrong is said now, and not when it is its turn."""
 
 from __future__ import annotations
 

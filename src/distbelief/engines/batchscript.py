@@ -93,7 +93,7 @@ class Batch:
 
 
 def script(batch: Batch, program: Sequence[str], job_file: str, run_dir: str, options: Sequence[str]) -> str:
-    """`program`: how `distbelief` is called there; `run_dir`: empty for one of each job's own; `options`: of `train`."""
+    """`program`: how `distbelief` is called there. `run_dir`: empty for one of each job's own. `options`: `train`'s."""
     folder = shlex.quote(run_dir) if run_dir else f'runs/{shlex.quote(batch.name)}-slurm-"$SLURM_JOB_ID"'
     arguments = shlex.join([job_file, "--on", "slurm", "--workers", str(batch.workers), "--plain", *options])
     return _SCRIPT.format(

@@ -14,7 +14,6 @@ import platform
 import socket
 import struct
 import time
-from collections.abc import Iterator
 
 import msgspec
 
@@ -77,27 +76,22 @@ class House:
         self._others = []
 
 
-@contextlib.contextmanager
-def on_cores(cores: set[int]) -> Iterator[None]:
-    """What is started meanwhile may run on these."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
+class Lodger:
+    """For any other process: it lends its cores to the one that hosts here, and waits for the end."""
 
+    def __init__(self, place: Place, patience_s: float = PATIENCE_S) -> None:
+        self._host = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        _reach(self._host, place, time.monotonic() + patience_s)
+        with contextlib.suppress(OSError):  # it is gone again: we hear so in `wait`
+            self._host.send(msgspec.json.encode(os.sched_getaffinity(0)))
 
-def lodge(place: Place, patience_s: float = PATIENCE_S) -> int:
-    """Lend our cores to the process that hosts here, and wait for the end. Returns the run's exit status; 1 when it
-    vanished without a word."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as host:
-        _reach(host, place, time.monotonic() + patience_s)
-        try:
-            host.send(msgspec.json.encode(os.sched_getaffinity(0)))
-            return msgspec.json.decode(host.recv(64), type=int)
-        except (OSError, msgspec.MsgspecError):
-            return 1
+    def wait(self) -> int:
+        """The run's exit status; 1 when the one that hosts vanished without a word."""
+        with self._host:
+            try:
+                return msgspec.json.decode(self._host.recv(64), type=int)
+            except (OSError, msgspec.MsgspecError):
+                return 1
 
 
 def _reach(host: socket.socket, place: Place, until: float) -> None:

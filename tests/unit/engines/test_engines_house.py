@@ -13,13 +13,17 @@ import pytest
 
 from distbelief.engines import house
 from distbelief.engines.allocation import Place
-from distbelief.engines.house import House, lodge, on_cores
+from distbelief.engines.house import House, Lodger
 from distbelief.errors import DistBeliefError
 
 
 def places(count: int, job: str = "") -> list[Place]:
     job = job or f"{os.getpid()} {time.monotonic_ns()}"
     return [Place("mpi", job, index, count, index, count) for index in range(count)]
+
+
+def lodge(place: Place, patience_s: float = house.PATIENCE_S) -> int:
+    return Lodger(place, patience_s).wait()
 
 
 @pytest.fixture
@@ -83,10 +87,3 @@ def test_launches_do_not_mix(beside: Callable[..., Future[int]]) -> None:
     for status, pair in ((4, theirs), (3, ours)):
         House(pair[0]).tell(status)
     assert {status: future.result(10) for status, future in waiting.items()} == {3: 3, 4: 4}
-
-
-def test_cores_are_given_back() -> None:
-    before = os.sched_getaffinity(0)
-    with on_cores({min(before)}):
-        assert os.sched_getaffinity(0) == {min(before)}
-    assert os.sched_getaffinity(0) == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 _SAYS = ("--control-port", "--upstream-host", "--upstream-port")
@@ -15,5 +16,4 @@ def launch_named_by(command: Sequence[str]) -> str:
     """
     if not command or "hydra" not in command[0].rpartition("/")[2]:
         return ""
-    pairs = zip(command, command[1:], strict=False)
-    return " ".join(value for name, value in pairs if name in _SAYS)
+    return " ".join(value for name, value in itertools.pairwise(command) if name in _SAYS)

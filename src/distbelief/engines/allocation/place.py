@@ -32,11 +32,14 @@ class Place:
     """Names of all hosts, where the launcher tells them."""
     meeting: str = ""
     """HOST:PORT at which the first process is to be met; empty: the launcher knows no such place."""
+    meeting_is_taken: bool = False
+    """The launcher itself listens there."""
     workers: int = -1
     """How many workers the run has in all; one per process unless somebody says otherwise."""
     workers_here: int = -1
     servers_here: int = 0
-    """Parameter servers for which this host is meant."""
+    has_servers: bool = False
+    """The launcher says on which hosts parameter servers are to be, `servers_here` of them on this one."""
 
     def __post_init__(self) -> None:
         if self.workers < 0:

@@ -29,4 +29,5 @@ def place(environment: Mapping[str, str]) -> Place:
     meeting = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     of_the_launch = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     job = " ".join([meeting, *(environment.get(name, "") for name in of_the_launch)])
-    return Place("torchrun", job, index, count, *local, meeting=meeting)
+    taken = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Place("torchrun", job, index, count, *local, meeting=meeting, meeting_is_taken=taken)
