@@ -11,7 +11,7 @@ from dataclasses import replace
 from distbelief.comm import messages as m
 from distbelief.coordinator import fleet, hosting, hosts
 from distbelief.coordinator.ending import Result, record, say, with_worker
-from distbelief.coordinator.regroup import regroup
+from distbelief.coordinator.regroup import regroup, start_when_complete
 from distbelief.coordinator.vocabulary import Output, State, Worker
 
 
@@ -45,9 +45,9 @@ def ticked(state: State, now: float) -> Result:
         reason = f"the host {name} has not been heard of for {hosts.LOST_S:.0f} s"
         outputs.append(say(reason, now))
         state = hosting.forgotten(state, name)
-        if state.start is None or state.start.transport != "shm":
-            there = [worker for worker in state.workers.values() if worker.host == name and not worker.gone]
-            cut |= {worker.number: reason for worker in there}
+        # Members are judged by their own heartbeats; the others come back with their next one, if they live.
+        there = [worker for worker in state.workers.values() if worker.host == name and not worker.gone]
+        cut |= {worker.number: reason for worker in there if not state.is_member(worker.number)}
         for server in [one.number for one in state.fleet.there.values() if one.host == name]:
             # If it lives, it hears that it is not needed any more as soon as it is heard of.
             state, more = fleet.exited(state, m.ServerExited(server, m.STATUS_UNKNOWN), now)
@@ -65,4 +65,6 @@ def ticked(state: State, now: float) -> Result:
 def returned(state: State, worker: Worker, now: float) -> Result:
     """A worker that was out of reach is heard of again."""
     state = with_worker(state, replace(worker, estranged=False, finished=None))
+    if state.phase == "gathering":
+        return start_when_complete(state, now)
     return regroup(state, "join", f"{worker.name} is back", now)
