@@ -182,7 +182,14 @@ def _anywhere(where: str) -> str:
 def anywhere(launch: Launch) -> Launch:
     """Without what followed from the engine that it was started by."""
     return replace(
-        launch, on="local", local_workers=-1, local_servers=-1, room=-1, is_open=False, listen=LOOPBACK_ONLY, key_file=""
+        launch,
+        on="local",
+        local_workers=-1,
+        local_servers=-1,
+        room=-1,
+        is_open=False,
+        listen=LOOPBACK_ONLY,
+        key_file="",
     )
 
 
