@@ -22,10 +22,9 @@ from distbelief.engines.house import House, Lodger
 from distbelief.engines.invitation import Invitation
 from distbelief.engines.launch import LOOPBACK_ONLY, Launch
 from distbelief.engines.meeting import mpi
-from distbelief.engines.meeting.address import Address, Board, as_address
+from distbelief.engines.meeting.address import Address, Board
 from distbelief.engines.meeting.folder import Folder
 from distbelief.engines.meeting.interface import Meeting, Word, invited
-from distbelief.engines.meeting.ownaddress import address_for
 from distbelief.errors import DistBeliefError
 
 LINGER_S = 5.0
@@ -110,6 +109,7 @@ class Leading:
         self.on = asked.on
         self.run_dir = run_folder(asked, place)
         self.workers = place.workers
+        self._listen = asked.listen
         self._place = place
         self._meeting = meeting
         self._told = False
@@ -124,7 +124,7 @@ class Leading:
             local_servers=place.servers_here if place.has_servers else -1,
             host=place.host,
             is_open=meeting is not None,
-            listen=meeting.listen() if meeting else LOOPBACK_ONLY,
+            listen=self._listen or (meeting.listen() if meeting else LOOPBACK_ONLY),
             key_file=str(meeting.key_file() or "") if meeting else "",
         )
 
@@ -174,12 +174,9 @@ def _meeting(asked: Asked, place: Place) -> Meeting | None:
         if place.meeting_is_taken:
             return Board(place.meeting, place.job, Path(asked.key_file))
         return Address(place.meeting, Path(asked.key_file))
-    listen = asked.listen
-    if place.leads and not listen:
-        listen = as_address(address_for(place.peers), 0)
     if _meets_by_mpi(place):
-        return mpi.Mpi(place, listen)
-    return Folder(run_folder(asked, place), place.job, listen)
+        return mpi.Mpi(place)
+    return Folder(run_folder(asked, place), place.job, place.peers)
 
 
 def _meets_by_mpi(place: Place) -> bool:

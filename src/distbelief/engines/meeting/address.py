@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from distbelief.comm.keys import read_key, run_secret
 from distbelief.engines.meeting.interface import LINGER_S, PATIENCE_S, Word
-from distbelief.engines.meeting.ownaddress import address_behind
+from distbelief.engines.meeting.ownaddress import address_behind, as_address
 from distbelief.errors import DistBeliefError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Board:
         self._patience_s = patience_s
 
     def listen(self) -> str:
-        return as_address(address_behind(self._host), 0)
+        return as_address(address_behind(self._host))
 
     def key_file(self) -> Path:
         return self._key
@@ -86,11 +86,3 @@ class Board:
 def split(where: str) -> tuple[str, int]:
     host, _, port = where.rpartition(":")
     return host.strip("[]"), int(port)
-
-
-def as_address(host: str, port: int) -> str:
-    """
-    >>> as_address("10.0.0.1", 0), as_address("fd00::1", 5555)
-    ('tcp://10.0.0.1:*', 'tcp://[fd00::1]:5555')
-    """
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}"

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from distbelief.engines.meeting.interface import LINGER_S, PATIENCE_S, Word
+from distbelief.engines.meeting.ownaddress import address_for, as_address
 from distbelief.errors import DistBeliefError
 
 FILE = "meeting.json"
@@ -27,14 +29,14 @@ class _Note(msgspec.Struct, frozen=True):
 
 
 class Folder:
-    def __init__(self, folder: Path, job: str, listen: str) -> None:
+    def __init__(self, folder: Path, job: str, peers: Sequence[str] = ()) -> None:
         self._path = folder / FILE
         self._job = job
-        self._listen = listen
+        self._peers = peers
         self._called_off = False
 
     def listen(self) -> str:
-        return self._listen
+        return as_address(address_for(self._peers))
 
     def key_file(self) -> None:
         return None

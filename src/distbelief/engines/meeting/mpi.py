@@ -13,6 +13,7 @@ import msgspec
 
 from distbelief.engines.allocation import Place
 from distbelief.engines.meeting.interface import Word
+from distbelief.engines.meeting.ownaddress import address_for, as_address
 from distbelief.errors import DistBeliefError
 
 _BYTES = 1024
@@ -26,7 +27,7 @@ def is_installed() -> bool:
 class Mpi:
     """All processes of the launch make one, and either `tell` or `wait`, once."""
 
-    def __init__(self, place: Place, listen: str = "") -> None:
+    def __init__(self, place: Place) -> None:
         import mpi4py
 
         mpi4py.rc.initialize = False
@@ -39,7 +40,6 @@ class Mpi:
                 hint="install it on every host, or uninstall mpi4py: without it the hosts meet in the run directory",
             ) from error
         self._mpi: Any = MPI
-        self._listen = listen
         MPI.Init()
         world = MPI.COMM_WORLD
         if (world.Get_rank(), world.Get_size()) != (place.index, place.count):
@@ -50,7 +50,7 @@ class Mpi:
             )
 
     def listen(self) -> str:
-        return self._listen
+        return as_address(address_for([]))
 
     def key_file(self) -> None:
         return None

@@ -11,10 +11,12 @@ import psutil
 
 from distbelief.errors import DistBeliefError
 
+_FAR_AWAY = ("198.51.100.1", "2001:db8::1")  # in no network: kept for documents
+
 
 def address_for(peers: Iterable[str]) -> str:
-    """The address from which packets go to one of the peers; without any that is known by name, the one that our own
-    name stands for, or the only one there is. On a machine without a network, loopback."""
+    """The address from which packets go to one of the peers; where none is known by name, the one that our own name
+    stands for, or from which packets go to the world, or the only one there is. Without a network, loopback."""
     mine = _own_addresses()
     if not mine:
         return "127.0.0.1"
@@ -25,8 +27,9 @@ def address_for(peers: Iterable[str]) -> str:
     for address in _resolved(platform.node()):
         if address in mine:
             return address
-    if len(mine) == 1:
-        return mine[0]
+    usual = [source for far in _FAR_AWAY if (source := _source_towards(far)) in mine]
+    if usual or len(mine) == 1:
+        return (usual or mine)[0]
     raise DistBeliefError(
         f"this machine has several addresses, and it is not clear which one the other hosts reach: {', '.join(mine)}",
         hint="name it: --listen ADDRESS",
@@ -46,6 +49,14 @@ def address_behind(name: str) -> str:
         f"this process is to be met at {name}, which is none of the addresses of this machine ({', '.join(mine)})",
         hint="is it on the right host? is the name in /etc/hosts one of a loopback address?",
     )
+
+
+def as_address(host: str, port: int = 0) -> str:
+    """
+    >>> as_address("10.0.0.1"), as_address("fd00::1", 5555)
+    ('tcp://10.0.0.1:*', 'tcp://[fd00::1]:5555')
+    """
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}"
 
 
 def _own_addresses() -> list[str]:
