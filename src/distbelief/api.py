@@ -172,6 +172,7 @@ def resume_run(
     strategy: str | AnyStrategy | None,
     view: View,
     job: Job | None = None,
+    key_file: str = "",
     engine: Engine | None = None,
 ) -> Result:
     """Resume the run in that directory, as `distbelief resume` does."""
@@ -208,6 +209,7 @@ def resume_run(
         strategy=str(how),
         exact=how.exact,
         transport=how.transport,
+        key_file=key_file or launch.key_file,
         resumed=True,
     )
     if engine or launch.on != "local":

@@ -6,13 +6,16 @@ import contextlib
 import difflib
 import os
 from collections.abc import Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from distbelief.cli.failures import UsageError
-from distbelief.engines.allocated import Asked, Leading, find_place, follow, leading
 from distbelief.engines.allocation import SOURCES
+from distbelief.engines.allocation.asked import Asked
+
+if TYPE_CHECKING:
+    from distbelief.engines.allocated import Leading
 
 LOCAL = "local"
 ENGINES = (LOCAL, *SOURCES)
@@ -40,6 +43,9 @@ def placed(asked: Asked) -> Iterator[Leading | None]:
         raise UsageError(
             f"there is no engine {asked.on!r}", hint=f"did you mean --on {near[0]}?" if near else ", ".join(ENGINES)
         )
+
+    from distbelief.engines.allocated import find_place, follow, leading
+
     place = find_place(asked, os.environ)
     if place is None:
         typer.echo("evaluation is a part of the run: there is nothing to do for an evaluator")

@@ -13,7 +13,7 @@ from distbelief.cli.failures import MACHINE_OUTPUT
 from distbelief.cli.keys import KeyFile, key_file
 from distbelief.cli.placing import LOCAL, On, placed
 from distbelief.cli.summary import print_json, print_summary
-from distbelief.engines.allocated import Asked
+from distbelief.engines.allocation.asked import Asked
 from distbelief.observe.view import open_view
 
 
@@ -39,13 +39,19 @@ def resume(
     from distbelief.engines.rundir import is_complete
 
     stream = sys.stderr if json else sys.stdout
-    with placed(Asked(on, run.name, workers, run, key_file=key_file(key))) as engine:
+    key_path = key_file(key)
+    with placed(Asked(on, run.name, workers, run, key_file=key_path)) as engine:
         if is_complete(run):
             print("the run is complete: nothing is started, this is its result", file=stream)
         view = open_view(stream, plain=plain)
         with contextlib.redirect_stdout(stream), contextlib.closing(view):  # as in `train`
             result = resume_run(
-                run, workers=engine.workers if engine else workers, strategy=strategy, view=view, engine=engine
+                run,
+                workers=engine.workers if engine else workers,
+                strategy=strategy,
+                view=view,
+                key_file=key_path,
+                engine=engine,
             )
         if json:
             print_json(result)

@@ -21,7 +21,7 @@ from distbelief.cli.listening import listen_address
 from distbelief.cli.placing import LOCAL, On, placed
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.coordinator.detector import STUCK_S
-from distbelief.engines.allocated import Asked
+from distbelief.engines.allocation.asked import Asked
 from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST
 from distbelief.errors import JobError
 from distbelief.observe.view import open_view

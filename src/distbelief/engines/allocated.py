@@ -13,10 +13,11 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from distbelief.engines.allocation import SOURCES, Environment, Place
+from distbelief.engines.allocation.asked import Asked
 from distbelief.engines.allocation.hydra import launch_named_by
 from distbelief.engines.house import House, Lodger
 from distbelief.engines.invitation import Invitation
@@ -29,20 +30,6 @@ from distbelief.errors import DistBeliefError
 
 LINGER_S = 5.0
 """A launcher ends all processes when one has failed: the first one, which says why, is to be the first to end."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the user wants, as far as it matters for where the run is."""
-
-    on: str
-    name: str
-    """Of the job."""
-    workers: int | None = None
-    run_dir: Path | None = None
-    listen: str = ""
-    """Where the coordinator is to listen; empty: it is found out."""
-    key_file: str = ""
 
 
 def find_place(asked: Asked, environment: Environment) -> Place | None:

@@ -73,6 +73,7 @@ def test_whoever_may_read_the_run_directory_can_ask_for_another_number_of_worker
         assert json.loads(told_of.read_text()) == {
             "address": process.answer["address"],
             "secret": SECRET.hex(),
+            "start": "",
             "pid": process.process.pid,
             "epoch": 1,
             "host": "",
