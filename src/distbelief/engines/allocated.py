@@ -27,6 +27,7 @@ from distbelief.engines.meeting.address import Address, Board
 from distbelief.engines.meeting.folder import Folder
 from distbelief.engines.meeting.interface import Meeting, Word, invited
 from distbelief.errors import DistBeliefError
+from distbelief.strategies import servers_of
 
 LINGER_S = 5.0
 """A launcher ends all processes when one has failed: the first one, which says why, is to be the first to end."""
@@ -79,7 +80,7 @@ def _host(asked: Asked, place: Place) -> int:
         return word.over
     from distbelief.engines.invited import serve_host
 
-    servers = place.servers_here if place.has_servers else None
+    servers = None if not place.servers else -1 if place.servers_here else 0
     status = serve_host(word.invitation, place.workers_here, place.host, servers=servers, say=lambda text: None)
     if status:
         time.sleep(LINGER_S)
@@ -108,7 +109,7 @@ class Leading:
             on=self.on,
             local_workers=place.workers_here,
             room=place.workers_here,
-            local_servers=place.servers_here if place.has_servers else -1,
+            local_servers=place.first_servers(servers_of(launch.strategy)),
             host=place.host,
             is_open=meeting is not None,
             listen=self._listen or (meeting.listen() if meeting else LOOPBACK_ONLY),

@@ -148,6 +148,13 @@ def test_each_task_of_tf_config_has_its_role(
     assert place.peers == ("a", "b", "c")
 
 
+def test_servers_are_where_the_ps_tasks_are() -> None:
+    chief, worker, alone = (found("tf_config", tf_config(*task)) for task in (("chief", 0), ("worker", 1), ("ps", 1)))
+    assert [place.first_servers(2) for place in (chief, worker, alone)] == [0, 1, 1]
+    assert [place.first_servers(3) for place in (chief, worker, alone)] == [0, 2, 2], "there is room for one too many"
+    assert found("mpi", OPEN_MPI).first_servers(3) == -1
+
+
 def test_without_a_chief_the_first_worker_leads() -> None:
     assert found("tf_config", tf_config("worker", 0, {"worker": ["a:1", "b:1"]})).leads
 

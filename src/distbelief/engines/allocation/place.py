@@ -37,9 +37,9 @@ class Place:
     workers: int = -1
     """How many workers the run has in all; one per process unless somebody says otherwise."""
     workers_here: int = -1
+    servers: int = 0
+    """Processes that the launcher means for parameter servers; 0: it says nothing about them."""
     servers_here: int = 0
-    has_servers: bool = False
-    """The launcher says on which hosts parameter servers are to be, `servers_here` of them on this one."""
 
     def __post_init__(self) -> None:
         if self.workers < 0:
@@ -81,6 +81,10 @@ class Place:
                 hint=f"leave --workers out, which is one worker per process, or give a multiple of {self.workers}",
             )
         return replace(self, workers=total, workers_here=self.workers_here * (total // self.workers))
+
+    def first_servers(self, wanted: int) -> int:
+        """Of so many parameter servers, how many are started on this host; -1: as many as the run likes."""
+        return -(-wanted * self.servers_here // self.servers) if self.servers else -1
 
     def _nonsense(self, what: str) -> DistBeliefError:
         return DistBeliefError(

@@ -47,7 +47,7 @@ def place(environment: Mapping[str, str]) -> Place | None:
         workers=sum(kind != "ps" for kind, _ in order),
         workers_here=sum(kind != "ps" for kind, _ in here),
         servers_here=sum(kind == "ps" for kind, _ in here),
-        has_servers=any(kind == "ps" for kind, _ in order),
+        servers=sum(kind == "ps" for kind, _ in order),
     )
 
 

@@ -49,8 +49,10 @@ class Board:
         self._name = f"distbelief {job}"
         self._key = key
         self._patience_s = patience_s
+        self._opened: TCPStore | None = None
 
     def listen(self) -> str:
+        self._opened = self._open()  # now: while it leads, the first process has no time for that
         return as_address(address_behind(self._host))
 
     def key_file(self) -> Path:
@@ -58,13 +60,13 @@ class Board:
 
     def tell(self, word: Word) -> None:
         text = word.address if word.over < 0 else f"over {word.over}"
-        self._store().set(self._name, text)
+        (self._opened or self._open()).set(self._name, text)
         if word.over >= 0:
             time.sleep(LINGER_S)
 
     def wait(self) -> Word:
         try:
-            text = self._store().get(self._name).decode(errors="replace")
+            text = self._open().get(self._name).decode(errors="replace")
         except RuntimeError as error:
             raise DistBeliefError(
                 f"the first process of this launch has left no word at {self._host}:{self._port}",
@@ -74,7 +76,7 @@ class Board:
             return Word(over=int(text.removeprefix("over ")))
         return Word(text, run_secret(read_key(self._key)).hex())
 
-    def _store(self) -> TCPStore:
+    def _open(self) -> TCPStore:
         from torch._C._distributed_c10d import TCPStore  # seconds of importing, which only this way to meet needs
 
         return TCPStore(self._host, self._port, is_master=False, timeout=timedelta(seconds=self._patience_s))

@@ -6,6 +6,7 @@ MPI is over as soon as the word is heard: what comes then is no MPI program, and
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
 from typing import Any
 
@@ -30,6 +31,8 @@ class Mpi:
     def __init__(self, place: Place) -> None:
         import mpi4py
 
+        if "OMPI_COMM_WORLD_RANK" in os.environ:  # where several libraries are installed, that of this mpirun
+            os.environ.setdefault("MPI4PY_MPIABI", "openmpi")
         mpi4py.rc.initialize = False
         mpi4py.rc.finalize = False
         try:
