@@ -17,6 +17,7 @@ from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST
 from distbelief.errors import DistBeliefError, JobError
 
 if TYPE_CHECKING:
+    from distbelief.engines.engine import Engine
     from distbelief.engines.launch import Launch
     from distbelief.engines.lead import Announce
     from distbelief.job import Job
@@ -153,11 +154,14 @@ def run_file(
     shares: Sequence[float],
     view: View,
     announce: Announce | None = None,
+    engine: Engine | None = None,
     **options: Any,
 ) -> Result:
     """Train the job of a job file, as `distbelief train` does. `options`: further fields of the engine's Launch.
-    `announce` is told where other hosts' agents are let in."""
+    `announce` is told where other hosts' agents are let in. `engine`: what brings them; None: this machine is all."""
     launch = _launch(path.stem, strategy, workers, run_dir, shares, **options)
+    if engine:
+        launch, announce = engine.arrange(launch), engine.announce
     return _run(launch, view, announce, job_file=str(path.resolve()), settings=settings)
 
 
@@ -169,11 +173,12 @@ def resume_run(
     view: View,
     job: Job | None = None,
     key_file: str = "",
+    engine: Engine | None = None,
 ) -> Result:
     """Resume the run in that directory, as `distbelief resume` does."""
     from dataclasses import replace
 
-    from distbelief.engines.launch import read_launch
+    from distbelief.engines.launch import anywhere, read_launch
     from distbelief.engines.rundir import ended
     from distbelief.strategies import learn_alike, parse
 
@@ -207,8 +212,12 @@ def resume_run(
         key_file=key_file or launch.key_file,
         resumed=True,
     )
+    if engine or launch.on != "local":
+        launch = anywhere(launch)
+    if engine:
+        launch = engine.arrange(launch)
     source: dict[str, Any] = {"job_pickle": _pickled(job)} if job is not None else {}
-    return _run(launch, view, **source)
+    return _run(launch, view, engine.announce if engine else None, **source)
 
 
 def _pickled(job: Job) -> bytes:

@@ -21,6 +21,7 @@ from distbelief.cli.new import new
 from distbelief.cli.replay import replay
 from distbelief.cli.resume import resume
 from distbelief.cli.scale import scale
+from distbelief.cli.slurm import slurm
 from distbelief.cli.train import train
 from distbelief.cli.verify import verify
 from distbelief.cli.worker import worker
@@ -38,6 +39,7 @@ app.command()(checkpoint)
 app.command()(scale)
 app.command()(coordinator)
 app.command()(worker)
+app.command()(slurm)
 app.command()(chaos)
 app.command()(verify)
 app.command()(replay)

@@ -11,7 +11,9 @@ import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT
 from distbelief.cli.keys import KeyFile, key_file
+from distbelief.cli.placing import LOCAL, On, placed
 from distbelief.cli.summary import print_json, print_summary
+from distbelief.engines.allocation.asked import Asked
 from distbelief.observe.view import open_view
 
 
@@ -26,6 +28,7 @@ def resume(
         str | None,
         typer.Option(help="How to learn it; any strategy that `train` takes. Default: as before.", show_default=False),
     ] = None,
+    on: On = LOCAL,
     key: KeyFile = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines even on a terminal.")] = False,
@@ -36,12 +39,21 @@ def resume(
     from distbelief.engines.rundir import is_complete
 
     stream = sys.stderr if json else sys.stdout
-    if is_complete(run):
-        print("the run is complete: nothing is started, this is its result", file=stream)
-    view = open_view(stream, plain=plain)
-    with contextlib.redirect_stdout(stream), contextlib.closing(view):  # as in `train`
-        result = resume_run(run, workers=workers, strategy=strategy, view=view, key_file=key_file(key))
-    if json:
-        print_json(result)
-    else:
-        print_summary(result, stream, plain=plain)
+    key_path = key_file(key)
+    with placed(Asked(on, run.name, workers, run, key_file=key_path)) as engine:
+        if is_complete(run):
+            print("the run is complete: nothing is started, this is its result", file=stream)
+        view = open_view(stream, plain=plain)
+        with contextlib.redirect_stdout(stream), contextlib.closing(view):  # as in `train`
+            result = resume_run(
+                run,
+                workers=engine.workers if engine else workers,
+                strategy=strategy,
+                view=view,
+                key_file=key_path,
+                engine=engine,
+            )
+        if json:
+            print_json(result)
+        else:
+            print_summary(result, stream, plain=plain)

@@ -18,13 +18,16 @@ import typer
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
 from distbelief.cli.keys import KeyFile, key_file
 from distbelief.cli.listening import listen_address
+from distbelief.cli.placing import LOCAL, On, placed
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.coordinator.detector import STUCK_S
+from distbelief.engines.allocation.asked import Asked
 from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST
 from distbelief.errors import JobError
 from distbelief.observe.view import open_view
 from distbelief.worker.jobfile import compile_job
 
+HERE = "127.0.0.1"
 STRATEGY_HELP = (
     "How to learn it: allreduce, ps:sync, ps:async or ps:ssp:staleness=S (parameter servers), sandblaster (L-BFGS), "
     "local_sgd:H, pipeline:K, tensor:K, sharded, or degrees such as dp2.tp2.pp2 and dp2.fsdp2; options follow after "
@@ -60,8 +63,7 @@ def train(
     listen: Annotated[
         str,
         typer.Option(metavar="ADDRESS[:PORT]", help="An address of this machine at which other hosts can join."),
-    ] = "127.0.0.1",
-    key: KeyFile = None,
+    ] = HERE,
     balance: Annotated[bool, typer.Option(help="Move shards to faster workers. The result does not change.")] = True,
     stuck_after: Annotated[
         float,
@@ -86,48 +88,56 @@ def train(
         str,
         typer.Option("--from", metavar="PATH", help="Weights to begin with: a run, a checkpoint, a .safetensors file."),
     ] = "",
+    on: On = LOCAL,
+    key: KeyFile = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines even on a terminal.")] = False,
 ) -> None:
-    """Train a job on the workers of this machine."""
+    """Train a job on the workers of this machine, or of those that a launcher has given us (--on)."""
     ctx.meta[MACHINE_OUTPUT] = json
-    check_job_file(job)
-    values = parse_settings(settings or [])
-    parts = parse_shares(shares, workers)
+    key_path = key_file(key)
+    asked = Asked(on, job.stem, workers, run_dir, "" if listen == HERE else listen_address(listen), key_path)
+    with placed(asked) as engine:
+        check_job_file(job)
+        values = parse_settings(settings or [])
+        if engine:
+            workers, run_dir = engine.workers, engine.run_dir
+        parts = parse_shares(shares, workers)
 
-    from distbelief.api import run_file  # after the checks, which need none of it
+        from distbelief.api import run_file  # after the checks, which need none of it
 
-    stream = sys.stderr if json else sys.stdout
-    view = open_view(stream, plain=plain)
-    # With --json, stdout holds the object alone, whatever else prints in this process. The view is closed inside: a
-    # live view puts its own proxy over stdout and takes it away again.
-    with contextlib.redirect_stdout(stream), contextlib.closing(view):
-        result = run_file(
-            job,
-            values,
-            workers=workers or len(parts) or None,
-            strategy=strategy,
-            run_dir=run_dir,
-            shares=parts,
-            view=view,
-            threads=threads,
-            device=device,
-            min_workers=min_workers,
-            balance=balance,
-            stuck_after_s=stuck_after,
-            save_every=save_every,
-            checkpoints=checkpoints,
-            keep_last=keep_last,
-            keep_every=keep_every,
-            keep_best=keep_best,
-            begin_from=begin_from,
-            key_file=key_file(key),
-            listen=listen_address(listen),
-        )
-    if json:
-        print_json(result)
-    else:
-        print_summary(result, stream, plain=plain)
+        stream = sys.stderr if json else sys.stdout
+        view = open_view(stream, plain=plain)
+        # With --json, stdout holds the object alone, whatever else prints in this process. The view is closed inside: a
+        # live view puts its own proxy over stdout and takes it away again.
+        with contextlib.redirect_stdout(stream), contextlib.closing(view):
+            result = run_file(
+                job,
+                values,
+                workers=workers or len(parts) or None,
+                strategy=strategy,
+                run_dir=run_dir,
+                shares=parts,
+                view=view,
+                engine=engine,
+                threads=threads,
+                device=device,
+                min_workers=min_workers,
+                balance=balance,
+                stuck_after_s=stuck_after,
+                save_every=save_every,
+                checkpoints=checkpoints,
+                keep_last=keep_last,
+                keep_every=keep_every,
+                keep_best=keep_best,
+                begin_from=begin_from,
+                listen=listen_address(listen),
+                key_file=key_path,
+            )
+        if json:
+            print_json(result)
+        else:
+            print_summary(result, stream, plain=plain)
 
 
 def check_job_file(path: Path) -> None:

@@ -26,12 +26,11 @@ _GAPS = 4.0
 _LONGEST_GAP_S = 30.0
 
 
-def begun(servers: int, now: float, local: bool) -> Fleet:
-    """The launching process starts the first servers by itself, if it has any members."""
+def begun(servers: int, now: float, local: int) -> Fleet:
+    """The launching process starts the first servers by itself: so many of them; -1: all."""
     numbers = range(servers)
-    return Fleet(
-        servers, servers, hired=dict.fromkeys(numbers, now), placed=dict.fromkeys(numbers if local else (), "")
-    )
+    there = numbers if local < 0 else numbers[:local]
+    return Fleet(servers, servers, hired=dict.fromkeys(numbers, now), placed=dict.fromkeys(there, ""))
 
 
 def ready(state: State, event: m.ServerReady, now: float) -> Result:

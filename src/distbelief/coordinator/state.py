@@ -82,7 +82,7 @@ def begin(config: RunConfig, epoch: int, now: float) -> State:
     """A run that has nobody yet; the launching process starts the first workers by itself, if it starts any."""
     workers = config.workers
     local = workers if config.local_workers < 0 else min(config.local_workers, workers)
-    servers = fleet.begun(config.servers, now, local=bool(local))
+    servers = fleet.begun(config.servers, now, local=config.local_servers if local else 0)
     return State(
         config,
         epoch,

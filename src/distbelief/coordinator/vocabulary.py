@@ -48,6 +48,8 @@ class RunConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Its string form. Empty: one in which every member has the whole model."""
     local_workers: int = -1
     """How many of them the launching process starts by itself; -1: all. With 0, other hosts have the servers too."""
+    local_servers: int = -1
+    """Likewise parameter servers, where it starts any workers."""
     takes_hosts: bool = False
     """Whether agents of other hosts may come."""
     shares: list[float] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, get_type_hints
 
@@ -20,6 +20,7 @@ from distbelief.errors import DistBeliefError, JobError
 from distbelief.strategies import degrees, servers_of, waits, wish_of
 from distbelief.worker.spec import Origin, SavePlan, WorkerSpec
 
+LOOPBACK_ONLY = "tcp://127.0.0.1:*"
 LOADING_S = 1800.0  # the longest silence while workers load their job; their exits are noticed at once anyway
 
 
@@ -54,12 +55,16 @@ class Launch:
     min_workers: int = 1
     balance: bool = True
     stuck_after_s: float = STUCK_S
-    listen: str = "tcp://127.0.0.1:*"
+    listen: str = LOOPBACK_ONLY
     """Where the coordinator listens. Beyond loopback, other hosts can join."""
     key_file: str = ""
     """The file of the key that the run's secret follows from; empty: it has a secret of its own."""
     local_workers: int = -1
     """So many of the workers are started by this process; the others by agents of other hosts. -1: all."""
+    local_servers: int = -1
+    """Likewise parameter servers."""
+    on: str = "local"
+    """The engine that brings the hosts."""
     room: int = -1
     """The most workers that are ever started by this process; -1: no limit."""
     host: str = ""
@@ -134,6 +139,7 @@ class Launch:
             "servers": servers_of(self.strategy),
             "strategy": self.strategy,
             "local_workers": self.local_workers,
+            "local_servers": self.local_servers,
             "takes_hosts": self.takes_hosts and self.transport != "shm",
             "shares": list(self.shares),
             "transport": self.usable_transport,
@@ -173,6 +179,20 @@ class Launch:
 def _anywhere(where: str) -> str:
     """A path that means the same wherever the run is resumed from; a URL does anyway."""
     return os.path.abspath(where) if where and "://" not in where else where
+
+
+def anywhere(launch: Launch) -> Launch:
+    """Without what followed from the engine that it was started by."""
+    return replace(
+        launch,
+        on="local",
+        local_workers=-1,
+        local_servers=-1,
+        room=-1,
+        is_open=False,
+        listen=LOOPBACK_ONLY,
+        key_file="",
+    )
 
 
 # --- how it is kept for a resume -------------------------------------------------------------------------------------

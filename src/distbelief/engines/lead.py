@@ -71,7 +71,7 @@ class _Lead:
     def start(self) -> Invitation:
         """Coordinator and zygote start side by side: importing torch is the longest part of a launch."""
         launch = self._launch
-        room = Room(launch.room, 0 if launch.local_workers == 0 else -1)
+        room = Room(launch.room, 0 if launch.local_workers == 0 else launch.local_servers)
         self._agent = Agent(launch, self._host, self._authority, room, self._observer.log, self._cannot_host)
         self._stack.callback(self._agent.close)
         self._coordinator = CoordinatorKeeping(launch, self._authority, self._host, self._agent.log)
@@ -89,7 +89,8 @@ class _Lead:
         workers = launch.workers if launch.local_workers < 0 else min(launch.local_workers, launch.workers)
         for worker in range(workers):
             self._agent.hosting.start("worker", worker)
-        for server in range(servers_of(launch.strategy) if workers else 0):
+        servers = servers_of(launch.strategy) if workers else 0
+        for server in range(servers if launch.local_servers < 0 else min(launch.local_servers, servers)):
             self._agent.hosting.start("server", server)
 
     def loop(self) -> None:

@@ -167,3 +167,10 @@ def test_servers_are_spread_over_the_hosts_when_all_are_there() -> None:
     assert asked(run.feed(m.EngineAttached("b", room=1))) == {0: "a", 1: "b"}
     again = run.restarted(now=2.0)
     assert asked(again.feed(m.EngineAttached("b", room=1), m.EngineAttached("a", room=1), now=2.0)) == {}
+
+
+def test_what_the_launching_process_starts_by_itself_fills_its_room() -> None:
+    run = Run(workers=2, transport="gloo", local_workers=1, takes_hosts=True)
+    assert placed(run.feed(m.EngineAttached("here", room=1))) == {}, "its own worker 0 is not running yet"
+    run.feed(offer("a", "x", room=1))
+    assert placed(run.feed(m.EngineAttached("a", room=1))) == {1: "a"}

@@ -1,0 +1,56 @@
+"""`--on ENGINE`: where a run is. A process that a launcher has started may lead, or only help."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distbelief.cli.failures import UsageError
+from distbelief.engines.allocation import SOURCES
+from distbelief.engines.allocation.asked import Asked
+
+if TYPE_CHECKING:
+    from distbelief.engines.allocated import Leading
+
+LOCAL = "local"
+ENGINES = (LOCAL, *SOURCES)
+
+On = Annotated[
+    str,
+    typer.Option(
+        "--on",
+        metavar="ENGINE",
+        help="Where it runs: local; or on the processes that mpirun (mpi), srun (slurm) or torchrun started, or that "
+        "TF_CONFIG describes (tf_config).",
+    ),
+]
+
+
+@contextlib.contextmanager
+def placed(asked: Asked) -> Iterator[Leading | None]:
+    """The process that leads gets inside, and what it needs of its launcher; None: this machine is all there is.
+    A process that only helps does so here, and exits with the run's status."""
+    if asked.on == LOCAL:
+        yield None
+        return
+    if asked.on not in ENGINES:
+        near = difflib.get_close_matches(asked.on, ENGINES, n=1)
+        raise UsageError(
+            f"there is no engine {asked.on!r}", hint=f"did you mean --on {near[0]}?" if near else ", ".join(ENGINES)
+        )
+
+    from distbelief.engines.allocated import find_place, follow, leading
+
+    place = find_place(asked, os.environ)
+    if place is None:
+        typer.echo("evaluation is a part of the run: there is nothing to do for an evaluator")
+        raise typer.Exit
+    if not place.leads:
+        raise typer.Exit(follow(asked, place))
+    with leading(asked, place) as lead:
+        yield lead

@@ -1,0 +1,110 @@
+"""A process's place among those that a launcher has started, and the words for variables that say nonsense."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from distbelief.errors import DistBeliefError
+
+
+@dataclass(frozen=True)
+class Place:
+    """
+    >>> place = Place("mpi", "job 7", index=2, count=4, local_index=0, local_count=2)
+    >>> place.leads, place.hosts, place.is_alone, place.workers_here
+    (False, True, False, 2)
+    >>> place.with_workers(8).workers_here
+    4
+    """
+
+    launcher: str
+    job: str
+    """Names this launch: the same text in all of its processes, another one in every other launch."""
+    index: int
+    count: int
+    local_index: int
+    """Among the processes of this launch on the same host."""
+    local_count: int
+    host: str = ""
+    """What the launcher calls this host; empty: it does not say."""
+    peers: tuple[str, ...] = ()
+    """Names of all hosts, where the launcher tells them."""
+    meeting: str = ""
+    """HOST:PORT at which the first process is to be met; empty: the launcher knows no such place."""
+    meeting_is_taken: bool = False
+    """The launcher itself listens there."""
+    workers: int = -1
+    """How many workers the run has in all; one per process unless somebody says otherwise."""
+    workers_here: int = -1
+    servers: int = 0
+    """Processes that the launcher means for parameter servers; 0: it says nothing about them."""
+    servers_here: int = 0
+
+    def __post_init__(self) -> None:
+        if self.workers < 0:
+            object.__setattr__(self, "workers", self.count)
+        if self.workers_here < 0:
+            object.__setattr__(self, "workers_here", self.local_count)
+        if not 0 <= self.index < self.count:
+            raise self._nonsense(f"process {self.index} of {self.count}, which cannot be")
+        if not 0 <= self.local_index < self.local_count:
+            raise self._nonsense(f"process {self.local_index} of {self.local_count} on its host, which cannot be")
+        if self.local_count > self.count or self.local_index > self.index:
+            raise self._nonsense(
+                f"process {self.index} of {self.count} in all, but {self.local_index} of {self.local_count} on its host"
+            )
+        if self.index == 0 and self.local_index:
+            raise self._nonsense(f"the first process of all, but number {self.local_index} on its host")
+
+    @property
+    def leads(self) -> bool:
+        return self.index == 0
+
+    @property
+    def hosts(self) -> bool:
+        """Whether it runs the agent of its host; the other processes there only wait for the end."""
+        return self.local_index == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the whole launch is on this host."""
+        return self.local_count == self.count
+
+    def with_workers(self, total: int | None) -> Place:
+        """With so many workers in all, evenly spread over the processes; None: as it is."""
+        if total is None or total == self.workers:
+            return self
+        if self.workers == 0 or total % self.workers:
+            raise DistBeliefError(
+                f"{total} workers cannot be spread evenly over {self.workers} processes that {self.launcher} started",
+                hint=f"leave --workers out, which is one worker per process, or give a multiple of {self.workers}",
+            )
+        return replace(self, workers=total, workers_here=self.workers_here * (total // self.workers))
+
+    def first_servers(self, wanted: int) -> int:
+        """Of so many parameter servers, how many are started on this host; -1: as many as the run likes."""
+        return -(-wanted * self.servers_here // self.servers) if self.servers else -1
+
+    def _nonsense(self, what: str) -> DistBeliefError:
+        return DistBeliefError(
+            f"by the variables of {self.launcher} this is {what}",
+            hint="variables of another launcher, or left over in the shell? start it with the launcher that --on names",
+        )
+
+
+def is_number(text: str) -> bool:
+    """Whether it can be a count, an index or a port."""
+    return text.isdecimal() and len(text) < 10
+
+
+def number(environment: Mapping[str, str], name: str) -> int:
+    """A variable that must be there and hold a whole number."""
+    text = environment.get(name)
+    if text is None:
+        raise DistBeliefError(
+            f"the variable {name} is not set", hint="was this process started by the launcher that --on names?"
+        )
+    if not is_number(text.strip()):
+        raise DistBeliefError(f"{name}={text!r} is no number", hint=f"the launcher sets {name}; leave it alone")
+    return int(text)
