@@ -272,12 +272,13 @@ def _launch(
 def _run(launch: Launch, view: View, announce: Announce | None = None, **source: Any) -> Result:
     from dataclasses import replace
 
+    from distbelief.engines import chosen
     from distbelief.engines.launch import keep_launch
-    from distbelief.engines.lead import lead
     from distbelief.engines.rundir import make_run_dir
 
     started = time.monotonic()
     launch = replace(launch, **source)
+    chosen.check(launch.on)
     plan = launch.save_plan  # what is wrong with it is said before a directory is made
     if not launch.resumed:
         make_run_dir(launch.run_dir)
@@ -286,7 +287,7 @@ def _run(launch: Launch, view: View, announce: Announce | None = None, **source:
     if launch.begin_from and not launch.resumed:
         launch = replace(launch, begin_from=_pinned(launch, view))
     keep_launch(launch)
-    record = lead(launch, view, announce)
+    record = chosen.run(launch, view, announce)
     return _result(record, launch.run_dir, started)
 
 

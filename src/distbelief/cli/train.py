@@ -60,6 +60,12 @@ def train(
         str,
         typer.Option(metavar="ADDRESS[:PORT]", help="An address of this machine at which other hosts can join."),
     ] = "127.0.0.1",
+    on: Annotated[
+        str,
+        typer.Option(
+            "--on", metavar="local|ray|ray://HOST:PORT", help="Where to run: on this machine, or on a Ray cluster."
+        ),
+    ] = "local",
     balance: Annotated[bool, typer.Option(help="Move shards to faster workers. The result does not change.")] = True,
     stuck_after: Annotated[
         float,
@@ -120,6 +126,7 @@ def train(
             keep_best=keep_best,
             begin_from=begin_from,
             listen=listen_address(listen),
+            on=on,
         )
     if json:
         print_json(result)

@@ -89,7 +89,10 @@ class Hosting:
         self._watching.watch(self._zygote.socket, self._zygote_event)
         if self._leads and self._launch.usable_transport == "gloo":
             host = host_of(self._address)
-            self._store = (host, self._zygote.fork_store(host, self._told.log("store")))
+            # Members of a launching process that died and was started again (Ray does that) still look for it there.
+            before = parcel.store_left_behind(self._launch.run_dir)
+            port = before[1] if before and before[0] == host else 0
+            self._store = (host, self._zygote.fork_store(host, port, self._told.log("store")))
         if self._leads and self._launch.takes_hosts:
             self._stack.callback(parcel.write(self._launch, self._store).unlink, missing_ok=True)
         wanted, self._wanted = self._wanted, []

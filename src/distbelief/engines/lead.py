@@ -34,12 +34,20 @@ SILENT_S = 10.0  # a coordinator that does not answer for so long is ended, and 
 Announce = Callable[[Invitation], None]
 
 
-def lead(launch: Launch, observer: Observer, announce: Announce | None = None) -> dict[str, Any]:
+def lead(
+    launch: Launch,
+    observer: Observer,
+    announce: Announce | None = None,
+    *,
+    secret: bytes = b"",
+    signals: Signals | None = None,
+) -> dict[str, Any]:
     """Run to the end. Returns the journal's last record; raises when the run did not complete.
 
-    `announce` is told where other hosts' agents are let in, as soon as they are.
+    `announce` is told where other hosts' agents are let in, as soon as they are. `secret`: of a run that had one before
+    we came. `signals`: those of somebody who asks us to stop, instead of this process's own.
     """
-    with Signals() as signals, _Lead(launch, observer, signals) as run:
+    with signals or Signals() as signals, _Lead(launch, observer, signals, secret or _secret(launch)) as run:
         observer.started(launch.run_dir, launch.workers)
         invitation = run.start()
         if announce:
@@ -53,12 +61,12 @@ def _secret(launch: Launch) -> bytes:
 
 
 class _Lead:
-    def __init__(self, launch: Launch, observer: Observer, signals: Signals) -> None:
+    def __init__(self, launch: Launch, observer: Observer, signals: Signals, secret: bytes) -> None:
         self._launch = launch
         self._observer = observer
         self._signals = signals
         self._stack = contextlib.ExitStack()
-        self._secret = _secret(launch)
+        self._secret = secret
         self._host = launch.host or host_name()
         self._unheard_since = time.monotonic()
 

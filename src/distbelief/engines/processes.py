@@ -176,9 +176,10 @@ class Zygote:
         """Likewise whatever the module's `run(spec, socket)` is."""
         return self._fork({"do": "entry", "id": number, "module": module, "spec": spec}, log)
 
-    def fork_store(self, host: str, log: LogPipe) -> int:
-        """Fork the rendezvous store of torch groups, listening at that address. Returns its port."""
-        _, sock = self._fork({"do": "store", "id": -1, "host": host}, log)
+    def fork_store(self, host: str, port: int, log: LogPipe) -> int:
+        """Fork the rendezvous store of torch groups, listening at that address and, if it is free, at that port (0: any).
+        Returns its port."""
+        _, sock = self._fork({"do": "store", "id": -1, "host": host, "port": port}, log)
         with sock:
             return int(receive_message(sock)[0]["port"])
 

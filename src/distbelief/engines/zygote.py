@@ -110,7 +110,7 @@ def _become(engine: socket.socket, parent: int, request: dict[str, Any], fds: li
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         sock = socket.socket(fileno=connection)
         if request["do"] == "store":
-            _serve_store(sock, request["host"])
+            _serve_store(sock, request["host"], request["port"])
         if request["do"] == "entry":
             status = importlib.import_module(request["module"]).run(request["spec"], sock)
         else:
@@ -126,11 +126,15 @@ def _become(engine: socket.socket, parent: int, request: dict[str, Any], fds: li
         os._exit(status)
 
 
-def _serve_store(sock: socket.socket, host: str) -> NoReturn:
+def _serve_store(sock: socket.socket, host: str, port: int) -> NoReturn:
     """Be the rendezvous store of torch groups, so that no worker's death takes it away."""
     from torch._C._distributed_c10d import TCPStore
 
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family)
+    except OSError:  # somebody else has it now
+        listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
     # By itself it would listen on every interface of the machine, to anybody.
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
