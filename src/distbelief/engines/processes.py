@@ -177,8 +177,8 @@ class Zygote:
         return self._fork({"do": "entry", "id": number, "module": module, "spec": spec}, log)
 
     def fork_store(self, host: str, port: int, log: LogPipe) -> int:
-        """Fork the rendezvous store of torch groups, listening at that address and, if it is free, at that port (0: any).
-        Returns its port."""
+        """Fork the rendezvous store of torch groups. Returns its port: the one that was wished for (0: any), if it is
+        free."""
         _, sock = self._fork({"do": "store", "id": -1, "host": host, "port": port}, log)
         with sock:
             return int(receive_message(sock)[0]["port"])

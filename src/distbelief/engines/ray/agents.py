@@ -57,7 +57,6 @@ class Agents:
         groups = [
             placement_group(
                 [self._need.bundle(place.workers)],
-                name=f"{self._run}: {place.workers} on {place.name}",
                 bundle_label_selector=[{"ray.io/node-id": place.node}],
             )
             for place in places
@@ -110,6 +109,7 @@ class Agents:
                 reason = str(ray.get(one.ended))
                 gone.append(Gone(one.host, one.place.node, reason or "it has ended", bool(reason)))
             except ray.exceptions.RayError as error:
+                ray.kill(one.actor)  # if it is only out of reach, it must not come back beside its successor
                 gone.append(Gone(one.host, one.place.node, _brief(error), False))
             self._running.remove(one)
             remove_placement_group(one.group)
@@ -137,8 +137,9 @@ class Agents:
 def _brief(error: Exception) -> str:
     """Ray explains itself on many lines; the first says what it is.
 
-    >>> _brief(RuntimeError("The actor died unexpectedly.\\n\\tclass_name: A"))
-    'The actor died unexpectedly.'
+    >>> _brief(RuntimeError("The worker died.\\n\\tclass_name: A"))
+    'The worker died.'
     """
+    known = {"ActorDiedError": "its actor has died", "ActorUnavailableError": "its actor cannot be reached"}
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return known.get(type(error).__name__) or (lines[0] if lines else type(error).__name__)

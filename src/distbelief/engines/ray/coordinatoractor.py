@@ -7,13 +7,15 @@ train on meanwhile, find it by themselves.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from distbelief.comm.messages import HostLost
 from distbelief.comm.network import host_of
-from distbelief.coordinator.client import whereabouts
+from distbelief.coordinator.client import ask, whereabouts
 from distbelief.engines.invitation import Invitation
 from distbelief.engines.launch import Launch
 from distbelief.engines.lead import lead
@@ -67,6 +69,11 @@ class CoordinatorActor:
         """For the agents; None: the run was over before anybody could be invited."""
         self._invited.wait()
         return self._invitation
+
+    def lost(self, host: str, reason: str) -> None:
+        """The driver knows that an agent is gone. Whoever coordinates now is told; else its silence tells."""
+        with contextlib.suppress(DistBeliefError):
+            ask(self._launch.run_dir, HostLost(host, reason))
 
     def stop(self, number: int, count: int) -> None:
         """The driver has had so many signals. It says so again and again, in case we are new."""

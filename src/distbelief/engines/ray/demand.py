@@ -8,8 +8,7 @@ from distbelief.engines.ray.places import Need
 
 
 class Demand:
-    def __init__(self, run: str, need: Need) -> None:
-        self._run = run
+    def __init__(self, need: Need) -> None:
         self._need = need
         self._group: Any = None
         self._workers = 0
@@ -22,7 +21,7 @@ class Demand:
             return
         self.withdraw()
         bundles = [self._need.bundle(1)] * workers
-        self._group = placement_group(bundles, strategy="PACK", name=f"{self._run}: {workers} more")
+        self._group = placement_group(bundles, strategy="PACK")
         self._workers = workers
 
     def met(self) -> bool:

@@ -23,6 +23,7 @@ from distbelief.engines.ray.coordinatoractor import CoordinatorActor
 from distbelief.engines.ray.demand import Demand
 from distbelief.engines.ray.following import Logs, Target
 from distbelief.engines.ray.places import Need, Place
+from distbelief.engines.ray.quiet import quiet
 from distbelief.engines.ray.sight import proof
 from distbelief.engines.rundir import verdict
 from distbelief.engines.signals import Signals
@@ -42,6 +43,7 @@ def run(launch: Launch, observer: Observer) -> dict[str, Any]:
     with (
         cluster.connected(launch.on, need.cpus * launch.workers) as there,
         Signals() as signals,
+        quiet(launch.run_dir / "logs" / "ray.log"),
         _Driver(launch, observer, signals, need) as driver,
     ):
         observer.started(launch.run_dir, launch.workers)
@@ -60,7 +62,7 @@ class _Driver:
         self._need = need
         self._name = launch.run_dir.resolve().name
         self._agents = Agents(self._name, need)
-        self._demand = Demand(self._name, need)
+        self._demand = Demand(need)
         self._logs = Logs(launch.run_dir)
         self._target = Target(launch.run_dir, launch.workers)
         self._unusable: set[str] = set()
@@ -129,7 +131,14 @@ class _Driver:
             max_concurrency=8,
             **options,
         )
-        self._coordinator = actor.remote(self._launch, secrets.token_bytes(SECRET_BYTES), proof(self._launch.run_dir))
+        try:
+            self._coordinator = actor.remote(
+                self._launch, secrets.token_bytes(SECRET_BYTES), proof(self._launch.run_dir)
+            )
+        except ValueError as error:
+            raise DistBeliefError(
+                f"a run called {self._name} goes on in this Ray cluster already", hint="give another --run-dir"
+            ) from error
         self._over = self._coordinator.lead.remote()
 
     def _invitation(self) -> Invitation | None:
@@ -184,7 +193,7 @@ class _Driver:
                 self._unusable.add(gone.node)
                 self._observer.log("ray", f"{gone.host} takes no part: {gone.reason}")
             else:
-                self._observer.log("ray", f"the agent on {gone.host} is gone, and its workers with it: {gone.reason}")
+                self._coordinator.lost.remote(gone.host, gone.reason)
         missing = wanted - self._agents.workers
         if missing <= 0:
             self._demand.withdraw()

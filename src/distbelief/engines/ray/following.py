@@ -41,6 +41,8 @@ class Logs:
     def lines(self) -> Iterator[tuple[str, str]]:
         """(source, line)"""
         for path in sorted(self._folder.glob("*.log")):
+            if path.stem == "ray":  # pages of its own state at every death, of which we tell in a line
+                continue
             file = self._files.setdefault(path, Growing(path))
             for line in file.lines():
                 yield path.stem.replace("-", " "), line.decode(errors="replace")
