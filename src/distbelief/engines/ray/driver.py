@@ -121,7 +121,7 @@ class _Driver:
 
         options: dict[str, Any] = {}
         if head := cluster.head_node():
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(head, soft=True)
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(head, soft=False)
         actor = ray.remote(CoordinatorActor).options(
             name=self._name,
             namespace=cluster.NAMESPACE,
