@@ -168,6 +168,7 @@ def resume_run(
     strategy: str | AnyStrategy | None,
     view: View,
     job: Job | None = None,
+    key_file: str = "",
 ) -> Result:
     """Resume the run in that directory, as `distbelief resume` does."""
     from dataclasses import replace
@@ -203,6 +204,7 @@ def resume_run(
         strategy=str(how),
         exact=how.exact,
         transport=how.transport,
+        key_file=key_file or launch.key_file,
         resumed=True,
     )
     source: dict[str, Any] = {"job_pickle": _pickled(job)} if job is not None else {}

@@ -15,6 +15,7 @@ from distbelief.cli.checkpoint import checkpoint
 from distbelief.cli.coordinator import coordinator
 from distbelief.cli.export import export
 from distbelief.cli.failures import Commands
+from distbelief.cli.keys import keys
 from distbelief.cli.kv import kv
 from distbelief.cli.new import new
 from distbelief.cli.replay import replay
@@ -43,6 +44,7 @@ app.command()(replay)
 app.command()(export)
 app.command()(average)
 app.command()(kv)
+app.add_typer(keys, name="keys")
 app.command()(new)
 
 

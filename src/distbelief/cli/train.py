@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
+from distbelief.cli.keys import KeyFile, key_file
 from distbelief.cli.listening import listen_address
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.coordinator.detector import STUCK_S
@@ -66,6 +67,7 @@ def train(
             "--on", metavar="local|ray|ray://HOST:PORT", help="Where to run: on this machine, or on a Ray cluster."
         ),
     ] = "local",
+    key: KeyFile = None,
     balance: Annotated[bool, typer.Option(help="Move shards to faster workers. The result does not change.")] = True,
     stuck_after: Annotated[
         float,
@@ -125,6 +127,7 @@ def train(
             keep_every=keep_every,
             keep_best=keep_best,
             begin_from=begin_from,
+            key_file=key_file(key),
             listen=listen_address(listen),
             on=on,
         )

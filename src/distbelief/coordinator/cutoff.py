@@ -11,7 +11,7 @@ from dataclasses import replace
 from distbelief.comm import messages as m
 from distbelief.coordinator import fleet, hosting, hosts
 from distbelief.coordinator.ending import Result, record, say, with_worker
-from distbelief.coordinator.regroup import regroup
+from distbelief.coordinator.regroup import regroup, start_when_complete
 from distbelief.coordinator.vocabulary import Output, Reply, State, Worker
 
 
@@ -41,26 +41,24 @@ def lost(state: State, event: m.HostLost, now: float) -> Result:
     """Somebody knows that a host is gone. Should its workers live all the same, they are taken back when heard of."""
     answer = Reply(m.Answer(state.epoch, True, "heard"))
     known = {*state.hosts, *state.placed.values(), *(worker.host for worker in state.workers.values())}
-    if event.host not in known:
+    if event.host not in known or (state.start is not None and state.start.transport == "shm"):
         return state, [answer]
-    state, outputs, cut = _without(state, event.host, f"the host {event.host} is lost: {event.reason}", now)
-    state, more = estrange(state, cut, now)
+    reason = f"the host {event.host} is lost: {event.reason}"
+    state, outputs, there = _without(state, event.host, reason, now)
+    state, more = estrange(state, dict.fromkeys(there, reason), now)
     return state, [*outputs, *more, answer]
 
 
-def _without(state: State, name: str, reason: str, now: float) -> tuple[State, list[Output], dict[int, str]]:
-    """Nothing is expected of that host any more. The third are the workers that are to be given up, with the reason."""
+def _without(state: State, name: str, reason: str, now: float) -> tuple[State, list[Output], list[int]]:
+    """Nothing is expected of that host any more. The third are the workers that were there."""
     outputs: list[Output] = [say(reason, now)]
-    cut: dict[int, str] = {}
     state = hosting.forgotten(state, name)
-    if state.start is None or state.start.transport != "shm":
-        there = [worker for worker in state.workers.values() if worker.host == name and not worker.gone]
-        cut = {worker.number: reason for worker in there}
     for server in [one.number for one in state.fleet.there.values() if one.host == name]:
         # If it lives, it hears that it is not needed any more as soon as it is heard of.
         state, more = fleet.exited(state, m.ServerExited(server, m.STATUS_UNKNOWN), now)
         outputs += more
-    return state, outputs, cut
+    there = [worker.number for worker in state.workers.values() if worker.host == name and not worker.gone]
+    return state, outputs, there
 
 
 def ticked(state: State, now: float) -> Result:
@@ -69,9 +67,10 @@ def ticked(state: State, now: float) -> Result:
     cut: dict[int, str] = {}
     for name in {*hosts.lost(state.hosts, now, state.pulse.awake_s(now)), *hosting.strangers(state, now)}:
         reason = f"the host {name} has not been heard of for {hosts.LOST_S:.0f} s"
-        state, more, theirs = _without(state, name, reason, now)
+        state, more, there = _without(state, name, reason, now)
         outputs += more
-        cut |= theirs
+        # Members are judged by their own heartbeats; the others come back with their next one, if they live.
+        cut |= {worker: reason for worker in there if not state.is_member(worker)}
     for member in state.members:
         worker = state.workers[member.worker]
         if worker.fenced and not worker.gone and is_out_of_reach(state, worker, now):
@@ -85,4 +84,6 @@ def ticked(state: State, now: float) -> Result:
 def returned(state: State, worker: Worker, now: float) -> Result:
     """A worker that was out of reach is heard of again."""
     state = with_worker(state, replace(worker, estranged=False, finished=None))
+    if state.phase == "gathering":
+        return start_when_complete(state, now)
     return regroup(state, "join", f"{worker.name} is back", now)

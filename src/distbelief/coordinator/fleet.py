@@ -163,7 +163,7 @@ def hire(state: State, now: float) -> Result:
     missing = fleet.target - staying - len(fleet.hired)
     if missing <= 0 or state.phase == "ended":
         return state, []
-    placed = place_servers(state, range(fleet.next_server, fleet.next_server + missing))
+    placed = place_servers(state, range(fleet.next_server, fleet.next_server + missing), now)
     if not placed:
         return state, []
     state = replace(state, fleet=replace(fleet, next_server=fleet.next_server + len(placed)), active_at=now)
@@ -203,7 +203,7 @@ def attached(state: State, event: m.EngineAttached, now: float) -> Result:
         if server in state.fleet.there and state.fleet.there[server].fenced
     ]
     state = replace(state, fleet=replace(state.fleet, hired=hired, placed=placed))
-    waiting = place_servers(state, [server for server in hired if server not in placed])
+    waiting = place_servers(state, [server for server in hired if server not in placed], now)
     if not waiting:
         return state, outputs
     state, more = _asked(state, waiting, "there is room for them", now)

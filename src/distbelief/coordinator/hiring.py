@@ -24,7 +24,7 @@ def hire(state: State, now: float) -> Result:
     missing = state.target - there
     if missing <= 0 or state.phase == "ended" or state.troubles.failed_hires >= MOST_FAILED_HIRES:
         return state, []
-    placed = place(state, range(state.next_worker, state.next_worker + missing))
+    placed = place(state, range(state.next_worker, state.next_worker + missing), now)
     if not placed:
         return state, []
     reason = f"{there} of {state.target} workers are there or on their way"
@@ -44,7 +44,7 @@ def hire(state: State, now: float) -> Result:
 
 def settle(state: State, now: float) -> Result:
     """Find hosts for those that are wanted and that no agent was asked for yet."""
-    placed = place(state, [worker for worker in state.hired if worker not in state.placed])
+    placed = place(state, [worker for worker in state.hired if worker not in state.placed], now)
     if not placed:
         return state, []
     state = replace(
@@ -58,17 +58,31 @@ def settle(state: State, now: float) -> Result:
     return state, outputs
 
 
-def place(state: State, numbers: Iterable[int]) -> dict[int, str]:
+def place(state: State, numbers: Iterable[int], now: float) -> dict[int, str]:
     """A host for each of these workers. While no agent is known, the launching process's will do: it comes."""
     if not state.hosts:
         return dict.fromkeys(numbers, "")
     rooms = {name: host.room for name, host in state.hosts.items()}
+    return hosts.place(numbers, _speaking(state, now), _held(state), rooms)
+
+
+def free(state: State, host: str) -> int:
+    """How many more workers a host with a limit takes."""
+    return max(0, state.hosts[host].room - _held(state)[host])
+
+
+def _speaking(state: State, now: float) -> hosts.Hosts:
+    """One that is silent may be lost: nobody is started there meanwhile."""
+    return {name: host for name, host in state.hosts.items() if not hosts.is_silent(state.hosts, name, now)}
+
+
+def _held(state: State) -> Counter[str]:
     held = Counter(one.host for one in state.workers.values() if one.exited is None and not one.estranged)
     held.update(state.placed[worker] for worker in state.hired if worker in state.placed)
-    return hosts.place(numbers, state.hosts, held, rooms)
+    return held
 
 
-def place_servers(state: State, numbers: Iterable[int]) -> dict[int, str]:
+def place_servers(state: State, numbers: Iterable[int], now: float) -> dict[int, str]:
     """Likewise for parameter servers: each on the host that has the fewest."""
     if not state.hosts:
         return dict.fromkeys(numbers, "")
@@ -78,7 +92,7 @@ def place_servers(state: State, numbers: Iterable[int]) -> dict[int, str]:
     fleet = state.fleet
     held = Counter(one.host for one in fleet.there.values())
     held.update(fleet.placed[server] for server in fleet.hired if server in fleet.placed)
-    return hosts.place(numbers, state.hosts, held, rooms)
+    return hosts.place(numbers, _speaking(state, now), held, rooms)
 
 
 def _all_hosts_are_there(state: State) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from distbelief.comm import messages as m
 from distbelief.coordinator import hosts
 from distbelief.coordinator.ending import Result, record, say
-from distbelief.coordinator.hiring import settle
+from distbelief.coordinator.hiring import free, settle
 from distbelief.coordinator.hosts import Host, Offer
 from distbelief.coordinator.vocabulary import ENGINE, Output, Reply, Send, State
 
@@ -28,13 +28,9 @@ def offered(state: State, event: m.HostOffered, now: float) -> Result:
         return state, [Reply(m.Answer(state.epoch, False, text))]
     taken = {*state.hosts, *(offer.host for offer in state.offers.values()), *(w.host for w in state.workers.values())}
     name = hosts.unique(event.host or "host", taken)
-    state = replace(state, offers={**state.offers, event.nonce: Offer(name, event.room)}, active_at=now)
-    if event.grows:
-        local = state.config.workers if state.config.local_workers < 0 else state.config.local_workers
-        room = local + sum(offer.room for offer in state.offers.values())
-        state = replace(state, target=state.target + max(0, min(event.room, room - state.target)))
+    state = replace(state, offers={**state.offers, event.nonce: Offer(name, event.grows)}, active_at=now)
     text = f"the host {name} has come, with room for {_workers(event.room)}"
-    facts = {"host": name, "nonce": event.nonce, "room": event.room, "target": state.target}
+    facts = {"host": name, "nonce": event.nonce, "grows": event.grows}
     return state, [record(state, now, "host", text, **facts), say(text, now), Reply(m.Welcome(state.epoch, name))]
 
 
@@ -60,17 +56,30 @@ def attached(state: State, event: m.EngineAttached, now: float) -> Result:
     active_at = now if state.phase == "gathering" and not state.workers else state.active_at
     state = replace(state, hired=hired, placed=placed, active_at=active_at, hosts=known)
     state, more = settle(state, now)
+    outputs += more
+    state, more = _grown(state, event.host, now)
     return state, outputs + more
+
+
+def _grown(state: State, host: str, now: float) -> Result:
+    """One that was started by hand is there for the first time: what it has room for beyond what was waited for, the
+    run has more from now on."""
+    nonce = next((nonce for nonce, offer in state.offers.items() if offer.host == host and offer.grows), None)
+    if nonce is None or state.phase == "ended":
+        return state, []
+    more = free(state, host)
+    target = state.target + more
+    state = replace(state, offers={**state.offers, nonce: Offer(host)}, target=target)
+    text = f"{host} adds {_workers(more)}" if more else f"{host} has the workers that were waited for"
+    return state, [record(state, now, "grown", text, host=host, nonce=nonce, target=target)]
 
 
 def forgotten(state: State, name: str) -> State:
     """That host is lost: nothing is expected of it any more."""
-    offers = {nonce: replace(offer, room=0) if offer.host == name else offer for nonce, offer in state.offers.items()}
     fleet = state.fleet
     return replace(
         state,
         hosts={known: host for known, host in state.hosts.items() if known != name},
-        offers=offers,
         placed={worker: host for worker, host in state.placed.items() if host != name},
         fleet=replace(fleet, placed={server: host for server, host in fleet.placed.items() if host != name}),
     )

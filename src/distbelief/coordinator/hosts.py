@@ -31,7 +31,8 @@ class Offer:
     """An agent of another host, which was given a name."""
 
     host: str
-    room: int
+    grows: bool = False
+    """What it has room for is to be added to the run, as soon as it is there."""
 
 
 Hosts = Mapping[str, Host]

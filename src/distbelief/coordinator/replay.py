@@ -36,7 +36,9 @@ def replay(state: State, entry: Entry, now: float) -> State:
             hired = {**state.hired, **dict.fromkeys(entry["workers"], now)}
             return _numbered(replace(state, hired=hired, placed={**state.placed, **placed}), entry["workers"])
         case "host":
-            offers = {**state.offers, entry["nonce"]: Offer(entry["host"], entry["room"])}
+            return replace(state, offers={**state.offers, entry["nonce"]: Offer(entry["host"], entry["grows"])})
+        case "grown":
+            offers = {**state.offers, entry["nonce"]: Offer(entry["host"])}
             return replace(state, offers=offers, target=entry["target"])
         case "admitted":
             return _numbered(replace(state, guests=state.guests | {entry["worker"]}), [entry["worker"]])

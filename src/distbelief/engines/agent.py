@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from distbelief.comm.badges import Authority
 from distbelief.comm.messages import (
     Command,
     EndRun,
@@ -51,7 +52,7 @@ class Agent:
         self,
         launch: Launch,
         host: str,
-        secret: bytes,
+        authority: Authority,
         room: Room,
         show: LogLine,
         broken: Callable[[], None],
@@ -68,7 +69,8 @@ class Agent:
         self.insistence: list[Event] = []
         """What is said again with everything else, since it must be heard."""
         self._launch = launch
-        self._secret = secret
+        self._badge = authority.owner()
+        self._signer = self._badge.signer()
         self._leads = elsewhere is None
         self._show = show
         self._broken = broken
@@ -77,7 +79,7 @@ class Agent:
         self._next_attach = 0.0
         self.ended = False
         self._deadline = float("inf")
-        self.hosting = Hosting(launch, host, secret, self.watching, self, elsewhere)
+        self.hosting = Hosting(launch, host, authority, self.watching, self, elsewhere)
         self._stack.callback(self.hosting.close)
 
     def begin(self, address: str) -> None:
@@ -88,7 +90,7 @@ class Agent:
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)  # a machine that is gone closes no connection
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, 2_000)
-        dial(self._socket, address, self._secret)
+        dial(self._socket, address, self._badge.door)
         self.watching.watch(self._socket, self.hear)
         self.hosting.begin(address)
 
@@ -176,8 +178,9 @@ class Agent:
         self._broken()
 
     def send(self, event: Event) -> None:
+        message = encode(event)
         with contextlib.suppress(zmq.Again):  # nobody has read for long; all of it is said again and again
-            self._socket.send_multipart([self._secret, encode(event)], zmq.NOBLOCK)
+            self._socket.send_multipart([self._signer.seal(message), message], zmq.NOBLOCK)
 
     def log(self, source: str) -> LogPipe:
         log = LogPipe(source, self._launch.run_dir / "logs" / f"{source.replace(' ', '-')}.log", self._show)

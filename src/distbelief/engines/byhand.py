@@ -31,14 +31,14 @@ _LAST_WORDS_S = 3.0  # an engine that ends in order closes this too; the end of 
 def join_run(run_dir: Path, workers: int = 1, host: str = "") -> int:
     """Take part in that run with so many workers until it ends or lets us go. Returns the exit status."""
     here = host or platform.node() or "localhost"
-    address, secret = whereabouts(run_dir)
+    address, authority = whereabouts(run_dir)
     if here != host_of_run(run_dir):
         if is_loopback(address):
             raise DistBeliefError(
                 f"the run's coordinator listens on {address}, which cannot be reached from the host {here}",
                 hint="start the run with --listen and an address of its machine",
             )
-        return serve_host(Invitation(address, bytes.fromhex(secret)), workers, here, grows=True)
+        return serve_host(Invitation(address, authority.secret), workers, here, grows=True)
     if workers != 1:
         raise DistBeliefError(
             "on the run's own machine one worker joins at a time",
@@ -48,7 +48,7 @@ def join_run(run_dir: Path, workers: int = 1, host: str = "") -> int:
     os.environ.update(WORKER_ENVIRONMENT)
     print(f"worker {number}: joining {run_dir}; Ctrl-C lets it leave", flush=True)
     with _engine(run_dir) as engine:
-        spec = _introduce(engine, run_dir, number, secret)
+        spec = _introduce(engine, run_dir, number, authority.secret.hex())
         threading.Thread(target=_end_with, args=[engine.dup()], daemon=True).start()
         return _work(spec, engine)
 

@@ -13,6 +13,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from distbelief.comm.badges import Authority
 from distbelief.comm.keeper import SegmentKeeper
 from distbelief.comm.memfd import receive_message
 from distbelief.comm.network import host_of
@@ -48,13 +49,19 @@ class Told(Protocol):
 
 class Hosting:
     def __init__(
-        self, launch: Launch, host: str, secret: bytes, watching: Watching, told: Told, elsewhere: Store | None = None
+        self,
+        launch: Launch,
+        host: str,
+        authority: Authority,
+        watching: Watching,
+        told: Told,
+        elsewhere: Store | None = None,
     ) -> None:
         """`elsewhere`: torch's meeting point, where this is not the launching process's host, which has it."""
         self._launch = launch
         self._host = host
         self._leads = elsewhere is None
-        self._secret = secret
+        self._authority = authority
         self._watching = watching
         self._told = told
         self._stack = contextlib.ExitStack()
@@ -79,7 +86,7 @@ class Hosting:
         self._address = address
         self._watching.watch(self._zygote.socket, self._zygote_ready)
         if self._leads:
-            self._guests = Guests(self._launch.run_dir, self._secret)
+            self._guests = Guests(self._launch.run_dir, self._authority.secret)
             self._stack.callback(self._guests.close)
             self._watching.watch(self._guests.listener, self._guest_arrives)
 
@@ -94,13 +101,14 @@ class Hosting:
             port = before[1] if before and before[0] == host else 0
             self._store = (host, self._zygote.fork_store(host, port, self._told.log("store")))
         if self._leads and self._launch.takes_hosts:
-            self._stack.callback(parcel.write(self._launch, self._store).unlink, missing_ok=True)
+            self._stack.callback(parcel.write(self._launch, self._authority.start, self._store).unlink, missing_ok=True)
         wanted, self._wanted = self._wanted, []
         for role, number in wanted:
             self._fork(role, number)
 
-    def _spec(self, number: int) -> WorkerSpec:
-        return self._launch.worker_spec(number, self._host, self._address, self._secret.hex(), self._store)
+    def _spec(self, role: Role, number: int) -> WorkerSpec:
+        badge = self._authority.worker(number) if role == "worker" else self._authority.server(number)
+        return self._launch.worker_spec(number, self._host, self._address, badge, self._store)
 
     # --- what it is told ---------------------------------------------------------------------------------------------
 
@@ -127,7 +135,7 @@ class Hosting:
 
     def _fork(self, role: Role, number: int) -> None:
         fork = self._zygote.fork_worker if role == "worker" else self._zygote.fork_server
-        pid, connection = fork(self._spec(number), self._told.log(f"{role} {number}"))
+        pid, connection = fork(self._spec(role, number), self._told.log(f"{role} {number}"))
         self._adopt((role, number), pid, connection)
 
     def _adopt(self, member: Member, pid: int, connection: socket.socket) -> None:
@@ -170,7 +178,7 @@ class Hosting:
     def _guest_arrives(self) -> None:
         """A worker that somebody has started by hand, with a number that the coordinator gave it."""
         assert self._guests is not None
-        guest = self._guests.accept(self._spec)
+        guest = self._guests.accept(lambda number: self._spec("worker", number))
         if guest is None:
             return
         self._adopt(("worker", guest.worker), guest.pid, guest.connection)

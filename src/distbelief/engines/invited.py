@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from distbelief.comm.badges import Authority
 from distbelief.comm.messages import Answer, EndRun, HostOffered, LeaveRequested, Welcome, decode_command, encode
 from distbelief.comm.network import dial
 from distbelief.engines import parcel
@@ -59,7 +60,7 @@ def serve_host(
         agent = Agent(
             launch,
             name,
-            invitation.secret,
+            Authority(invitation.secret, sent.start),
             Room(workers, servers),
             show=lambda source, line: say(f"[{source}] {line}"),
             broken=lambda: say(f"{name}: the process that starts workers has died; this host takes no more part"),
@@ -77,11 +78,14 @@ def _offered(
     waited = False
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        dial(socket, invitation.address, invitation.secret)
+        badge = Authority(invitation.secret).owner()
+        signer = badge.signer()
+        dial(socket, invitation.address, badge.door)
         while time.monotonic() < deadline:
             if signals.count:
                 raise RunInterrupted(f"stopped by {signal_name(signals.received)} before the run had let us in")
-            socket.send_multipart([invitation.secret, encode(offer)])
+            message = encode(offer)
+            socket.send_multipart([signer.seal(message), message])
             if not socket.poll(int(OFFER_EVERY_S * 1000)):
                 if not waited:
                     say(f"waiting for the coordinator at {invitation.address}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from distbelief.comm.badges import Authority
 from distbelief.engines.launch import Launch
 from distbelief.engines.processes import CoordinatorProcess, LogPipe
 from distbelief.engines.rundir import ended
@@ -15,13 +16,14 @@ MOST_SHORT_LIVES = 5
 
 
 class CoordinatorKeeping:
-    def __init__(self, launch: Launch, secret: bytes, host: str, log: Callable[[str], LogPipe]) -> None:
+    def __init__(self, launch: Launch, authority: Authority, host: str, log: Callable[[str], LogPipe]) -> None:
         self._run_dir = launch.run_dir
         self._log = log
         self._short_lives = 0
         self._order = {
             "run_dir": str(launch.run_dir),
-            "secret": secret.hex(),
+            "secret": authority.secret.hex(),
+            "start": authority.start,
             "config": launch.run_config(),
             "listen": launch.listen,
             "resume": launch.strategy if launch.resumed else "",

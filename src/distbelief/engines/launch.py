@@ -11,6 +11,7 @@ from typing import Any, Protocol, get_type_hints
 import msgspec
 
 from distbelief.comm import words
+from distbelief.comm.badges import Badge
 from distbelief.comm.network import is_loopback
 from distbelief.coordinator.detector import STUCK_S
 from distbelief.engines.rundir import check_idle
@@ -148,14 +149,14 @@ class Launch:
         }
 
     def worker_spec(
-        self, worker: int, host: str, address: str, secret: str, store: tuple[str, int] | None = None
+        self, worker: int, host: str, address: str, badge: Badge, store: tuple[str, int] | None = None
     ) -> WorkerSpec:
         """What a worker is told. `address`: the coordinator's; `store`: the rendezvous, where torch groups are used."""
         return WorkerSpec(
             worker=worker,
             host=host,
             address=self.dial(worker, address),
-            secret=secret,
+            badge=badge,
             run_dir=str(self.run_dir),
             strategy=self.strategy,
             threads=self.worker_threads.get(worker, self.threads),

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from distbelief.comm.badges import Authority
 from distbelief.comm.keys import read_key, run_secret
 from distbelief.comm.messages import SECRET_BYTES, StopRequested
 from distbelief.coordinator.saving import STOP_S
@@ -39,15 +40,15 @@ def lead(
     observer: Observer,
     announce: Announce | None = None,
     *,
-    secret: bytes = b"",
+    authority: Authority | None = None,
     signals: Signals | None = None,
 ) -> dict[str, Any]:
     """Run to the end. Returns the journal's last record; raises when the run did not complete.
 
-    `announce` is told where other hosts' agents are let in, as soon as they are. `secret`: of a run that had one before
-    we came. `signals`: those of somebody who asks us to stop, instead of this process's own.
+    `announce` is told where other hosts' agents are let in, as soon as they are. `authority`: of a run that somebody
+    else has made. `signals`: those of somebody who asks us to stop, instead of this process's own.
     """
-    with signals or Signals() as signals, _Lead(launch, observer, signals, secret or _secret(launch)) as run:
+    with signals or Signals() as signals, _Lead(launch, observer, signals, authority or authority_of(launch)) as run:
         observer.started(launch.run_dir, launch.workers)
         invitation = run.start()
         if announce:
@@ -56,17 +57,19 @@ def lead(
     return verdict(launch.run_dir, signals)
 
 
-def _secret(launch: Launch) -> bytes:
-    return run_secret(read_key(Path(launch.key_file))) if launch.key_file else secrets.token_bytes(SECRET_BYTES)
+def authority_of(launch: Launch) -> Authority:
+    """By the key, or a secret of this run alone: whoever may read the run directory can join with it."""
+    secret = run_secret(read_key(Path(launch.key_file))) if launch.key_file else secrets.token_bytes(SECRET_BYTES)
+    return Authority(secret, start=secrets.token_hex(8))
 
 
 class _Lead:
-    def __init__(self, launch: Launch, observer: Observer, signals: Signals, secret: bytes) -> None:
+    def __init__(self, launch: Launch, observer: Observer, signals: Signals, authority: Authority) -> None:
         self._launch = launch
         self._observer = observer
         self._signals = signals
         self._stack = contextlib.ExitStack()
-        self._secret = secret
+        self._authority = authority
         self._host = launch.host or host_name()
         self._unheard_since = time.monotonic()
 
@@ -77,9 +80,9 @@ class _Lead:
         """Coordinator and zygote start side by side: importing torch is the longest part of a launch."""
         launch = self._launch
         room = Room(launch.room, 0 if launch.local_workers == 0 else -1)
-        self._agent = Agent(launch, self._host, self._secret, room, self._observer.log, self._cannot_host)
+        self._agent = Agent(launch, self._host, self._authority, room, self._observer.log, self._cannot_host)
         self._stack.callback(self._agent.close)
-        self._coordinator = CoordinatorKeeping(launch, self._secret, self._host, self._agent.log)
+        self._coordinator = CoordinatorKeeping(launch, self._authority, self._host, self._agent.log)
         self._stack.callback(self._coordinator.close)
         address = self._coordinator.address()
         self._agent.watching.watch(self._signals.wake_fd, self._stop)
@@ -87,7 +90,7 @@ class _Lead:
         self._agent.attach()
         if not launch.resumed:  # then the journal knows who is to be there
             self._start_first()
-        return Invitation(address, self._secret)
+        return Invitation(address, self._authority.secret)
 
     def _start_first(self) -> None:
         launch = self._launch

@@ -26,14 +26,17 @@ class Parcel(msgspec.Struct, frozen=True):
     run_dir: str
     launch: dict[str, Any]
     resumed: bool
+    start: str
+    """See `badges.Authority`."""
     job_pickle: bytes = b""
     code: dict[str, bytes] = {}
     store: tuple[str, int] | None = None
 
 
-def write(launch: Launch, store: tuple[str, int] | None) -> Path:
+def write(launch: Launch, start: str, store: tuple[str, int] | None) -> Path:
     code = jobcode.collect(Path(launch.job_file)) if launch.job_file else {}
-    whole = Parcel(str(launch.run_dir.resolve()), to_data(launch), launch.resumed, launch.job_pickle, code, store)
+    run_dir = str(launch.run_dir.resolve())
+    whole = Parcel(run_dir, to_data(launch), launch.resumed, start, launch.job_pickle, code, store)
     path = launch.run_dir / FILE
     draft = path.with_suffix(".draft")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from distbelief.comm.badges import Authority
 from distbelief.comm.messages import HostLost
 from distbelief.comm.network import host_of
 from distbelief.coordinator.client import ask, whereabouts
@@ -27,10 +28,10 @@ from distbelief.errors import DistBeliefError
 class CoordinatorActor:
     """Its calls run side by side, each in a thread of its own."""
 
-    def __init__(self, launch: Launch, secret: bytes, proof: str) -> None:
+    def __init__(self, launch: Launch, authority: Authority, proof: str) -> None:
         """`proof`: see sight.py."""
         self._launch = launch
-        self._secret = secret
+        self._authority = authority
         self._proof = proof
         self._signals = Signals()
         self._over = False
@@ -45,7 +46,7 @@ class CoordinatorActor:
                     f"the head node of the Ray cluster does not see the run directory {self._launch.run_dir}",
                     hint="give a --run-dir on a folder that all nodes share",
                 )
-            return lead(self._here(), _Silent(), self._announce, secret=self._secret, signals=self._signals)
+            return lead(self._here(), _Silent(), self._announce, authority=self._authority, signals=self._signals)
         finally:
             self._over = True
             self._invited.set()

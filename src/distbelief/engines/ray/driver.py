@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import time
 from dataclasses import replace
 from typing import Any
 
-from distbelief.comm.messages import SECRET_BYTES
 from distbelief.coordinator.saving import STOP_S
 from distbelief.engines.invitation import Invitation
 from distbelief.engines.launch import Launch, Observer
+from distbelief.engines.lead import authority_of
 from distbelief.engines.ray import cluster, places
 from distbelief.engines.ray.agents import Agents
 from distbelief.engines.ray.coordinatoractor import CoordinatorActor
@@ -132,9 +131,8 @@ class _Driver:
             **options,
         )
         try:
-            self._coordinator = actor.remote(
-                self._launch, secrets.token_bytes(SECRET_BYTES), proof(self._launch.run_dir)
-            )
+            # Its authority is made here, and stays the same whenever Ray starts it again.
+            self._coordinator = actor.remote(self._launch, authority_of(self._launch), proof(self._launch.run_dir))
         except ValueError as error:
             raise DistBeliefError(
                 f"a run called {self._name} goes on in this Ray cluster already", hint="give another --run-dir"
