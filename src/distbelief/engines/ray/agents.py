@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ class Agents:
                 num_gpus=bundle.get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
             ).remote()
-            ended = one.serve.remote(invitation, place.workers, host)
+            ended = one.serve.remote(invitation, place.workers, host, os.getcwd())
             self._running.append(Running(place, host, one, ended, group))
 
     def _name(self, wanted: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -104,20 +104,6 @@ def shortage(nodes: Sequence[Node], need: Need, wanted: int) -> str:
     if need == Need():
         return f"{where}; {_count(wanted, 'worker')} want {wanted}"
     return f"{where}, with room for {_count(fitting, 'worker')} of {each} each; {wanted} are wanted"
-
-
-def after(nodes: Sequence[Node], need: Need, places: Sequence[Place]) -> list[Node]:
-    """The nodes as they are once these places are taken: the cluster's own figures are late."""
-    taken = {place.node: place.workers for place in places}
-    return [
-        replace(
-            node,
-            free_cpus=node.free_cpus - need.cpus * taken.get(node.id, 0),
-            free_gpus=node.free_gpus - need.gpus * taken.get(node.id, 0),
-            is_ours=node.is_ours or node.id in taken,
-        )
-        for node in nodes
-    ]
 
 
 def _fitting(cpus: float, gpus: float, need: Need) -> int:
