@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +117,7 @@ def _closed_to_others() -> Iterator[None]:
     """Ray listens on every interface. A cluster of ours takes nobody in who does not have its token, which is made for
     it alone; and its processes are no less worth than others (Ray would run them at nice 15)."""
     ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_worker_niceness": "0"}
-    if "RAY_AUTH_MODE" in os.environ:
+    if "RAY_AUTH_MODE" in os.environ or "ray" in sys.modules:  # decided already; it has read that when it was imported
         ours = {"RAY_worker_niceness": "0"}
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
