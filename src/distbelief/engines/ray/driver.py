@@ -95,7 +95,7 @@ class _Driver:
                 raise DistBeliefError(
                     shortage, hint=f"give --workers {self._fitting(nodes)}, or add nodes: `ray start`"
                 )
-            found = places.place(nodes, self._need, wanted)
+            found = places.apart(places.place(nodes, self._need, wanted), self._need)
             if sum(place.workers for place in found) == wanted:
                 self._demand.withdraw()
                 groups = self._agents.reserve(found)
@@ -199,7 +199,7 @@ class _Driver:
         if self._demand.met():
             return  # it has to let go of what it has before we can take it
         nodes = [node for node in cluster.nodes(self._agents.nodes) if node.id not in self._unusable]
-        found = places.place(nodes, self._need, missing)
+        found = places.apart(places.place(nodes, self._need, missing), self._need)
         groups = self._agents.reserve(found) if found else []
         if groups:
             for place in found:

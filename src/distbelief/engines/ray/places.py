@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,17 @@ def place(nodes: Sequence[Node], need: Need, wanted: int) -> list[Place]:
             left.remove(chosen)
             wanted -= workers
     return places
+
+
+def apart(places: Sequence[Place], need: Need) -> list[Place]:
+    """The places of agents: with GPUs each worker has an agent of its own, which sees its own GPU and no other.
+
+    >>> [(place.node, place.workers) for place in apart([Place("a", "a", 2)], Need(1, 1))]
+    [('a', 1), ('a', 1)]
+    """
+    if not need.gpus:
+        return list(places)
+    return [replace(place, workers=1) for place in places for _ in range(place.workers)]
 
 
 def room(nodes: Sequence[Node], need: Need) -> int:
