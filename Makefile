@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 SEEDS ?= 1-1000
 
-.PHONY: setup setup-dev demo test lint sim bench clean
+.PHONY: setup setup-dev demo test test-ray lint sim bench clean
 
 setup: .venv/.core
 setup-dev: .venv/.dev
@@ -40,6 +40,11 @@ lint: setup-dev
 # In the order of their names, so that whole runs come first and the short files even out at the end.
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Ray is large and its tests start clusters of it: not part of `make test`, where they are skipped unless it is installed.
+test-ray: setup-dev
+	$(INSTALL) -e '.[ray]'
+	$(BIN)/python -m pytest tests/e2e/test_ray.py
 
 sim: setup-dev
 	PYTHONPATH=tests $(BIN)/python -m sim.run --seeds $(SEEDS) --jobs 2 $(if $(MEMBERS),--members $(MEMBERS)) --keep-going

@@ -174,6 +174,7 @@ def resume_run(
     job: Job | None = None,
     key_file: str = "",
     engine: Engine | None = None,
+    on: str = "local",
 ) -> Result:
     """Resume the run in that directory, as `distbelief resume` does."""
     from dataclasses import replace
@@ -212,8 +213,8 @@ def resume_run(
         key_file=key_file or launch.key_file,
         resumed=True,
     )
-    if engine or launch.on != "local":
-        launch = anywhere(launch)
+    if engine or launch.on != on:
+        launch = replace(anywhere(launch), on=on)
     if engine:
         launch = engine.arrange(launch)
     source: dict[str, Any] = {"job_pickle": _pickled(job)} if job is not None else {}
@@ -283,12 +284,13 @@ def _launch(
 def _run(launch: Launch, view: View, announce: Announce | None = None, **source: Any) -> Result:
     from dataclasses import replace
 
+    from distbelief.engines import chosen
     from distbelief.engines.launch import keep_launch
-    from distbelief.engines.lead import lead
     from distbelief.engines.rundir import make_run_dir
 
     started = time.monotonic()
     launch = replace(launch, **source)
+    chosen.check(launch.on)
     plan = launch.save_plan  # what is wrong with it is said before a directory is made
     if not launch.resumed:
         make_run_dir(launch.run_dir)
@@ -297,7 +299,7 @@ def _run(launch: Launch, view: View, announce: Announce | None = None, **source:
     if launch.begin_from and not launch.resumed:
         launch = replace(launch, begin_from=_pinned(launch, view))
     keep_launch(launch)
-    record = lead(launch, view, announce)
+    record = chosen.run(launch, view, announce)
     return _result(record, launch.run_dir, started)
 
 

@@ -13,20 +13,22 @@ import typer
 from distbelief.cli.failures import UsageError
 from distbelief.engines.allocation import SOURCES
 from distbelief.engines.allocation.asked import Asked
+from distbelief.engines.chosen import check, is_ray
 
 if TYPE_CHECKING:
     from distbelief.engines.allocated import Leading
 
 LOCAL = "local"
-ENGINES = (LOCAL, *SOURCES)
+RAY = "ray"
+ENGINES = (LOCAL, *SOURCES, RAY)
 
 On = Annotated[
     str,
     typer.Option(
         "--on",
         metavar="ENGINE",
-        help="Where it runs: local; or on the processes that mpirun (mpi), srun (slurm) or torchrun started, or that "
-        "TF_CONFIG describes (tf_config).",
+        help="Where it runs: local; on the processes that mpirun (mpi), srun (slurm) or torchrun started, or that "
+        "TF_CONFIG describes (tf_config); or on a Ray cluster (ray, ray:HOST:PORT, ray://HOST:PORT).",
     ),
 ]
 
@@ -35,7 +37,8 @@ On = Annotated[
 def placed(asked: Asked) -> Iterator[Leading | None]:
     """The process that leads gets inside, and what it needs of its launcher; None: this machine is all there is.
     A process that only helps does so here, and exits with the run's status."""
-    if asked.on == LOCAL:
+    if asked.on == LOCAL or is_ray(asked.on):
+        check(asked.on)
         yield None
         return
     if asked.on not in ENGINES:

@@ -52,6 +52,7 @@ def resume(
                 view=view,
                 key_file=key_path,
                 engine=engine,
+                on=on,
             )
         if json:
             print_json(result)

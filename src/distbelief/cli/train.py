@@ -133,6 +133,7 @@ def train(
                 begin_from=begin_from,
                 listen=listen_address(listen),
                 key_file=key_path,
+                on=on,
             )
         if json:
             print_json(result)

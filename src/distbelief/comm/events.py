@@ -37,6 +37,13 @@ class HostOffered(Struct, frozen=True, tag=True):
     """Whether the run is to have more workers than before where it does not wait for these."""
 
 
+class HostLost(Struct, frozen=True, tag=True):
+    """Whoever has started the agent of a host sees that it is gone, or its machine: sooner than by its silence."""
+
+    host: str
+    reason: str
+
+
 class WorkerJoined(Struct, frozen=True, tag=True):
     """A worker process has loaded the job, or failed to, and is there."""
 
@@ -306,6 +313,7 @@ class ServerExited(Struct, frozen=True, tag=True):
 Event = (
     EngineAttached
     | HostOffered
+    | HostLost
     | WorkerJoined
     | WorkerReady
     | Heartbeat

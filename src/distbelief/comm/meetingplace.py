@@ -80,14 +80,21 @@ def _number(text: bytes) -> int:
         return 0
 
 
-def serve(host: str, badge: Badge, listening: Callable[[int], None]) -> None:
-    """For ever. `listening` is told the port."""
+def serve(host: str, port: int, badge: Badge, listening: Callable[[int], None]) -> None:
+    """For ever. `listening` is told the port: that one, if it is free (0: any)."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         protect(socket, badge.server_keys())
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.IPV6, int(":" in host))
-        listening(socket.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}"))
+        where = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        try:
+            if not port:
+                raise zmq.ZMQError(zmq.EADDRINUSE)
+            socket.bind(f"{where}:{port}")
+        except zmq.ZMQError:  # somebody else has it now
+            port = socket.bind_to_random_port(where)
+        listening(port)
         place, checker, refusals = Place(), badge.checker(), Refusals()
         while True:
             identity, *frames = socket.recv_multipart()

@@ -12,7 +12,7 @@ from distbelief.comm import messages as m
 from distbelief.coordinator import fleet, hosting, hosts
 from distbelief.coordinator.ending import Result, record, say, with_worker
 from distbelief.coordinator.regroup import regroup, start_when_complete
-from distbelief.coordinator.vocabulary import Output, State, Worker
+from distbelief.coordinator.vocabulary import Output, Reply, State, Worker
 
 
 def is_out_of_reach(state: State, worker: Worker, now: float) -> bool:
@@ -37,21 +37,40 @@ def estrange(state: State, workers: dict[int, str], now: float) -> Result:
     return state, outputs + more
 
 
+def lost(state: State, event: m.HostLost, now: float) -> Result:
+    """Somebody knows that a host is gone. Should its workers live all the same, they are taken back when heard of."""
+    answer = Reply(m.Answer(state.epoch, True, "heard"))
+    known = {*state.hosts, *state.placed.values(), *(worker.host for worker in state.workers.values())}
+    if event.host not in known or (state.start is not None and state.start.transport == "shm"):
+        return state, [answer]
+    reason = f"the host {event.host} is lost: {event.reason}"
+    state, outputs, there = _without(state, event.host, reason, now)
+    state, more = estrange(state, dict.fromkeys(there, reason), now)
+    return state, [*outputs, *more, answer]
+
+
+def _without(state: State, name: str, reason: str, now: float) -> tuple[State, list[Output], list[int]]:
+    """Nothing is expected of that host any more. The third are the workers that were there."""
+    outputs: list[Output] = [say(reason, now)]
+    state = hosting.forgotten(state, name)
+    for server in [one.number for one in state.fleet.there.values() if one.host == name]:
+        # If it lives, it hears that it is not needed any more as soon as it is heard of.
+        state, more = fleet.exited(state, m.ServerExited(server, m.STATUS_UNKNOWN), now)
+        outputs += more
+    there = [worker.number for worker in state.workers.values() if worker.host == name and not worker.gone]
+    return state, outputs, there
+
+
 def ticked(state: State, now: float) -> Result:
     """Give up hosts that were not heard of for long, with their workers; and frozen members that nobody could kill."""
     outputs: list[Output] = []
     cut: dict[int, str] = {}
     for name in {*hosts.lost(state.hosts, now, state.pulse.awake_s(now)), *hosting.strangers(state, now)}:
         reason = f"the host {name} has not been heard of for {hosts.LOST_S:.0f} s"
-        outputs.append(say(reason, now))
-        state = hosting.forgotten(state, name)
+        state, more, there = _without(state, name, reason, now)
+        outputs += more
         # Members are judged by their own heartbeats too; the others come back with their next one, if they live.
-        there = [worker for worker in state.workers.values() if worker.host == name and not worker.gone]
-        cut |= {worker.number: reason for worker in there if not state.is_member(worker.number)}
-        for server in [one.number for one in state.fleet.there.values() if one.host == name]:
-            # If it lives, it hears that it is not needed any more as soon as it is heard of.
-            state, more = fleet.exited(state, m.ServerExited(server, m.STATUS_UNKNOWN), now)
-            outputs += more
+        cut |= {worker: reason for worker in there if not state.is_member(worker)}
     mute = {member.host for member in state.members} - {
         name for name in state.hosts if not hosts.is_silent(state.hosts, name, now)
     }

@@ -96,8 +96,11 @@ class Hosting:
         self._watching.watch(self._zygote.socket, self._zygote_event)
         if self._leads and self._launch.usable_transport == "gloo":
             host = host_of(self._address)
+            # Members of a launching process that died and was started again (Ray does that) still look for it there.
+            before = parcel.store_left_behind(self._launch.run_dir)
+            port = before[1] if before and before[0] == host else 0
             keeper = self._authority.server(-1)  # of no slices
-            self._store = (host, self._zygote.fork_store(host, keeper, self._told.log("store")))
+            self._store = (host, self._zygote.fork_store(host, port, keeper, self._told.log("store")))
         if self._leads and self._launch.takes_hosts:
             self._stack.callback(parcel.write(self._launch, self._authority.start, self._store).unlink, missing_ok=True)
         wanted, self._wanted = self._wanted, []

@@ -35,12 +35,20 @@ SILENT_S = 10.0  # a coordinator that does not answer for so long is ended, and 
 Announce = Callable[[Invitation], None]
 
 
-def lead(launch: Launch, observer: Observer, announce: Announce | None = None) -> dict[str, Any]:
+def lead(
+    launch: Launch,
+    observer: Observer,
+    announce: Announce | None = None,
+    *,
+    authority: Authority | None = None,
+    signals: Signals | None = None,
+) -> dict[str, Any]:
     """Run to the end. Returns the journal's last record; raises when the run did not complete.
 
-    `announce` is told where other hosts' agents are let in, as soon as they are.
+    `announce` is told where other hosts' agents are let in, as soon as they are. `authority`: of a run that somebody
+    else has made. `signals`: those of somebody who asks us to stop, instead of this process's own.
     """
-    with Signals() as signals, _Lead(launch, observer, signals) as run:
+    with signals or Signals() as signals, _Lead(launch, observer, signals, authority or authority_of(launch)) as run:
         observer.started(launch.run_dir, launch.workers)
         invitation = run.start()
         if announce:
@@ -56,12 +64,12 @@ def authority_of(launch: Launch) -> Authority:
 
 
 class _Lead:
-    def __init__(self, launch: Launch, observer: Observer, signals: Signals) -> None:
+    def __init__(self, launch: Launch, observer: Observer, signals: Signals, authority: Authority) -> None:
         self._launch = launch
         self._observer = observer
         self._signals = signals
         self._stack = contextlib.ExitStack()
-        self._authority = authority_of(launch)
+        self._authority = authority
         self._host = launch.host or host_name()
         self._unheard_since = time.monotonic()
 

@@ -55,6 +55,14 @@ def read(content: bytes) -> Parcel:
         ) from error
 
 
+def store_left_behind(run_dir: Path) -> tuple[str, int] | None:
+    """Where torch's rendezvous was, if a launching process was killed in this run directory."""
+    try:
+        return read((run_dir / FILE).read_bytes()).store
+    except (OSError, DistBeliefError):
+        return None
+
+
 def open_here(parcel: Parcel, content: bytes, folder: Path) -> Launch:
     """The launch as it is on this host. `folder`: a private one, for what the host does not have."""
     run_dir = Path(parcel.run_dir)

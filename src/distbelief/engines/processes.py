@@ -177,9 +177,11 @@ class Zygote:
         """Likewise whatever the module's `run(spec, socket)` is."""
         return self._fork({"do": "entry", "id": number, "module": module, "spec": spec}, log)
 
-    def fork_store(self, host: str, badge: Badge, log: LogPipe) -> int:
-        """Fork the place where torch groups meet, listening at that address. Returns its port."""
-        _, sock = self._fork({"do": "store", "id": -1, "host": host, "badge": msgspec.to_builtins(badge)}, log)
+    def fork_store(self, host: str, port: int, badge: Badge, log: LogPipe) -> int:
+        """Fork the place where torch groups meet. Returns its port: the one that was wished for (0: any), if it is
+        free."""
+        request = {"do": "store", "id": -1, "host": host, "port": port, "badge": msgspec.to_builtins(badge)}
+        _, sock = self._fork(request, log)
         with sock:
             return int(receive_message(sock)[0]["port"])
 

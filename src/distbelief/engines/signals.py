@@ -24,6 +24,10 @@ class Signals:
         return self
 
     def _handle(self, number: int, frame: object) -> None:
+        self.take(number)
+
+    def take(self, number: int) -> None:
+        """As if this process had been sent it: where somebody else has received it, on another machine."""
         self.received = self.received or number
         self.count += 1
         os.eventfd_write(self.wake_fd, 1)

@@ -111,7 +111,7 @@ def _become(engine: socket.socket, parent: int, request: dict[str, Any], fds: li
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         sock = socket.socket(fileno=connection)
         if request["do"] == "store":
-            _serve_store(sock, request["host"], msgspec.convert(request["badge"], Badge))
+            _serve_store(sock, request["host"], request["port"], msgspec.convert(request["badge"], Badge))
         if request["do"] == "entry":
             status = importlib.import_module(request["module"]).run(request["spec"], sock)
         else:
@@ -127,11 +127,11 @@ def _become(engine: socket.socket, parent: int, request: dict[str, Any], fds: li
         os._exit(status)
 
 
-def _serve_store(sock: socket.socket, host: str, badge: Badge) -> None:
+def _serve_store(sock: socket.socket, host: str, port: int, badge: Badge) -> None:
     """Be the place where torch groups meet, so that no worker's death takes it away."""
     from distbelief.comm.meetingplace import serve
 
-    serve(host, badge, lambda port: send_message(sock, {"port": port}))
+    serve(host, port, badge, lambda port: send_message(sock, {"port": port}))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from distbelief.coordinator.speakers import FROM_SERVERS, FROM_WORKERS, may_say
 OF_OWNERS = (
     m.EngineAttached("here"),
     m.HostOffered("there", "nonce"),
+    m.HostLost("there", "its actor has died"),
     m.WorkerExited(3, 0),
     m.ServerExited(3, 0),
     m.JoinRequested(3),

@@ -1,0 +1,216 @@
+"""Reaching a Ray cluster, or starting one here; and what its nodes have.
+
+Whatever goes wrong is said in words, and soon: Ray itself tries for minutes to reach an address where nobody is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distbelief.engines.ray.places import Node
+from distbelief.errors import DistBeliefError
+
+NAMESPACE = "distbelief"
+REACH_S = 5.0
+LOOPBACK = "127.0.0.2"
+"""Of a cluster that we start. Ray takes 127.0.0.1 for "whatever address this machine has"."""
+STORE_BYTES = 128 << 20
+"""Ray's object store in a cluster that we start: next to nothing goes through it."""
+_IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # `ray job submit` tells its driver by this which environment it has
+
+
+@dataclass(frozen=True)
+class Cluster:
+    is_ours: bool
+    """We have started it, and end it."""
+    address: str
+
+
+def address_of(on: str) -> str:
+    """The address in what --on says; empty: whichever is found.
+
+    >>> address_of("ray"), address_of("ray://head:10001"), address_of("ray:10.0.0.1:6379")
+    ('', 'ray://head:10001', '10.0.0.1:6379')
+    """
+    if on == "ray":
+        return ""
+    address = on if on.startswith("ray://") else on.removeprefix("ray:")
+    if not re.fullmatch(r"(ray://)?([^/:\s]+|\[[0-9a-fA-F:]+\]):\d+", address):
+        raise DistBeliefError(
+            f"--on {on} is no address of a Ray cluster",
+            hint="use --on ray, --on ray://HOST:10001 (Ray client) or --on ray:HOST:6379 (a node's own address)",
+        )
+    return address
+
+
+@contextlib.contextmanager
+def connected(on: str, cpus: int) -> Iterator[Cluster]:
+    """While this lasts, this process is a driver in the cluster. `cpus`: what one that we start must have at least."""
+    asked = address_of(on) or os.environ.get("RAY_ADDRESS", "")
+    with contextlib.ExitStack() as stack:
+        if asked == "local":
+            stack.enter_context(_closed_to_others())
+        ray = _import_ray()
+        if ray.is_initialized():  # the user's own program is a driver already
+            yield Cluster(False, ray.get_runtime_context().gcs_address)
+            return
+        address = asked if asked not in ("", "auto", "local") else _found_here(asked)
+        if address:
+            _reach(address)
+            options: dict[str, Any] = {"address": address} | _our_code()
+        else:
+            stack.enter_context(_closed_to_others())
+            options = {
+                "address": "local",
+                "num_cpus": max(os.cpu_count() or 1, cpus),
+                "object_store_memory": STORE_BYTES,
+                "include_dashboard": False,
+                "_node_ip_address": LOOPBACK,
+            }
+        stack.callback(ray.shutdown)
+        try:
+            ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **options)
+        except Exception as error:
+            raise _cannot_connect(address, error) from error
+        yield Cluster(not address, address or str(ray.get_runtime_context().gcs_address))
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise DistBeliefError("Ray is not installed here", hint="pip install 'distbelief[ray]'") from error
+    return ray
+
+
+def _found_here(asked: str) -> str:
+    """The cluster that runs on this machine already; empty: there is none, or none is wanted."""
+    if asked == "local":
+        return ""
+    from ray._private import services
+
+    try:
+        address = str(services.canonicalize_bootstrap_address("auto") or "")
+    except ConnectionError:
+        address = ""
+    if address and not _answers(address):
+        address = ""  # the note of a cluster that has died
+    if not address and asked == "auto":
+        raise DistBeliefError(
+            "no Ray cluster runs on this machine, and RAY_ADDRESS is 'auto'",
+            hint="start one with `ray start --head`, or unset RAY_ADDRESS to have one started for the run",
+        )
+    return address
+
+
+@contextlib.contextmanager
+def _closed_to_others() -> Iterator[None]:
+    """Ray listens on every interface. A cluster of ours takes nobody in who does not have its token, which is made for
+    it alone; and its processes are no less worth than others (Ray would run them at nice 15)."""
+    ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_worker_niceness": "0"}
+    if "RAY_AUTH_MODE" in os.environ or "ray" in sys.modules:  # decided already; it has read that when it was imported
+        ours = {"RAY_worker_niceness": "0"}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _our_code() -> dict[str, Any]:
+    """All nodes run this version of the package, whatever they have installed. A job that was submitted to Ray has its
+    environment from there."""
+    if _IN_JOB in os.environ:
+        return {}
+    return {"runtime_env": {"py_modules": [str(Path(__file__).parents[2])]}}
+
+
+def _reach(address: str) -> None:
+    if not _answers(address):
+        raise DistBeliefError(
+            f"nobody answers at {address}: is a Ray cluster running there?",
+            hint="`ray status` on its head node says; the client's port (ray://) is 10001, a node's own 6379",
+        )
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), REACH_S):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def _cannot_connect(address: str, error: Exception) -> DistBeliefError:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    what = lines[0] if lines else type(error).__name__
+    if not address:
+        return DistBeliefError(f"cannot start a Ray cluster here: {what}", details=str(error))
+    hint = "Python and Ray must be the same versions here and there"
+    if "grpc" in what:
+        hint = "pip install 'distbelief[ray]' brings the Ray client"
+    return DistBeliefError(f"cannot connect to the Ray cluster at {address}: {what}", hint=hint, details=str(error))
+
+
+# --- its nodes -------------------------------------------------------------------------------------------------------
+
+
+def nodes(ours: frozenset[str]) -> list[Node]:
+    """The nodes that are alive. `ours`: those where an agent of the run is."""
+    import ray
+
+    free = ray.get(ray.remote(num_cpus=0)(_free).remote())
+    found = []
+    for node in ray.nodes():
+        if not node["Alive"] or node["NodeID"] not in free:
+            continue
+        has, left = node["Resources"], free[node["NodeID"]]
+        found.append(
+            Node(
+                id=node["NodeID"],
+                name=node["NodeManagerHostname"],
+                cpus=has.get("CPU", 0.0),
+                free_cpus=left.get("CPU", 0.0),
+                gpus=has.get("GPU", 0.0),
+                free_gpus=left.get("GPU", 0.0),
+                is_ours=node["NodeID"] in ours,
+            )
+        )
+    return found
+
+
+def grows() -> bool:
+    """Whether an autoscaler adds nodes when they are asked for."""
+    return False
+
+
+def head_node() -> str:
+    """The id of the node that has the cluster's own state: whoever is there lives as long as the cluster does."""
+    import ray
+
+    for node in ray.nodes():
+        if node["Alive"] and "node:__internal_head__" in node["Resources"]:
+            return str(node["NodeID"])
+    return ""
+
+
+def _free() -> dict[str, dict[str, float]]:
+    """What nobody has taken, by node. In the cluster: a driver that came through the Ray client cannot ask."""
+    from ray._private.state import available_resources_per_node
+
+    return dict(available_resources_per_node())

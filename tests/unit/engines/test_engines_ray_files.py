@@ -1,0 +1,81 @@
+"""What the driver of a run on Ray reads from the run directory, and what it keeps off the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from distbelief.engines.ray.following import Growing, Logs, Target
+from distbelief.engines.ray.quiet import quiet
+from distbelief.engines.ray.sight import proof, sees
+
+
+def test_each_line_is_read_once_and_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    growing = Growing(path)
+    assert growing.lines() == [], "it is not there yet"
+    path.write_bytes(b"one\ntw")
+    assert growing.lines() == [b"one"]
+    assert growing.lines() == []
+    path.write_bytes(b"one\ntwo\n\nthree\n")
+    assert growing.lines() == [b"two", b"", b"three"]
+
+
+def test_lines_of_all_processes_but_not_of_ray_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    logs = Logs(tmp_path)
+    (folder / "worker-3.log").write_text("hello\n")
+    (folder / "coordinator.log").write_bytes(b"\xff\n")
+    (folder / "ray.log").write_text("pages\n")
+    assert list(logs.lines()) == [("coordinator", "\N{REPLACEMENT CHARACTER}"), ("worker 3", "hello")]
+    (folder / "worker-3.log").write_text("hello\nagain\n")
+    assert list(logs.lines()) == [("worker 3", "again")]
+
+
+def test_how_many_workers_are_wanted_is_in_the_journal(tmp_path: Path) -> None:
+    journal = tmp_path / "journal.jsonl"
+    target = Target(tmp_path, 4)
+    assert target.read() == (4, False)
+
+    def write(*records: dict[str, object]) -> None:
+        with journal.open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+
+    write({"kind": "epoch"}, {"kind": "scaled", "target": 6, "leaving": []})
+    assert target.read() == (6, False)
+    with journal.open("a") as file:
+        file.write("torn {\n[1]\n")
+    write({"kind": "ended", "status": "stopped"})
+    assert target.read() == (6, True)
+    write({"kind": "resumed"})
+    assert target.read() == (6, False)
+
+
+def test_only_who_sees_the_same_file_sees_the_run_directory(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / "launch.json").write_text("{}")
+    (there / "launch.json").touch()
+    shown = proof(here)
+    assert sees(here, shown)
+    assert not sees(tmp_path, shown), "there is nothing"
+    (there / "launch.json").write_text("{ }")
+    assert not sees(there, shown), "another run of the same name"
+
+
+def test_what_ray_prints_from_its_thread_goes_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sys.stdout
+    with quiet(tmp_path / "ray.log"):
+        print("ours")
+        thread = threading.Thread(target=print, args=["pages of state"], name="ray_listen_error_messages")
+        thread.start()
+        thread.join()
+    assert sys.stdout is before
+    assert capsys.readouterr().out == "ours\n"
+    assert (tmp_path / "ray.log").read_text() == "pages of state\n"
