@@ -28,7 +28,7 @@ def address() -> str:
         ports.append(port)
         there.set()
 
-    threading.Thread(target=serve, args=["127.0.0.1", AUTHORITY.server(-1), listening], daemon=True).start()
+    threading.Thread(target=serve, args=["127.0.0.1", 0, AUTHORITY.server(-1), listening], daemon=True).start()
     assert there.wait(20)
     return f"tcp://127.0.0.1:{ports[0]}"
 
