@@ -12,6 +12,7 @@ from distbelief import __version__
 from distbelief.cli.average import average
 from distbelief.cli.chaos import chaos
 from distbelief.cli.checkpoint import checkpoint
+from distbelief.cli.coordinator import coordinator
 from distbelief.cli.export import export
 from distbelief.cli.failures import Commands
 from distbelief.cli.keys import keys
@@ -35,6 +36,7 @@ app.command()(train)
 app.command()(resume)
 app.command()(checkpoint)
 app.command()(scale)
+app.command()(coordinator)
 app.command()(worker)
 app.command()(chaos)
 app.command()(verify)

@@ -17,6 +17,7 @@ import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
 from distbelief.cli.keys import KeyFile, key_file
+from distbelief.cli.listening import listen_address
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.coordinator.detector import STUCK_S
 from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST
@@ -58,7 +59,7 @@ def train(
     ] = 1,
     listen: Annotated[
         str,
-        typer.Option(metavar="ADDRESS", help="An address of this machine at which workers of others can join."),
+        typer.Option(metavar="ADDRESS[:PORT]", help="An address of this machine at which other hosts can join."),
     ] = "127.0.0.1",
     key: KeyFile = None,
     balance: Annotated[bool, typer.Option(help="Move shards to faster workers. The result does not change.")] = True,
@@ -121,7 +122,7 @@ def train(
             keep_best=keep_best,
             begin_from=begin_from,
             key_file=key_file(key),
-            listen=f"tcp://[{listen}]:*" if ":" in listen else f"tcp://{listen}:*",
+            listen=listen_address(listen),
         )
     if json:
         print_json(result)

@@ -42,6 +42,8 @@ class Order(Struct, frozen=True, forbid_unknown_fields=True):
     start: str = ""
     """See `badges.Authority`."""
     listen: str = edge.DEFAULT_LISTEN
+    host: str = ""
+    """What the machine is called on which the engine runs."""
     resume: str = ""
     """The strategy with which a run that is over, or whose members are all gone, goes on; empty: it is not resumed."""
 
@@ -97,9 +99,19 @@ def _run(order: Order, engine: EngineLink) -> int:
                 records.append(resumed(resume(order.config, journal.epoch, now, records), order.resume, now))
                 journal.append(records[-1])
             state = resume(order.config, journal.epoch, now, records, *known)
-            with client.advertised(run_dir, address, authority, journal.epoch):
+            with client.advertised(run_dir, address, authority, journal.epoch, order.host):
                 _answer({"address": address, "epoch": journal.epoch})
-                return edge.serve(edge.Server(socket, journal, metrics, authority.checker(), state), engine)
+                server = edge.Server(
+                    socket, journal, metrics, authority.checker(), state, parcel=lambda: _parcel(run_dir)
+                )
+                return edge.serve(server, engine)
+
+
+def _parcel(run_dir: Path) -> bytes:
+    """What the engine has left for agents of other hosts; they get the bytes as they are."""
+    with contextlib.suppress(OSError):
+        return (run_dir / "parcel.bin").read_bytes()
+    return b""
 
 
 def _read_order(fd: int) -> Order:

@@ -20,10 +20,10 @@ _FILE = "coordinator.json"
 
 
 @contextlib.contextmanager
-def advertised(run_dir: Path, address: str, authority: Authority, epoch: int) -> Iterator[None]:
+def advertised(run_dir: Path, address: str, authority: Authority, epoch: int, host: str = "") -> Iterator[None]:
     """While this lasts, whoever may read the run directory's file can reach the coordinator."""
     path = run_dir / _FILE
-    known = {"address": address, "secret": authority.secret.hex(), "start": authority.start}
+    known = {"address": address, "secret": authority.secret.hex(), "start": authority.start, "host": host}
     content = {**known, "pid": os.getpid(), "epoch": epoch}
     draft = path.with_suffix(".draft")
     draft.unlink(missing_ok=True)  # with whatever rights it had
@@ -73,9 +73,19 @@ def _answer_to(run_dir: Path, event: Event, timeout_s: float) -> Command | None:
 
 def whereabouts(run_dir: Path) -> tuple[str, Authority]:
     """Where the coordinator of a run that is running is, and what whoever may read this has."""
+    content = _advertisement(run_dir)
+    return content["address"], Authority(bytes.fromhex(content["secret"]), content["start"])
+
+
+def host_of_run(run_dir: Path) -> str:
+    """What the machine is called on which that run was started."""
+    return _advertisement(run_dir)["host"]
+
+
+def _advertisement(run_dir: Path) -> dict[str, str]:
     try:
         content = json.loads((run_dir / _FILE).read_text())
-        return str(content["address"]), Authority(bytes.fromhex(content["secret"]), str(content["start"]))
+        return {name: str(content[name]) for name in ("address", "secret", "start", "host")}
     except FileNotFoundError:
         if (run_dir / "journal.jsonl").exists():
             raise DistBeliefError(f"the run in {run_dir} is not running", hint="it has ended or was stopped") from None

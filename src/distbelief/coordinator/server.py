@@ -147,6 +147,8 @@ class Server:
     """Parameter server -> likewise."""
     engines: dict[str, bytes] = field(default_factory=dict)
     """Host -> the identity of the engine there."""
+    parcel: Callable[[], bytes] = lambda: b""
+    """What another host's agent is sent with its welcome; empty: it is not made yet."""
     encoded: tuple[m.Command | None, bytes] = (None, b"")
     """The last command and its bytes: one and the same goes to many members."""
     refusals: Refusals = field(default_factory=Refusals)
@@ -191,6 +193,8 @@ def serve(server: Server, wakeup: Wakeup) -> int:
 
 def handle(server: Server, event: s.Input, identity: bytes = b"") -> bool:
     """Feed one event to the state machine and do what it says; whether the run is over."""
+    if isinstance(event, m.HostOffered) and not server.parcel():
+        return False  # it asks again
     try:
         if isinstance(event, FROM_WORKERS) and not is_introduced(server.state.workers, event):
             raise s.ProtocolError(f"{type(event).__name__} of worker {event.worker}, which has not joined")
@@ -244,6 +248,8 @@ def _perform(server: Server, outputs: Iterable[s.Output], sender: bytes) -> bool
             case s.SendServer(number, command):
                 for identity in _chosen(server.servers, number):
                     _post(server, identity, command)
+            case s.Reply(m.Welcome() as command):
+                _post(server, sender, command, server.parcel())
             case s.Reply(command):
                 _post(server, sender, command)
             case s.Exit():
@@ -277,11 +283,11 @@ def _chosen(addresses: dict[int, bytes], number: int) -> list[bytes]:
     return [addresses[number]] if number in addresses else []
 
 
-def _post(server: Server, identity: bytes, command: m.Command) -> None:
+def _post(server: Server, identity: bytes, command: m.Command, *more: bytes) -> None:
     if server.encoded[0] is not command:
         server.encoded = (command, m.encode(command))
     try:
-        server.socket.send_multipart([identity, server.encoded[1]], flags=zmq.DONTWAIT)
+        server.socket.send_multipart([identity, server.encoded[1], *more], flags=zmq.DONTWAIT)
     except zmq.ZMQError as error:
         # A peer that is gone, or does not read, must not hold up the others.
         _say(f"could not send {type(command).__name__}: {error}")

@@ -38,6 +38,8 @@ def may_say(claim: Claim, event: m.Event) -> bool:
     >>> may_say(Claim(WORKER, 3), m.StopRequested("I do not like it"))
     False
     """
+    if isinstance(event, m.LeaveRequested) and claim.role == OWNER:  # a host that leaves takes its workers along
+        return True
     if isinstance(event, FROM_WORKERS):
         return claim == (WORKER, event.worker)
     if isinstance(event, FROM_SERVERS):

@@ -13,6 +13,7 @@ from distbelief.coordinator.speakers import FROM_SERVERS, FROM_WORKERS, is_intro
 
 OF_OWNERS = (
     m.EngineAttached("here"),
+    m.HostOffered("there", "nonce"),
     m.WorkerExited(3, 0),
     m.ServerExited(3, 0),
     m.JoinRequested(3),
@@ -31,10 +32,15 @@ def test_what_only_owners_say(event: m.Event) -> None:
 
 @pytest.mark.parametrize(
     "event",
-    [m.LeaveRequested(3), m.WorkerLeft(3, 1), m.WorkerJoined(3, "here", 1), m.Heartbeat(3, 1, 1, 0, m.Timing())],
+    [m.WorkerLeft(3, 1), m.WorkerJoined(3, "here", 1), m.Heartbeat(3, 1, 1, 0, m.Timing())],
 )
 def test_a_worker_speaks_for_itself(event: m.Event) -> None:
     assert [claim for claim in CLAIMS if may_say(claim, event)] == [("worker", 3)]
+
+
+def test_a_worker_leaves_by_itself_or_with_its_host() -> None:
+    may = [claim for claim in CLAIMS if may_say(claim, m.LeaveRequested(3))]
+    assert may == [("owner", 3), ("owner", 4), ("worker", 3)]
 
 
 @pytest.mark.parametrize("event", [m.ServerBeat(3, 1, 1), m.SliceCopied(3, 0, 1, 1)])
