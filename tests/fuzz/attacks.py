@@ -28,6 +28,7 @@ from fuzz.mutation import garbage, mutated
 
 HANDSHAKE_MS = 400
 STUCK_MS = 5000
+MOST_CONNECTIONS = 100
 NOBODYS = 1_000_000
 """Numbers of workers from here on are nobody's in the run."""
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -45,6 +46,7 @@ class Attacker:
     context: zmq.Context[zmq.Socket[bytes]] = field(default_factory=zmq.Context)
     hanging: list[sockets.socket] = field(default_factory=list)
     """Connections that say nothing."""
+    _used: list[zmq.Socket[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         random = self.random
@@ -153,25 +155,27 @@ class Attacker:
     # --- plumbing ----------------------------------------------------------------------------------------------------
 
     def _frames(self, address: str, door: bytes, count: int, make: Callable[[], list[bytes]]) -> int:
-        """Send so many messages over one connection, as far as it is one."""
-        with self.context.socket(zmq.DEALER) as socket:
-            socket.setsockopt(zmq.LINGER, 2000)
-            socket.setsockopt(zmq.SNDTIMEO, HANDSHAKE_MS)
-            socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits for a connection that is refused
-            if door:
-                socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-                socket.curve_serverkey = door
-            socket.connect(address)
-            sent = 0
-            with contextlib.suppress(zmq.Again):
-                for _ in range(count):
-                    socket.send_multipart(make())
-                    sent += 1
-                    if sent == 1:
-                        socket.setsockopt(zmq.SNDTIMEO, STUCK_MS)  # it is connected; now it may take its time
-                    while socket.poll(0):  # what it is answered is nobody's
-                        socket.recv_multipart()
-            return sent
+        """Send so many messages over one connection, as far as it is one. It stays open: what is on its way arrives."""
+        socket = self.context.socket(zmq.DEALER)
+        self._used.append(socket)
+        if len(self._used) > MOST_CONNECTIONS:
+            self._used.pop(0).close(linger=0)
+        socket.setsockopt(zmq.SNDTIMEO, HANDSHAKE_MS)
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits for a connection that is refused
+        if door:
+            socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+            socket.curve_serverkey = door
+        socket.connect(address)
+        sent = 0
+        with contextlib.suppress(zmq.Again):
+            for _ in range(count):
+                socket.send_multipart(make())
+                sent += 1
+                if sent == 1:
+                    socket.setsockopt(zmq.SNDTIMEO, STUCK_MS)  # it is connected; now it may take its time
+                while socket.poll(0):  # what it is answered is nobody's
+                    socket.recv_multipart()
+        return sent
 
     def join_socket(self, run_dir: Path, count: int) -> int:
         """The Unix socket of guests, as its owner could misuse it."""

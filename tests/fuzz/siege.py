@@ -154,6 +154,10 @@ class Siege:
         told = [entry["counts"] for line in lines if (entry := json.loads(line))["kind"] == "refused"]
         return dict(told[-1]) if told else {}
 
+    def has_refused(self, reason: str, count: int) -> None:
+        """Wait until the coordinator says so: it does now and then."""
+        self._wait(lambda: self.refused().get(reason, 0) >= count)
+
     def close(self) -> None:
         self.attacker.close()
         for process in self.processes():
