@@ -33,6 +33,7 @@ SEEN_BEFORE = "seen before"
 TOO_MANY = "too many from one sender"
 NOT_ITS_OWN = "in another's name"
 NO_MESSAGE = "not a message"
+OUT_OF_PLACE = "out of place"
 
 
 class Claim(NamedTuple):

@@ -13,7 +13,7 @@ from distbelief.coordinator.vocabulary import State
 
 def heard(state: State, event: Heartbeat, now: float) -> Result:
     """A heartbeat says which pace the worker has. It begins with 1 and 1."""
-    if not event.timing.pace:
+    if len(event.timing.pace) != 2:
         return state, []
     pace = n_push, n_fetch = event.timing.pace[0], event.timing.pace[1]
     if pace == state.fleet.paces.get(event.worker, (1, 1)):

@@ -136,7 +136,7 @@ def helped(progress: Progress, members: Sequence[Member]) -> int:
 def paces(progress: Progress, members: Sequence[Member]) -> dict[str, dict[str, int]]:
     """How often each member pushes and fetches, where they choose that themselves."""
     found = {member.worker: progress.timings.get(member.worker, Timing()).pace for member in members}
-    return {str(w): {"n_push": pace[0], "n_fetch": pace[1]} for w, pace in found.items() if pace}
+    return {str(w): {"n_push": pace[0], "n_fetch": pace[1]} for w, pace in found.items() if len(pace) == 2}
 
 
 def notice(text: str, now: float) -> Line:

@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +24,11 @@ import zmq
 from distbelief.comm import messages as m
 from distbelief.comm.badges import Keys
 from distbelief.comm.network import protect
-from distbelief.comm.seals import NO_MESSAGE, NO_SEAL, NOT_ITS_OWN, Checker, Refusals, Refused
+from distbelief.comm.seals import NO_MESSAGE, NO_SEAL, NOT_ITS_OWN, OUT_OF_PLACE, Checker, Refusals, Refused
 from distbelief.coordinator import state as s
 from distbelief.coordinator.journal import Journal
 from distbelief.coordinator.progress import REMEMBERED, Seen
-from distbelief.coordinator.speakers import FROM_SERVERS, FROM_WORKERS, may_say
+from distbelief.coordinator.speakers import FROM_SERVERS, FROM_WORKERS, is_introduced, may_say
 from distbelief.errors import DistBeliefError
 
 DEFAULT_LISTEN = "tcp://127.0.0.1:*"
@@ -36,6 +37,7 @@ WAITING_MESSAGES = 100  # of one sender; what is more waits at the sender, not i
 TICK_S = 0.1
 FLUSH_S = 0.2
 LINGER_MS = 2000
+MOST_COMPLAINTS = 100
 _TAIL_BYTES = 1 << 20  # holds many more steps than are remembered
 
 
@@ -194,9 +196,17 @@ def handle(server: Server, event: s.Input, identity: bytes = b"") -> bool:
     if isinstance(event, m.HostOffered) and not server.parcel():
         return False  # it asks again
     try:
+        if isinstance(event, FROM_WORKERS) and not is_introduced(server.state.workers, event):
+            raise s.ProtocolError(f"{type(event).__name__} of worker {event.worker}, which has not joined")
         server.state, outputs = s.step(server.state, event, server.clock())
     except s.ProtocolError as error:
-        _say(f"dropped a message: {error.message}")
+        _complain(server, error.message)
+        return False
+    except Exception:
+        if not identity:
+            raise
+        # Nothing was changed by it; whoever sent it, the run does not end with it.
+        _complain(server, f"no sense can be made of {type(event).__name__}: {traceback.format_exc()}")
         return False
     if isinstance(event, m.EngineAttached):
         server.engines[event.host] = identity
@@ -317,6 +327,13 @@ def _tell_of_refusals(server: Server, now: float) -> None:
         _say(text)
         server.metrics.add({"kind": "refused", "counts": dict(server.refusals.counts), "at": server.clock()})
         server.metrics.add({"kind": "notice", "text": f"the coordinator {text}", "at": server.clock()})
+
+
+def _complain(server: Server, why: str) -> None:
+    """Of a message by somebody who may speak; at length, but not for ever."""
+    server.refusals.add(OUT_OF_PLACE)
+    if server.refusals.counts[OUT_OF_PLACE] <= MOST_COMPLAINTS:
+        _say(f"dropped a message: {why}")
 
 
 def _say(text: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from distbelief.comm import messages as m
 from distbelief.comm.seals import OWNER, SERVER, WORKER, Claim
 
@@ -25,6 +27,7 @@ FROM_WORKERS = (
     m.SaveMissed,
 )
 """What a worker says itself; its exit is told by the engine."""
+_INTRODUCTIONS = (m.WorkerJoined, m.WorkerReady, m.Heartbeat)
 FROM_SERVERS = (m.ServerReady, m.ServerBeat, m.SliceCopied, m.ServerFailed)
 
 
@@ -42,3 +45,11 @@ def may_say(claim: Claim, event: m.Event) -> bool:
     if isinstance(event, FROM_SERVERS):
         return claim == (SERVER, event.server)
     return claim.role == OWNER
+
+
+def is_introduced(workers: Container[int], event: m.Event) -> bool:
+    """Whether its sender has said who it is before, or does so now. A worker that a new coordinator does not know is
+    asked to, and then says everything again."""
+    if isinstance(event, FROM_WORKERS) and not isinstance(event, _INTRODUCTIONS):
+        return event.worker in workers
+    return True

@@ -26,6 +26,11 @@ _PATIENCE_S = 2.0  # for a guest to say who it is; the engine waits no longer fo
 _CREDENTIALS = struct.Struct("3i")
 
 
+class _Hello(msgspec.Struct, frozen=True):
+    worker: int
+    secret: str
+
+
 @dataclass(frozen=True)
 class Guest:
     worker: int
@@ -54,19 +59,18 @@ class Guests:
         connection, _ = self.listener.accept()
         connection.settimeout(_PATIENCE_S)
         try:
-            hello, _ = receive_message(connection)
-            worker = int(hello["worker"])
-            if not hmac.compare_digest(bytes.fromhex(str(hello["secret"])), self._secret):
+            hello = msgspec.convert(receive_message(connection)[0], _Hello)
+            if not hmac.compare_digest(bytes.fromhex(hello.secret), self._secret):
                 raise ValueError("not the secret of this run")
             raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             pid, _, _ = _CREDENTIALS.unpack(raw)
             pidfd = os.pidfd_open(pid)
-            send_message(connection, {"spec": msgspec.to_builtins(spec(worker))})
-        except (OSError, EOFError, ValueError, KeyError, TypeError):
+            send_message(connection, {"spec": msgspec.to_builtins(spec(hello.worker))})
+        except (OSError, EOFError, ValueError):
             connection.close()
             return None
         connection.settimeout(None)
-        self._there[pid] = Guest(worker, pid, pidfd, connection)
+        self._there[pid] = Guest(hello.worker, pid, pidfd, connection)
         return self._there[pid]
 
     def departed(self, guest: Guest) -> int:

@@ -19,6 +19,7 @@ import zmq
 
 from distbelief.comm.badges import Badge
 from distbelief.comm.letters import Letter, pack
+from distbelief.comm.memfd import free_memory_bytes
 from distbelief.comm.messages import (
     EndRun,
     Event,
@@ -41,6 +42,10 @@ from distbelief.servers.wire import may_say, unpack
 
 BEAT_S = 0.2
 REMIND_S = 0.5
+WAITING_MESSAGES = 1000
+"""Of one sender; what is more waits there, not in our memory."""
+LEAST_MESSAGE_BYTES = 1 << 30
+"""A frame holds a slice of the parameters and its optimizer state at most."""
 
 
 class Reachable(Protocol):
@@ -85,8 +90,10 @@ class ServerEdge:
         self._coordinator.setsockopt(zmq.LINGER, 2000)
         dial(self._coordinator, spec.address, spec.badge.door)
         self._inbox = context.socket(zmq.ROUTER)
-        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+        for option in (zmq.SNDHWM, zmq.LINGER):
             self._inbox.setsockopt(option, 0)
+        self._inbox.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
+        self._inbox.setsockopt(zmq.MAXMSGSIZE, max(LEAST_MESSAGE_BYTES, free_memory_bytes() // 4))
         host = host_of(spec.address)
         listen = f"tcp://{_own_address(host)}:*"
         protect_server(self._inbox, listen, spec.badge.server_keys())

@@ -9,7 +9,7 @@ import pytest
 from distbelief.comm import messages as m
 from distbelief.comm.events import Event
 from distbelief.comm.seals import Claim
-from distbelief.coordinator.speakers import FROM_SERVERS, FROM_WORKERS, may_say
+from distbelief.coordinator.speakers import FROM_SERVERS, FROM_WORKERS, is_introduced, may_say
 
 OF_OWNERS = (
     m.EngineAttached("here"),
@@ -54,3 +54,11 @@ def test_no_event_is_forgotten() -> None:
     assert set(get_args(Event)) == {*FROM_WORKERS, *FROM_SERVERS, *map(type, OF_OWNERS)}
     assert all("worker" in one.__struct_fields__ for one in FROM_WORKERS)
     assert all("server" in one.__struct_fields__ for one in FROM_SERVERS)
+
+
+def test_who_has_not_joined_says_who_it_is_and_nothing_else() -> None:
+    assert is_introduced({3}, m.LeaveRequested(3))
+    assert not is_introduced({3}, m.LeaveRequested(4))
+    assert is_introduced({3}, m.WorkerJoined(4, "here", 1))
+    assert is_introduced({3}, m.Heartbeat(4, 1, 1, 0, m.Timing()))  # it is asked to introduce itself
+    assert is_introduced({3}, m.WorkerExited(4, 0))

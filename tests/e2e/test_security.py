@@ -1,0 +1,87 @@
+"""What others can see and reach of a run: other users of the machine, and whoever reads logs, `ps` and journals."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import JOBS, processes_of
+from watched import Watched
+
+from distbelief.comm.badges import Authority
+from distbelief.comm.keys import new_key, read_key
+
+INTRUDER = Path(__file__).parent / "intruder.py"
+STEPS = 40
+
+
+@pytest.fixture
+def run(start: Callable[..., object], tmp_path: Path, wait_until: Callable[..., None]) -> Watched:
+    new_key(tmp_path / "key")
+    job = [JOBS / "small.py", "--set", f"steps={STEPS}", "--set", "brake_s=0.2"]
+    run = Watched(start, tmp_path, wait_until, *job, "--workers", 2, "--strategy", "ps:sync", "--key", "key")  # type: ignore[arg-type]
+    run.after(2)
+    return run
+
+
+def listening(processes: list[psutil.Process]) -> list[tuple[str, int]]:
+    found = [c for one in processes for c in one.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    return [(c.laddr.ip, c.laddr.port) for c in found]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_gets_at_nothing(run: Watched, tmp_path: Path) -> None:
+    processes = processes_of(run.run.mark)
+    memory = [
+        p for one in processes for fd in Path(f"/proc/{one.pid}/fd").iterdir() if "memfd" in (p := os.readlink(fd))
+    ]
+    assert memory, "there are segments that could be opened"
+    for folder in (tmp_path, *list(tmp_path.parents)[:2]):  # the folders let it in: what is in them must not
+        folder.chmod(0o755)
+    doors, pids = listening(processes), [one.pid for one in processes]
+    assert len(doors) >= 3
+    arguments = [sys.executable, str(INTRUDER), str(run.folder), json.dumps(pids), json.dumps(doors)]
+    outcome = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=True)
+    assert json.loads(outcome.stdout) == []
+    assert run.result()["recoveries"] == 0
+
+
+def test_secrets_are_nowhere(run: Watched, tmp_path: Path) -> None:
+    known = json.loads((run.folder / "coordinator.json").read_text())
+    authority = Authority(bytes.fromhex(known["secret"]), known["start"])
+    badges = [authority.owner(), authority.worker(0), authority.worker(1), authority.server(0), authority.server(1)]
+    raw = [
+        read_key(tmp_path / "key"),
+        authority.secret,
+        *(b.token for b in badges),
+        *(b.among for b in badges if b.among),
+    ]
+    forms = [form for one in raw for form in (one, one.hex().encode(), base64.b64encode(one), repr(one).encode())]
+
+    def shown(where: str, content: bytes) -> list[str]:
+        return [where for form in forms if form in content]
+
+    found: list[str] = []
+    for process in processes_of(run.run.mark):
+        for what in ("cmdline", "environ"):
+            found += shown(f"{what} of {process.pid}", Path(f"/proc/{process.pid}/{what}").read_bytes())
+    private = []
+    for path in run.folder.rglob("*"):
+        if path.is_file() and path.stat().st_mode & 0o077 == 0:
+            private.append(path.name)
+        elif path.is_file():
+            found += shown(str(path), path.read_bytes())
+    assert found == []
+    assert "coordinator.json" in private
+    assert shown("there", (run.folder / "coordinator.json").read_bytes()), "it would be found if it were there"
+    result = run.result()
+    left = [path for path in run.folder.rglob("*") if path.is_file() and shown(str(path), path.read_bytes())]
+    assert left == [], "when the run is over, nothing of it is left"
+    assert shown("summary", json.dumps(result).encode()) == []
