@@ -57,7 +57,10 @@ def train(
     ] = 1,
     listen: Annotated[
         str,
-        typer.Option(metavar="ADDRESS", help="An address of this machine at which workers of others can join."),
+        typer.Option(
+            metavar="HOST[:PORT]",
+            help="Where workers of other machines can join: an address or name of this one, a network card, 0.0.0.0.",
+        ),
     ] = "127.0.0.1",
     balance: Annotated[bool, typer.Option(help="Move shards to faster workers. The result does not change.")] = True,
     stuck_after: Annotated[
@@ -93,6 +96,7 @@ def train(
     parts = parse_shares(shares, workers)
 
     from distbelief.api import run_file  # after the checks, which need none of it
+    from distbelief.comm.routes import endpoint
 
     stream = sys.stderr if json else sys.stdout
     view = open_view(stream, plain=plain)
@@ -118,7 +122,7 @@ def train(
             keep_every=keep_every,
             keep_best=keep_best,
             begin_from=begin_from,
-            listen=f"tcp://[{listen}]:*" if ":" in listen else f"tcp://{listen}:*",
+            listen=endpoint(listen),
         )
     if json:
         print_json(result)

@@ -7,14 +7,10 @@ whoever does not cannot even shake hands.
 from __future__ import annotations
 
 import hashlib
-import socket as sockets
 from urllib.parse import urlsplit
 
-import psutil
 import zmq
 from zmq.utils import z85
-
-from distbelief.errors import DistBeliefError
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
@@ -48,25 +44,6 @@ def protect(socket: zmq.Socket[bytes], address: str, secret: bytes) -> None:
     if not is_loopback(address):
         socket.curve_publickey, socket.curve_secretkey = _server_keys(secret)
         socket.curve_server = True
-
-
-def interface_to(address: str) -> str:
-    """The name of the network interface from which packets go to the coordinator."""
-    host = host_of(address)
-    family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
-    try:
-        with sockets.socket(family, sockets.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing: it only asks the kernel for the route
-            mine = str(probe.getsockname()[0])
-    except OSError as error:
-        raise DistBeliefError(
-            f"there is no route from this machine to the coordinator at {address}: {error.strerror}",
-            hint="check the network, and the --listen address that the run was started with",
-        ) from error
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == mine for one in addresses):
-            return str(name)
-    raise DistBeliefError(f"no network interface has the address {mine}, from which {address} is reached")
 
 
 def _server_keys(secret: bytes) -> tuple[bytes, bytes]:

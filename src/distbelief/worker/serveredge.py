@@ -9,7 +9,6 @@ import contextlib
 import hmac
 import os
 import signal
-import socket as sockets
 import sys
 import time
 import traceback
@@ -32,7 +31,8 @@ from distbelief.comm.messages import (
     decode_command,
     encode,
 )
-from distbelief.comm.network import dial, host_of, protect
+from distbelief.comm.network import dial, protect
+from distbelief.comm.routes import bracketed, own_address
 from distbelief.errors import DistBeliefError
 from distbelief.servers.node import Out, ServerNode
 from distbelief.servers.stores import SliceStore
@@ -82,10 +82,9 @@ class ServerEdge:
         self._inbox = context.socket(zmq.ROUTER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._inbox.setsockopt(option, 0)
-        host = host_of(spec.address)
-        listen = f"tcp://{_own_address(host)}:*"
+        listen = f"tcp://{bracketed(own_address(spec.address))}:*"
         protect(self._inbox, listen, self._secret)
-        if ":" in host:
+        if "[" in listen:
             self._inbox.setsockopt(zmq.IPV6, 1)
         self._inbox.bind(listen)
         address = self._inbox.getsockopt(zmq.LAST_ENDPOINT)
@@ -218,12 +217,3 @@ def _by_addressee(letters: list[tuple[Any, Letter]]) -> dict[Any, list[Letter]]:
     for addressee, letter in letters:
         found.setdefault(addressee, []).append(letter)
     return found
-
-
-def _own_address(coordinator: str) -> str:
-    """The address of this machine from which the coordinator is reached: where others reach us too."""
-    family = sockets.AF_INET6 if ":" in coordinator else sockets.AF_INET
-    with sockets.socket(family, sockets.SOCK_DGRAM) as probe:
-        probe.connect((coordinator, 9))  # sends nothing: it only asks the kernel for the route
-        mine = str(probe.getsockname()[0])
-    return f"[{mine}]" if ":" in mine else mine
