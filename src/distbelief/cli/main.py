@@ -12,6 +12,7 @@ from distbelief import __version__
 from distbelief.cli.average import average
 from distbelief.cli.chaos import chaos
 from distbelief.cli.checkpoint import checkpoint
+from distbelief.cli.doctor import doctor
 from distbelief.cli.export import export
 from distbelief.cli.failures import Commands
 from distbelief.cli.kv import kv
@@ -41,6 +42,7 @@ app.command()(replay)
 app.command()(export)
 app.command()(average)
 app.command()(kv)
+app.command()(doctor)
 app.command()(new)
 
 

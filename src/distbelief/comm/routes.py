@@ -17,7 +17,7 @@ from distbelief.comm.network import host_of
 from distbelief.errors import DistBeliefError, JobError
 
 _EVERYWHERE = {"0.0.0.0": 4, "::": 6, "*": 4}
-_DISTANT = ("192.0.2.1", "2001:db8::1")  # documentation addresses: only the default route leads there
+_DISTANT = ("203.0.113.1", "2001:db8::1")  # documentation addresses: the default route leads there
 _VIRTUAL = ("docker", "virbr", "br-", "veth", "cni", "flannel", "tailscale")
 _EXAMPLE = "an address of this machine, its name, or a network card's, for example 10.0.0.1, 10.0.0.1:5000 or eth0"
 

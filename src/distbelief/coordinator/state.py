@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from distbelief.comm import messages as m
-from distbelief.coordinator import faults, fleet, fleetsize, joining, pacing, rollback, saving, serverpauses
+from distbelief.coordinator import facts, faults, fleet, fleetsize, joining, pacing, rollback, saving, serverpauses
 from distbelief.coordinator.ending import Result, end, fail
 from distbelief.coordinator.progress import Seen, absorb
 from distbelief.coordinator.regroup import committed
@@ -240,6 +240,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.JoinRequested: joining.admitted,
         m.ScaleRequested: joining.scaled,
         m.ServersRequested: fleetsize.scaled,
+        m.FactsAsked: facts.told,
         m.StopRequested: _stopped,
         m.CheckpointRequested: saving.requested,
         m.ServerReady: fleet.ready,
@@ -267,6 +268,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.JoinRequested: joining.admitted,
         m.ScaleRequested: joining.scaled,
         m.ServersRequested: fleetsize.scaled,
+        m.FactsAsked: facts.told,
         m.StopRequested: _stopped,
         m.CheckpointRequested: saving.requested,
         m.CheckpointLoaded: saving.loaded,
@@ -300,6 +302,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.JoinRequested: _refused,
         m.ScaleRequested: _refused,
         m.ServersRequested: _refused,
+        m.FactsAsked: facts.told,
         m.StopRequested: _ignored,
         m.CheckpointRequested: _refused,
         m.CheckpointLoaded: _ignored,
