@@ -22,6 +22,7 @@ from distbelief.errors import DistBeliefError
 CONNECT_S = 3.0
 GREETING_S = 2.0
 HANDSHAKE_S = 3.0
+_AGAIN_S = 0.2
 
 What = Literal["open", "refused", "silent", "no route", "failed"]
 Speaks = Literal["ours", "another protocol", "nothing", "another key"]
@@ -60,9 +61,9 @@ class Attempt:
         return f"{self.address}{way}: {words[self.what]}"
 
 
-def reach(where: str) -> str:
+def reach(where: str, patience_s: float = 0.0) -> str:
     """The numeric endpoint of a coordinator that a person named as HOST:PORT: of its addresses the first that can be
-    connected to. Raises an error that says what was tried."""
+    connected to. Raises an error that says what was tried. `patience_s`: so long it may take until somebody listens."""
     host, port = split(where)
     if not port.isdigit():
         raise DistBeliefError(f"{where} has no port", hint="give HOST:PORT, as the coordinator printed it")
@@ -72,11 +73,16 @@ def reach(where: str) -> str:
             f"cannot reach {where}: no host called {host} is known here",
             hint="check the spelling, /etc/hosts and the name server of this machine, or give a numeric address",
         )
-    tried = []
-    for address in addresses:
-        tried.append(attempt(address, int(port)))
-        if tried[-1].what == "open":
-            return f"tcp://{bracketed(address)}:{port}"
+    until = time.monotonic() + patience_s
+    while True:
+        tried = []
+        for address in addresses:
+            tried.append(attempt(address, int(port)))
+            if tried[-1].what == "open":
+                return f"tcp://{bracketed(address)}:{port}"
+        if time.monotonic() >= until or any(one.what != "refused" for one in tried):
+            break
+        time.sleep(_AGAIN_S)
     raise DistBeliefError(f"cannot reach {where}: {'; '.join(map(str, tried))}", hint=_advice(tried))
 
 

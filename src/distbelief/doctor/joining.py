@@ -45,7 +45,7 @@ def connection(endpoint: str, exchanges: Sequence[Exchange]) -> Finding:
 def _meet(line: Line, exchanges: Sequence[Exchange], host: Host, say: Say) -> Report:
     name, said = host.name, ""
     with Doorway(own_address(line.endpoint)) as doorway:
-        line.send(words.Arrived(host, skew(exchanges), doorway.door))
+        line.send(words.Arrived(host, skew(exchanges), doorway.door, doorway.token))
         while True:
             message = line.hear(SILENT_S)
             match message:
@@ -55,7 +55,7 @@ def _meet(line: Line, exchanges: Sequence[Exchange], host: Host, say: Say) -> Re
                         say(text)
                     said = text
                 case words.Admitted():
-                    name, doorway.token = message.name, message.token
+                    name = message.name
                 case words.Measure():
                     say(f"measuring the way to {message.to}")
                     line.send(words.Measured(measure(name, message.to, message.door, message.token)))

@@ -22,6 +22,8 @@ from distbelief.doctor.clock import Exchange
 from distbelief.errors import DistBeliefError
 
 ANSWER_S = 10.0
+PATIENCE_S = 10.0
+"""Doctors may be started on all hosts at once: who leads may not listen yet."""
 EXCHANGES = 8
 _KEY_HINT = "a key is 64 hexadecimal digits in a file with mode 0600; all hosts need the same one"
 
@@ -47,9 +49,9 @@ class Line:
     def send(self, message: words.ToLeader) -> None:
         self._socket.send_multipart([self._secret, words.encode(message)])
 
-    def hear(self, limit_s: float = ANSWER_S) -> words.FromLeader:
+    def hear(self, limit_s: float | None = None) -> words.FromLeader:
         """What comes next. Raises an error that explains why nothing does."""
-        until = time.monotonic() + limit_s
+        until = time.monotonic() + (ANSWER_S if limit_s is None else limit_s)
         while (left_s := until - time.monotonic()) > 0:
             if self._socket.poll(int(left_s * 1000) + 1):
                 with contextlib.suppress(msgspec.MsgspecError):  # what is no word of ours is not for us
@@ -120,9 +122,10 @@ def way_in(where: str, key: Path | None) -> tuple[str, bytes]:
     if key is None:
         if not Path(where).is_dir():
             raise DistBeliefError(f"to join {where} a key is needed", hint=f"give --key FILE: {_KEY_HINT}")
-        endpoint, secret = whereabouts(Path(where))
-        return reach(endpoint), bytes.fromhex(secret)
-    return reach(where), read_key(key)
+        endpoint, digits = whereabouts(Path(where))
+        return reach(endpoint), bytes.fromhex(digits)
+    secret = read_key(key)
+    return reach(where, PATIENCE_S), secret
 
 
 def read_key(path: Path) -> bytes:

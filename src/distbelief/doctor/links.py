@@ -1,6 +1,6 @@
 """The way between two hosts: how long a byte takes there and back, and how many go through in a second.
 
-Plain TCP, as gloo's tensors travel. Whoever connects shows a token first, which the leader has told the members.
+Plain TCP, as gloo's tensors travel. Whoever connects shows a token first, which members are told by who leads.
 """
 
 from __future__ import annotations
@@ -30,18 +30,14 @@ _ASK = struct.Struct(">cQ")  # (p)ing, (t)ake or (g)ive so many bytes
 _CHUNK = bytes(256 << 10)
 
 
-def new_token() -> bytes:
-    return secrets.token_bytes(TOKEN_BYTES)
-
-
 class Doorway:
-    """Where others measure the way to this host, one at a time. A context manager; closed until it has a token."""
+    """Where others measure the way to this host, one at a time, if they have its token. A context manager."""
 
     def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family)
         self.door = f"{bracketed(address)}:{self._listener.getsockname()[1]}"
-        self.token = b""
+        self.token = secrets.token_bytes(TOKEN_BYTES)
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
     def __enter__(self) -> Doorway:
@@ -61,8 +57,7 @@ class Doorway:
                 return
             with visitor, contextlib.suppress(OSError):
                 visitor.settimeout(_TOKEN_S)
-                shown = _exactly(visitor, TOKEN_BYTES)
-                if self.token and hmac.compare_digest(shown, self.token):
+                if hmac.compare_digest(_exactly(visitor, TOKEN_BYTES), self.token):
                     visitor.settimeout(_LIMIT_S)
                     _answer(visitor)
 

@@ -14,7 +14,7 @@ from distbelief.comm.routes import own_address
 from distbelief.doctor import clock, compare, words
 from distbelief.doctor.finding import Finding, Host, Link, Report, ok, problem
 from distbelief.doctor.line import Door
-from distbelief.doctor.links import Doorway, measure, new_token
+from distbelief.doctor.links import Doorway, measure
 
 REMIND_S = 2.0
 ROUND_S = 60.0
@@ -49,7 +49,6 @@ class Meeting:
     guests: dict[bytes, Guest] = field(default_factory=dict)
     waiting: set[bytes] = field(default_factory=set)
     """Who has asked and is looking at itself."""
-    token: bytes = field(default_factory=new_token)
 
     def hold(self, examine: Callable[[], Host]) -> Report:
         """Until there is a report, which everybody is told."""
@@ -58,8 +57,7 @@ class Meeting:
                 me = aside.submit(examine)
                 self._gather(me)
             with Doorway(own_address(self.door.address)) as doorway:
-                doorway.token = self.token
-                report = self._conclude(me.result(), self._measure(doorway.door))
+                report = self._conclude(me.result(), self._measure(doorway))
             self._tell(words.Concluded(report))
             return report
         except BaseException as error:
@@ -83,7 +81,7 @@ class Meeting:
             name = _unlike(message.host.name, [self.name, *(guest.name for guest in self.guests.values())])
             message = changed(message, host=changed(message.host, name=name))
             self.guests[identity] = Guest(identity, message)
-            self.door.send(identity, words.Admitted(name, self.token))
+            self.door.send(identity, words.Admitted(name))
             self.say(f"{name} is here ({len(self.guests) + 1} of {self.expected})")
         elif isinstance(message, words.Measured):
             return message.links
@@ -98,23 +96,23 @@ class Meeting:
 
     # --- measuring ---------------------------------------------------------------------------------------------------
 
-    def _measure(self, my_door: str) -> list[Link]:
+    def _measure(self, mine: Doorway) -> list[Link]:
         names = [self.name, *(guest.name for guest in self.guests.values())]
-        doors = [my_door, *(guest.arrived.door for guest in self.guests.values())]
+        doors = [(mine.door, mine.token), *((one.arrived.door, one.arrived.token) for one in self.guests.values())]
         identities = [b"", *self.guests]
         found: list[Link] = []
         for number, pairs in enumerate(turns := compare.rounds(len(names)), 1):
             self.say(f"measuring, round {number} of {len(turns)}")
             awaited = {}
-            mine = None
+            to_measure = 0
             for a, b in pairs:
                 if a == 0:
-                    mine = b
+                    to_measure = b
                 else:
                     awaited[identities[a]] = (names[a], names[b])
-                    self.door.send(identities[a], words.Measure(names[b], doors[b], self.token))
-            if mine is not None:
-                found += measure(self.name, names[mine], doors[mine], self.token)
+                    self.door.send(identities[a], words.Measure(names[b], *doors[b]))
+            if to_measure:
+                found += measure(self.name, names[to_measure], *doors[to_measure])
             found += self._collect(awaited)
         return found
 

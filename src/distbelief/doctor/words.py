@@ -36,6 +36,8 @@ class Arrived(Struct, frozen=True, tag=True):
     """How far its clock is ahead of the leader's."""
     door: str
     """Where others can measure the way to it: HOST:PORT."""
+    token: bytes
+    """Which opens the door."""
 
 
 class Measure(Struct, frozen=True, tag=True):
@@ -45,14 +47,12 @@ class Measure(Struct, frozen=True, tag=True):
     """Its name."""
     door: str
     token: bytes
-    """Which opens the door."""
 
 
 class Admitted(Struct, frozen=True, tag=True):
-    """You are called so here, and let in who has this token."""
+    """You are called so here."""
 
     name: str
-    token: bytes
 
 
 class Measured(Struct, frozen=True, tag=True):

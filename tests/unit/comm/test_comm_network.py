@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from distbelief.comm.network import dial, interface_to, is_loopback, protect
-from distbelief.errors import DistBeliefError
+from distbelief.comm.network import dial, is_loopback, protect
 
 SECRET, OTHER = bytes(range(32)), bytes(32)
 WAIT_MS = 60_000  # only reached when something is broken
@@ -79,9 +78,3 @@ def test_off_loopback_nobody_else_is_heard(context: zmq.Context) -> None:
 )
 def test_what_counts_as_loopback(address: str, loopback: bool) -> None:
     assert is_loopback(address) is loopback
-
-
-def test_the_interface_to_this_machine_is_its_loopback() -> None:
-    assert interface_to("tcp://127.0.0.1:5555") == "lo"
-    with pytest.raises(DistBeliefError, match="no route"):
-        interface_to("tcp://[fd00:dead:beef::1%nowhere]:5555")
