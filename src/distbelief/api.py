@@ -18,6 +18,7 @@ from distbelief.errors import DistBeliefError, JobError
 
 if TYPE_CHECKING:
     from distbelief.engines.launch import Launch
+    from distbelief.engines.lead import Announce
     from distbelief.job import Job
     from distbelief.observe.view import View
     from distbelief.strategies import AnyStrategy
@@ -151,11 +152,13 @@ def run_file(
     run_dir: Path | None,
     shares: Sequence[float],
     view: View,
+    announce: Announce | None = None,
     **options: Any,
 ) -> Result:
-    """Train the job of a job file, as `distbelief train` does. `options`: further fields of the engine's Launch."""
+    """Train the job of a job file, as `distbelief train` does. `options`: further fields of the engine's Launch.
+    `announce` is told where other hosts' agents are let in."""
     launch = _launch(path.stem, strategy, workers, run_dir, shares, **options)
-    return _run(launch, view, job_file=str(path.resolve()), settings=settings)
+    return _run(launch, view, announce, job_file=str(path.resolve()), settings=settings)
 
 
 def resume_run(
@@ -165,6 +168,7 @@ def resume_run(
     strategy: str | AnyStrategy | None,
     view: View,
     job: Job | None = None,
+    key_file: str = "",
 ) -> Result:
     """Resume the run in that directory, as `distbelief resume` does."""
     from dataclasses import replace
@@ -200,9 +204,11 @@ def resume_run(
         strategy=str(how),
         exact=how.exact,
         transport=how.transport,
+        key_file=key_file or launch.key_file,
         resumed=True,
     )
-    return _run(launch, view, **({"job_pickle": _pickled(job)} if job is not None else {}))
+    source: dict[str, Any] = {"job_pickle": _pickled(job)} if job is not None else {}
+    return _run(launch, view, **source)
 
 
 def _pickled(job: Job) -> bytes:
@@ -265,11 +271,11 @@ def _launch(
     )
 
 
-def _run(launch: Launch, view: View, **source: Any) -> Result:
+def _run(launch: Launch, view: View, announce: Announce | None = None, **source: Any) -> Result:
     from dataclasses import replace
 
-    from distbelief.engines import local
     from distbelief.engines.launch import keep_launch
+    from distbelief.engines.lead import lead
     from distbelief.engines.rundir import make_run_dir
 
     started = time.monotonic()
@@ -282,7 +288,7 @@ def _run(launch: Launch, view: View, **source: Any) -> Result:
     if launch.begin_from and not launch.resumed:
         launch = replace(launch, begin_from=_pinned(launch, view))
     keep_launch(launch)
-    record = local.run(launch, view)
+    record = lead(launch, view, announce)
     return _result(record, launch.run_dir, started)
 
 

@@ -39,7 +39,7 @@ class Cluster:
         self.run = start(
             "train", *arguments, "--listen", "10.77.0.1", "--run-dir", "run", "--json", prefix=lab.inside(1)
         )
-        wait_until(lambda: (self._folder / "worker.json").exists())
+        wait_until(lambda: (self._folder / "parcel.bin").exists())
         self.guests = [
             start("worker", "--join", "run", "--host", f"host{host}", prefix=lab.inside(host)) for host in (2, 3)
         ]

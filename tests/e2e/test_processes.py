@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from conftest import JOBS, Outcome, Run, processes_of
 
-from distbelief.engines import local
+from distbelief.engines.launch import Launch
+from distbelief.engines.lead import lead
 from distbelief.engines.rundir import make_run_dir
 from distbelief.errors import RunFailed
 
@@ -70,7 +71,7 @@ def test_two_runs_at_once(start: Start) -> None:
 
 def test_another_thread_count_is_refused_with_the_reason(tmp_path: Path) -> None:
     make_run_dir(tmp_path / "run")
-    launch = local.Launch(
+    launch = Launch(
         run_dir=tmp_path / "run",
         workers=2,
         strategy="allreduce",
@@ -88,7 +89,7 @@ def test_another_thread_count_is_refused_with_the_reason(tmp_path: Path) -> None
         def refresh(self) -> None: ...
 
     with pytest.raises(RunFailed, match="thread"):
-        local.run(launch, Silent())
+        lead(launch, Silent())
 
 
 def test_training_from_a_script_without_a_main_guard(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """A whole run in one thread: coordinator, engine, workers, lines between them, and what goes wrong.
 
-`run(seed)` gives the same outcome for the same seed. The engine does what engines/local.py does: it starts workers,
+`run(seed)` gives the same outcome for the same seed. The engine does what engines/lead.py does: it starts workers,
 tells of exits, kills on the coordinator's word, and starts the coordinator again when it dies.
 """
 

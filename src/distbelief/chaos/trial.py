@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from distbelief.api import Result, run_file
 from distbelief.chaos.inject import Injector
@@ -76,7 +76,7 @@ def run_under_faults(plan: Plan, name: str, faults: Sequence[Fault], seed: int, 
 
 
 def _run(plan: Plan, run_dir: Path, stream: TextIO, relay: Relay | None) -> Result:
-    options = {} if relay is None else {"dial": relay.dial}
+    options: dict[str, Any] = {} if relay is None else {"dial": relay.dial}
     with contextlib.closing(PlainView(stream)) as view:
         return run_file(
             plan.job,

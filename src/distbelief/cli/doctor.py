@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
+from distbelief.cli.keys import KeyFile
+from distbelief.comm.keys import HOW_TO_MAKE_ONE, read_key
 
 
 def doctor(
@@ -29,10 +31,7 @@ def doctor(
     ] = "",
     hosts: Annotated[int, typer.Option(min=2, help="With --listen: how many hosts there are, with this one.")] = 2,
     wait: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="With --listen: for so long at most.")] = 120,
-    key: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The key that all hosts have; not for a run directory.", show_default=False),
-    ] = None,
+    key: KeyFile = None,
     run_dir: Annotated[Path, typer.Option(metavar="DIR", help="Where runs are to be kept.")] = Path("runs"),
     json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object on stdout.")] = False,
 ) -> None:
@@ -47,14 +46,14 @@ def doctor(
     if join and listen:
         raise UsageError("--join and --listen are for different hosts", hint="one host listens, the others join it")
     if listen and key is None:
-        raise UsageError("--listen needs --key", hint="a key file that you copy to all hosts, for example by scp")
+        raise UsageError("--listen needs --key FILE", hint=HOW_TO_MAKE_ONE)
     import msgspec
 
     from distbelief.comm.routes import endpoint
     from distbelief.doctor.finding import Host, Report
     from distbelief.doctor.host import examine
     from distbelief.doctor.joining import join as join_others
-    from distbelief.doctor.line import Door, read_key
+    from distbelief.doctor.line import Door, with_key
     from distbelief.doctor.meeting import Meeting
     from distbelief.doctor.report import lines
 
@@ -66,7 +65,7 @@ def doctor(
 
     if listen:
         assert key is not None
-        with Door(endpoint(listen), read_key(key)) as door:
+        with Door(endpoint(listen), with_key(read_key(key))) as door:
             how = f"distbelief doctor --join {door.address.removeprefix('tcp://')} --key FILE"
             say(f"waiting for {hosts - 1} more: {how}")
             report = Meeting(door, platform.node() or "localhost", hosts, wait, say).hold(here)

@@ -12,9 +12,11 @@ from distbelief import __version__
 from distbelief.cli.average import average
 from distbelief.cli.chaos import chaos
 from distbelief.cli.checkpoint import checkpoint
+from distbelief.cli.coordinator import coordinator
 from distbelief.cli.doctor import doctor
 from distbelief.cli.export import export
 from distbelief.cli.failures import Commands
+from distbelief.cli.keys import keys
 from distbelief.cli.kv import kv
 from distbelief.cli.new import new
 from distbelief.cli.replay import replay
@@ -35,6 +37,7 @@ app.command()(train)
 app.command()(resume)
 app.command()(checkpoint)
 app.command()(scale)
+app.command()(coordinator)
 app.command()(worker)
 app.command()(chaos)
 app.command()(verify)
@@ -42,6 +45,7 @@ app.command()(replay)
 app.command()(export)
 app.command()(average)
 app.command()(kv)
+app.add_typer(keys, name="keys")
 app.command()(doctor)
 app.command()(new)
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT
+from distbelief.cli.keys import KeyFile, key_file
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.observe.view import open_view
 
@@ -25,6 +26,7 @@ def resume(
         str | None,
         typer.Option(help="How to learn it; any strategy that `train` takes. Default: as before.", show_default=False),
     ] = None,
+    key: KeyFile = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines even on a terminal.")] = False,
 ) -> None:
@@ -38,7 +40,7 @@ def resume(
         print("the run is complete: nothing is started, this is its result", file=stream)
     view = open_view(stream, plain=plain)
     with contextlib.redirect_stdout(stream), contextlib.closing(view):  # as in `train`
-        result = resume_run(run, workers=workers, strategy=strategy, view=view)
+        result = resume_run(run, workers=workers, strategy=strategy, view=view, key_file=key_file(key))
     if json:
         print_json(result)
     else:

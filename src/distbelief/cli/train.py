@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
+from distbelief.cli.keys import KeyFile, key_file
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.coordinator.detector import STUCK_S
 from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST
@@ -59,9 +60,10 @@ def train(
         str,
         typer.Option(
             metavar="HOST[:PORT]",
-            help="Where workers of other machines can join: an address or name of this one, a network card, 0.0.0.0.",
+            help="Where other hosts can join: an address or name of this machine, a network card, 0.0.0.0.",
         ),
     ] = "127.0.0.1",
+    key: KeyFile = None,
     balance: Annotated[bool, typer.Option(help="Move shards to faster workers. The result does not change.")] = True,
     stuck_after: Annotated[
         float,
@@ -122,6 +124,7 @@ def train(
             keep_every=keep_every,
             keep_best=keep_best,
             begin_from=begin_from,
+            key_file=key_file(key),
             listen=endpoint(listen),
         )
     if json:

@@ -1,4 +1,4 @@
-"""`distbelief worker --join RUN`: one more worker for a run, started by hand."""
+"""`distbelief worker --join ADDRESS|RUN`: more workers for a run, started by hand on any host."""
 
 from __future__ import annotations
 
@@ -7,18 +7,37 @@ from typing import Annotated
 
 import typer
 
+from distbelief.cli.keys import KeyFile
+
 
 def worker(
-    join: Annotated[Path, typer.Option(metavar="RUN", help="The run directory, as `train` printed it.")],
+    join: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS|RUN", help="Where the coordinator listens, or the run directory, if it is seen from here."
+        ),
+    ],
+    count: Annotated[int, typer.Option(min=1, metavar="N", help="Workers on this host.")] = 1,
+    key: KeyFile = None,
     host: Annotated[
         str,
         typer.Option(metavar="NAME", help="What this machine is called. Default: its own name.", show_default=False),
     ] = "",
 ) -> None:
-    """Join a run as one more worker. Ctrl-C or SIGTERM lets it hand its work over and leave.
+    """Join a run with more workers, until it ends. Ctrl-C or SIGTERM lets them hand their work over and leave.
 
-    From another machine the run directory must be visible, and the run must have been started with --listen.
+    The run must have been started with --listen, or by `distbelief coordinator`. It may also be started later.
     """
-    from distbelief.engines.byhand import join_run
+    if Path(join).is_dir():
+        from distbelief.engines.byhand import join_run
 
-    raise typer.Exit(join_run(join, host))
+        raise typer.Exit(join_run(Path(join), count, host))
+
+    from distbelief.comm.keys import required_key, run_secret
+    from distbelief.comm.reaching import find
+    from distbelief.engines.invitation import Invitation
+    from distbelief.engines.invited import serve_host
+
+    address = find(join)
+    invitation = Invitation(address, run_secret(required_key(key, address)))
+    raise typer.Exit(serve_host(invitation, count, host, grows=True))

@@ -47,14 +47,16 @@ class Introduce(Struct, frozen=True, tag=True):
 
 
 class StartWorker(Struct, frozen=True, tag=True):
-    """To an engine: start a worker with this number, unless that was done before."""
+    """To the agents: start a worker with this number, unless that was done before."""
 
     epoch: int
     worker: int
+    host: str = ""
+    """Whose agent is to do it; empty: that of the launching process."""
 
 
 class KillWorker(Struct, frozen=True, tag=True):
-    """To an engine: end this worker's process by force, and tell of its exit."""
+    """To the agents: end this worker's process by force, and tell of its exit."""
 
     epoch: int
     worker: int
@@ -69,14 +71,16 @@ class Serve(Struct, frozen=True, tag=True):
 
 
 class StartServer(Struct, frozen=True, tag=True):
-    """To an engine: start a parameter server with this number, unless that was done before."""
+    """To the agents: start a parameter server with this number, unless that was done before."""
 
     epoch: int
     server: int
+    host: str = ""
+    """As in StartWorker."""
 
 
 class KillServer(Struct, frozen=True, tag=True):
-    """To an engine: end this parameter server's process by force, and tell of its exit."""
+    """To the agents: end this parameter server's process by force, and tell of its exit."""
 
     epoch: int
     server: int
@@ -88,6 +92,14 @@ class Admit(Struct, frozen=True, tag=True):
 
     epoch: int
     worker: int
+
+
+class Welcome(Struct, frozen=True, tag=True):
+    """To the agent of another host: its room is taken. A second frame holds what to run (engines/parcel.py)."""
+
+    epoch: int
+    host: str
+    """What it is called from now on: no other host of the run is."""
 
 
 class SaveAt(Struct, frozen=True, tag=True):
@@ -152,6 +164,7 @@ Command = (
     | StartWorker
     | KillWorker
     | Admit
+    | Welcome
     | SaveAt
     | SealCheckpoint
     | Answer

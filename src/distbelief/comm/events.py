@@ -8,7 +8,7 @@ from distbelief.comm.reports import BrokenShard, Canary, Evaluation, JobFacts, S
 
 
 class EngineAttached(Struct, frozen=True, tag=True):
-    """The engine that starts processes on a host is there. Repeated now and then: it tells all there is to know, so
+    """The agent that starts processes on a host is there. Repeated now and then: it tells all there is to know, so
     that a coordinator that has just come up, or has missed something, knows it too."""
 
     host: str
@@ -19,6 +19,22 @@ class EngineAttached(Struct, frozen=True, tag=True):
     servers: dict[int, int] = {}
     """Parameter server -> process number."""
     servers_exited: dict[int, int] = {}
+    room: int = -1
+    """The most workers that the host takes; -1: no limit."""
+    server_room: int = -1
+    """Likewise parameter servers."""
+
+
+class HostOffered(Struct, frozen=True, tag=True):
+    """Somebody has started an agent on another host: it would host members. Said again until it is welcomed."""
+
+    host: str
+    """What the machine is called."""
+    nonce: str
+    """Of this agent alone: its offer counts once."""
+    room: int = 1
+    grows: bool = False
+    """Whether the run is to have more workers than before where it does not wait for these."""
 
 
 class WorkerJoined(Struct, frozen=True, tag=True):
@@ -296,6 +312,7 @@ class ServerExited(Struct, frozen=True, tag=True):
 
 Event = (
     EngineAttached
+    | HostOffered
     | WorkerJoined
     | WorkerReady
     | Heartbeat

@@ -1,6 +1,8 @@
 """Words between workers and servers as frames: a message and the bytes that go with it.
 
-    | secret | a list of messages | bytes of the first message that has any | of the second | …
+    | seal | a list of messages | bytes of the first message that has any | of the second | …
+
+What servers answer has no seal: it goes back over the connection on which they were asked.
 
 On one host the bytes stay where they are, in shared memory, and a message names the segment instead. No pickle.
 """
@@ -15,6 +17,7 @@ import msgspec
 import zmq
 
 from distbelief.comm.kvwords import content_has_payload, reply_has_payload
+from distbelief.comm.seals import Signer
 from distbelief.comm.serverwords import Content, Contents, Fetched, Gradient, Node, Push, ToClient
 from distbelief.comm.tablewords import Pulled, RowGradient, ShardRows
 from distbelief.errors import DistBeliefError
@@ -32,10 +35,11 @@ class Letter:
     payload: Any = None
 
 
-def pack(secret: bytes, letters: Sequence[Letter]) -> list[Any]:
+def pack(letters: Sequence[Letter], signer: Signer | None = None) -> list[Any]:
     """The frames of one ZeroMQ message."""
     header = _encoder.encode([letter.message for letter in letters])
-    return [secret, header, *(letter.payload for letter in letters if letter.payload is not None)]
+    seal = [] if signer is None else [signer.seal(header)]
+    return [*seal, header, *(letter.payload for letter in letters if letter.payload is not None)]
 
 
 def brings_bytes(content: Content | None) -> bool:

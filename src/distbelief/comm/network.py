@@ -1,18 +1,21 @@
-"""Reaching a coordinator: plainly on loopback, encrypted and authenticated (CURVE) everywhere else.
+"""Reaching whoever listens: encrypted and authenticated (CURVE), except for tensors that stay on this machine.
 
-The server's key pair follows from the run's secret: whoever knows the secret can check whom it talks to and be let in,
-whoever does not cannot even shake hands.
+Who listens has a key pair that follows from the run's secret (badges.py). Whoever knows the public one can check whom
+it talks to and be let in; whoever does not cannot even shake hands. Between members on loopback, where parameter
+servers move tensors at the speed of memory, what is said is signed (seals.py), but not encrypted.
 """
 
 from __future__ import annotations
 
-import hashlib
 from urllib.parse import urlsplit
 
 import zmq
-from zmq.utils import z85
+
+from distbelief.comm.badges import Keys
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+HANDSHAKE_MS = 15_000
+"""Who connects and has not said who it is for so long is disconnected."""
 
 
 def host_of(address: str) -> str:
@@ -28,25 +31,36 @@ def is_loopback(address: str) -> bool:
     return host_of(address) in LOOPBACK
 
 
-def dial(socket: zmq.Socket[bytes], address: str, secret: bytes) -> None:
-    """Connect to the coordinator of the run with this secret."""
-    if not is_loopback(address):
-        server, _ = _server_keys(secret)
-        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-        socket.curve_serverkey = server
+def dial(socket: zmq.Socket[bytes], address: str, door: bytes) -> None:
+    """Connect to the coordinator whose public key is `door`."""
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.curve_serverkey = door
+    _connect(socket, address)
+
+
+def dial_server(socket: zmq.Socket[bytes], address: str, door: bytes) -> None:
+    """Connect to a parameter server."""
+    if is_loopback(address):
+        _connect(socket, address)
+    else:
+        dial(socket, address, door)
+
+
+def _connect(socket: zmq.Socket[bytes], address: str) -> None:
     if "[" in address:
         socket.setsockopt(zmq.IPV6, 1)
     socket.connect(address)
 
 
-def protect(socket: zmq.Socket[bytes], address: str, secret: bytes) -> None:
-    """Before a coordinator binds: let in only who knows the secret, unless only this machine can come at all."""
+def protect(socket: zmq.Socket[bytes], keys: Keys) -> None:
+    """Before a coordinator binds: let in only who knows its public key."""
+    socket.curve_publickey, socket.curve_secretkey = keys
+    socket.curve_server = True
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+
+
+def protect_server(socket: zmq.Socket[bytes], address: str, keys: Keys) -> None:
+    """Likewise before a parameter server binds there."""
     if not is_loopback(address):
-        socket.curve_publickey, socket.curve_secretkey = _server_keys(secret)
-        socket.curve_server = True
-
-
-def _server_keys(secret: bytes) -> tuple[bytes, bytes]:
-    """(public, private)"""
-    private = z85.encode(hashlib.blake2b(secret, digest_size=32, person=b"distbelief-curve").digest())
-    return zmq.curve_public(private), private
+        protect(socket, keys)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)

@@ -17,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from distbelief.comm.network import dial
 from distbelief.comm.routes import bracketed, resolve, route_to, split
-from distbelief.errors import DistBeliefError
+from distbelief.errors import DistBeliefError, JobError
 
 CONNECT_S = 3.0
 GREETING_S = 2.0
@@ -64,15 +64,7 @@ class Attempt:
 def reach(where: str, patience_s: float = 0.0) -> str:
     """The numeric endpoint of a coordinator that a person named as HOST:PORT: of its addresses the first that can be
     connected to. Raises an error that says what was tried. `patience_s`: so long it may take until somebody listens."""
-    host, port = split(where)
-    if not port.isdigit():
-        raise DistBeliefError(f"{where} has no port", hint="give HOST:PORT, as the coordinator printed it")
-    addresses = resolve(host)
-    if not addresses:
-        raise DistBeliefError(
-            f"cannot reach {where}: no host called {host} is known here",
-            hint="check the spelling, /etc/hosts and the name server of this machine, or give a numeric address",
-        )
+    port, addresses = _resolved(where)
     until = time.monotonic() + patience_s
     while True:
         tried = []
@@ -84,6 +76,29 @@ def reach(where: str, patience_s: float = 0.0) -> str:
             break
         time.sleep(_AGAIN_S)
     raise DistBeliefError(f"cannot reach {where}: {'; '.join(map(str, tried))}", hint=_advice(tried))
+
+
+def find(where: str) -> str:
+    """Likewise, for somebody who may be there before the coordinator: nobody need listen yet, but there must be a host
+    of that name."""
+    port, addresses = _resolved(where)
+    for address in addresses:
+        if attempt(address, int(port)).what == "open":
+            return f"tcp://{bracketed(address)}:{port}"
+    return f"tcp://{bracketed(addresses[0])}:{port}"
+
+
+def _resolved(where: str) -> tuple[str, list[str]]:
+    host, port = split(where)
+    if not port.isdigit():
+        raise JobError(f"{where} has no port", hint="give HOST:PORT, as the coordinator printed it")
+    addresses = resolve(host)
+    if not addresses:
+        raise DistBeliefError(
+            f"cannot reach {where}: no host called {host} is known here",
+            hint="check the spelling, /etc/hosts and the name server of this machine, or give a numeric address",
+        )
+    return port, addresses
 
 
 def _advice(tried: list[Attempt]) -> str:
@@ -113,15 +128,15 @@ def attempt(address: str, port: int) -> Attempt:
         return Attempt(address, card, what, error.strerror or str(error))
 
 
-def unanswered(endpoint: str, key: bytes, who: str = "the coordinator") -> DistBeliefError:
-    """Somebody has waited for an answer from there in vain: why."""
+def unanswered(endpoint: str, door: bytes, who: str = "the coordinator") -> DistBeliefError:
+    """Somebody has waited for an answer from there in vain: why. `door`: the public key of who is to be there."""
     host, port = split(endpoint)
     tried = attempt(host, int(port))
     if tried.what != "open":
         return DistBeliefError(f"{who} at {endpoint} does not answer: {tried}", hint=_advice([tried]))
     found = greeting(endpoint)
     if found == "ours":
-        found = handshake(endpoint, key)
+        found = handshake(endpoint, door)
     if found == "another key":
         return DistBeliefError(
             f"{who} at {endpoint} does not let us in: it has another key",
@@ -155,12 +170,12 @@ def greeting(endpoint: str) -> Speaks:
     return "another protocol" if data else "nothing"
 
 
-def handshake(endpoint: str, key: bytes) -> Speaks:
-    """Whether who listens there has the same key. Off loopback only: there it is what lets one in."""
+def handshake(endpoint: str, door: bytes) -> Speaks:
+    """Whether who listens there has the key pair whose public half is `door`."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        dial(socket, endpoint, key)
+        dial(socket, endpoint, door)
         until = time.monotonic() + HANDSHAKE_S
         try:
             while (left_s := until - time.monotonic()) > 0:

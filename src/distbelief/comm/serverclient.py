@@ -17,9 +17,10 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
+from distbelief.comm.badges import Badge
 from distbelief.comm.letters import Letter, pack, unpack_for_client
 from distbelief.comm.messages import ServerMap
-from distbelief.comm.network import dial
+from distbelief.comm.network import dial_server
 from distbelief.comm.serverwords import RUN, Answered, Content, Given, Push, Question, Refused, is_update
 from distbelief.comm.words import Aborted
 from distbelief.errors import DistBeliefError
@@ -51,9 +52,10 @@ class _Sent:
 
 
 class ServerClient:
-    def __init__(self, client: int, secret: bytes) -> None:
-        self._client = client
-        self._secret = secret
+    def __init__(self, badge: Badge) -> None:
+        self._client = badge.number
+        self._door = badge.servers_door
+        self._signer = badge.signer_to_servers()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._sockets: dict[int, tuple[str, zmq.Socket[bytes]]] = {}
         self._poller = zmq.Poller()
@@ -288,7 +290,7 @@ class ServerClient:
         socket = self._socket(server)
         if socket is not None:
             with contextlib.suppress(zmq.Again):  # it is sent again
-                socket.send_multipart(pack(self._secret, letters), zmq.NOBLOCK, copy=False)
+                socket.send_multipart(pack(letters, self._signer), zmq.NOBLOCK, copy=False)
 
     def _socket(self, server: int) -> zmq.Socket[bytes] | None:
         address = self._map.addresses.get(server) if self._map else None
@@ -301,7 +303,7 @@ class ServerClient:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
-            dial(socket, address, self._secret)
+            dial_server(socket, address, self._door)
             self._poller.register(socket, zmq.POLLIN)
             self._sockets[server] = (address, socket)
         return self._sockets[server][1]

@@ -1,8 +1,8 @@
 """`python -m distbelief.coordinator`: the coordinator as a process that lives and dies with the engine that starts it.
 
-One JSON line comes in on stdin (run_dir, secret, listen, config, resume); one goes out on stdout: {"address", "epoch"}
-when it serves, {"error", "hint"} when it cannot. Stdin must stay open: its end means that the engine is gone. The exit
-status is 0 when the run ended in order (completed, failed or stopped: the journal's last record says which).
+One JSON line comes in on stdin (see `Order`); one goes out on stdout: {"address", "epoch"} when it serves, {"error",
+"hint"} when it cannot. Stdin must stay open: its end means that the engine is gone. The exit status is 0 when the run
+ended in order (completed, failed or stopped: the journal's last record says which).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import msgspec
 import zmq
 from msgspec import Struct
 
+from distbelief.comm.badges import Authority
 from distbelief.comm.messages import SECRET_BYTES
 from distbelief.coordinator import client
 from distbelief.coordinator import server as edge
@@ -38,7 +39,11 @@ class Order(Struct, frozen=True, forbid_unknown_fields=True):
     secret: str
     """In hexadecimal."""
     config: RunConfig
+    start: str = ""
+    """See `badges.Authority`."""
     listen: str = edge.DEFAULT_LISTEN
+    host: str = ""
+    """What the machine is called on which the engine runs."""
     resume: str = ""
     """The strategy with which a run that is over, or whose members are all gone, goes on; empty: it is not resumed."""
 
@@ -85,7 +90,8 @@ def _run(order: Order, engine: EngineLink) -> int:
         contextlib.closing(edge.MetricsFile(run_dir / "metrics.jsonl")) as metrics,
         zmq.Context() as context,
     ):
-        socket, address = edge.bind(context, bytes.fromhex(order.secret), order.listen)
+        authority = Authority(bytes.fromhex(order.secret), order.start)
+        socket, address = edge.bind(context, authority.keys(), order.listen)
         with socket:
             known = edge.reported(metrics.path)
             records, now = journal.replayed, time.time()
@@ -93,9 +99,19 @@ def _run(order: Order, engine: EngineLink) -> int:
                 records.append(resumed(resume(order.config, journal.epoch, now, records), order.resume, now))
                 journal.append(records[-1])
             state = resume(order.config, journal.epoch, now, records, *known)
-            with client.advertised(run_dir, address, order.secret, journal.epoch):
+            with client.advertised(run_dir, address, authority, journal.epoch, order.host):
                 _answer({"address": address, "epoch": journal.epoch})
-                return edge.serve(edge.Server(socket, journal, metrics, bytes.fromhex(order.secret), state), engine)
+                server = edge.Server(
+                    socket, journal, metrics, authority.checker(), state, parcel=lambda: _parcel(run_dir)
+                )
+                return edge.serve(server, engine)
+
+
+def _parcel(run_dir: Path) -> bytes:
+    """What the engine has left for agents of other hosts; they get the bytes as they are."""
+    with contextlib.suppress(OSError):
+        return (run_dir / "parcel.bin").read_bytes()
+    return b""
 
 
 def _read_order(fd: int) -> Order:

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from distbelief.comm.badges import Authority
 from distbelief.comm.messages import Admit, Answer, Command, Event, JoinRequested, decode_command, encode
 from distbelief.comm.network import dial
 from distbelief.comm.reaching import unanswered
@@ -20,12 +21,14 @@ _FILE = "coordinator.json"
 
 
 @contextlib.contextmanager
-def advertised(run_dir: Path, address: str, secret: str, epoch: int) -> Iterator[None]:
+def advertised(run_dir: Path, address: str, authority: Authority, epoch: int, host: str = "") -> Iterator[None]:
     """While this lasts, whoever may read the run directory's file can reach the coordinator."""
     path = run_dir / _FILE
-    content = {"address": address, "secret": secret, "pid": os.getpid(), "epoch": epoch}
+    known = {"address": address, "secret": authority.secret.hex(), "start": authority.start, "host": host}
+    content = {**known, "pid": os.getpid(), "epoch": epoch}
     draft = path.with_suffix(".draft")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    draft.unlink(missing_ok=True)  # with whatever rights it had
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with open(fd, "w") as file:
         json.dump(content, file)
     draft.rename(path)
@@ -53,23 +56,35 @@ def ask_for_seat(run_dir: Path, pid: int, timeout_s: float = 10.0) -> int:
 
 
 def _answer_to(run_dir: Path, event: Event, timeout_s: float) -> Command | None:
-    address, secret = whereabouts(run_dir)
+    address, authority = whereabouts(run_dir)
+    badge = authority.owner()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        dial(socket, address, bytes.fromhex(secret))
-        socket.send_multipart([bytes.fromhex(secret), encode(event)])
+        dial(socket, address, badge.door)
+        message = encode(event)
+        socket.send_multipart([badge.signer().seal(message), message])
         if not socket.poll(int(timeout_s * 1000)):
-            raise unanswered(address, bytes.fromhex(secret), f"the coordinator of {run_dir}")
+            raise unanswered(address, badge.door, f"the coordinator of {run_dir}")
         with contextlib.suppress(msgspec.MsgspecError):
             return decode_command(socket.recv_multipart()[-1])
     return None
 
 
-def whereabouts(run_dir: Path) -> tuple[str, str]:
-    """(address, secret) of the coordinator of a run that is running."""
+def whereabouts(run_dir: Path) -> tuple[str, Authority]:
+    """Where the coordinator of a run that is running is, and what whoever may read this has."""
+    content = _advertisement(run_dir)
+    return content["address"], Authority(bytes.fromhex(content["secret"]), content["start"])
+
+
+def host_of_run(run_dir: Path) -> str:
+    """What the machine is called on which that run was started."""
+    return _advertisement(run_dir)["host"]
+
+
+def _advertisement(run_dir: Path) -> dict[str, str]:
     try:
         content = json.loads((run_dir / _FILE).read_text())
-        return str(content["address"]), str(content["secret"])
+        return {name: str(content[name]) for name in ("address", "secret", "start", "host")}
     except FileNotFoundError:
         if (run_dir / "journal.jsonl").exists():
             raise DistBeliefError(f"the run in {run_dir} is not running", hint="it has ended or was stopped") from None

@@ -200,6 +200,10 @@ class Pulse:
         """How long nothing was committed, as far as we were awake to see it."""
         return now - max(self._steps.changed_at, self._ticks.awake_since(now))
 
+    def awake_s(self, now: float) -> float:
+        """Since when our own loop has come round without standing still."""
+        return now - self._ticks.awake_since(now)
+
     def _alone(self, members: int, waiting: int, now: float) -> float | None:
         if waiting != members - 1:
             return None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from distbelief.comm import messages as m
-from distbelief.coordinator import balance, detector, explain
+from distbelief.coordinator import balance, cutoff, detector, explain
 from distbelief.coordinator.ending import Result, fail, fail_without_culprit, record, say, with_worker
-from distbelief.coordinator.regroup import MOST_FAILED_HIRES, hire, regroup, release, start_when_complete
+from distbelief.coordinator.hiring import MOST_FAILED_HIRES, hire
+from distbelief.coordinator.regroup import regroup, release, start_when_complete
 from distbelief.coordinator.vocabulary import (
     ENGINE,
     EXIT_GRACE_S,
@@ -217,6 +218,9 @@ def ticked(state: State, event: Ticked, now: float) -> Result:
     overdue = [(until, worker) for worker, until in state.pending.items() if until <= now]
     if overdue:
         return _lost(state, state.workers[min(overdue)[1]], now)
+    state, outputs = cutoff.ticked(state, now)
+    if outputs:
+        return state, outputs
     if state.phase == "gathering":
         return _gathering_too_long(state, now)
     broken_at = state.troubles.broken_at
@@ -255,8 +259,8 @@ def _fence(state: State, suspects: list[detector.Suspect], now: float) -> Result
     outputs: list[Output] = []
     for one in suspects:
         worker = replace(state.workers[one.worker], fenced=True)
-        if _is_out_of_reach(state, worker):
-            state, more = _estrange(state, worker, one.reason, now)
+        if cutoff.is_out_of_reach(state, worker, now):
+            state, more = cutoff.estrange(state, {one.worker: one.reason}, now)
             outputs += more
             continue
         state = with_worker(state, worker)
@@ -264,28 +268,6 @@ def _fence(state: State, suspects: list[detector.Suspect], now: float) -> Result
         outputs.append(Send(ENGINE, m.KillWorker(state.epoch, one.worker, one.reason)))
         outputs.append(say(f"{one.reason}; it is killed and replaced", now))
     return state, outputs
-
-
-def _is_out_of_reach(state: State, worker: Worker) -> bool:
-    """Whether nobody can kill it. In shared memory somebody must; and a coordinator that has just come up does not know
-    its engines yet."""
-    apart = state.start is not None and state.start.transport != "shm"
-    return apart and bool(state.engines) and worker.host not in state.engines
-
-
-def _estrange(state: State, worker: Worker, reason: str, now: float) -> Result:
-    """Nobody can kill it where it is. It has a replica of its own, so it can do no harm: the others go on without it,
-    and when it is heard of again it finds that it is of an old generation, and joins anew."""
-    state = with_worker(state, replace(worker, fenced=False, estranged=True))
-    outputs: list[Output] = [record(state, now, "estranged", reason, worker=worker.number)]
-    state, more = regroup(state, "cut", f"{worker.name} does not answer", now)
-    return state, outputs + more
-
-
-def returned(state: State, worker: Worker, now: float) -> Result:
-    """A worker that was out of reach is heard of again."""
-    state = with_worker(state, replace(worker, estranged=False, finished=None))
-    return regroup(state, "join", f"{worker.name} is back", now)
 
 
 def _look(state: State, now: float) -> Result:

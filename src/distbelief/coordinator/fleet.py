@@ -12,6 +12,7 @@ from distbelief.comm import messages as m
 from distbelief.coordinator import explain, regroup, serverpauses
 from distbelief.coordinator.ending import Result, fail, record, say
 from distbelief.coordinator.fleetstate import Fleet, ServerProcess
+from distbelief.coordinator.hiring import place_servers
 from distbelief.coordinator.mapping import decided, found
 from distbelief.coordinator.vocabulary import ENGINE, Output, ProtocolError, Reply, Send, State
 from distbelief.servers import placement
@@ -25,9 +26,12 @@ _GAPS = 4.0
 _LONGEST_GAP_S = 30.0
 
 
-def begun(servers: int, now: float) -> Fleet:
-    """The engine starts the first servers by itself."""
-    return Fleet(servers, servers, hired=dict.fromkeys(range(servers), now))
+def begun(servers: int, now: float, local: bool) -> Fleet:
+    """The launching process starts the first servers by itself, if it has any members."""
+    numbers = range(servers)
+    return Fleet(
+        servers, servers, hired=dict.fromkeys(numbers, now), placed=dict.fromkeys(numbers if local else (), "")
+    )
 
 
 def ready(state: State, event: m.ServerReady, now: float) -> Result:
@@ -159,13 +163,20 @@ def hire(state: State, now: float) -> Result:
     missing = fleet.target - staying - len(fleet.hired)
     if missing <= 0 or state.phase == "ended":
         return state, []
-    numbers = range(fleet.next_server, fleet.next_server + missing)
-    hired = {**fleet.hired, **dict.fromkeys(numbers, now)}
-    state = replace(state, fleet=replace(fleet, next_server=numbers.stop, hired=hired), active_at=now)
-    outputs: list[Output] = [
-        record(state, now, "servers_hired", f"{staying} of {fleet.target} servers are there", servers=list(numbers))
-    ]
-    return state, [*outputs, *(Send(ENGINE, m.StartServer(state.epoch, number)) for number in numbers)]
+    placed = place_servers(state, range(fleet.next_server, fleet.next_server + missing), now)
+    if not placed:
+        return state, []
+    state = replace(state, fleet=replace(fleet, next_server=fleet.next_server + len(placed)), active_at=now)
+    return _asked(state, placed, f"{staying} of {fleet.target} servers are there", now)
+
+
+def _asked(state: State, placed: dict[int, str], reason: str, now: float) -> Result:
+    fleet = state.fleet
+    hired = {**fleet.hired, **dict.fromkeys(placed, now)}
+    state = replace(state, fleet=replace(fleet, hired=hired, placed={**fleet.placed, **placed}))
+    where = list(placed.values())
+    outputs: list[Output] = [record(state, now, "servers_hired", reason, servers=list(placed), hosts=where)]
+    return state, [*outputs, *(Send(ENGINE, m.StartServer(state.epoch, one, host)) for one, host in placed.items())]
 
 
 def attached(state: State, event: m.EngineAttached, now: float) -> Result:
@@ -175,19 +186,28 @@ def attached(state: State, event: m.EngineAttached, now: float) -> Result:
         if state.phase != "ended":
             state, more = exited(state, m.ServerExited(server, status), now)
             outputs += more
-    hired = dict(state.fleet.hired)
+    hired, placed = dict(state.fleet.hired), dict(state.fleet.placed)
     for server, asked_at in state.fleet.hired.items():
         if server in event.servers:
+            hired[server], placed[server] = now, event.host
+        elif now - asked_at <= ASK_AGAIN_S:
+            continue
+        elif placed.get(server) == event.host:
             hired[server] = now
-        elif now - asked_at > ASK_AGAIN_S:
-            hired[server] = now
-            outputs.append(Send(ENGINE, m.StartServer(state.epoch, server)))
+            outputs.append(Send(ENGINE, m.StartServer(state.epoch, server, event.host)))
+        elif placed.get(server) == "":  # the launching process was to start it by itself
+            del placed[server]
     outputs += [
         Send(ENGINE, m.KillServer(state.epoch, server, "it is frozen"))
         for server in event.servers
         if server in state.fleet.there and state.fleet.there[server].fenced
     ]
-    return replace(state, fleet=replace(state.fleet, hired=hired)), outputs
+    state = replace(state, fleet=replace(state.fleet, hired=hired, placed=placed))
+    waiting = place_servers(state, [server for server in hired if server not in placed], now)
+    if not waiting:
+        return state, outputs
+    state, more = _asked(state, waiting, "there is room for them", now)
+    return state, outputs + more
 
 
 def ticked(state: State, now: float) -> Result:

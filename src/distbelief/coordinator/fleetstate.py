@@ -37,7 +37,9 @@ class Fleet:
     """How many servers there should be; 0: the strategy has none."""
     next_server: int = 0
     hired: Mapping[int, float] = field(default_factory=dict)
-    """Servers that an engine was asked to start and that are not ready -> when it was last asked."""
+    """Servers that are to be started and are not ready -> when an agent was last asked to."""
+    placed: Mapping[int, str] = field(default_factory=dict)
+    """Those of them that an agent was asked for -> its host; empty: that of the launching process."""
     there: Mapping[int, ServerProcess] = field(default_factory=dict)
     gone: frozenset[int] = frozenset()
     """Numbers of those that have ended, so that each end counts once."""

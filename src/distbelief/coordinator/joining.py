@@ -1,4 +1,4 @@
-"""Workers and engines come, are checked, and are given a seat. Pure."""
+"""Workers come, are checked, and are given a seat. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import msgspec
 from distbelief.comm import messages as m
 from distbelief.coordinator import explain, membership
 from distbelief.coordinator.ending import Result, fail, record, say, with_worker
-from distbelief.coordinator.regroup import hire, regroup, release, start_when_complete
-from distbelief.coordinator.vocabulary import ENGINE, Output, ProtocolError, Reply, Send, State, Worker
-
-ASK_AGAIN_S = 5.0
-"""An engine that has not started a worker after this long is asked again: the message may be lost."""
+from distbelief.coordinator.hiring import hire
+from distbelief.coordinator.regroup import regroup, release, start_when_complete
+from distbelief.coordinator.vocabulary import Output, ProtocolError, Reply, Send, State, Worker
 
 
 def joined(state: State, event: m.WorkerJoined, now: float) -> Result:
@@ -21,7 +19,7 @@ def joined(state: State, event: m.WorkerJoined, now: float) -> Result:
     newcomer = Worker(event.worker, event.host, event.pid)
     if known is not None and known.pid in (0, event.pid):
         # A repeat, or a worker whose exit overtook its joining: what is known of it stays.
-        newcomer = replace(known, host=event.host, pid=event.pid)
+        newcomer = replace(known, host=event.host, pid=event.pid, estranged=known.estranged and known.ready)
     elif known is not None and known.exited is None:
         raise ProtocolError(f"{newcomer.name} says it is worker {event.worker}, which is {known.name} and alive")
     elif known is not None:
@@ -29,6 +27,7 @@ def joined(state: State, event: m.WorkerJoined, now: float) -> Result:
     hired = state.hired
     if event.worker in hired:  # not so when it says it again
         hired = {worker: at for worker, at in hired.items() if worker != event.worker}
+        state = replace(state, placed={worker: host for worker, host in state.placed.items() if worker != event.worker})
     state = replace(state, next_worker=max(state.next_worker, event.worker + 1))
     state = replace(with_worker(state, newcomer), active_at=now, hired=hired)
     if event.worker not in state.guests:
@@ -108,24 +107,6 @@ def _seat(state: State, worker: Worker, now: float) -> Result:
         Send(worker.number, state.start),
         say(reason, now),
     ]
-
-
-def attached(state: State, event: m.EngineAttached, now: float) -> Result:
-    """An engine tells which of its workers run. It is asked again for those that it was not asked for in vain."""
-    outputs: list[Output] = []
-    hired = dict(state.hired)
-    for worker, asked_at in state.hired.items():
-        if worker in event.running:
-            hired[worker] = now  # it is loading
-        elif worker not in event.exited and now - asked_at > ASK_AGAIN_S:
-            hired[worker] = now
-            outputs.append(Send(ENGINE, m.StartWorker(state.epoch, worker)))
-    for worker in event.running:
-        known = state.workers.get(worker)
-        if known is not None and known.fenced:
-            outputs.append(Send(ENGINE, m.KillWorker(state.epoch, worker, "it is frozen")))
-    active_at = now if state.phase == "gathering" and not state.workers else state.active_at
-    return replace(state, hired=hired, active_at=active_at, engines=state.engines | {event.host}), outputs
 
 
 # --- from outside ----------------------------------------------------------------------------------------------------

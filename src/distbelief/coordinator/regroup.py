@@ -16,14 +16,14 @@ import msgspec
 from distbelief.comm import messages as m
 from distbelief.coordinator import balance, explain, mapping, membership
 from distbelief.coordinator.ending import Result, fail_without_culprit, record, say, with_worker
-from distbelief.coordinator.vocabulary import ENGINE, Output, Send, State, Troubles, Worker
+from distbelief.coordinator.hiring import MOST_FAILED_HIRES
+from distbelief.coordinator.vocabulary import Output, Send, State, Troubles, Worker
 from distbelief.shards import Range
 from distbelief.strategies.degrees import Degrees
 from distbelief.strategies.degrees import problem as degrees_problem
 
 PAST = 4
 """So many earlier generations are remembered: a step that is interrupted more often is computed anew in part."""
-MOST_FAILED_HIRES = 3
 
 
 def regroup(state: State, cause: str, reason: str, now: float, ranges: Sequence[Range] | None = None) -> Result:
@@ -156,22 +156,6 @@ def _pause(state: State, there: int, reason: str, now: float) -> Result:
         f"{'is' if there == 1 else 'are'} there; the run goes on when there are enough"
     )
     return replace(state, paused=True), [record(state, now, "paused", text), say(text, now)]
-
-
-def hire(state: State, now: float) -> Result:
-    """Ask the engine for as many workers as are missing."""
-    there = sum(1 for worker in state.workers.values() if worker.counts) + len(state.hired)
-    missing = state.target - there
-    if missing <= 0 or state.phase == "ended" or state.troubles.failed_hires >= MOST_FAILED_HIRES:
-        return state, []
-    numbers = range(state.next_worker, state.next_worker + missing)
-    reason = f"{there} of {state.target} workers are there or on their way"
-    state = replace(
-        state, next_worker=numbers.stop, hired={**state.hired, **dict.fromkeys(numbers, now)}, active_at=now
-    )
-    outputs: list[Output] = [record(state, now, "hired", reason, workers=list(numbers))]
-    outputs += [Send(ENGINE, m.StartWorker(state.epoch, number)) for number in numbers]
-    return state, outputs
 
 
 def release(state: State, worker: Worker, now: float) -> Result:

@@ -16,6 +16,7 @@ import msgspec
 from distbelief.comm import messages as m
 from distbelief.coordinator.ending import with_worker
 from distbelief.coordinator.fleetstate import Fleet, ServerProcess
+from distbelief.coordinator.hosts import Offer
 from distbelief.coordinator.vocabulary import State, Worker
 from distbelief.servers.roles import Placement
 
@@ -30,9 +31,15 @@ def replay(state: State, entry: Entry, now: float) -> State:
             return replace(state, reference=msgspec.convert(facts, m.WorkerReady))
         case "generation":
             return _generation(state, entry)
-        case "hired":
-            state = replace(state, hired={**state.hired, **dict.fromkeys(entry["workers"], now)})
-            return _numbered(state, entry["workers"])
+        case "hired" | "placed":
+            placed = dict(zip(entry["workers"], entry.get("hosts", []), strict=False))
+            hired = {**state.hired, **dict.fromkeys(entry["workers"], now)}
+            return _numbered(replace(state, hired=hired, placed={**state.placed, **placed}), entry["workers"])
+        case "host":
+            return replace(state, offers={**state.offers, entry["nonce"]: Offer(entry["host"], entry["grows"])})
+        case "grown":
+            offers = {**state.offers, entry["nonce"]: Offer(entry["host"])}
+            return replace(state, offers=offers, target=entry["target"])
         case "admitted":
             return _numbered(replace(state, guests=state.guests | {entry["worker"]}), [entry["worker"]])
         case "guest":
@@ -74,8 +81,9 @@ def replay(state: State, entry: Entry, now: float) -> State:
             return replace(state, fleet=_fleet(state.fleet, entry, now))
         case "servers_hired":
             hired = {**state.fleet.hired, **dict.fromkeys(entry["servers"], now)}
+            placed = {**state.fleet.placed, **dict(zip(entry["servers"], entry.get("hosts", []), strict=False))}
             next_server = max(state.fleet.next_server, *(number + 1 for number in entry["servers"]))
-            return replace(state, fleet=replace(state.fleet, hired=hired, next_server=next_server))
+            return replace(state, fleet=replace(state.fleet, hired=hired, placed=placed, next_server=next_server))
         case "server_pause":
             fleet = state.fleet
             left = {server: at for server, at in fleet.lost_at.items() if server != entry["server"]}

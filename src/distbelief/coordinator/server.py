@@ -1,13 +1,13 @@
 """The coordinator's edge: a socket, a journal, a metrics file and a clock around the pure state machine.
 
 It performs what `state.step` says and decides nothing itself, except that a message which is not from this run, is no
-event, or makes no sense now is dropped. An event is two frames, the run's secret and the msgpack bytes; a command is
-one frame. Heartbeats and ticks are not journaled; decisions are, by the state machine's Records.
+event, is not its sender's to say, or makes no sense now is dropped. An event is two frames, its sender's seal and the
+msgpack bytes; a command is one frame. Heartbeats and ticks are not journaled; decisions are, by the state machine's
+Records.
 """
 
 from __future__ import annotations
 
-import hmac
 import math
 import os
 import sys
@@ -21,10 +21,13 @@ import msgspec
 import zmq
 
 from distbelief.comm import messages as m
+from distbelief.comm.badges import Keys
 from distbelief.comm.network import protect
+from distbelief.comm.seals import NO_MESSAGE, NO_SEAL, NOT_ITS_OWN, Checker, Refusals, Refused
 from distbelief.coordinator import state as s
 from distbelief.coordinator.journal import Journal
 from distbelief.coordinator.progress import REMEMBERED, Seen
+from distbelief.coordinator.speakers import FROM_SERVERS, FROM_WORKERS, may_say
 from distbelief.errors import DistBeliefError
 
 DEFAULT_LISTEN = "tcp://127.0.0.1:*"
@@ -34,35 +37,14 @@ TICK_S = 0.1
 FLUSH_S = 0.2
 LINGER_MS = 2000
 _TAIL_BYTES = 1 << 20  # holds many more steps than are remembered
-# What a worker says itself; its exit is told by the engine, from the engine's address.
-_FROM_WORKERS = (
-    m.WorkerJoined,
-    m.WorkerReady,
-    m.Heartbeat,
-    m.StepTakenOver,
-    m.RolledBack,
-    m.PlanShown,
-    m.PeerDied,
-    m.CollectiveFailed,
-    m.LeaveRequested,
-    m.WorkerLeft,
-    m.WorkerFinished,
-    m.WorkerFailed,
-    m.CheckpointLoaded,
-    m.PartSaved,
-    m.CheckpointSealed,
-    m.SaveFailed,
-    m.SaveMissed,
-)
-_FROM_SERVERS = (m.ServerReady, m.ServerBeat, m.SliceCopied, m.ServerFailed)
 
 
 def bind(
-    context: zmq.Context[zmq.Socket[bytes]], secret: bytes, listen: str = DEFAULT_LISTEN
+    context: zmq.Context[zmq.Socket[bytes]], keys: Keys, listen: str = DEFAULT_LISTEN
 ) -> tuple[zmq.Socket[bytes], str]:
     """The socket that members connect to, and its address with the port filled in."""
     socket = context.socket(zmq.ROUTER)
-    protect(socket, listen, secret)
+    protect(socket, keys)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
@@ -154,7 +136,7 @@ class Server:
     socket: zmq.Socket[bytes]
     journal: Journal
     metrics: MetricsFile
-    secret: bytes
+    checker: Checker
     state: s.State
     clock: Callable[[], float] = time.time
     addresses: dict[int, bytes] = field(default_factory=dict)
@@ -163,10 +145,11 @@ class Server:
     """Parameter server -> likewise."""
     engines: dict[str, bytes] = field(default_factory=dict)
     """Host -> the identity of the engine there."""
+    parcel: Callable[[], bytes] = lambda: b""
+    """What another host's agent is sent with its welcome; empty: it is not made yet."""
     encoded: tuple[m.Command | None, bytes] = (None, b"")
     """The last command and its bytes: one and the same goes to many members."""
-    dropped: int = 0
-    """Messages without the run's secret, or that are no event."""
+    refusals: Refusals = field(default_factory=Refusals)
     broken: bool = False
     """The journal or the metrics file could not be written."""
 
@@ -196,19 +179,20 @@ def serve(server: Server, wakeup: Wakeup) -> int:
             done = handle(server, s.Ticked())
         if now >= next_flush and not done:
             next_flush = now + FLUSH_S
+            _tell_of_refusals(server, now)
             done = perform(server, [], flush=True)
     try:
         server.metrics.flush()
     except OSError as error:
         server.broken = True
         _say(f"cannot write {server.metrics.path}: {error.strerror}")
-    if server.dropped:
-        _say(f"dropped {server.dropped} messages that were not from this run or not whole")
     return 1 if server.broken else 0
 
 
 def handle(server: Server, event: s.Input, identity: bytes = b"") -> bool:
     """Feed one event to the state machine and do what it says; whether the run is over."""
+    if isinstance(event, m.HostOffered) and not server.parcel():
+        return False  # it asks again
     try:
         server.state, outputs = s.step(server.state, event, server.clock())
     except s.ProtocolError as error:
@@ -217,9 +201,9 @@ def handle(server: Server, event: s.Input, identity: bytes = b"") -> bool:
     if isinstance(event, m.EngineAttached):
         server.engines[event.host] = identity
         _post(server, identity, m.Answer(server.state.epoch, True, "heard"))  # that we are not frozen
-    elif isinstance(event, _FROM_WORKERS) and identity not in server.engines.values():
+    elif isinstance(event, FROM_WORKERS) and identity not in server.engines.values():
         server.addresses[event.worker] = identity
-    elif isinstance(event, _FROM_SERVERS):
+    elif isinstance(event, FROM_SERVERS):
         server.servers[event.server] = identity
     return perform(server, outputs, identity)
 
@@ -254,6 +238,8 @@ def _perform(server: Server, outputs: Iterable[s.Output], sender: bytes) -> bool
             case s.SendServer(number, command):
                 for identity in _chosen(server.servers, number):
                     _post(server, identity, command)
+            case s.Reply(m.Welcome() as command):
+                _post(server, sender, command, server.parcel())
             case s.Reply(command):
                 _post(server, sender, command)
             case s.Exit():
@@ -264,6 +250,8 @@ def _perform(server: Server, outputs: Iterable[s.Output], sender: bytes) -> bool
 def _record(server: Server, entry: dict[str, Any]) -> None:
     try:
         # Whoever hears of a decision finds the lines that led to it in the file.
+        if entry["kind"] == "ended":
+            _tell_of_refusals(server, math.inf)
         server.metrics.flush()
         server.journal.append(entry)
     except OSError as error:
@@ -285,11 +273,11 @@ def _chosen(addresses: dict[int, bytes], number: int) -> list[bytes]:
     return [addresses[number]] if number in addresses else []
 
 
-def _post(server: Server, identity: bytes, command: m.Command) -> None:
+def _post(server: Server, identity: bytes, command: m.Command, *more: bytes) -> None:
     if server.encoded[0] is not command:
         server.encoded = (command, m.encode(command))
     try:
-        server.socket.send_multipart([identity, server.encoded[1]], flags=zmq.DONTWAIT)
+        server.socket.send_multipart([identity, server.encoded[1], *more], flags=zmq.DONTWAIT)
     except zmq.ZMQError as error:
         # A peer that is gone, or does not read, must not hold up the others.
         _say(f"could not send {type(command).__name__}: {error}")
@@ -302,15 +290,33 @@ def _received(server: Server) -> Iterable[tuple[bytes, m.Event]]:
             identity, *frames = server.socket.recv_multipart(flags=zmq.DONTWAIT)
         except zmq.Again:
             return
-        if len(frames) != 2 or not hmac.compare_digest(frames[0], server.secret):
-            server.dropped += 1
-            continue
         try:
-            event = m.decode_event(frames[1])
-        except msgspec.MsgspecError:
-            server.dropped += 1
+            event = _heard(server.checker, frames)
+        except Refused as refused:
+            server.refusals.add(refused.reason)
             continue
         yield identity, event
+
+
+def _heard(checker: Checker, frames: list[bytes]) -> m.Event:
+    if len(frames) != 2:
+        raise Refused(NO_SEAL)
+    claim = checker.check(frames[0], frames[1], time.monotonic())
+    try:
+        event = m.decode_event(frames[1])
+    except msgspec.MsgspecError:
+        raise Refused(NO_MESSAGE) from None
+    if not may_say(claim, event):
+        raise Refused(NOT_ITS_OWN)
+    return event
+
+
+def _tell_of_refusals(server: Server, now: float) -> None:
+    """In the log and to whoever watches, now and then: a flood of strangers is no flood of lines."""
+    if text := server.refusals.news(now):
+        _say(text)
+        server.metrics.add({"kind": "refused", "counts": dict(server.refusals.counts), "at": server.clock()})
+        server.metrics.add({"kind": "notice", "text": f"the coordinator {text}", "at": server.clock()})
 
 
 def _say(text: str) -> None:

@@ -19,7 +19,19 @@ from dataclasses import replace
 from typing import Any
 
 from distbelief.comm import messages as m
-from distbelief.coordinator import facts, faults, fleet, fleetsize, joining, pacing, rollback, saving, serverpauses
+from distbelief.coordinator import (
+    cutoff,
+    facts,
+    faults,
+    fleet,
+    fleetsize,
+    hosting,
+    joining,
+    pacing,
+    rollback,
+    saving,
+    serverpauses,
+)
 from distbelief.coordinator.ending import Result, end, fail
 from distbelief.coordinator.progress import Seen, absorb
 from distbelief.coordinator.regroup import committed
@@ -68,11 +80,20 @@ __all__ = [
 
 
 def begin(config: RunConfig, epoch: int, now: float) -> State:
-    """A run that has nobody yet; the engine starts the first workers by itself."""
+    """A run that has nobody yet; the launching process starts the first workers by itself, if it starts any."""
     workers = config.workers
-    on_their_way = dict.fromkeys(range(workers), now)
-    servers = fleet.begun(config.servers, now)
-    return State(config, epoch, active_at=now, target=workers, next_worker=workers, hired=on_their_way, fleet=servers)
+    local = workers if config.local_workers < 0 else min(config.local_workers, workers)
+    servers = fleet.begun(config.servers, now, local=bool(local))
+    return State(
+        config,
+        epoch,
+        active_at=now,
+        target=workers,
+        next_worker=workers,
+        hired=dict.fromkeys(range(workers), now),
+        placed=dict.fromkeys(range(local), ""),
+        fleet=servers,
+    )
 
 
 def resume(
@@ -107,13 +128,15 @@ def _ignored(state: State, event: object, now: float) -> Result:
 
 def _attached(state: State, event: m.EngineAttached, now: float) -> Result:
     """What an engine tells again and again includes the exits: whichever of them was missed is heard now."""
-    state, outputs = joining.attached(state, event, now)
+    state, outputs = hosting.attached(state, event, now)
     for worker, status in event.exited.items():
         known = state.workers.get(worker)
         if (known is None or known.exited is None) and state.phase != "ended":
             state, more = faults.exited(state, m.WorkerExited(worker, status), now)
             outputs += more
-    state, more = faults.outstanding(state, now)
+    state, more = faults.outstanding(state, now)  # who is missing is started before the run grows
+    outputs += more
+    state, more = hosting.grown(state, event.host, now)
     outputs += more
     state, more = fleet.attached(state, event, now)
     outputs += more
@@ -129,7 +152,7 @@ def _heartbeat(state: State, event: m.Heartbeat, now: float) -> Result:
     if worker is None or not worker.ready or event.epoch < state.epoch:
         return state, [_introduce(state)] if worker is None or worker.exited is None else []
     if worker.estranged:
-        return faults.returned(state, worker, now)
+        return cutoff.returned(state, worker, now)
     if event.generation != state.generation or not state.is_member(event.worker):
         state = replace(state, pulse=state.pulse.alive(event.worker, now))
         return state, [*fleet.told_worker(state, event), *_told_again(state, worker, event.generation)]
@@ -238,6 +261,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.LeaveRequested: faults.leave_requested,
         m.WorkerLeft: faults.left,
         m.JoinRequested: joining.admitted,
+        m.HostOffered: hosting.offered,
         m.ScaleRequested: joining.scaled,
         m.ServersRequested: fleetsize.scaled,
         m.FactsAsked: facts.told,
@@ -266,6 +290,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.LeaveRequested: faults.leave_requested,
         m.WorkerLeft: faults.left,
         m.JoinRequested: joining.admitted,
+        m.HostOffered: hosting.offered,
         m.ScaleRequested: joining.scaled,
         m.ServersRequested: fleetsize.scaled,
         m.FactsAsked: facts.told,
@@ -300,6 +325,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.LeaveRequested: _ignored,
         m.WorkerLeft: _ignored,
         m.JoinRequested: _refused,
+        m.HostOffered: _refused,
         m.ScaleRequested: _refused,
         m.ServersRequested: _refused,
         m.FactsAsked: facts.told,

@@ -16,6 +16,7 @@ from distbelief.coordinator import explain
 from distbelief.coordinator.balance import Look, Speeds
 from distbelief.coordinator.detector import STUCK_S, Pulse
 from distbelief.coordinator.fleetstate import Fleet
+from distbelief.coordinator.hosts import Host, Offer
 from distbelief.coordinator.paged import Paged
 from distbelief.coordinator.progress import Progress
 from distbelief.errors import DistBeliefError
@@ -26,7 +27,7 @@ REPORTED_GRACE_S: Final = 5.0
 EXIT_GRACE_S: Final = 0.3
 """An exit and the report of its cause travel on different sockets: wait this long, so that the cause is shown."""
 ENGINE: Final = -1
-"""As the addressee of a Send: the engines that have attached."""
+"""As the addressee of a Send: the agents of all hosts."""
 
 EVERYBODY: Final = -2
 """As the addressee: all that are known."""
@@ -45,6 +46,10 @@ class RunConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Parameter servers."""
     strategy: str = ""
     """Its string form. Empty: one in which every member has the whole model."""
+    local_workers: int = -1
+    """How many of them the launching process starts by itself; -1: all. With 0, other hosts have the servers too."""
+    takes_hosts: bool = False
+    """Whether agents of other hosts may come."""
     shares: list[float] = []
     """One number per worker, in the order of their numbers; empty: all equal."""
     transport: Literal["auto", "shm", "gloo"] = "auto"
@@ -180,7 +185,7 @@ class Worker:
     fenced: bool = False
     """It was frozen and is being killed."""
     estranged: bool = False
-    """It is on a host without an engine and does not answer: the others go on, and it may come back."""
+    """It does not answer, and nobody can kill it where it is: the others go on, and it may come back."""
     finished: m.WorkerFinished | None = None
     exited: int | None = None
 
@@ -283,10 +288,14 @@ class State:
     """Member -> its rank."""
     lost: tuple[int, ...] = ()
     """Members of this generation that have died."""
-    engines: frozenset[str] = frozenset()
-    """Hosts on which an engine can kill a worker and tell of its end."""
+    hosts: Mapping[str, Host] = field(default_factory=dict)
+    """Those on which an agent can start and kill a worker and tell of its end, by name."""
+    offers: Mapping[str, Offer] = field(default_factory=dict)
+    """Agents of other hosts that were welcomed, by their nonces."""
     hired: Mapping[int, float] = field(default_factory=dict)
-    """Workers that an engine was asked to start and that have not joined yet -> when it was last asked."""
+    """Workers that are to be started and have not joined yet -> when an agent was last asked to."""
+    placed: Mapping[int, str] = field(default_factory=dict)
+    """Those of them that an agent was asked for -> its host; empty: that of the launching process."""
     guests: frozenset[int] = frozenset()
     """Numbers that were given to workers started by hand. They may come, or not: nobody counts on them before."""
     paused: bool = False

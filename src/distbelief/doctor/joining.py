@@ -23,8 +23,8 @@ Examine = Callable[[], Host]
 def join(where: str, key: Path | None, examine: Examine, say: Say) -> Report:
     """Look at this host, and at what is between it and what is there. What cannot be reached is a finding, too."""
     try:
-        endpoint, secret = way_in(where, key)
-        with Line(endpoint, secret) as line:
+        endpoint, authority = way_in(where, key)
+        with Line(endpoint, authority) as line:
             answer, exchanges = line.ask()
             if isinstance(answer, words.Gathering):
                 return _meet(line, exchanges, examine(), say)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +10,13 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from distbelief.comm.badges import Authority
 from distbelief.comm.commands import RunFacts
 from distbelief.comm.events import FactsAsked
-from distbelief.comm.messages import SECRET_BYTES
+from distbelief.comm.keys import required_key, run_secret
 from distbelief.comm.network import dial, protect
 from distbelief.comm.reaching import reach, unanswered
+from distbelief.comm.seals import Refused
 from distbelief.coordinator.client import whereabouts
 from distbelief.doctor import words
 from distbelief.doctor.clock import Exchange
@@ -25,20 +26,21 @@ ANSWER_S = 10.0
 PATIENCE_S = 10.0
 """Doctors may be started on all hosts at once: who leads may not listen yet."""
 EXCHANGES = 8
-_KEY_HINT = "a key is 64 hexadecimal digits in a file with mode 0600; all hosts need the same one"
 
 
 class Line:
     """From here to who leads, or to a coordinator. A context manager."""
 
-    def __init__(self, endpoint: str, secret: bytes) -> None:
+    def __init__(self, endpoint: str, authority: Authority) -> None:
         self.endpoint = endpoint
-        self._secret = secret
+        badge = authority.owner()
+        self._signer = badge.signer()
+        self._key = badge.door
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, words.MOST_BYTES)
-        dial(self._socket, endpoint, secret)
+        dial(self._socket, endpoint, badge.door)
 
     def __enter__(self) -> Line:
         return self
@@ -47,7 +49,8 @@ class Line:
         self._context.destroy()
 
     def send(self, message: words.ToLeader) -> None:
-        self._socket.send_multipart([self._secret, words.encode(message)])
+        data = words.encode(message)
+        self._socket.send_multipart([self._signer.seal(data), data])
 
     def hear(self, limit_s: float | None = None) -> words.FromLeader:
         """What comes next. Raises an error that explains why nothing does."""
@@ -56,7 +59,7 @@ class Line:
             if self._socket.poll(int(left_s * 1000) + 1):
                 with contextlib.suppress(msgspec.MsgspecError):  # what is no word of ours is not for us
                     return words.decode_from_leader(self._socket.recv_multipart()[-1])
-        raise unanswered(self.endpoint, self._secret, "who listens")
+        raise unanswered(self.endpoint, self._key, "who listens")
 
     def ask(self) -> tuple[RunFacts | words.Gathering, list[Exchange]]:
         """Who is there, and what its clock says, several times."""
@@ -78,14 +81,14 @@ class Line:
 class Door:
     """Where the leader is reached. A context manager."""
 
-    def __init__(self, listen: str, secret: bytes) -> None:
-        self._secret = secret
+    def __init__(self, listen: str, authority: Authority) -> None:
+        self._checker = authority.checker()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 2000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, words.MOST_BYTES)
         self._socket.setsockopt(zmq.IPV6, "[" in listen)
-        protect(self._socket, listen, secret)
+        protect(self._socket, authority.keys())
         try:
             self._socket.bind(listen)
         except zmq.ZMQError as error:
@@ -112,30 +115,21 @@ class Door:
             return
         while self._socket.poll(0):
             identity, *frames = self._socket.recv_multipart()
-            if len(frames) == 2 and hmac.compare_digest(frames[0], self._secret):
-                with contextlib.suppress(msgspec.MsgspecError):
-                    yield identity, words.decode_to_leader(frames[1])
+            with contextlib.suppress(ValueError, Refused, msgspec.MsgspecError):  # strangers are not heard
+                seal, data = frames
+                self._checker.check(seal, data, time.monotonic())
+                yield identity, words.decode_to_leader(data)
 
 
-def way_in(where: str, key: Path | None) -> tuple[str, bytes]:
-    """The endpoint and the secret of what a person named: a run directory, or HOST:PORT and a key file."""
-    if key is None:
-        if not Path(where).is_dir():
-            raise DistBeliefError(f"to join {where} a key is needed", hint=f"give --key FILE: {_KEY_HINT}")
-        endpoint, digits = whereabouts(Path(where))
-        return reach(endpoint), bytes.fromhex(digits)
-    secret = read_key(key)
-    return reach(where, PATIENCE_S), secret
+def way_in(where: str, key: Path | None) -> tuple[str, Authority]:
+    """The endpoint of what a person named, and what lets one in: of a run directory, or of HOST:PORT and a key file."""
+    if Path(where).is_dir():
+        endpoint, authority = whereabouts(Path(where))
+        return reach(endpoint), authority
+    authority = with_key(required_key(key, where))
+    return reach(where, PATIENCE_S), authority
 
 
-def read_key(path: Path) -> bytes:
-    try:
-        if path.stat().st_mode & 0o077:
-            raise DistBeliefError(f"others may read the key file {path}", hint=f"chmod 600 {path}")
-        secret = bytes.fromhex(path.read_text().strip())
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no hexadecimal number"
-        raise DistBeliefError(f"cannot read the key file {path}: {why}", hint=_KEY_HINT) from error
-    if len(secret) != SECRET_BYTES:
-        raise DistBeliefError(f"the key in {path} has {len(secret)} bytes, not {SECRET_BYTES}", hint=_KEY_HINT)
-    return secret
+def with_key(key: bytes) -> Authority:
+    """Who has a key file: the same as whoever has started a run with it."""
+    return Authority(run_secret(key))

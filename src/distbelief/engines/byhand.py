@@ -1,4 +1,5 @@
-"""A worker that was started by hand: it asks the coordinator for a number and the engine for the rest, and works."""
+"""Members that are started by hand: on another host an agent; on the run's own, a worker beside the engine's, which
+asks the coordinator for a number and the engine for the rest, and shares memory with the others."""
 
 from __future__ import annotations
 
@@ -16,8 +17,10 @@ import msgspec
 
 from distbelief.comm.memfd import receive_message, send_message
 from distbelief.comm.network import is_loopback
-from distbelief.coordinator.client import ask_for_seat, whereabouts
-from distbelief.engines.guests import SOCKET, TEMPLATE, short_path
+from distbelief.coordinator.client import ask_for_seat, host_of_run, whereabouts
+from distbelief.engines.guests import SOCKET, short_path
+from distbelief.engines.invitation import Invitation
+from distbelief.engines.invited import serve_host
 from distbelief.engines.processes import WORKER_ENVIRONMENT
 from distbelief.errors import DistBeliefError
 from distbelief.worker.spec import WorkerSpec
@@ -25,25 +28,29 @@ from distbelief.worker.spec import WorkerSpec
 _LAST_WORDS_S = 3.0  # an engine that ends in order closes this too; the end of the run is then on its way to us
 
 
-def join_run(run_dir: Path, host: str = "") -> int:
-    """Be a worker of that run until it ends or lets us go. Returns the exit status."""
-    address, secret = whereabouts(run_dir)
-    template = _template(run_dir)
+def join_run(run_dir: Path, workers: int = 1, host: str = "") -> int:
+    """Take part in that run with so many workers until it ends or lets us go. Returns the exit status."""
     here = host or platform.node() or "localhost"
+    address, authority = whereabouts(run_dir)
+    if here != host_of_run(run_dir):
+        if is_loopback(address):
+            raise DistBeliefError(
+                f"the run's coordinator listens on {address}, which cannot be reached from the host {here}",
+                hint="start the run with --listen and an address of its machine",
+            )
+        return serve_host(Invitation(address, authority.secret), workers, here, grows=True)
+    if workers != 1:
+        raise DistBeliefError(
+            "on the run's own machine one worker joins at a time",
+            hint=f"have the run start more: distbelief scale {run_dir} --workers N",
+        )
     number = ask_for_seat(run_dir, os.getpid())
     os.environ.update(WORKER_ENVIRONMENT)
     print(f"worker {number}: joining {run_dir}; Ctrl-C lets it leave", flush=True)
-    if here == template.host:
-        with _engine(run_dir) as engine:
-            spec = _introduce(engine, run_dir, number, secret)
-            threading.Thread(target=_end_with, args=[engine.dup()], daemon=True).start()
-            return _work(spec, engine)
-    if is_loopback(address):
-        raise DistBeliefError(
-            f"the run's coordinator listens on {address}, which cannot be reached from the host {here}",
-            hint="start the run with --listen and an address of its machine",
-        )
-    return _work(msgspec.structs.replace(template, worker=number, host=here, address=address), None)
+    with _engine(run_dir) as engine:
+        spec = _introduce(engine, run_dir, number, authority.secret.hex())
+        threading.Thread(target=_end_with, args=[engine.dup()], daemon=True).start()
+        return _work(spec, engine)
 
 
 def _end_with(engine: socket.socket) -> None:
@@ -56,19 +63,10 @@ def _end_with(engine: socket.socket) -> None:
     os._exit(1)
 
 
-def _work(spec: WorkerSpec, engine: socket.socket | None) -> int:
+def _work(spec: WorkerSpec, engine: socket.socket) -> int:
     from distbelief.worker.process import run_worker  # imports torch: after we know that we are wanted
 
     return run_worker(spec, engine, by_hand=True)
-
-
-def _template(run_dir: Path) -> WorkerSpec:
-    try:
-        return msgspec.json.decode((run_dir / TEMPLATE).read_bytes(), type=WorkerSpec)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise DistBeliefError(
-            f"the run in {run_dir} cannot be joined now: {error}", hint="has it begun? is the run directory yours?"
-        ) from error
 
 
 @contextlib.contextmanager

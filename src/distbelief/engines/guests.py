@@ -22,7 +22,6 @@ from distbelief.comm.memfd import receive_message, send_message
 from distbelief.worker.spec import WorkerSpec
 
 SOCKET = "join.sock"
-TEMPLATE = "worker.json"
 _PATIENCE_S = 2.0  # for a guest to say who it is; the engine waits no longer for anybody
 _CREDENTIALS = struct.Struct("3i")
 

@@ -7,17 +7,18 @@ Members have numbers, workers and servers each their own. Leaving it leaves no p
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
+import signal
 import socket
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import msgspec
-
+from distbelief.comm.badges import Authority
 from distbelief.comm.keeper import SegmentKeeper
 from distbelief.comm.memfd import receive_message
 from distbelief.comm.network import host_of
-from distbelief.engines.guests import TEMPLATE, Guests
+from distbelief.engines import parcel
+from distbelief.engines.guests import Guests
 from distbelief.engines.launch import Launch
 from distbelief.engines.processes import LogPipe, Zygote
 from distbelief.engines.watching import Watching
@@ -25,6 +26,13 @@ from distbelief.worker.spec import WorkerSpec
 
 Role = Literal["worker", "server"]
 Member = tuple[Role, int]
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where torch's rendezvous store is, if the run needs one."""
+
+    at: tuple[str, int] | None = None
 
 
 class Told(Protocol):
@@ -36,13 +44,24 @@ class Told(Protocol):
     def exited(self, role: Role, number: int, status: int) -> None: ...
 
     def cannot_host(self) -> None:
-        """The warm process has died, and all that it had forked with it."""
+        """The warm process has died, and all that it had forked with it. The exits were told before."""
 
 
 class Hosting:
-    def __init__(self, launch: Launch, secret: bytes, watching: Watching, told: Told) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        host: str,
+        authority: Authority,
+        watching: Watching,
+        told: Told,
+        elsewhere: Store | None = None,
+    ) -> None:
+        """`elsewhere`: torch's meeting point, where this is not the launching process's host, which has it."""
         self._launch = launch
-        self._secret = secret
+        self._host = host
+        self._leads = elsewhere is None
+        self._authority = authority
         self._watching = watching
         self._told = told
         self._stack = contextlib.ExitStack()
@@ -53,7 +72,8 @@ class Hosting:
         self._alive: set[int] = set()
         self._exits: dict[Member, int] = {}
         self._address = ""
-        self._store: tuple[str, int] | None = None
+        self._guests: Guests | None = None
+        self._store = elsewhere.at if elsewhere else None
         self._keeper = SegmentKeeper()
         self._stack.callback(self._keeper.close)
         if launch.job_pickle:
@@ -65,31 +85,27 @@ class Hosting:
         """The coordinator listens there: from now on members can be started, as soon as the warm process is ready."""
         self._address = address
         self._watching.watch(self._zygote.socket, self._zygote_ready)
-        self._guests = Guests(self._launch.run_dir, self._secret)
-        self._stack.callback(self._guests.close)
-        self._watching.watch(self._guests.listener, self._guest_arrives)
+        if self._leads:
+            self._guests = Guests(self._launch.run_dir, self._authority.secret)
+            self._stack.callback(self._guests.close)
+            self._watching.watch(self._guests.listener, self._guest_arrives)
 
     def _zygote_ready(self) -> None:
         self._zygote.wait_ready()
         self._can_fork = True
         self._watching.watch(self._zygote.socket, self._zygote_event)
-        if self._launch.usable_transport == "gloo":
+        if self._leads and self._launch.usable_transport == "gloo":
             host = host_of(self._address)
             self._store = (host, self._zygote.fork_store(host, self._told.log("store")))
-        self._write_template()
-        for role, number in self._wanted:
+        if self._leads and self._launch.takes_hosts:
+            self._stack.callback(parcel.write(self._launch, self._authority.start, self._store).unlink, missing_ok=True)
+        wanted, self._wanted = self._wanted, []
+        for role, number in wanted:
             self._fork(role, number)
 
-    def _write_template(self) -> None:
-        """What a worker on another host needs to know, for whoever may read the run directory's private files."""
-        path = self._launch.run_dir / TEMPLATE
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(fd, "wb") as file:
-            file.write(msgspec.json.encode(self._spec(-1)))
-        self._stack.callback(path.unlink, missing_ok=True)
-
-    def _spec(self, number: int) -> WorkerSpec:
-        return self._launch.worker_spec(number, host_name(), self._address, self._secret.hex(), self._store)
+    def _spec(self, role: Role, number: int) -> WorkerSpec:
+        badge = self._authority.worker(number) if role == "worker" else self._authority.server(number)
+        return self._launch.worker_spec(number, self._host, self._address, badge, self._store)
 
     # --- what it is told ---------------------------------------------------------------------------------------------
 
@@ -106,13 +122,17 @@ class Hosting:
         for pid in [pid for pid in self._alive if self._members[pid] == (role, number)]:
             self._end_by_force(pid)
 
+    def cancel(self) -> None:
+        """Start nobody any more of those that could not be started yet."""
+        self._wanted.clear()
+
     def kill_all(self) -> None:
         for pid in list(self._alive):
             self._end_by_force(pid)
 
     def _fork(self, role: Role, number: int) -> None:
         fork = self._zygote.fork_worker if role == "worker" else self._zygote.fork_server
-        pid, connection = fork(self._spec(number), self._told.log(f"{role} {number}"))
+        pid, connection = fork(self._spec(role, number), self._told.log(f"{role} {number}"))
         self._adopt((role, number), pid, connection)
 
     def _adopt(self, member: Member, pid: int, connection: socket.socket) -> None:
@@ -122,7 +142,7 @@ class Hosting:
         self._watching.watch(connection, lambda: self._segment_request(connection))
 
     def _end_by_force(self, pid: int) -> None:
-        if not self._guests.kill(pid):
+        if self._guests is None or not self._guests.kill(pid):
             self._zygote.kill(pid)
 
     # --- what it sees ------------------------------------------------------------------------------------------------
@@ -131,9 +151,14 @@ class Hosting:
     def is_empty(self) -> bool:
         return not self._alive
 
+    @property
+    def has_hosted(self) -> bool:
+        return bool(self._exits)
+
     def running(self, role: Role) -> dict[int, int]:
-        """Number -> process."""
-        found = ((self._members[pid], pid) for pid in self._alive)
+        """Number -> process; 0: it is started as soon as that can be."""
+        found = [(self._members[pid], pid) for pid in self._alive]
+        found += [(member, 0) for member in self._wanted]
         return {number: pid for (of, number), pid in found if of == role}
 
     def exits(self, role: Role) -> dict[int, int]:
@@ -149,13 +174,15 @@ class Hosting:
 
     def _guest_arrives(self) -> None:
         """A worker that somebody has started by hand, with a number that the coordinator gave it."""
-        guest = self._guests.accept(self._spec)
+        assert self._guests is not None
+        guest = self._guests.accept(lambda number: self._spec("worker", number))
         if guest is None:
             return
         self._adopt(("worker", guest.worker), guest.pid, guest.connection)
 
         def left() -> None:
             self._watching.unwatch(guest.pidfd)
+            assert self._guests is not None
             self._exited({"event": "exited", "pid": guest.pid, "status": self._guests.departed(guest)})
 
         self._watching.watch(guest.pidfd, left)
@@ -166,7 +193,8 @@ class Hosting:
         except EOFError:
             self._can_fork = False
             self._watching.unwatch(self._zygote.socket)
-            self._alive.clear()  # members die with the zygote; guests are told of the end
+            for pid in list(self._alive):  # members die with the zygote; guests are told of the end
+                self._exited({"event": "exited", "pid": pid, "status": -signal.SIGKILL})
             self._told.cannot_host()
             return
         self._exited(event)

@@ -11,6 +11,7 @@ from typing import Any, Protocol, get_type_hints
 import msgspec
 
 from distbelief.comm import words
+from distbelief.comm.badges import Badge
 from distbelief.comm.network import is_loopback
 from distbelief.coordinator.detector import STUCK_S
 from distbelief.engines.rundir import check_idle
@@ -54,7 +55,17 @@ class Launch:
     balance: bool = True
     stuck_after_s: float = STUCK_S
     listen: str = "tcp://127.0.0.1:*"
-    """Where the coordinator listens. Beyond loopback, workers of other hosts can join."""
+    """Where the coordinator listens. Beyond loopback, other hosts can join."""
+    key_file: str = ""
+    """The file of the key that the run's secret follows from; empty: it has a secret of its own."""
+    local_workers: int = -1
+    """So many of the workers are started by this process; the others by agents of other hosts. -1: all."""
+    room: int = -1
+    """The most workers that are ever started by this process; -1: no limit."""
+    host: str = ""
+    """What this machine is called; empty: by its own name."""
+    is_open: bool = False
+    """Whether agents of other hosts may come, also where only loopback is listened on."""
     dial: Callable[[int, str], str] = lambda worker, address: address
     """The address at which a worker reaches the coordinator: chaos puts itself in between."""
     most_steps: int = 0
@@ -108,8 +119,13 @@ class Launch:
     @property
     def usable_transport(self) -> str:
         """`auto` stays so only where members can share memory and nobody else can come."""
-        alone = words.supported and is_loopback(self.listen)  # others may come where they can reach us
+        alone = words.supported and not self.takes_hosts
         return "gloo" if self.transport == "auto" and not alone else self.transport
+
+    @property
+    def takes_hosts(self) -> bool:
+        """Whether other hosts' agents can take part: where they can reach us."""
+        return self.is_open or not is_loopback(self.listen)
 
     def run_config(self) -> dict[str, Any]:
         """What the coordinator is told of the run (its RunConfig)."""
@@ -117,6 +133,8 @@ class Launch:
             "workers": self.workers,
             "servers": servers_of(self.strategy),
             "strategy": self.strategy,
+            "local_workers": self.local_workers,
+            "takes_hosts": self.takes_hosts and self.transport != "shm",
             "shares": list(self.shares),
             "transport": self.usable_transport,
             "exact": self.exact,
@@ -129,14 +147,14 @@ class Launch:
         }
 
     def worker_spec(
-        self, worker: int, host: str, address: str, secret: str, store: tuple[str, int] | None = None
+        self, worker: int, host: str, address: str, badge: Badge, store: tuple[str, int] | None = None
     ) -> WorkerSpec:
         """What a worker is told. `address`: the coordinator's; `store`: the rendezvous, where torch groups are used."""
         return WorkerSpec(
             worker=worker,
             host=host,
             address=self.dial(worker, address),
-            secret=secret,
+            badge=badge,
             run_dir=str(self.run_dir),
             strategy=self.strategy,
             threads=self.worker_threads.get(worker, self.threads),
@@ -160,15 +178,14 @@ def _anywhere(where: str) -> str:
 # --- how it is kept for a resume -------------------------------------------------------------------------------------
 
 _FILE = "launch.json"
-_OF_ONE_START = ("run_dir", "job_pickle", "dial", "resumed")
+_OF_ONE_START = ("run_dir", "job_pickle", "dial", "resumed", "host")
 
 
 def keep_launch(launch: Launch) -> None:
     """Write down how the run was started: what `resume` starts it with again."""
     if launch.resumed:
         check_idle(launch.run_dir)
-    kept = {f.name: getattr(launch, f.name) for f in fields(launch) if f.name not in _OF_ONE_START}
-    kept |= {name: _anywhere(kept[name]) for name in ("checkpoints", "begin_from")}
+    kept = to_data(launch)
     draft = launch.run_dir / f".{_FILE}.draft"
     try:
         draft.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n")
@@ -177,14 +194,23 @@ def keep_launch(launch: Launch) -> None:
         raise DistBeliefError(f"cannot write {launch.run_dir / _FILE}: {error.strerror}") from error
 
 
+def to_data(launch: Launch) -> dict[str, Any]:
+    """What stays the same from one start to the next, and from one host to another."""
+    kept = {f.name: getattr(launch, f.name) for f in fields(launch) if f.name not in _OF_ONE_START}
+    return kept | {name: _anywhere(kept[name]) for name in ("checkpoints", "begin_from")}
+
+
+def from_data(run_dir: Path, data: dict[str, Any]) -> Launch:
+    types = get_type_hints(Launch)
+    known = {name: msgspec.convert(value, types[name], str_keys=True) for name, value in data.items() if name in types}
+    return Launch(run_dir=run_dir, **known)
+
+
 def read_launch(run_dir: Path) -> Launch:
     """How the run in that directory was started."""
     file = run_dir / _FILE
     try:
-        kept = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-        types = get_type_hints(Launch)
-        known = {n: msgspec.convert(value, types[n], str_keys=True) for n, value in kept.items() if n in types}
-        return Launch(run_dir=run_dir, **known)
+        return from_data(run_dir, msgspec.json.decode(file.read_bytes(), type=dict[str, Any]))
     except FileNotFoundError:
         raise DistBeliefError(
             f"{run_dir} is no run directory: there is no {_FILE} in it", hint="give the folder that `train` printed"

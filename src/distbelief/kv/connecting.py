@@ -6,6 +6,7 @@ import contextlib
 import socket as sockets
 from pathlib import Path
 
+from distbelief.comm.badges import Authority
 from distbelief.comm.segment import KeeperClient
 from distbelief.comm.serverclient import ServerClient
 from distbelief.errors import DistBeliefError
@@ -43,10 +44,10 @@ def connect(
     if workers < 1 or not 0 <= rank < workers:
         raise DistBeliefError(f"there is no rank {rank} among {workers} workers", hint="ranks go from 0 to workers - 1")
     known = connection.read(Path(address))
-    secret = bytes.fromhex(known.secret)
-    link = Link(known.address, secret)
+    authority = Authority(bytes.fromhex(known.secret))
+    link = Link(known.address, authority.owner())
     welcome = link.begin(timeout_s)
-    client = ServerClient(welcome.client, secret)
+    client = ServerClient(authority.worker(welcome.client))
     buffers = Buffers(welcome.client, _keeper(known) if shared_memory else None)
     who = (rank, workers, sync)
     traffic = Traffic(client, link, buffers, who, welcome.client, welcome.slices, timeout_s)

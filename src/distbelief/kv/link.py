@@ -11,6 +11,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from distbelief.comm.badges import Badge
 from distbelief.comm.messages import EndRun, Serve, ServerMap
 from distbelief.comm.network import dial
 from distbelief.errors import DistBeliefError
@@ -23,9 +24,10 @@ SILENT_S = 20.0
 
 
 class Link:
-    def __init__(self, address: str, secret: bytes) -> None:
+    def __init__(self, address: str, badge: Badge) -> None:
         self._address = address
-        self._secret = secret
+        self._door = badge.door
+        self._signer = badge.signer()
         self._name = uuid.uuid4().hex
         self._learn: Callable[[ServerMap], None] = lambda known: None
         self._map: ServerMap | None = None
@@ -71,7 +73,7 @@ class Link:
     def _live(self) -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 200)
-            dial(socket, self._address, self._secret)
+            dial(socket, self._address, self._door)
             next_time = 0.0
             while not self._closing.is_set():
                 now = time.monotonic()
@@ -83,8 +85,9 @@ class Link:
             self._send(socket, words.ClientGone(self._name))
 
     def _send(self, socket: zmq.Socket[bytes], message: words.Heard) -> None:
+        data = words.encode(message)
         with contextlib.suppress(zmq.Again):
-            socket.send_multipart([self._secret, words.encode(message)], zmq.NOBLOCK)
+            socket.send_multipart([self._signer.seal(data), data], zmq.NOBLOCK)
 
     def _hear(self, socket: zmq.Socket[bytes]) -> None:
         with contextlib.suppress(zmq.Again, msgspec.MsgspecError):

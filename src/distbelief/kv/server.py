@@ -11,6 +11,7 @@ import torch
 import zmq
 from msgspec import Struct
 
+from distbelief.comm.badges import Badge
 from distbelief.comm.kvwords import CATALOGUE
 from distbelief.comm.messages import EXIT_REPORTED
 from distbelief.comm.segment import KeeperClient, Segment
@@ -30,7 +31,7 @@ class ServerSpec(Struct, frozen=True):
     """Its number."""
     host: str
     address: str
-    secret: str
+    badge: Badge
     slices: int
     room: int
     """Bytes for values, all together."""

@@ -7,7 +7,6 @@ keeps the memory that servers and clients of this machine share.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import secrets
 import socket as sockets
@@ -20,9 +19,11 @@ from typing import Any
 import msgspec
 import zmq
 
+from distbelief.comm.badges import Authority
 from distbelief.comm.keeper import SegmentKeeper
 from distbelief.comm.memfd import free_memory_bytes, receive_message
-from distbelief.comm.messages import EndRun, Serve, ServerBeat, ServerFailed, ServerReady, SliceCopied
+from distbelief.comm.messages import SECRET_BYTES, EndRun, Serve, ServerBeat, ServerFailed, ServerReady, SliceCopied
+from distbelief.comm.seals import NO_MESSAGE, NO_SEAL, NOT_ITS_OWN, OWNER, SERVER, Claim, Refusals, Refused
 from distbelief.coordinator.fleetstate import Fleet
 from distbelief.coordinator.server import bind
 from distbelief.engines.processes import LogPipe, Zygote
@@ -62,7 +63,9 @@ class Warden:
         self._order = order
         self._say = say
         self._stack = contextlib.ExitStack()
-        self._secret = secrets.token_bytes(16)
+        self._authority = Authority(secrets.token_bytes(SECRET_BYTES))
+        self._checker = self._authority.checker()
+        self._refusals = Refusals()
         self._keeper = SegmentKeeper()
         self._room = free_memory_bytes() // min(order.servers, 2)  # every value has two holders, if there are two
         self._watching = Watching()
@@ -92,7 +95,7 @@ class Warden:
         stack.callback(self._keeper.close)
         context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
         try:
-            self._socket, self.address = bind(context, self._secret, order.listen)
+            self._socket, self.address = bind(context, self._authority.keys(), order.listen)
         except DistBeliefError as error:
             raise DistBeliefError(error.message.replace("the coordinator", "the service"), hint=error.hint) from error
         stack.callback(self._socket.close, 500)
@@ -137,6 +140,8 @@ class Warden:
                 self._zygote.early_exits.clear()
                 self._do(watch.ticked(self._fleet, time.monotonic()))
                 self._forget_clients()
+                if news := self._refusals.news(time.monotonic()):
+                    self._say(news)
                 if self._failed:
                     log = next(iter(self._failed.hint.split()[-1:]), "")
                     raise DistBeliefError(
@@ -146,7 +151,8 @@ class Warden:
                     told = True
                     keeper = str(self._order.folder / "keeper.sock") if self._order.shares else ""
                     boot = connection.this_boot()
-                    connection.write(path, connection.Connection(self.address, self._secret.hex(), boot, keeper))
+                    secret = self._authority.secret.hex()
+                    connection.write(path, connection.Connection(self.address, secret, boot, keeper))
                     ready(path)
         finally:
             path.unlink(missing_ok=True)
@@ -173,7 +179,7 @@ class Warden:
             "worker": number,
             "host": host,
             "address": self.address,
-            "secret": self._secret.hex(),
+            "badge": msgspec.to_builtins(self._authority.server(number)),
             "slices": watch.slices_for(self._order.servers),
             "room": self._room,
             "shares": self._order.shares,
@@ -240,14 +246,27 @@ class Warden:
     def _receive(self) -> None:
         for _ in range(1000):
             try:
-                identity, secret, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            except ValueError:
+            try:
+                message = self._heard(frames)
+            except Refused as refused:
+                self._refusals.add(refused.reason)
                 continue
-            if len(frames) == 1 and hmac.compare_digest(secret, self._secret):
-                with contextlib.suppress(msgspec.MsgspecError):
-                    self._hear(identity, words.decode_heard(frames[0]))
+            self._hear(identity, message)
+
+    def _heard(self, frames: list[bytes]) -> words.Heard:
+        if len(frames) != 2:
+            raise Refused(NO_SEAL)
+        claim = self._checker.check(frames[0], frames[1], time.monotonic())
+        try:
+            message = words.decode_heard(frames[1])
+        except msgspec.MsgspecError:
+            raise Refused(NO_MESSAGE) from None
+        if not _may_say(claim, message):
+            raise Refused(NOT_ITS_OWN)
+        return message
 
     def _hear(self, identity: bytes, message: words.Heard) -> None:
         now = time.monotonic()
@@ -303,6 +322,13 @@ class Warden:
                     self._say(text)
                 case watch.Fail():
                     self._failed = one
+
+
+def _may_say(claim: Claim, message: words.Heard) -> bool:
+    """Servers speak for themselves; whoever has the connection file is a client."""
+    if isinstance(message, words.ClientHere | words.ClientGone):
+        return claim.role == OWNER
+    return claim == (SERVER, message.server)
 
 
 def _tail(path: Path) -> str:

@@ -12,6 +12,7 @@ import torch
 from distbelief.checkpoint.reading import newest_sound
 from distbelief.checkpoint.storage import Where
 from distbelief.comm.alone import AloneExchange
+from distbelief.comm.badges import NOBODY
 from distbelief.comm.segment import Segment
 from distbelief.errors import DistBeliefError, RunFailed
 from distbelief.replaying.records import RecordedRun
@@ -38,7 +39,7 @@ def worker_spec(run: RecordedRun) -> WorkerSpec:
         worker=0,
         host=platform.node(),
         address="",
-        secret="",
+        badge=NOBODY,
         run_dir=str(run.run_dir),
         strategy=launch.strategy if is_exact(run) else EXACT,
         threads=launch.threads,

@@ -9,8 +9,11 @@ import msgspec
 import zmq
 from msgspec import Struct
 
+from distbelief.comm import kvwords as k
+from distbelief.comm import vectorwords as v
 from distbelief.comm.letters import Letter, brings_bytes, together
-from distbelief.comm.serverwords import Content, FromClient
+from distbelief.comm.seals import SERVER, WORKER, Claim
+from distbelief.comm.serverwords import Ask, Complete, Content, FromClient, Push
 from distbelief.servers.applied import Applied
 from distbelief.servers.stores import Snapshot
 
@@ -66,3 +69,19 @@ def _has_payload(message: Any) -> bool:
 def unpack(frames: Sequence[zmq.Frame]) -> list[Letter]:
     """What came to a server. Raises msgspec.MsgspecError or DistBeliefError for anything that is not ours."""
     return together(_decoder.decode(frames[0].buffer), frames[1:], _has_payload)
+
+
+def may_say(claim: Claim, message: FromClient | FromPeer) -> bool:
+    """Whether it is the sender's to say: clients and servers speak for themselves alone."""
+    if isinstance(message, FromPeer):
+        return claim == (SERVER, message.server)
+    if claim.role != WORKER:
+        return False
+    match message:
+        case Push(content=Ask() | Complete() | v.Begin() | v.Take() | v.Keep() as content):
+            return message.client == content.worker == claim.number
+        case Push(content=k.DeclareKey() | k.SealKey() | k.Arrive() | k.Withdraw() as content):
+            return message.client == content.client == claim.number
+        case Push() | k.Consult() | k.PullKey() | k.PullKeyRows():
+            return message.client == claim.number
+    return True

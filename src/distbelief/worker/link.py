@@ -19,6 +19,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from distbelief.comm.badges import Badge
 from distbelief.comm.messages import (
     Command,
     Evaluation,
@@ -76,13 +77,14 @@ class Progress:
 class ControlLink:
     """Use as a context manager; leaving it sends what is queued and ends the thread."""
 
-    def __init__(self, address: str, secret: bytes, worker: int) -> None:
+    def __init__(self, address: str, badge: Badge) -> None:
         self.progress = Progress()
         self.actions: SimpleQueue[tuple[Action, Abort]] = SimpleQueue()
         """What to do; and the flag by which that will be ended, if it is a generation's work."""
         self._address = address
-        self._secret = secret
-        self._state = WorkerState(worker)
+        self._door = badge.door
+        self._signer = badge.signer()
+        self._state = WorkerState(badge.number)
         self._abort = Abort()  # of the newest generation
         self._story: dict[type, Event] = {}
         self._outbox: SimpleQueue[_Item] = SimpleQueue()
@@ -129,7 +131,7 @@ class ControlLink:
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, 2_000)  # the kernel would wait for minutes
         contact = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        dial(socket, self._address, self._secret)
+        dial(socket, self._address, self._door)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
@@ -174,7 +176,7 @@ class ControlLink:
                 self._beat(socket)  # what it left before this event goes first
                 self._story.pop(type(item), None)  # in the order in which they were last said
                 self._story[type(item)] = item
-                _send(socket, [self._secret, encode(item)])
+                self._send(socket, item)
         return True
 
     def _beat(self, socket: zmq.Socket[bytes]) -> None:
@@ -193,7 +195,7 @@ class ControlLink:
             self._state.phase == "finished",
             progress.servers(),
         )
-        _send(socket, [self._secret, encode(beat)])
+        self._send(socket, beat)
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         while True:
@@ -209,7 +211,7 @@ class ControlLink:
             if said:
                 self._beat(socket)  # what it has to tell of steps, before the news that it has finished
             for event in said:
-                _send(socket, [self._secret, encode(event)])
+                self._send(socket, event)
 
     def _decide(self, event: Command | GenerationFinished) -> list[Event]:
         """Carry out what follows from it. Returns what is to be said."""
@@ -237,11 +239,12 @@ class ControlLink:
                 threading.Thread(target=_insist, daemon=True).start()
         return said
 
-
-def _send(socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
-    """What does not fit into the queue any more is dropped: nobody has listened for minutes, and whoever comes asks."""
-    with contextlib.suppress(zmq.Again):
-        socket.send_multipart(frames, zmq.NOBLOCK)
+    def _send(self, socket: zmq.Socket[bytes], event: Event) -> None:
+        """What does not fit into the queue any more is dropped: nobody has listened for minutes, and whoever comes
+        asks."""
+        message = encode(event)
+        with contextlib.suppress(zmq.Again):
+            socket.send_multipart([self._signer.seal(message), message], zmq.NOBLOCK)
 
 
 def _insist() -> None:

@@ -6,7 +6,6 @@ makes the maps is reached over another, and each other server over one more. Wha
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
+from distbelief.comm.badges import Badge
 from distbelief.comm.letters import Letter, pack
 from distbelief.comm.messages import (
     EndRun,
@@ -31,12 +31,13 @@ from distbelief.comm.messages import (
     decode_command,
     encode,
 )
-from distbelief.comm.network import dial, protect
+from distbelief.comm.network import dial, dial_server, protect_server
 from distbelief.comm.routes import bracketed, own_address
+from distbelief.comm.seals import NO_MESSAGE, NO_SEAL, NOT_ITS_OWN, Refusals, Refused
 from distbelief.errors import DistBeliefError
 from distbelief.servers.node import Out, ServerNode
 from distbelief.servers.stores import SliceStore
-from distbelief.servers.wire import unpack
+from distbelief.servers.wire import may_say, unpack
 
 BEAT_S = 0.2
 REMIND_S = 0.5
@@ -52,7 +53,7 @@ class Reachable(Protocol):
     @property
     def address(self) -> str: ...
     @property
-    def secret(self) -> str: ...
+    def badge(self) -> Badge: ...
 
 
 class Slices(Protocol):
@@ -74,16 +75,20 @@ class ServerEdge:
 
     def __init__(self, spec: Reachable, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._spec = spec
-        self._secret = bytes.fromhex(spec.secret)
+        self._door = spec.badge.servers_door
+        self._signer = spec.badge.signer()
+        self._to_peers = spec.badge.signer_to_servers()
+        self._checker = spec.badge.checker()
+        self._refusals = Refusals()
         self._context = context
         self._coordinator = context.socket(zmq.DEALER)
         self._coordinator.setsockopt(zmq.LINGER, 2000)
-        dial(self._coordinator, spec.address, self._secret)
+        dial(self._coordinator, spec.address, spec.badge.door)
         self._inbox = context.socket(zmq.ROUTER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._inbox.setsockopt(option, 0)
         listen = f"tcp://{bracketed(own_address(spec.address))}:*"
-        protect(self._inbox, listen, self._secret)
+        protect_server(self._inbox, listen, spec.badge.server_keys())
         if "[" in listen:
             self._inbox.setsockopt(zmq.IPV6, 1)
         self._inbox.bind(listen)
@@ -124,6 +129,8 @@ class ServerEdge:
             if now >= next_reminder:
                 next_reminder = now + REMIND_S
                 self._send(node.remind())
+            if news := self._refusals.news(now):
+                print(news, flush=True)
             if now >= next_beat:
                 next_beat = now + BEAT_S
                 self._tell(ServerBeat(self._spec.worker, self._epoch, node.version))
@@ -148,29 +155,38 @@ class ServerEdge:
         out = Out()
         for _ in range(1000):
             try:
-                identity, secret, *frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
+                identity, *frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            except ValueError:
-                continue
-            if not frames or not hmac.compare_digest(secret.bytes, self._secret):
-                continue
             try:
-                letters = unpack(frames)
-            except (msgspec.MsgspecError, DistBeliefError):
-                continue  # not a message of ours
+                letters = self._letters(frames)
+            except Refused as refused:
+                self._refusals.add(refused.reason)
+                continue
             for letter in letters:
                 out.add(node.receive(letter, identity.bytes))
         self._send(out)
 
+    def _letters(self, frames: list[zmq.Frame]) -> list[Letter]:
+        if len(frames) < 2:
+            raise Refused(NO_SEAL)
+        claim = self._checker.check(frames[0].bytes, frames[1].buffer)
+        try:
+            letters = unpack(frames[1:])
+        except (msgspec.MsgspecError, DistBeliefError):
+            raise Refused(NO_MESSAGE) from None
+        if not all(may_say(claim, letter.message) for letter in letters):
+            raise Refused(NOT_ITS_OWN)
+        return letters
+
     def _send(self, out: Out) -> None:
         for identity, letters in _by_addressee(out.clients).items():
             with contextlib.suppress(zmq.ZMQError):  # it is gone
-                self._inbox.send_multipart([identity, *pack(self._secret, letters)[1:]], zmq.NOBLOCK, copy=False)
+                self._inbox.send_multipart([identity, *pack(letters)], zmq.NOBLOCK, copy=False)
         for server, letters in _by_addressee(out.servers).items():
             socket = self._peer(server)
             if socket is not None:
-                socket.send_multipart(pack(self._secret, letters), zmq.NOBLOCK, copy=False)
+                socket.send_multipart(pack(letters, self._to_peers), zmq.NOBLOCK, copy=False)
         for number, recruit, version in out.copied:
             self._tell(SliceCopied(self._spec.worker, number, recruit, version))
 
@@ -182,7 +198,7 @@ class ServerEdge:
             socket = self._context.socket(zmq.DEALER)
             for option in (zmq.SNDHWM, zmq.LINGER):
                 socket.setsockopt(option, 0)
-            dial(socket, address, self._secret)
+            dial_server(socket, address, self._door)
             self._peers[server] = socket
         return self._peers[server]
 
@@ -193,8 +209,9 @@ class ServerEdge:
             self._peers.pop(server).close(linger=0)
 
     def _tell(self, event: Event) -> None:
+        message = encode(event)
         with contextlib.suppress(zmq.Again):
-            self._coordinator.send_multipart([self._secret, encode(event)], zmq.NOBLOCK)
+            self._coordinator.send_multipart([self._signer.seal(message), message], zmq.NOBLOCK)
 
     def fail(self, error: BaseException) -> None:
         traceback.print_exc()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from distbelief.comm.badges import Badge
+
 
 class SavePlan(msgspec.Struct, frozen=True):
     """Where checkpoints go, which are taken without being asked for, and which are kept."""
@@ -35,7 +37,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     worker: int
     host: str
     address: str
-    secret: str
+    badge: Badge
     run_dir: str
     strategy: str
     threads: int

@@ -11,11 +11,13 @@ import pytest
 import zmq
 
 from distbelief.comm import reaching
+from distbelief.comm.badges import Authority
 from distbelief.comm.network import protect
-from distbelief.comm.reaching import reach, unanswered
+from distbelief.comm.reaching import find, reach, unanswered
 from distbelief.errors import DistBeliefError
 
-SECRET, OTHER = bytes(range(32)), bytes(32)
+KEYS, OTHERS = Authority(bytes(range(32))).keys(), Authority(bytes(32)).keys()
+DOOR, OTHER = KEYS[0], OTHERS[0]
 
 
 @contextlib.contextmanager
@@ -41,11 +43,11 @@ def program(says: bytes) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def coordinator(secret: bytes = SECRET) -> Iterator[str]:
+def coordinator() -> Iterator[str]:
     """Something that listens as a coordinator does, and never answers."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.LINGER, 0)
-        protect(router, "tcp://127.0.0.2:*", secret)
+        protect(router, KEYS)
         router.bind("tcp://127.0.0.2:*")
         yield router.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
 
@@ -76,7 +78,7 @@ def test_a_port_where_nobody_listens() -> None:
     with pytest.raises(DistBeliefError, match=r"127\.0\.0\.2 by lo: refused the connection") as caught:
         reach(f"127.0.0.2:{port}")
     assert "this machine itself" in caught.value.hint, "an address of loopback is never another host"
-    assert "refused" in unanswered(f"tcp://127.0.0.2:{port}", SECRET).message
+    assert "refused" in unanswered(f"tcp://127.0.0.2:{port}", DOOR).message
 
 
 def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,13 +91,24 @@ def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> No
             reach(f"name:{port}")
 
 
+def test_who_may_wait_need_not_find_anybody_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    with coordinator() as address:
+        port = address.rpartition(":")[2]
+        monkeypatch.setattr(reaching, "resolve", lambda name: ["127.0.0.3", "127.0.0.2"])
+        assert find(f"name:{port}") == address
+    assert find("name:1") == "tcp://127.0.0.3:1"
+    monkeypatch.setattr(reaching, "resolve", lambda name: [])
+    with pytest.raises(DistBeliefError, match="no host called name"):
+        find("name:1")
+
+
 @pytest.mark.parametrize(
     ("says", "complaint"), [(b"HTTP/1.1 400\r\n", "speaks another protocol"), (b"", "says nothing")]
 )
 def test_another_program_on_the_port(says: bytes, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reaching, "GREETING_S", 0.3)
     with program(says) as address:
-        assert complaint in unanswered(address, SECRET).message
+        assert complaint in unanswered(address, DOOR).message
 
 
 def test_another_key() -> None:
@@ -105,4 +118,4 @@ def test_another_key() -> None:
 
 def test_the_right_key_and_no_answer() -> None:
     with coordinator() as address:
-        assert "takes our key, but gives no answer" in unanswered(address, SECRET).message
+        assert "takes our key, but gives no answer" in unanswered(address, DOOR).message

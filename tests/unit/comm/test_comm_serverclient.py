@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from distbelief.comm import serverclient
+from distbelief.comm.badges import Authority
 from distbelief.comm.letters import Letter, pack
 from distbelief.comm.messages import ServerMap
 from distbelief.comm.serverclient import ServerClient
@@ -17,7 +18,7 @@ from distbelief.comm.serverwords import Answered, Fetch, Fetched, Go, Look, Look
 from distbelief.comm.words import Abort, Aborted
 from distbelief.servers.wire import unpack
 
-SECRET = bytes(range(32))
+BADGE = Authority(bytes(range(32))).worker(3)
 
 
 class Played:
@@ -30,16 +31,17 @@ class Played:
         port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self.address = f"tcp://127.0.0.1:{port}"
         self.client = b""
+        self._checker = Authority(bytes(range(32))).server(0).checker()
 
     def heard(self) -> list[Letter]:
-        self.client, secret, *frames = self.socket.recv_multipart(copy=False)
+        self.client, seal, *frames = self.socket.recv_multipart(copy=False)
         self.client = self.client.bytes
-        assert secret.bytes == SECRET
+        assert self._checker.check(seal.bytes, frames[0].buffer) == ("worker", 3)
         return unpack(frames)
 
     def say(self, *messages: object, payloads: tuple[bytes, ...] = ()) -> None:
         letters = [Letter(message) for message in messages]
-        self.socket.send_multipart([self.client, *pack(SECRET, letters)[1:], *payloads])
+        self.socket.send_multipart([self.client, *pack(letters), *payloads])
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def servers() -> Iterator[list[Played]]:
 
 @pytest.fixture
 def client() -> Iterator[ServerClient]:
-    made = ServerClient(3, SECRET)
+    made = ServerClient(BADGE)
     yield made
     made.close()
 

@@ -10,13 +10,14 @@ import msgspec
 import pytest
 import zmq
 
+from distbelief.comm.badges import Authority
 from distbelief.comm.letters import Letter, pack
 from distbelief.comm.messages import ServerMap
 from distbelief.comm.serverclient import ServerClient
 from distbelief.comm.serverwords import FromClient, Look, Looked, Measure, Measured, Question
 from distbelief.comm.words import Abort
 
-SECRET = b"secret"
+BADGE = Authority(bytes(range(32))).worker(1)
 
 
 @pytest.fixture
@@ -45,11 +46,11 @@ def client() -> Iterator[ServerClient]:
                     waiting = held.pop()
                     replies.append(Letter(Measured(waiting.ticket, waiting.slice, [0.5])))
             if replies:
-                socket.send_multipart([identity, *pack(SECRET, replies)[1:]])
+                socket.send_multipart([identity, *pack(replies)])
 
     thread = threading.Thread(target=serve)
     thread.start()
-    found = ServerClient(1, SECRET)
+    found = ServerClient(BADGE)
     found.learn(ServerMap(1, 1, [0], [-1], [-1], {0: f"tcp://127.0.0.1:{port}"}))
     yield found
     found.close()

@@ -13,9 +13,14 @@ from pathlib import Path
 import zmq
 
 from distbelief.comm import messages as m
+from distbelief.comm.badges import Authority, Badge
+from distbelief.comm.network import dial
+from distbelief.comm.seals import Signer
 from distbelief.coordinator import journal
+from distbelief.coordinator.speakers import FROM_SERVERS, FROM_WORKERS
 
 SECRET = bytes(range(m.SECRET_BYTES))
+AUTHORITY = Authority(SECRET)
 WAIT_MS = 60_000  # only reached when something is broken
 JOB = m.JobFacts(name="digits", shards=4, steps=2, global_batch=8, samples=80, parameters=5, strategy="allreduce")
 CANARY = m.Canary(fingerprint="c3d4", facts={"threads": "1"})
@@ -47,7 +52,7 @@ class Process:
         socket = self.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVTIMEO, WAIT_MS)
-        socket.connect(self.answer["address"])
+        dial(socket, self.answer["address"], AUTHORITY.keys()[0])
         self.sockets.append(socket)
         return socket
 
@@ -83,8 +88,24 @@ def coordinator(run_dir: Path, order: dict | None = None, **config: object) -> I
                     pipe.close()  # type: ignore[union-attr]
 
 
-def tell(socket: zmq.Socket, event: m.Event, secret: bytes = SECRET) -> None:
-    socket.send_multipart([secret, m.encode(event)])
+_signers: dict[Badge, Signer] = {}
+_owner = AUTHORITY.owner()
+
+
+def tell(socket: zmq.Socket, event: m.Event, badge: Badge | None = None) -> None:
+    """Whoever's it is to say, unless somebody else is named."""
+    message = m.encode(event)
+    socket.send_multipart([signer(badge or badge_for(event)).seal(message), message])
+
+
+def badge_for(event: m.Event) -> Badge:
+    if isinstance(event, FROM_WORKERS):
+        return AUTHORITY.worker(event.worker)
+    return AUTHORITY.server(event.server) if isinstance(event, FROM_SERVERS) else _owner
+
+
+def signer(badge: Badge) -> Signer:
+    return _signers.setdefault(badge, badge.signer())
 
 
 def told(socket: zmq.Socket) -> m.Command:

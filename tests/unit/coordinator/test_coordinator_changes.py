@@ -33,10 +33,10 @@ def kills(outputs: list[s.Output]) -> list[int]:
 
 def training_for_a_while(run: Run, *workers: int, until: float = 10.0, engine: bool = True) -> None:
     """Heartbeats every 0.2 s and a step with each of them, so that the usual times are known."""
-    if engine:
-        run.feed(m.EngineAttached(host="here"), now=0.0)
     for tick in range(int(until / 0.2)):
         now = tick * 0.2
+        if engine:
+            run.feed(m.EngineAttached(host="here"), now=now)
         run.beat(*workers[1:], step=tick, now=now)
         run.beat(workers[0], step=tick, now=now, reports=[report(tick, at=now)])
         run.feed(s.Ticked(), now=now)
@@ -47,6 +47,8 @@ def freeze(run: Run, frozen: int, *others: int, since: float = 10.0, for_s: floa
     outputs: list[s.Output] = []
     step = run.state.progress.steps[others[0]]
     for tick in range(int(for_s / 0.2)):
+        if run.state.hosts:
+            run.feed(m.EngineAttached(host="here"), now=since + tick * 0.2)
         outputs += run.beat(*others, step=step, waiting=True, now=since + tick * 0.2)
         outputs += run.feed(s.Ticked(), now=since + tick * 0.2)
     return outputs

@@ -25,7 +25,7 @@ def test_a_killed_worker_is_replaced_and_the_others_go_on(tmp_path: Path) -> Non
         assert isinstance(start, m.StartGeneration)
         assert (start.generation, [member.worker for member in start.members]) == (2, [0])
         assert start.past == [m.PastGeneration(1, first.members)]
-        assert told(engine) == m.StartWorker(epoch=1, worker=2)
+        assert told(engine) == m.StartWorker(epoch=1, worker=2, host="here")
         assert [record["kind"] for record in process.records()][-3:] == ["lost", "generation", "hired"]
         assert "worker 1 (host here, pid 1001) was killed by SIGKILL" in process.records()[-2]["reason"]
 
@@ -73,12 +73,14 @@ def test_whoever_may_read_the_run_directory_can_ask_for_another_number_of_worker
         assert json.loads(told_of.read_text()) == {
             "address": process.answer["address"],
             "secret": SECRET.hex(),
+            "start": "",
             "pid": process.process.pid,
             "epoch": 1,
+            "host": "",
         }
         answer = client.ask(tmp_path, m.ScaleRequested(workers=3), timeout_s=60)
         assert answer == m.Answer(epoch=1, ok=True, text="1 more worker is being started")
-        assert told(engine) == m.StartWorker(epoch=1, worker=2)
+        assert told(engine) == m.StartWorker(epoch=1, worker=2, host="here")
         assert not client.ask(tmp_path, m.ScaleRequested(workers=0), timeout_s=60).ok
         assert client.ask_for_seat(tmp_path, os.getpid(), timeout_s=60) == 3
         process.process.send_signal(signal.SIGTERM)

@@ -294,7 +294,7 @@ def test_a_coordinator_that_is_told_to_resume_starts_new_workers_on_the_same_jou
         engine = second.dealer()
         tell(engine, m.EngineAttached(host="here"))
         commands = [told(engine), told(engine)]
-        assert m.StartWorker(epoch=2, worker=2) in commands
+        assert m.StartWorker(epoch=2, worker=2, host="here") in commands
         worker = second.dealer()
         tell(worker, m.WorkerJoined(worker=2, host="here", pid=1002))
         tell(worker, m.WorkerReady(worker=2, job=SMALL_JOB, canary=CANARY))

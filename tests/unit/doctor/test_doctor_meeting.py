@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -17,22 +16,22 @@ from distbelief.doctor import line, meeting, words
 from distbelief.doctor.clock import skew
 from distbelief.doctor.finding import Host, Report
 from distbelief.doctor.joining import join
-from distbelief.doctor.line import Door, Line, read_key, way_in
+from distbelief.doctor.line import Door, Line, way_in, with_key
 from distbelief.doctor.links import TOKEN_BYTES, Doorway, measure
 from distbelief.doctor.meeting import Meeting
-from distbelief.errors import DistBeliefError
 
-SECRET = bytes(range(32))
+KEY = bytes(range(32))
+AUTHORITY = with_key(KEY)
 LISTEN = "tcp://127.0.0.2:*"  # counts as a network
 
 
 @pytest.fixture
 def key(tmp_path: Path) -> Path:
-    return write_key(tmp_path / "key", SECRET)
+    return write_key(tmp_path / "key", KEY)
 
 
-def write_key(path: Path, secret: bytes) -> Path:
-    path.write_text(secret.hex() + "\n")
+def write_key(path: Path, content: bytes) -> Path:
+    path.write_text(content.hex() + "\n")
     path.chmod(0o600)
     return path
 
@@ -47,7 +46,7 @@ def silent(text: str) -> None: ...
 @contextlib.contextmanager
 def led(expected: int, wait_s: float = 60.0) -> Iterator[tuple[str, Callable[[], Report]]]:
     """A leader in a thread: its address, and what it concludes."""
-    with ThreadPoolExecutor(1) as pool, Door(LISTEN, SECRET) as door:
+    with ThreadPoolExecutor(1) as pool, Door(LISTEN, AUTHORITY) as door:
         report = pool.submit(Meeting(door, "first", expected, wait_s, silent).hold, host("first"))
         yield door.address.removeprefix("tcp://"), report.result
 
@@ -105,7 +104,7 @@ def test_a_leader_that_gives_up_says_so(key: Path) -> None:
         asked.set()
         return host("second")()
 
-    with ThreadPoolExecutor(1) as pool, Door(LISTEN, SECRET) as door:
+    with ThreadPoolExecutor(1) as pool, Door(LISTEN, AUTHORITY) as door:
         leader = pool.submit(Meeting(door, "first", 2, 60.0, silent).hold, broken)
         report = join(door.address.removeprefix("tcp://"), key, arriving, silent)
         with pytest.raises(RuntimeError, match="on fire"):
@@ -118,10 +117,10 @@ def test_a_member_that_dies_while_it_measures(key: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(meeting, "ROUND_S", 1.0)
     with led(3) as (address, result), ThreadPoolExecutor(1) as pool:
         alive = pool.submit(join, address, key, host("alive"), silent)
-        endpoint, secret = way_in(address, key)
+        endpoint, authority = way_in(address, key)
         with Doorway("127.0.0.2") as doorway:
             pass  # nobody is behind it any more
-        with Line(endpoint, secret) as mine:
+        with Line(endpoint, authority) as mine:
             _, exchanges = mine.ask()
             mine.send(words.Arrived(host("dead")(), skew(exchanges), doorway.door, doorway.token))
             report = result()
@@ -158,21 +157,7 @@ def test_a_door_that_is_closed() -> None:
     assert "refused" in link.error
 
 
-# --- keys ------------------------------------------------------------------------------------------------------------
-
-
-def test_keys(key: Path, tmp_path: Path) -> None:
-    assert read_key(key) == SECRET
-    key.chmod(0o644)
-    with pytest.raises(DistBeliefError, match="others may read"):
-        read_key(key)
-    key.chmod(0o600)
-    for content in ("", "zz" * 32, "ab" * 31):
-        key.write_text(content)
-        with pytest.raises(DistBeliefError, match="key"):
-            read_key(key)
-    with pytest.raises(DistBeliefError, match="No such file"):
-        read_key(tmp_path / "nowhere")
-    with pytest.raises(DistBeliefError, match="a key is needed"):
-        way_in("127.0.0.2:5", None)
-    assert os.listdir(tmp_path) == ["key"]
+def test_without_a_key_nobody_is_asked() -> None:
+    report = join("127.0.0.2:5", None, host("nobody"), silent)
+    (found,) = report.problems
+    assert "you need its key file" in found.found

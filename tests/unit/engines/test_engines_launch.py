@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from distbelief.comm.badges import NOBODY
 from distbelief.coordinator.vocabulary import RunConfig
 from distbelief.engines import rundir
 from distbelief.engines.launch import Launch, keep_launch, read_launch
@@ -61,7 +62,7 @@ def test_what_was_kept_is_read_again(tmp_path: Path) -> None:
 def test_every_field_is_kept_but_those_of_one_start(tmp_path: Path) -> None:
     keep_launch(replace(FULL, run_dir=tmp_path, job_pickle=b"secret", resumed=True))
     kept = json.loads((tmp_path / "launch.json").read_text())
-    assert {one.name for one in fields(Launch)} - kept.keys() == {"run_dir", "job_pickle", "dial", "resumed"}
+    assert {one.name for one in fields(Launch)} - kept.keys() == {"run_dir", "job_pickle", "dial", "resumed", "host"}
     assert not read_launch(tmp_path).resumed
 
 
@@ -173,7 +174,7 @@ def test_where_others_can_come_memory_is_not_shared_unless_that_is_asked_for(tmp
 
 def test_every_worker_is_told_its_own_number_of_threads_and_its_own_address(tmp_path: Path) -> None:
     launch = replace(FULL, run_dir=tmp_path, dial=lambda worker, address: f"{address}/{worker}")
-    one, two = (launch.worker_spec(worker, "host", "tcp://there", "secret") for worker in (1, 2))
+    one, two = (launch.worker_spec(worker, "host", "tcp://there", NOBODY) for worker in (1, 2))
     assert (one.threads, two.threads) == (2, 4)
     assert (one.address, two.address) == ("tcp://there/1", "tcp://there/2")
     assert (two.saves, two.origin, two.most_steps) == (launch.save_plan, launch.origin, 100)

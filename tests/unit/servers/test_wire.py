@@ -29,7 +29,6 @@ from distbelief.servers.applied import Applied
 from distbelief.servers.runslice import Snapshot
 from distbelief.servers.wire import CopySent, Forwarded, TookChange, unpack
 
-SECRET = b"s" * 32
 NODE = Node(3, 0, 4, b"rows", b"\x01\x00", b"integers")
 NAMED = Node(3, 0, 4, b"rows", b"\x01\x00", b"", "generation 2/slot/1.0")
 APPLIED = Applied().add(3, 0)[0].add(3, 2)[0]
@@ -64,9 +63,7 @@ TO_CLIENTS = [
 
 
 def frames(letters: list[Letter]) -> list[zmq.Frame]:
-    secret, *others = pack(SECRET, letters)
-    assert secret == SECRET
-    return [zmq.Frame(part) for part in others]
+    return [zmq.Frame(part) for part in pack(letters)]
 
 
 def plain(letters: list[Letter]) -> list[tuple[object, bytes | None]]:

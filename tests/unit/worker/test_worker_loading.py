@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from distbelief.comm.badges import NOBODY
 from distbelief.errors import JobError
 from distbelief.worker.loading import load
 from distbelief.worker.spec import WorkerSpec
@@ -17,7 +18,7 @@ BROKEN = Path(__file__).resolve().parents[2] / "e2e" / "jobs" / "broken.py"
 
 def refusal(fault: str) -> str:
     spec = WorkerSpec(
-        worker=0, host="here", address="", secret="", run_dir="", strategy="allreduce", threads=1, device="cpu",
+        worker=0, host="here", address="", badge=NOBODY, run_dir="", strategy="allreduce", threads=1, device="cpu",
         job_file=str(BROKEN), settings={"fault": fault},
     )  # fmt: skip
     with pytest.raises(JobError) as caught:

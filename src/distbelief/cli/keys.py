@@ -1,0 +1,45 @@
+"""`distbelief keys`: key files, for runs with members on several machines. Also the option by which others take one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distbelief.comm.keys import new_key, read_key
+
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--key",
+        metavar="FILE",
+        envvar="DISTBELIEF_KEY_FILE",
+        help="The run's key file (see `distbelief keys`), for members that join by address.",
+        show_default=False,
+    ),
+]
+
+keys = typer.Typer(no_args_is_help=True, help="Make and check key files, for runs on several machines.")
+
+
+@keys.command()
+def new(file: Annotated[Path, typer.Argument(help="Where to write it; it must not be there yet.")]) -> None:
+    """Write a new key, readable by you alone. Whoever has the file can join runs that were started with it."""
+    new_key(file)
+    typer.echo(f"wrote {file}: start the run with --key {file}, and copy the file to the machines that are to join")
+
+
+@keys.command()
+def check(file: Annotated[Path, typer.Argument(help="The key file.")]) -> None:
+    """Say whether a key file can be used."""
+    read_key(file)
+    typer.echo(f"{file} is a key, and readable by its owner alone")
+
+
+def key_file(path: Path | None) -> str:
+    """The file as a run keeps it, after a look into it: what is wrong with it is said before anything is started."""
+    if path is None:
+        return ""
+    read_key(path)
+    return str(path.resolve())

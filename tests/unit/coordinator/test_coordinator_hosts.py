@@ -1,0 +1,159 @@
+"""Several hosts: who is started where, and what happens when one is lost."""
+
+from __future__ import annotations
+
+from coordinator_play import Run, heartbeat, hired, records, replies, report, sends, starts, texts
+
+from distbelief.comm import messages as m
+from distbelief.coordinator import state as s
+from distbelief.coordinator.hosting import ASK_AGAIN_S
+from distbelief.coordinator.hosts import LOST_S
+
+
+def offer(host: str, nonce: str, room: int = 1, grows: bool = False) -> m.HostOffered:
+    return m.HostOffered(host, nonce, room, grows)
+
+
+def placed(outputs: list[s.Output]) -> dict[int, str]:
+    return {c.worker: c.host for _, c in sends(outputs) if isinstance(c, m.StartWorker)}
+
+
+def spread(workers: int = 3, rooms: dict[str, int] | None = None, **config: object) -> Run:
+    """A run whose launching process has no member; hosts a and b have come and were asked for its workers."""
+    rooms = rooms or {"a": 2, "b": 1}
+    run = Run(workers=workers, transport="gloo", local_workers=0, takes_hosts=True, **config)
+    run.feed(m.EngineAttached("here", room=0, server_room=0))
+    for host, room in rooms.items():
+        run.feed(offer(host, f"nonce {host}", room))
+        run.feed(m.EngineAttached(host, room=room))
+    return run
+
+
+def trained(run: Run) -> Run:
+    """All three workers have come, from the hosts that they were asked of."""
+    for worker, host in run.state.placed.items():
+        run.join(worker, host=host)
+    run.ready(*range(3))
+    assert run.state.phase == "training"
+    return run
+
+
+def test_a_host_is_given_a_name_of_its_own_and_keeps_it_when_it_asks_again() -> None:
+    run = Run(workers=1, transport="gloo", takes_hosts=True)
+    run.feed(m.EngineAttached("node"))
+    assert replies(run.feed(offer("node", "x"))) == [m.Welcome(7, "node-2")]
+    assert replies(run.feed(offer("node", "x"))) == [m.Welcome(7, "node-2")]
+    assert replies(run.feed(offer("node", "y"))) == [m.Welcome(7, "node-3")]
+    again = run.restarted()
+    assert replies(again.feed(offer("node", "x"))) == [m.Welcome(8, "node-2")], "the next coordinator knows it too"
+
+
+def test_where_members_share_memory_no_other_host_is_let_in() -> None:
+    (answer,) = replies(Run(workers=1).feed(offer("node", "x")))
+    assert isinstance(answer, m.Answer)
+    assert not answer.ok
+    assert "--listen" in answer.text
+
+
+def test_workers_that_are_waited_for_are_started_where_there_is_room_as_soon_as_there_is() -> None:
+    run = Run(workers=3, transport="gloo", local_workers=1, takes_hosts=True)
+    assert hired(run.feed(m.EngineAttached("here", running={0: 0}, room=1))) == [], "it starts its own by itself"
+    run.feed(offer("a", "x", room=1))
+    assert placed(run.feed(m.EngineAttached("a", room=1))) == {1: "a"}
+    run.feed(offer("b", "y", room=5))
+    assert placed(run.feed(m.EngineAttached("b", room=5))) == {2: "b"}
+    assert run.state.target == 3
+    assert placed(run.feed(m.EngineAttached("a", room=1), now=1.5)) == {}
+    late = 1.0 + 2 * ASK_AGAIN_S
+    assert placed(run.feed(m.EngineAttached("a", room=1), now=late)) == {1: "a"}, "it may not have heard"
+    assert placed(run.feed(m.EngineAttached("b", running={2: 0}, room=5), now=late)) == {}, "it will start it"
+
+
+def test_the_next_coordinator_asks_the_same_host_for_the_same_worker() -> None:
+    again = spread().restarted(now=2.0)
+    assert placed(again.feed(m.EngineAttached("b", room=1), now=2.0)) == {}, "0 and 1 are a's, and may be starting"
+    assert placed(again.feed(m.EngineAttached("b", room=1), now=2.0 + 2 * ASK_AGAIN_S)) == {2: "b"}
+
+
+def test_a_host_started_by_hand_adds_its_workers_once_nobody_is_waited_for() -> None:
+    run = Run(workers=2, transport="gloo", local_workers=1, takes_hosts=True)
+    run.feed(offer("b", "y", room=2, grows=True))
+    run.join(0)
+    outputs = run.feed(m.EngineAttached("b", room=2))
+    assert run.state.target == 3, "one of b's is the one that was waited for"
+    assert placed(outputs) == {1: "b", 2: "b"}
+    run.feed(offer("c", "z", room=1, grows=True))
+    assert placed(run.feed(m.EngineAttached("here", running={0: 100}), now=2.0)) == {}, "it is c that grows the run"
+    assert placed(run.feed(m.EngineAttached("c", room=1), now=2.0)) == {3: "c"}
+    assert run.state.target == 4
+    run.feed(m.EngineAttached("c", room=1), offer("c", "z", room=1, grows=True), now=2.0)
+    assert run.state.target == 4, "said again, it counts once"
+    again = run.restarted()
+    again.feed(m.EngineAttached("b", running={1: 0, 2: 0}, room=2))
+    assert again.state.target == 4, "also for the next coordinator"
+
+
+def test_a_worker_that_dies_is_replaced_on_a_host_with_room_or_not_at_all() -> None:
+    run = trained(spread())
+    assert placed(run.kill(2)) == {3: "b"}, "where it was: there is room again"
+    run.join(3, host="b")
+    run.ready(3)
+    run.feed(m.EngineAttached("b", running={3: 103}, exited={2: -9}, room=1))
+    run.feed(m.EngineAttached("a", running={0: 100, 1: 101}, room=1))  # it takes one less from now on
+    outputs = run.kill(1)
+    assert starts(outputs).keys() == {0, 3}
+    assert hired(outputs) == [], "there is no room for another one"
+    run.feed(offer("c", "z"))
+    assert placed(run.feed(m.EngineAttached("c", room=1))) == {4: "c"}
+
+
+def test_a_lost_host_takes_its_members_with_it_and_others_get_their_places() -> None:
+    run = trained(spread())
+    for tick in range(50):  # steps are committed, so that the usual times are known
+        run.feed(
+            m.EngineAttached("here", room=0),
+            m.EngineAttached("a", room=2),
+            m.EngineAttached("b", room=1),
+            now=tick * 0.2,
+        )
+        run.beat(1, 2, step=tick, now=tick * 0.2)
+        run.beat(0, step=tick, now=tick * 0.2, reports=[report(tick, at=tick * 0.2)])
+        run.feed(s.Ticked(), now=tick * 0.2)
+    outputs: list[s.Output] = []
+    for tick in range(100):  # nothing is heard of the host b from now on
+        now = 10.0 + tick * 0.2
+        outputs += run.feed(m.EngineAttached("here", room=0), m.EngineAttached("a", room=2), now=now)
+        outputs += run.beat(0, 1, step=50, waiting=True, now=now)
+        outputs += run.feed(s.Ticked(), now=now)
+    assert [entry["worker"] for entry in records(outputs, "estranged")] == [2]
+    assert run.members == [0, 1]
+    assert "the host b has not been heard of" in texts(outputs)
+    assert "b" not in run.state.hosts
+    assert hired(outputs) == [], "there is no room for another one"
+    run.feed(offer("c", "z"))
+    assert placed(run.feed(m.EngineAttached("c", room=1), now=31.0)) == {3: "c"}
+    outputs = run.feed(heartbeat(worker=2, generation=1), now=32.0)
+    assert starts(outputs).keys() == {0, 1, 2}, "and it may come back"
+
+
+def test_a_lost_host_that_was_asked_for_workers_is_not_waited_for() -> None:
+    run = spread()
+    now = 2 * LOST_S
+    for tick in range(int(now / 0.2)):
+        run.feed(s.Ticked(), m.EngineAttached("a", running={0: 0, 1: 0}, room=2), now=tick * 0.2)
+    run.feed(offer("c", "z"), now=now)
+    assert placed(run.feed(m.EngineAttached("c", room=1), now=now)) == {2: "c"}
+
+
+def test_servers_are_spread_over_the_hosts_when_all_are_there() -> None:
+    run = Run(workers=2, servers=2, transport="gloo", local_workers=0, takes_hosts=True, strategy="ps:sync:servers=2")
+    run.feed(m.EngineAttached("here", room=0, server_room=0))
+
+    def asked(outputs: list[s.Output]) -> dict[int, str]:
+        return {c.server: c.host for _, c in sends(outputs) if isinstance(c, m.StartServer)}
+
+    run.feed(offer("a", "x"), offer("b", "y"))
+    assert asked(run.feed(m.EngineAttached("a", room=1))) == {}, "else a would have both"
+    assert asked(run.feed(m.EngineAttached("b", room=1))) == {0: "a", 1: "b"}
+    again = run.restarted(now=2.0)
+    assert asked(again.feed(m.EngineAttached("b", room=1), m.EngineAttached("a", room=1), now=2.0)) == {}

@@ -1,0 +1,56 @@
+"""Who may say what to the coordinator: every event has one kind of speaker."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from distbelief.comm import messages as m
+from distbelief.comm.events import Event
+from distbelief.comm.seals import Claim
+from distbelief.coordinator.speakers import FROM_SERVERS, FROM_WORKERS, may_say
+
+OF_OWNERS = (
+    m.EngineAttached("here"),
+    m.HostOffered("there", "nonce"),
+    m.WorkerExited(3, 0),
+    m.ServerExited(3, 0),
+    m.JoinRequested(3),
+    m.ScaleRequested(3),
+    m.ServersRequested(3),
+    m.StopRequested("enough"),
+    m.FactsAsked(),
+    m.CheckpointRequested(),
+)
+CLAIMS = [Claim(role, number) for role in ("owner", "worker", "server") for number in (3, 4)]
+
+
+@pytest.mark.parametrize("event", OF_OWNERS)
+def test_what_only_owners_say(event: m.Event) -> None:
+    assert [claim.role for claim in CLAIMS if may_say(claim, event)] == ["owner", "owner"]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [m.WorkerLeft(3, 1), m.WorkerJoined(3, "here", 1), m.Heartbeat(3, 1, 1, 0, m.Timing())],
+)
+def test_a_worker_speaks_for_itself(event: m.Event) -> None:
+    assert [claim for claim in CLAIMS if may_say(claim, event)] == [("worker", 3)]
+
+
+def test_a_worker_leaves_by_itself_or_with_its_host() -> None:
+    may = [claim for claim in CLAIMS if may_say(claim, m.LeaveRequested(3))]
+    assert may == [("owner", 3), ("owner", 4), ("worker", 3)]
+
+
+@pytest.mark.parametrize("event", [m.ServerBeat(3, 1, 1), m.SliceCopied(3, 0, 1, 1)])
+def test_a_server_speaks_for_itself(event: m.Event) -> None:
+    assert [claim for claim in CLAIMS if may_say(claim, event)] == [("server", 3)]
+
+
+def test_no_event_is_forgotten() -> None:
+    """One that is in neither list is an owner's: the safe side for a new one."""
+    assert set(get_args(Event)) == {*FROM_WORKERS, *FROM_SERVERS, *map(type, OF_OWNERS)}
+    assert all("worker" in one.__struct_fields__ for one in FROM_WORKERS)
+    assert all("server" in one.__struct_fields__ for one in FROM_SERVERS)
