@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import JOBS, Run
+from tests.hosts import Lab, why_not
 
 Start = Callable[..., Run]
 Wait = Callable[[Callable[[], object]], None]
@@ -20,83 +18,13 @@ STEPS = 180  # of 0.6 s each while a test needs time: for a host to be missed, a
 MEASURED = 7  # steps: then the coordinator knows how long one takes, and misses a host sooner than in the beginning
 
 
-class Lab:
-    """Hosts on one switch. Host k has the address 10.77.0.k; its cable ends in the switch's port k."""
-
-    def __init__(self, hosts: int) -> None:
-        self._name = f"db{uuid.uuid4().hex[:6]}"
-        self._spaces: list[str] = []
-        self._add("sw")
-        self.switch("ip", "link", "add", "bridge", "type", "bridge")
-        self.switch("ip", "link", "set", "bridge", "up")
-        for host in range(1, hosts + 1):
-            space = self._add(f"h{host}")
-            port = f"port{host}"
-            _run("ip", "link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", port, "netns", self._sw)
-            self.switch("ip", "link", "set", port, "master", "bridge")
-            self.switch("ip", "link", "set", port, "up")
-            for command in (
-                ["ip", "link", "set", "lo", "up"],
-                ["ip", "address", "add", f"10.77.0.{host}/24", "dev", "eth0"],
-                ["ip", "link", "set", "eth0", "up"],
-            ):
-                _run(*self.inside(host), *command)
-
-    def _add(self, name: str) -> str:
-        space = f"{self._name}{name}"
-        _run("ip", "netns", "add", space)
-        self._spaces.append(space)
-        return space
-
-    @property
-    def _sw(self) -> str:
-        return f"{self._name}sw"
-
-    def inside(self, host: int) -> list[str]:
-        return ["ip", "netns", "exec", f"{self._name}h{host}"]
-
-    def switch(self, *command: str) -> None:
-        _run("ip", "netns", "exec", self._sw, *command)
-
-    def cut(self, host: int) -> None:
-        self.switch("ip", "link", "set", f"port{host}", "down")
-
-    def mend(self, host: int) -> None:
-        self.switch("ip", "link", "set", f"port{host}", "up")
-
-    def impair(self, host: int, *how: str) -> None:
-        try:
-            self.switch("tc", "qdisc", "add", "dev", f"port{host}", "root", "netem", *how)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"this kernel has no netem: {error.stderr.decode().strip()}")
-
-    def close(self) -> None:
-        for space in reversed(self._spaces):
-            subprocess.run(["ip", "netns", "delete", space], check=False, capture_output=True)
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=20)
-
-
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    if not shutil.which("ip") or not shutil.which("tc"):
-        pytest.skip("iproute2 is not installed: no network namespaces")
-    probe = f"db{uuid.uuid4().hex[:8]}"
-    tried = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
-    if tried.returncode:
-        pytest.skip(f"network namespaces are not permitted here: {tried.stderr.strip()}")
-    subprocess.run(["ip", "netns", "delete", probe], check=False)
-    made = None
-    try:
-        made = Lab(3)
+    problem = why_not()
+    if problem:
+        pytest.skip(problem)
+    with Lab(3) as made:
         yield made
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"cannot make a network here: {error.stderr!r}")
-    finally:
-        if made:
-            made.close()
 
 
 class Cluster:

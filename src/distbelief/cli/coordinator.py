@@ -11,7 +11,6 @@ import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT
 from distbelief.cli.keys import KeyFile, key_file
-from distbelief.cli.listening import listen_address
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.cli.train import STRATEGY_HELP, check_job_file, parse_settings
 from distbelief.engines.saveplan import DEFAULT_EVERY
@@ -24,7 +23,10 @@ def coordinator(
     workers: Annotated[int, typer.Option(min=1, help="Begin when so many workers have joined.")],
     listen: Annotated[
         str,
-        typer.Option(metavar="ADDRESS[:PORT]", help="An address of this machine that the other hosts reach."),
+        typer.Option(
+            metavar="HOST[:PORT]",
+            help="Where other hosts reach it: an address or name of this machine, a network card, 0.0.0.0.",
+        ),
     ] = "127.0.0.1",
     key: KeyFile = None,
     strategy: Annotated[str, typer.Option(help=STRATEGY_HELP)] = "allreduce",
@@ -56,6 +58,7 @@ def coordinator(
     values = parse_settings(settings or [])
 
     from distbelief.api import run_file
+    from distbelief.comm.routes import endpoint
     from distbelief.engines.invitation import Invitation
 
     stream = sys.stderr if json else sys.stdout
@@ -79,7 +82,7 @@ def coordinator(
             min_workers=min_workers,
             save_every=save_every,
             checkpoints=checkpoints,
-            listen=listen_address(listen),
+            listen=endpoint(listen),
             key_file=key_file(key),
             local_workers=0,
             room=0,

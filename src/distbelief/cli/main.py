@@ -13,6 +13,7 @@ from distbelief.cli.average import average
 from distbelief.cli.chaos import chaos
 from distbelief.cli.checkpoint import checkpoint
 from distbelief.cli.coordinator import coordinator
+from distbelief.cli.doctor import doctor
 from distbelief.cli.export import export
 from distbelief.cli.failures import Commands
 from distbelief.cli.keys import keys
@@ -47,6 +48,7 @@ app.command()(export)
 app.command()(average)
 app.command()(kv)
 app.add_typer(keys, name="keys")
+app.command()(doctor)
 app.command()(new)
 
 

@@ -17,7 +17,6 @@ import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
 from distbelief.cli.keys import KeyFile, key_file
-from distbelief.cli.listening import listen_address
 from distbelief.cli.placing import LOCAL, On, placed
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.coordinator.detector import STUCK_S
@@ -62,7 +61,10 @@ def train(
     ] = 1,
     listen: Annotated[
         str,
-        typer.Option(metavar="ADDRESS[:PORT]", help="An address of this machine at which other hosts can join."),
+        typer.Option(
+            metavar="HOST[:PORT]",
+            help="Where other hosts can join: an address or name of this machine, a network card, 0.0.0.0.",
+        ),
     ] = HERE,
     balance: Annotated[bool, typer.Option(help="Move shards to faster workers. The result does not change.")] = True,
     stuck_after: Annotated[
@@ -95,8 +97,11 @@ def train(
 ) -> None:
     """Train a job on the workers of this machine, or of those that a launcher has given us (--on)."""
     ctx.meta[MACHINE_OUTPUT] = json
+    from distbelief.comm.routes import endpoint
+
     key_path = key_file(key)
-    asked = Asked(on, job.stem, workers, run_dir, "" if listen == HERE else listen_address(listen), key_path)
+    where = endpoint(listen)
+    asked = Asked(on, job.stem, workers, run_dir, "" if listen == HERE else where, key_path)
     with placed(asked) as engine:
         check_job_file(job)
         values = parse_settings(settings or [])
@@ -131,7 +136,7 @@ def train(
                 keep_every=keep_every,
                 keep_best=keep_best,
                 begin_from=begin_from,
-                listen=listen_address(listen),
+                listen=where,
                 key_file=key_path,
                 on=on,
             )

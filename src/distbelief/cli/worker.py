@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from distbelief.cli.keys import KeyFile
-from distbelief.cli.listening import join_address
 
 
 def worker(
@@ -35,9 +34,10 @@ def worker(
         raise typer.Exit(join_run(Path(join), count, host))
 
     from distbelief.comm.keys import required_key, run_secret
+    from distbelief.comm.reaching import find
     from distbelief.engines.invitation import Invitation
     from distbelief.engines.invited import serve_host
 
-    address = join_address(join)
+    address = find(join)
     invitation = Invitation(address, run_secret(required_key(key, address)))
     raise typer.Exit(serve_host(invitation, count, host, grows=True))

@@ -128,6 +128,26 @@ class Answer(Struct, frozen=True, tag=True):
     """At which it will be done."""
 
 
+class RunFacts(Struct, frozen=True, tag=True):
+    """To whoever asked what the run is like (FactsAsked)."""
+
+    epoch: int
+    number: int
+    """Of the question."""
+    now: float
+    """The coordinator's clock."""
+    phase: str
+    strategy: str
+    step: int
+    """Steps that are known to be applied."""
+    members: dict[int, str]
+    """Worker -> host, of those that are there."""
+    software: dict[str, str]
+    """Versions, where the coordinator is."""
+    facts: dict[str, str] = {}
+    """As in a member's Canary; empty: nobody is ready yet."""
+
+
 class EndRun(Struct, frozen=True, tag=True):
     """The run is over for whoever gets it. `status`: completed · failed · stopped; left: only for this worker."""
 
@@ -148,6 +168,7 @@ Command = (
     | SaveAt
     | SealCheckpoint
     | Answer
+    | RunFacts
     | EndRun
     | Serve
     | StartServer

@@ -198,6 +198,13 @@ class ServersRequested(Struct, frozen=True, tag=True):
     servers: int
 
 
+class FactsAsked(Struct, frozen=True, tag=True):
+    """Somebody outside wants to know what the run is like, to compare a host with it. It changes nothing."""
+
+    number: int = 0
+    """The answer has it too."""
+
+
 class StopRequested(Struct, frozen=True, tag=True):
     reason: str
     at_once: bool = False
@@ -330,6 +337,7 @@ Event = (
     | JoinRequested
     | ScaleRequested
     | ServersRequested
+    | FactsAsked
     | StopRequested
     | CheckpointRequested
     | CheckpointLoaded

@@ -7,14 +7,11 @@ servers move tensors at the speed of memory, what is said is signed (seals.py), 
 
 from __future__ import annotations
 
-import socket as sockets
 from urllib.parse import urlsplit
 
-import psutil
 import zmq
 
 from distbelief.comm.badges import Keys
-from distbelief.errors import DistBeliefError
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 HANDSHAKE_MS = 15_000
@@ -67,22 +64,3 @@ def protect_server(socket: zmq.Socket[bytes], address: str, keys: Keys) -> None:
     if not is_loopback(address):
         protect(socket, keys)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-
-
-def interface_to(address: str) -> str:
-    """The name of the network interface from which packets go to the coordinator."""
-    host = host_of(address)
-    family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
-    try:
-        with sockets.socket(family, sockets.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing: it only asks the kernel for the route
-            mine = str(probe.getsockname()[0])
-    except OSError as error:
-        raise DistBeliefError(
-            f"there is no route from this machine to the coordinator at {address}: {error.strerror}",
-            hint="check the network, and the --listen address that the run was started with",
-        ) from error
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == mine for one in addresses):
-            return str(name)
-    raise DistBeliefError(f"no network interface has the address {mine}, from which {address} is reached")

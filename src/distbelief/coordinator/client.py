@@ -14,6 +14,7 @@ import zmq
 from distbelief.comm.badges import Authority
 from distbelief.comm.messages import Admit, Answer, Command, Event, JoinRequested, decode_command, encode
 from distbelief.comm.network import dial
+from distbelief.comm.reaching import unanswered
 from distbelief.errors import DistBeliefError
 
 _FILE = "coordinator.json"
@@ -63,9 +64,7 @@ def _answer_to(run_dir: Path, event: Event, timeout_s: float) -> Command | None:
         message = encode(event)
         socket.send_multipart([badge.signer().seal(message), message])
         if not socket.poll(int(timeout_s * 1000)):
-            raise DistBeliefError(
-                f"the coordinator of {run_dir} does not answer", hint="has the run just ended? look at its logs"
-            )
+            raise unanswered(address, badge.door, f"the coordinator of {run_dir}")
         with contextlib.suppress(msgspec.MsgspecError):
             return decode_command(socket.recv_multipart()[-1])
     return None

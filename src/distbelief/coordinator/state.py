@@ -21,6 +21,7 @@ from typing import Any
 from distbelief.comm import messages as m
 from distbelief.coordinator import (
     cutoff,
+    facts,
     faults,
     fleet,
     fleetsize,
@@ -264,6 +265,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.HostLost: cutoff.lost,
         m.ScaleRequested: joining.scaled,
         m.ServersRequested: fleetsize.scaled,
+        m.FactsAsked: facts.told,
         m.StopRequested: _stopped,
         m.CheckpointRequested: saving.requested,
         m.ServerReady: fleet.ready,
@@ -293,6 +295,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.HostLost: cutoff.lost,
         m.ScaleRequested: joining.scaled,
         m.ServersRequested: fleetsize.scaled,
+        m.FactsAsked: facts.told,
         m.StopRequested: _stopped,
         m.CheckpointRequested: saving.requested,
         m.CheckpointLoaded: saving.loaded,
@@ -328,6 +331,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.HostLost: _refused,
         m.ScaleRequested: _refused,
         m.ServersRequested: _refused,
+        m.FactsAsked: facts.told,
         m.StopRequested: _ignored,
         m.CheckpointRequested: _refused,
         m.CheckpointLoaded: _ignored,

@@ -15,6 +15,7 @@ import zmq
 from distbelief.comm.badges import Authority
 from distbelief.comm.messages import Answer, EndRun, HostOffered, LeaveRequested, Welcome, decode_command, encode
 from distbelief.comm.network import dial
+from distbelief.comm.reaching import unanswered
 from distbelief.engines import parcel
 from distbelief.engines.agent import Agent, Room, signal_name
 from distbelief.engines.hosting import Store, host_name
@@ -88,7 +89,7 @@ def _offered(
             socket.send_multipart([signer.seal(message), message])
             if not socket.poll(int(OFFER_EVERY_S * 1000)):
                 if not waited:
-                    say(f"waiting for the coordinator at {invitation.address}")
+                    say(f"waiting: {unanswered(invitation.address, badge.door).message}")
                 waited = True
                 continue
             head, *rest = socket.recv_multipart()
@@ -101,10 +102,7 @@ def _offered(
                     case EndRun(reason=reason):
                         raise DistBeliefError(f"the run at {invitation.address} is over: {reason}")
             time.sleep(OFFER_EVERY_S)  # it is still starting
-    raise DistBeliefError(
-        f"nobody answers at {invitation.address} after {patience_s:.0f} s",
-        hint="is the coordinator running, and is the key the same? see `distbelief doctor --join ADDRESS`",
-    )
+    raise unanswered(invitation.address, badge.door)
 
 
 def _host(agent: Agent, address: str, signals: Signals, patience_s: float, say: Say) -> int:

@@ -33,8 +33,8 @@ from distbelief.comm.messages import (
     WorkerLeft,
     WorkerReady,
 )
-from distbelief.comm.network import interface_to
 from distbelief.comm.networked import networked
+from distbelief.comm.routes import interface_to
 from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.served import ServedGroup
 from distbelief.comm.serverclient import ServerClient

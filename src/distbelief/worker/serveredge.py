@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket as sockets
 import sys
 import time
 import traceback
@@ -33,7 +32,8 @@ from distbelief.comm.messages import (
     decode_command,
     encode,
 )
-from distbelief.comm.network import dial, dial_server, host_of, protect_server
+from distbelief.comm.network import dial, dial_server, protect_server
+from distbelief.comm.routes import bracketed, own_address
 from distbelief.comm.seals import NO_MESSAGE, NO_SEAL, NOT_ITS_OWN, Refusals, Refused
 from distbelief.errors import DistBeliefError
 from distbelief.servers.node import Out, ServerNode
@@ -94,10 +94,9 @@ class ServerEdge:
             self._inbox.setsockopt(option, 0)
         self._inbox.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
         self._inbox.setsockopt(zmq.MAXMSGSIZE, max(LEAST_MESSAGE_BYTES, free_memory_bytes() // 4))
-        host = host_of(spec.address)
-        listen = f"tcp://{_own_address(host)}:*"
+        listen = f"tcp://{bracketed(own_address(spec.address))}:*"
         protect_server(self._inbox, listen, spec.badge.server_keys())
-        if ":" in host:
+        if "[" in listen:
             self._inbox.setsockopt(zmq.IPV6, 1)
         self._inbox.bind(listen)
         address = self._inbox.getsockopt(zmq.LAST_ENDPOINT)
@@ -242,12 +241,3 @@ def _by_addressee(letters: list[tuple[Any, Letter]]) -> dict[Any, list[Letter]]:
     for addressee, letter in letters:
         found.setdefault(addressee, []).append(letter)
     return found
-
-
-def _own_address(coordinator: str) -> str:
-    """The address of this machine from which the coordinator is reached: where others reach us too."""
-    family = sockets.AF_INET6 if ":" in coordinator else sockets.AF_INET
-    with sockets.socket(family, sockets.SOCK_DGRAM) as probe:
-        probe.connect((coordinator, 9))  # sends nothing: it only asks the kernel for the route
-        mine = str(probe.getsockname()[0])
-    return f"[{mine}]" if ":" in mine else mine

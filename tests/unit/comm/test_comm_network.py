@@ -12,8 +12,7 @@ import pytest
 import zmq
 
 from distbelief.comm.badges import Authority
-from distbelief.comm.network import dial, dial_server, interface_to, is_loopback, protect, protect_server
-from distbelief.errors import DistBeliefError
+from distbelief.comm.network import dial, dial_server, is_loopback, protect, protect_server
 
 KEYS, OTHERS = Authority(bytes(range(32))).keys(), Authority(bytes(32)).keys()
 WAIT_MS = 60_000  # only reached when something is broken
@@ -97,9 +96,3 @@ def test_who_plays_the_coordinator_is_told_nothing(context: zmq.Context) -> None
 )
 def test_what_counts_as_loopback(address: str, loopback: bool) -> None:
     assert is_loopback(address) is loopback
-
-
-def test_the_interface_to_this_machine_is_its_loopback() -> None:
-    assert interface_to("tcp://127.0.0.1:5555") == "lo"
-    with pytest.raises(DistBeliefError, match="no route"):
-        interface_to("tcp://[fd00:dead:beef::1%nowhere]:5555")

@@ -21,6 +21,7 @@ OF_OWNERS = (
     m.ScaleRequested(3),
     m.ServersRequested(3),
     m.StopRequested("enough"),
+    m.FactsAsked(),
     m.CheckpointRequested(),
 )
 CLAIMS = [Claim(role, number) for role in ("owner", "worker", "server") for number in (3, 4)]

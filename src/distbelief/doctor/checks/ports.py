@@ -1,0 +1,70 @@
+"""Whether a process can listen and be reached on this very machine: on loopback, and at its own address."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distbelief.comm.routes import resolve
+from distbelief.doctor.finding import Finding, ok, problem
+
+_LIMIT_S = 3.0
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LEAST = 1000
+
+
+@dataclass(frozen=True)
+class Ports:
+    tried: dict[str, str]
+    """Address -> what went wrong; empty: nothing."""
+    localhost: list[str]
+    """What the name means here."""
+    free: int
+    """How many ports the system hands out by itself."""
+
+
+def probe(addresses: Sequence[str]) -> Ports:
+    try:
+        first, last = map(int, _RANGE.read_text().split())
+    except (OSError, ValueError):
+        first, last = 32768, 60999
+    tried = {address: _try(address) for address in dict.fromkeys(["127.0.0.1", *addresses])}
+    return Ports(tried, resolve("localhost"), last - first + 1)
+
+
+def _try(address: str) -> str:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.create_server((address, 0), family=family) as listener:
+            listener.settimeout(_LIMIT_S)
+            with socket.create_connection(listener.getsockname()[:2], timeout=_LIMIT_S) as near:
+                far, _ = listener.accept()
+                with far:
+                    far.settimeout(_LIMIT_S)
+                    near.sendall(b"?")
+                    return "" if far.recv(1) == b"?" else "what was sent did not arrive"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def judge(found: Ports) -> Finding:
+    about = "ports"
+    wrong = [f"{address}: {error}" for address, error in found.tried.items() if error]
+    if wrong:
+        return problem(
+            about,
+            f"a port of this machine cannot be reached from itself: {'; '.join(wrong)}",
+            "bring loopback up (ip link set lo up), and let the firewall pass what a machine sends to itself",
+        )
+    if not set(found.localhost) & {"127.0.0.1", "::1"}:
+        return problem(
+            about,
+            f"localhost is {' and '.join(found.localhost) or 'not known'} here",
+            "have 127.0.0.1 localhost in /etc/hosts",
+        )
+    text = f"can be opened and reached at {', '.join(found.tried)}; {found.free} are handed out"
+    if found.free < LEAST:
+        return problem(about, text, "widen net.ipv4.ip_local_port_range (sysctl)")
+    return ok(about, text)

@@ -1,0 +1,135 @@
+"""The sockets between doctors, and to a run's coordinator: only who has the key is heard."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from distbelief.comm.badges import Authority
+from distbelief.comm.commands import RunFacts
+from distbelief.comm.events import FactsAsked
+from distbelief.comm.keys import required_key, run_secret
+from distbelief.comm.network import dial, protect
+from distbelief.comm.reaching import reach, unanswered
+from distbelief.comm.seals import Refused
+from distbelief.coordinator.client import whereabouts
+from distbelief.doctor import words
+from distbelief.doctor.clock import Exchange
+from distbelief.errors import DistBeliefError
+
+ANSWER_S = 10.0
+PATIENCE_S = 10.0
+"""Doctors may be started on all hosts at once: who leads may not listen yet."""
+EXCHANGES = 8
+
+
+class Line:
+    """From here to who leads, or to a coordinator. A context manager."""
+
+    def __init__(self, endpoint: str, authority: Authority) -> None:
+        self.endpoint = endpoint
+        badge = authority.owner()
+        self._signer = badge.signer()
+        self._key = badge.door
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, words.MOST_BYTES)
+        dial(self._socket, endpoint, badge.door)
+
+    def __enter__(self) -> Line:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy()
+
+    def send(self, message: words.ToLeader) -> None:
+        data = words.encode(message)
+        self._socket.send_multipart([self._signer.seal(data), data])
+
+    def hear(self, limit_s: float | None = None) -> words.FromLeader:
+        """What comes next. Raises an error that explains why nothing does."""
+        until = time.monotonic() + (ANSWER_S if limit_s is None else limit_s)
+        while (left_s := until - time.monotonic()) > 0:
+            if self._socket.poll(int(left_s * 1000) + 1):
+                with contextlib.suppress(msgspec.MsgspecError):  # what is no word of ours is not for us
+                    return words.decode_from_leader(self._socket.recv_multipart()[-1])
+        raise unanswered(self.endpoint, self._key, "who listens")
+
+    def ask(self) -> tuple[RunFacts | words.Gathering, list[Exchange]]:
+        """Who is there, and what its clock says, several times."""
+        exchanges = []
+        for number in range(EXCHANGES):
+            asked = time.time()
+            self.send(FactsAsked(number))
+            answer = self._answer_to(number)
+            exchanges.append(Exchange(asked, answer.now, time.time()))
+        return answer, exchanges
+
+    def _answer_to(self, number: int) -> RunFacts | words.Gathering:
+        while True:
+            answer = self.hear()
+            if isinstance(answer, RunFacts | words.Gathering) and answer.number == number:
+                return answer
+
+
+class Door:
+    """Where the leader is reached. A context manager."""
+
+    def __init__(self, listen: str, authority: Authority) -> None:
+        self._checker = authority.checker()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 2000)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, words.MOST_BYTES)
+        self._socket.setsockopt(zmq.IPV6, "[" in listen)
+        protect(self._socket, authority.keys())
+        try:
+            self._socket.bind(listen)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise DistBeliefError(f"cannot listen on {listen}: {error}", hint="give another port, or none") from error
+        address = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(address, bytes)
+        self.address = address.rstrip(b"\0").decode()
+
+    def __enter__(self) -> Door:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._context.term()  # what was said last gets out
+
+    def send(self, to: bytes, message: words.FromLeader) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # it is gone
+            self._socket.send_multipart([to, words.encode(message)], zmq.NOBLOCK)
+
+    def heard(self, limit_s: float) -> Iterator[tuple[bytes, words.ToLeader]]:
+        """What is there, after so long at most."""
+        if not self._socket.poll(int(limit_s * 1000)):
+            return
+        while self._socket.poll(0):
+            identity, *frames = self._socket.recv_multipart()
+            with contextlib.suppress(ValueError, Refused, msgspec.MsgspecError):  # strangers are not heard
+                seal, data = frames
+                self._checker.check(seal, data, time.monotonic())
+                yield identity, words.decode_to_leader(data)
+
+
+def way_in(where: str, key: Path | None) -> tuple[str, Authority]:
+    """The endpoint of what a person named, and what lets one in: of a run directory, or of HOST:PORT and a key file."""
+    if Path(where).is_dir():
+        endpoint, authority = whereabouts(Path(where))
+        return reach(endpoint), authority
+    authority = with_key(required_key(key, where))
+    return reach(where, PATIENCE_S), authority
+
+
+def with_key(key: bytes) -> Authority:
+    """Who has a key file: the same as whoever has started a run with it."""
+    return Authority(run_secret(key))

@@ -1,0 +1,143 @@
+"""The way between two hosts: how long a byte takes there and back, and how many go through in a second.
+
+Plain TCP, as gloo's tensors travel. Whoever connects shows a token first, which members are told by who leads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import statistics
+import struct
+import threading
+import time
+
+from distbelief.comm.reaching import attempt
+from distbelief.comm.routes import bracketed, split
+from distbelief.doctor.finding import Link
+
+TOKEN_BYTES = 32
+ROUND_TRIPS = 20
+ENOUGH_S = 0.2
+"""A transfer that takes so long has settled, if it takes many round trips too."""
+MOST_BYTES = 64 << 20
+_FIRST_BYTES = 64 << 10
+_LIMIT_S = 15.0
+_TOKEN_S = 2.0
+_ASK = struct.Struct(">cQ")  # (p)ing, (t)ake or (g)ive so many bytes
+_CHUNK = bytes(256 << 10)
+
+
+class Doorway:
+    """Where others measure the way to this host, one at a time, if they have its token. A context manager."""
+
+    def __init__(self, address: str) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family)
+        self.door = f"{bracketed(address)}:{self._listener.getsockname()[1]}"
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def __enter__(self) -> Doorway:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # which ends accept
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                visitor, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            with visitor, contextlib.suppress(OSError):
+                visitor.settimeout(_TOKEN_S)
+                if hmac.compare_digest(_exactly(visitor, TOKEN_BYTES), self.token):
+                    visitor.settimeout(_LIMIT_S)
+                    _answer(visitor)
+
+
+def _answer(visitor: socket.socket) -> None:
+    visitor.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    visitor.sendall(b"k")
+    while True:
+        what, size = _ASK.unpack(_exactly(visitor, _ASK.size))
+        if size > MOST_BYTES:
+            return
+        if what == b"t":
+            _take(visitor, size)
+        if what == b"g":
+            _give(visitor, size)
+        else:
+            visitor.sendall(b"k")
+
+
+def measure(here: str, there: str, door: str, token: bytes) -> list[Link]:
+    """The way to a host, and the way back; or why there is none."""
+    host, port = split(door)
+    tried = attempt(host, int(port))
+    if tried.what != "open":
+        return [Link(here, there, error=str(tried))]
+    try:
+        with socket.create_connection((host, int(port)), timeout=_LIMIT_S) as line:
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            line.sendall(token)
+            _exactly(line, 1)
+            latency_s = statistics.median(_asked_s(line, b"p", 0) for _ in range(ROUND_TRIPS))
+            to, back = (_bytes_per_s(line, what, latency_s) for what in (b"t", b"g"))
+    except OSError as error:
+        return [Link(here, there, error=f"{door}: {error.strerror or error}")]
+    return [Link(here, there, latency_s, to), Link(there, here, latency_s, back)]
+
+
+def _bytes_per_s(line: socket.socket, what: bytes, latency_s: float) -> float:
+    """More and more at a time, until it takes long enough for the first moments not to count."""
+    size, enough_s = _FIRST_BYTES, max(ENOUGH_S, 10 * latency_s)
+    while True:
+        took_s = max(_asked_s(line, what, size) - latency_s, 1e-6)
+        if took_s >= enough_s or 4 * size > MOST_BYTES:
+            return size / took_s
+        size *= 4
+
+
+def _asked_s(line: socket.socket, what: bytes, size: int) -> float:
+    before = time.perf_counter()
+    line.sendall(_ASK.pack(what, size))
+    if what == b"t":
+        _give(line, size)
+    if what == b"g":
+        _take(line, size)
+    else:
+        _exactly(line, 1)
+    return time.perf_counter() - before
+
+
+def _give(to: socket.socket, size: int) -> None:
+    while size:
+        part = memoryview(_CHUNK)[:size]
+        to.sendall(part)
+        size -= len(part)
+
+
+def _take(source: socket.socket, size: int) -> None:
+    room = memoryview(bytearray(len(_CHUNK)))
+    while size:
+        got = source.recv_into(room[:size])
+        if not got:
+            raise ConnectionError("it hung up")
+        size -= got
+
+
+def _exactly(source: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = source.recv(size - len(data))
+        if not more:
+            raise ConnectionError("it hung up")
+        data += more
+    return data

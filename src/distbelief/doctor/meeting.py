@@ -1,0 +1,162 @@
+"""The doctor that leads: waits for the others, has every pair measure the way between them, and sums up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace as changed
+
+from distbelief.comm.events import FactsAsked
+from distbelief.comm.routes import own_address
+from distbelief.doctor import clock, compare, words
+from distbelief.doctor.finding import Finding, Host, Link, Report, ok, problem
+from distbelief.doctor.line import Door
+from distbelief.doctor.links import Doorway, measure
+
+REMIND_S = 2.0
+ROUND_S = 60.0
+"""A pair that has not told what it measured after so long will not."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A host that has come."""
+
+    identity: bytes
+    arrived: words.Arrived
+
+    @property
+    def name(self) -> str:
+        return self.arrived.host.name
+
+
+@dataclass
+class Meeting:
+    """All that the leader knows."""
+
+    door: Door
+    name: str
+    """What this host is called."""
+    expected: int
+    """Hosts, this one included."""
+    wait_s: float
+    say: Say
+    guests: dict[bytes, Guest] = field(default_factory=dict)
+    waiting: set[bytes] = field(default_factory=set)
+    """Who has asked and is looking at itself."""
+
+    def hold(self, examine: Callable[[], Host]) -> Report:
+        """Until there is a report, which everybody is told."""
+        try:
+            with ThreadPoolExecutor(1) as aside:  # others are answered while this host looks at itself
+                me = aside.submit(examine)
+                self._gather(me)
+            with Doorway(own_address(self.door.address)) as doorway:
+                report = self._conclude(me.result(), self._measure(doorway))
+            self._tell(words.Concluded(report))
+            return report
+        except BaseException as error:
+            self._tell(words.Dissolved(f"{self.name} has given up: {str(error) or type(error).__name__}"))
+            raise
+
+    def _gather(self, me: Future[Host]) -> None:
+        until, next_reminder = time.monotonic() + self.wait_s, 0.0
+        while not me.done() or (len(self.guests) + 1 < self.expected and time.monotonic() < until):
+            if time.monotonic() >= next_reminder:
+                next_reminder = time.monotonic() + REMIND_S
+                self._tell(self._gathering())
+            for identity, message in self.door.heard(0.2):
+                self._hear(identity, message)
+
+    def _hear(self, identity: bytes, message: words.ToLeader) -> list[Link]:
+        if isinstance(message, FactsAsked):
+            self.waiting.add(identity)
+            self.door.send(identity, self._gathering(message.number))
+        elif isinstance(message, words.Arrived) and identity not in self.guests:
+            name = _unlike(message.host.name, [self.name, *(guest.name for guest in self.guests.values())])
+            message = changed(message, host=changed(message.host, name=name))
+            self.guests[identity] = Guest(identity, message)
+            self.door.send(identity, words.Admitted(name))
+            self.say(f"{name} is here ({len(self.guests) + 1} of {self.expected})")
+        elif isinstance(message, words.Measured):
+            return message.links
+        return []
+
+    def _gathering(self, number: int = -1) -> words.Gathering:
+        return words.Gathering(number, time.time(), len(self.guests) + 1, self.expected)
+
+    def _tell(self, message: words.FromLeader) -> None:
+        for identity in {*self.guests, *self.waiting}:
+            self.door.send(identity, message)
+
+    # --- measuring ---------------------------------------------------------------------------------------------------
+
+    def _measure(self, mine: Doorway) -> list[Link]:
+        names = [self.name, *(guest.name for guest in self.guests.values())]
+        doors = [(mine.door, mine.token), *((one.arrived.door, one.arrived.token) for one in self.guests.values())]
+        identities = [b"", *self.guests]
+        found: list[Link] = []
+        for number, pairs in enumerate(turns := compare.rounds(len(names)), 1):
+            self.say(f"measuring, round {number} of {len(turns)}")
+            awaited = {}
+            to_measure = 0
+            for a, b in pairs:
+                if a == 0:
+                    to_measure = b
+                else:
+                    awaited[identities[a]] = (names[a], names[b])
+                    self.door.send(identities[a], words.Measure(names[b], *doors[b]))
+            if to_measure:
+                found += measure(self.name, names[to_measure], *doors[to_measure])
+            found += self._collect(awaited)
+        return found
+
+    def _collect(self, awaited: dict[bytes, tuple[str, str]]) -> list[Link]:
+        found: list[Link] = []
+        until = time.monotonic() + ROUND_S
+        while awaited and time.monotonic() < until:
+            for identity, message in self.door.heard(0.2):
+                links = self._hear(identity, message)
+                if links and identity in awaited:
+                    del awaited[identity]
+                    found += links
+            self._tell(self._gathering())  # so that they know that somebody is there
+        return found + [Link(a, b, error=f"{a} has not answered for {ROUND_S:.0f} s") for a, b in awaited.values()]
+
+    def _conclude(self, me: Host, links: list[Link]) -> Report:
+        guests = sorted(self.guests.values(), key=lambda guest: guest.name)
+        hosts = [me, *(guest.arrived.host for guest in guests)]
+        shared: list[Finding] = [self._attendance(len(hosts))]
+        if guests:
+            shared += compare.versions({host.name: host.facts for host in hosts})
+            shared.append(clock.judge({guest.name: guest.arrived.skew for guest in guests}, self.name))
+            shared += compare.links(links)
+        return Report(hosts, shared, sorted(links, key=lambda link: (link.source, link.target)))
+
+    def _attendance(self, here: int) -> Finding:
+        if here < self.expected:
+            return problem(
+                "hosts",
+                f"{here} of {self.expected} came within {self.wait_s:.0f} s",
+                f"run `distbelief doctor --join {self.door.address.removeprefix('tcp://')} --key FILE` on the others; "
+                "it says what is wrong if it cannot come",
+            )
+        return ok("hosts", f"all {here} are here")
+
+
+def _unlike(name: str, others: list[str]) -> str:
+    """Machines may have the same name, containers above all.
+
+    >>> _unlike("node", ["node", "node-2"]), _unlike("b", ["a"])
+    ('node-3', 'b')
+    """
+    number, chosen = 1, name
+    while chosen in others:
+        number += 1
+        chosen = f"{name}-{number}"
+    return chosen

@@ -1,0 +1,175 @@
+"""What each check makes of what was found; and that what is found on this machine can be judged at all."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distbelief.comm.routes import Card, Machine
+from distbelief.doctor.checks import (
+    cards,
+    cgroup,
+    disk,
+    gpu,
+    leftovers,
+    memory,
+    openfiles,
+    ports,
+    processor,
+    sharedmemory,
+    software,
+)
+from distbelief.doctor.finding import Finding
+
+GIB = 1 << 30
+GOOD_SOFTWARE = software.Software("3.12.1", "2.13.0+cpu", "2.1", "", "")
+GOOD_CPU = processor.Processor(8, 8, 0.0, "x86_64 AVX2", 8, 1.0)
+GOOD_SHM = sharedmemory.SharedMemory("", -1, 8 * GIB, 8 * GIB)
+GOOD_DISK = disk.Disk("/runs", "", 100 * GIB, 5e8, 0.002)
+GOOD_PORTS = ports.Ports({"127.0.0.1": "", "10.0.0.1": ""}, ["127.0.0.1"], 28000)
+GOOD_GPU = gpu.Gpu(0, "H200", 140 * GIB, 139 * GIB, 0, "", 40, 0)
+ETH = Card("eth0", ("10.0.0.1",))
+
+Case = tuple[Callable[[], Finding], str, str]
+
+PROBLEMS: list[Case] = [
+    (lambda: software.judge(replace(GOOD_SOFTWARE, error="OSError: libtorch")), "libtorch", "pip install"),
+    (lambda: software.judge(replace(GOOD_SOFTWARE, torch="2.4.1")), "torch 2.4.1", "2.6 or newer"),
+    (lambda: software.judge(replace(GOOD_SOFTWARE, python="3.9.2")), "Python 3.9.2", "3.11 or newer"),
+    (lambda: software.judge(replace(GOOD_SOFTWARE, driver="550.1")), "without CUDA", "with CUDA"),
+    (lambda: processor.judge(replace(GOOD_CPU, quota=0.5)), "0.5 cores", "cpu limit"),
+    (lambda: processor.judge(replace(GOOD_CPU, load=40.0)), "40.0 processes", "fewer workers"),
+    (lambda: memory.judge(memory.Memory(8 * GIB, GIB // 2)), "537 MB of 8.59 GB", "fewer workers"),
+    (lambda: memory.judge(memory.Memory(8 * GIB, 8 * GIB, GIB, 1 << 28)), "268 MB are free", "container's memory"),
+    (lambda: sharedmemory.judge(replace(GOOD_SHM, error="File too large", file_limit=1 << 20)), "RLIMIT", "ulimit -f"),
+    (lambda: sharedmemory.judge(replace(GOOD_SHM, shm_total=1 << 26, shm_free=1 << 20)), "1.05 MB", "--shm-size"),
+    (lambda: sharedmemory.judge(replace(GOOD_SHM, shm_free=1 << 20)), "1.05 MB", "left there"),
+    (lambda: openfiles.judge(openfiles.OpenFiles(256, 4096)), "256 open", "ulimit -n"),
+    (lambda: openfiles.judge(openfiles.OpenFiles(256, 512)), "256 open", "limits.conf"),
+    (lambda: disk.judge(disk.Disk("/runs", "Read-only file system")), "/runs cannot be written", "--run-dir"),
+    (lambda: disk.judge(replace(GOOD_DISK, free=1 << 20)), "1.05 MB free", "free some space"),
+    (lambda: disk.judge(replace(GOOD_DISK, append_s=0.7)), "durable in 700 ms", "local one"),
+    (lambda: disk.judge(replace(GOOD_DISK, bytes_per_s=1e6)), "1 MB/s", "local one"),
+    (lambda: cards.judge(Machine([], [], lambda name: []), needed=True), "no card", "ip link"),
+    (lambda: ports.judge(replace(GOOD_PORTS, tried={"10.0.0.1": "timed out"})), "10.0.0.1: timed out", "firewall"),
+    (lambda: ports.judge(replace(GOOD_PORTS, localhost=["10.0.0.1"])), "localhost is 10.0.0.1", "/etc/hosts"),
+    (lambda: ports.judge(replace(GOOD_PORTS, free=10)), "10 are handed out", "sysctl"),
+    (lambda: gpu.judge([replace(GOOD_GPU, wrong=7)])[0], "7 numbers", "out of service"),
+    (lambda: gpu.judge([replace(GOOD_GPU, error="CUDA error: ECC")])[0], "does not work", "out of service"),
+    (lambda: gpu.judge([replace(GOOD_GPU, ecc_errors=2)])[0], "2 memory errors", "reset"),
+    (lambda: gpu.judge([replace(GOOD_GPU, free=GIB)])[0], "1.07 GB of 150 GB", "nvidia-smi"),
+    (lambda: gpu.judge([replace(GOOD_GPU, temperature=95)])[0], "95 °C", "cooling"),
+    (
+        lambda: leftovers.judge([leftovers.Process(7, "distbelief.coordinator", orphan=True, stopped=False)]),
+        "7 (distbelief.coordinator, left behind)",
+        "kill -9 7",
+    ),
+]
+
+
+@pytest.mark.parametrize(("judged", "found", "advice"), PROBLEMS)
+def test_problems_are_named_with_what_to_do(judged: Callable[[], Finding], found: str, advice: str) -> None:
+    finding = judged()
+    assert finding.status == "problem"
+    assert found in finding.found
+    assert advice in finding.advice
+
+
+def test_what_is_well() -> None:
+    running = leftovers.Process(7, "distbelief.coordinator", orphan=False, stopped=False)
+    findings = [
+        software.judge(GOOD_SOFTWARE),
+        processor.judge(GOOD_CPU),
+        memory.judge(memory.Memory(8 * GIB, 4 * GIB)),
+        sharedmemory.judge(GOOD_SHM),
+        openfiles.judge(openfiles.OpenFiles(1024, 4096)),
+        openfiles.judge(openfiles.OpenFiles(-1, -1)),
+        disk.judge(GOOD_DISK),
+        cards.judge(Machine([ETH], ["10.0.0.1"], lambda name: []), needed=True),
+        ports.judge(GOOD_PORTS),
+        *gpu.judge([GOOD_GPU]),
+        leftovers.judge([running]),
+        leftovers.judge([]),
+    ]
+    assert [finding for finding in findings if finding.status != "ok" or finding.advice] == []
+
+
+def test_what_is_not_there_is_skipped() -> None:
+    assert gpu.judge([])[0].status == "skipped"
+    assert cards.judge(Machine([], [], lambda name: []), needed=False).status == "skipped"
+
+
+# --- probing for real ------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_there_and_one_that_is_not_yet(tmp_path: Path) -> None:
+    found = disk.probe(tmp_path / "runs" / "tonight")
+    assert found.folder == str(tmp_path)
+    assert found.error == ""
+    assert found.bytes_per_s > 0 < found.append_s
+    assert list(tmp_path.iterdir()) == [], "nothing is left there"
+
+
+def test_a_folder_that_cannot_be_written() -> None:
+    found = disk.probe(Path("/proc/self"))
+    assert found.error
+    assert disk.judge(found).status == "problem"
+
+
+def test_a_limit_on_the_size_of_segments_is_found() -> None:
+    """The limit holds for the whole process, so another one has it."""
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096));"
+        "from distbelief.doctor.checks import sharedmemory as s; print(s.judge(s.probe(1 << 30)))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "status='problem'" in said
+    assert "ulimit -f" in said
+
+
+def test_this_machine() -> None:
+    assert openfiles.probe() == openfiles.OpenFiles(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    assert ports.judge(ports.probe([])).status == "ok"
+    assert memory.probe().total > 0
+    assert sharedmemory.probe(GIB).error == ""
+    assert all(process.pid != os.getpid() for process in leftovers.probe())
+    found = processor.probe()
+    assert 0 < found.usable <= found.cores
+    assert found.facts()["instruction_set"] == found.instruction_set
+    assert software.probe().facts()["torch"]
+
+
+def test_limits_of_a_container(tmp_path: Path) -> None:
+    inner = tmp_path / "cg" / "pod" / "job"
+    inner.mkdir(parents=True)
+    mine = tmp_path / "cgroup"
+    mine.write_text("0::/pod/job\n")
+    assert cgroup.cpu_quota(tmp_path / "cg", mine) == 0
+    assert cgroup.memory_left(tmp_path / "cg", mine) == (0, 0)
+    (inner / "cpu.max").write_text("max 100000\n")
+    (inner.parent / "cpu.max").write_text("150000 100000\n")
+    (inner / "memory.max").write_text("1000\n")
+    (inner / "memory.current").write_text("400\n")
+    (inner.parent / "memory.max").write_text("max\n")
+    assert cgroup.cpu_quota(tmp_path / "cg", mine) == 1.5
+    assert cgroup.memory_left(tmp_path / "cg", mine) == (1000, 600)
+
+
+def test_limits_of_a_container_of_the_first_version(tmp_path: Path) -> None:
+    for controller in ("cpu", "memory"):
+        (tmp_path / controller / "pod").mkdir(parents=True)
+    mine = tmp_path / "cgroup"
+    mine.write_text("4:memory:/pod\n3:cpu,cpuacct:/pod\n")
+    (tmp_path / "cpu" / "pod" / "cpu.cfs_quota_us").write_text("50000")
+    (tmp_path / "cpu" / "pod" / "cpu.cfs_period_us").write_text("100000")
+    (tmp_path / "memory" / "pod" / "memory.limit_in_bytes").write_text("2000")
+    (tmp_path / "memory" / "pod" / "memory.usage_in_bytes").write_text("2500")
+    assert cgroup.cpu_quota(tmp_path, mine) == 0.5
+    assert cgroup.memory_left(tmp_path, mine) == (2000, 0)

@@ -1,0 +1,163 @@
+"""Doctors that meet, over real sockets of this machine; what they find on it is given."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from distbelief.comm import reaching
+from distbelief.doctor import line, meeting, words
+from distbelief.doctor.clock import skew
+from distbelief.doctor.finding import Host, Report
+from distbelief.doctor.joining import join
+from distbelief.doctor.line import Door, Line, way_in, with_key
+from distbelief.doctor.links import TOKEN_BYTES, Doorway, measure
+from distbelief.doctor.meeting import Meeting
+
+KEY = bytes(range(32))
+AUTHORITY = with_key(KEY)
+LISTEN = "tcp://127.0.0.2:*"  # counts as a network
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    return write_key(tmp_path / "key", KEY)
+
+
+def write_key(path: Path, content: bytes) -> Path:
+    path.write_text(content.hex() + "\n")
+    path.chmod(0o600)
+    return path
+
+
+def host(name: str, **facts: str) -> Callable[[], Host]:
+    return lambda: Host(name, {"torch": "2", **facts}, [])
+
+
+def silent(text: str) -> None: ...
+
+
+@contextlib.contextmanager
+def led(expected: int, wait_s: float = 60.0) -> Iterator[tuple[str, Callable[[], Report]]]:
+    """A leader in a thread: its address, and what it concludes."""
+    with ThreadPoolExecutor(1) as pool, Door(LISTEN, AUTHORITY) as door:
+        report = pool.submit(Meeting(door, "first", expected, wait_s, silent).hold, host("first"))
+        yield door.address.removeprefix("tcp://"), report.result
+
+
+def test_three_hosts_find_each_other_and_are_told_the_same(key: Path) -> None:
+    with led(3) as (address, result), ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(join, address, key, host("same", torch=torch), silent) for torch in ("2", "3")]
+        report = result()
+        assert [other.result() for other in others] == [report, report]
+    assert [one.name for one in report.hosts] == ["first", "same", "same-2"]
+    ways = {(link.source, link.target) for link in report.links}
+    assert len(ways) == len(report.links) == 6
+    assert all(link.bytes_per_s > 0 and link.latency_s > 0 for link in report.links)
+    (odd,) = report.problems
+    assert odd.about == "versions"
+    assert "has 3, the others have 2" in odd.found
+
+
+def test_who_does_not_come_is_not_waited_for_for_ever() -> None:
+    with led(2, wait_s=0.3) as (_, result):
+        (found,) = result().problems
+    assert "1 of 2 came" in found.found
+    assert "doctor --join 127.0.0.2:" in found.advice
+
+
+def test_a_wrong_key_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line, "ANSWER_S", 1.0)
+    monkeypatch.setattr(reaching, "HANDSHAKE_S", 1.0)
+    with led(2, wait_s=4.0) as (address, result):
+        report = join(address, write_key(tmp_path / "wrong", bytes(32)), host("stranger"), silent)
+        (found,) = report.problems
+        assert "another key" in found.found
+        assert found.advice
+        assert len(result().hosts) == 1, "it was not let in"
+
+
+def test_nobody_there_is_a_finding(key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line, "PATIENCE_S", 0.5)
+    with socket.create_server(("127.0.0.2", 0)) as listener:
+        port = listener.getsockname()[1]
+    report = join(f"127.0.0.2:{port}", key, host("early"), silent)
+    (found,) = report.problems
+    assert "refused the connection" in found.found
+    assert [one.name for one in report.hosts] == ["early"], "what is wrong here is told all the same"
+
+
+def test_a_leader_that_gives_up_says_so(key: Path) -> None:
+    def broken() -> Host:
+        asked.wait(30)
+        raise RuntimeError("the disk is on fire")
+
+    asked = threading.Event()
+
+    def arriving() -> Host:
+        asked.set()
+        return host("second")()
+
+    with ThreadPoolExecutor(1) as pool, Door(LISTEN, AUTHORITY) as door:
+        leader = pool.submit(Meeting(door, "first", 2, 60.0, silent).hold, broken)
+        report = join(door.address.removeprefix("tcp://"), key, arriving, silent)
+        with pytest.raises(RuntimeError, match="on fire"):
+            leader.result()
+    (found,) = report.problems
+    assert "first has given up: the disk is on fire" in found.found
+
+
+def test_a_member_that_dies_while_it_measures(key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "ROUND_S", 1.0)
+    with led(3) as (address, result), ThreadPoolExecutor(1) as pool:
+        alive = pool.submit(join, address, key, host("alive"), silent)
+        endpoint, authority = way_in(address, key)
+        with Doorway("127.0.0.2") as doorway:
+            pass  # nobody is behind it any more
+        with Line(endpoint, authority) as mine:
+            _, exchanges = mine.ask()
+            mine.send(words.Arrived(host("dead")(), skew(exchanges), doorway.door, doorway.token))
+            report = result()
+        assert alive.result() == report
+    broken = {(link.source, link.target) for link in report.links if link.error}
+    assert broken
+    assert all("dead" in way for way in broken)
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+def test_only_who_has_the_token_may_measure() -> None:
+    with Doorway("127.0.0.1") as doorway:
+        (stranger,) = measure("a", "b", doorway.door, bytes(TOKEN_BYTES))
+        assert stranger.error
+        to, back = measure("a", "b", doorway.door, doorway.token)
+        assert (to.source, to.target, back.source, back.target) == ("a", "b", "b", "a")
+        assert to.bytes_per_s > 0 < back.bytes_per_s
+        assert not to.error
+
+
+def test_a_stranger_that_says_nothing_holds_nobody_up_for_long() -> None:
+    with Doorway("127.0.0.1") as doorway:
+        host_name, _, port = doorway.door.rpartition(":")
+        with socket.create_connection((host_name, int(port))):
+            assert not measure("a", "b", doorway.door, doorway.token)[0].error
+
+
+def test_a_door_that_is_closed() -> None:
+    with Doorway("127.0.0.1") as doorway:
+        door = doorway.door
+    (link,) = measure("a", "b", door, bytes(TOKEN_BYTES))
+    assert "refused" in link.error
+
+
+def test_without_a_key_nobody_is_asked() -> None:
+    report = join("127.0.0.2:5", None, host("nobody"), silent)
+    (found,) = report.problems
+    assert "you need its key file" in found.found
