@@ -110,7 +110,7 @@ def learn_alike(one: AnyStrategy, other: AnyStrategy) -> bool:
 def _learning(how: AnyStrategy) -> AnyStrategy | None:
     """What is learnt, without how it runs; None: what the job's own optimizer learns."""
     if isinstance(how, LocalSGD):
-        return replace(how, transport="auto", copies=True)
+        return replace(how, transport="auto", copies=None)
     return how.learning if isinstance(how, Sandblaster) else None
 
 
