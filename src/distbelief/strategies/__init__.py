@@ -178,7 +178,7 @@ def _parameter_server(text: str, options: Sequence[str]) -> ParameterServer:
                 f"unknown option '{option}' in the strategy '{text}'",
                 hint="options of ps: sync, ssp, async, servers=2, backups=1 (of sync), staleness=4 (of ssp), "
                 "n_push=1, n_fetch=1, adaptive, warm_up=0, noise=0, dc=0, shm, tcp (as in ps:sync:servers=2 and "
-                "ps:async:n_push=4); a compression (of ssp and async): bf16, int8 or topk=0.01, and with it always",
+                "ps:async:n_push=4); a compression: bf16, int8 or topk=0.01, and with it always",
             )
     return ParameterServer(**values)
 
