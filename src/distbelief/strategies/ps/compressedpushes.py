@@ -25,7 +25,7 @@ from distbelief.strategies.compressed import OwingPortion
 from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.parameterserver import ParameterServer
 from distbelief.strategies.ps.asynchronous import AsynchronousReplica
-from distbelief.strategies.ps.owing import Owed, saved_tensors, stays
+from distbelief.strategies.ps.owing import Owed, stays
 from distbelief.strategies.ps.pushcoding import PushCoding
 from distbelief.strategies.ps.servedmember import AlreadyCopied
 from distbelief.strategies.tables.servedtables import ServedTables
@@ -67,16 +67,14 @@ class CompressedPushes(AsynchronousReplica):
         self._take_up(begin_from)
 
     def _take_up(self, begin_from: BeginFrom) -> None:
-        """Where the parameters have begun from a checkpoint, what was owed then is owed again. If they have gone on
-        since, those who owe it are there."""
+        """Where the parameters have begun from a checkpoint, what was owed then is owed again."""
         life = self._client.life
         if self._life[0] == life:
             return
         self._life[0] = life
         self._residual.zero_()
-        if self._applied == self._began:
-            saved = saved_tensors(begin_from, self._applied)
-            self._owed.add(saved, self.exchange.rank, self.exchange.size, self._residual)
+        seat = self.exchange.rank, self.exchange.size
+        self._owed.add_once(begin_from, self._applied, self._began, seat, self._residual)
 
     # --- updates -----------------------------------------------------------------------------------------------------
 

@@ -38,6 +38,15 @@ class Owed:
                 if (key := f"{RESIDUAL}{member}/{name}") in saved:
                     into[place.part].add_(saved[key].reshape(-1))
 
+    def add_once(
+        self, begin_from: BeginFrom, applied: int, began: int, seat: tuple[int, int], into: torch.Tensor
+    ) -> None:
+        """The same for a member that comes without a residual, where the parameters began at `began`, and are at
+        `applied`: if they have gone on since, or were saved there by others, those who owe it are there. `seat`: rank,
+        and of how many."""
+        if applied == began:
+            self.add(saved_tensors(begin_from, applied), *seat, into)
+
 
 def stays(strategy: ParameterServer) -> str:
     """For people: nothing is compressed in shared memory."""
