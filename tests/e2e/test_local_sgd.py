@@ -56,7 +56,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
         ),
         (
             [
-                ["--workers", 1, "--strategy", "local_sgd:4:topk=0.05"],
+                ["--workers", 1, "--strategy", "local_sgd:4:topk=0.05:gloo"],
                 ["--workers", 2, "--strategy", "local_sgd:4:topk=0.05"],
                 ["--workers", 3, "--strategy", "local_sgd:4:topk=0.05:gloo"],
             ],
