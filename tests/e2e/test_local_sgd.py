@@ -56,9 +56,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
         ),
         (
             [
-                ["--workers", 1, "--strategy", "local_sgd:4:topk=0.05:gloo"],
-                ["--workers", 2, "--strategy", "local_sgd:4:topk=0.05"],
-                ["--workers", 3, "--strategy", "local_sgd:4:topk=0.05:gloo"],
+                ["--workers", 1, "--strategy", "local_sgd:4:bf16:gloo"],
+                ["--workers", 2, "--strategy", "local_sgd:4:bf16"],
+                ["--workers", 3, "--strategy", "local_sgd:4:bf16:gloo"],
             ],
             [8, 12, 15],
         ),
