@@ -3,7 +3,8 @@ computes them.
 
 They are decoded and added in the tree's order, and no sum is encoded: so none depends on who took part. Either all go
 to everybody, and everybody adds them; or each parameter's go to one member, which sends the sum to all as it is. The
-bits are the same, so it is done the way that takes fewer bytes. Buffers, and what is not float32, go as in `TorchExchange`.
+bits are the same, so it is done the way that takes fewer bytes. Buffers, and what is not float32, go as in
+`TorchExchange`.
 """
 
 from __future__ import annotations
