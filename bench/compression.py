@@ -1,6 +1,7 @@
 """Compressed gradients: bytes on the wire, accuracy after equally many steps, and time to an accuracy on a slow link.
 
     python bench/compression.py --folder /usr/share/datasets/fashion-mnist
+    python bench/compression.py --of local_sgd --methods none,int8 --results local.json
 
 Bytes and accuracies are reliable on a busy machine; times are only good as ratios within one run. It needs root, for
 network namespaces; --only accuracy does without.
@@ -32,16 +33,25 @@ PARTS = ("link", "accuracy")
 DATA = "/usr/share/datasets/fashion-mnist"
 
 
-def strategy(method: str) -> str:
-    return "allreduce:inexact:gloo" if method == PLAIN else f"allreduce:{method}:always"
+STRATEGIES = {
+    "allreduce": ("allreduce:inexact:gloo", "allreduce:{}:always"),
+    "local_sgd": ("local_sgd:8:replicas=2:gloo:nocopies", "local_sgd:8:replicas=2:{}:gloo"),
+    "ps:sync": ("ps:sync:servers=2:tcp", "ps:sync:servers=2:{}:always:tcp"),
+}
+"""Without and with compression; everything goes over the network."""
 
 
-def accuracy(method: str, settings: Sequence[str]) -> dict[str, Any]:
+def strategy(of: str, method: str) -> str:
+    plain, compressed = STRATEGIES[of]
+    return plain if method == PLAIN else compressed.format(method)
+
+
+def accuracy(how: str, settings: Sequence[str]) -> dict[str, Any]:
     """examples/fashion on two workers of this host."""
     sets = [part for setting in settings for part in ("--set", setting)]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "distbelief.cli.main", "train", str(HERE.parent / "examples" / "fashion.py")]
-        options = ["--workers", "2", "--strategy", strategy(method), "--save-every", "never", "--no-balance", "--json"]
+        options = ["--workers", "2", "--strategy", how, "--save-every", "never", "--no-balance", "--json"]
         found = subprocess.run([*command, *sets, *options], cwd=folder, capture_output=True, text=True, check=False)
     if found.returncode:
         raise SystemExit(found.stderr)
@@ -49,16 +59,17 @@ def accuracy(method: str, settings: Sequence[str]) -> dict[str, Any]:
     return {"accuracy": result["metrics"]["accuracy"], "steps": result["steps"], "wire_ratio": result["wire_ratio"]}
 
 
-def link(method: str, mbit: float, settings: Sequence[str], goal: float) -> dict[str, Any]:
+def link(how: str, mbit: float, settings: Sequence[str], goal: float) -> dict[str, Any]:
     sets = [part for setting in settings for part in ("--set", setting)]
     with tempfile.TemporaryDirectory() as folder, Cable(mbit) as cable:
         job = [str(HERE / "compression_job.py"), *sets]
-        return asdict(train(cable, Path(folder), strategy(method), job, goal))
+        return asdict(train(cable, Path(folder), how, job, goal))
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--folder", default=DATA, help="where the IDX files of Fashion-MNIST are")
+    options.add_argument("--of", choices=list(STRATEGIES), default="allreduce", help="the strategy")
     options.add_argument("--methods", type=some_of("method", METHODS), default=list(METHODS))
     options.add_argument("--only", type=some_of("part", PARTS), default=list(PARTS))
     options.add_argument("--mbit", type=float, default=100.0, help="megabits per second of the link, each way")
@@ -69,14 +80,14 @@ def main() -> None:
     given = options.parse_args()
     console, folder = Console(), f"folder={Path(given.folder).resolve()}"
     facts = {"machine": machine.facts(), "load_before": machine.load(), "mbit": given.mbit, "goal": given.goal}
-    found: dict[str, Any] = {**facts, "settings": given.set, "link": {}, "accuracy": {}}
+    found: dict[str, Any] = {**facts, "of": given.of, "settings": given.set, "link": {}, "accuracy": {}}
     for part in given.only:
         for method in given.methods:
             if part == "link":
-                figures = link(method, given.mbit, [folder, f"steps={given.steps}"], given.goal)
+                figures = link(strategy(given.of, method), given.mbit, [folder, f"steps={given.steps}"], given.goal)
                 found["link"][method] = {**figures, "most_steps": given.steps}
             else:
-                found["accuracy"][method] = accuracy(method, [folder, *given.set])
+                found["accuracy"][method] = accuracy(strategy(given.of, method), [folder, *given.set])
             console.print(part, method, found[part][method])
             found["load_after"] = machine.load()
             given.results.write_text(json.dumps(found, indent=2) + "\n")

@@ -30,8 +30,8 @@ HERE = "127.0.0.1"
 STRATEGY_HELP = (
     "How to learn it: allreduce, ps:sync, ps:async or ps:ssp:staleness=S (parameter servers), sandblaster (L-BFGS), "
     "local_sgd:H, pipeline:K, tensor:K, sharded, or degrees such as dp2.tp2.pp2 and dp2.fsdp2; options follow after "
-    "colons, as in allreduce:gloo, ps:sync:servers=3:backups=1, ps:async:adaptive:dc=0.04, ps:async:int8 or "
-    "pipeline:4:zbv."
+    "colons, as in allreduce:gloo, ps:sync:servers=3:backups=1, ps:async:adaptive:dc=0.04, pipeline:4:zbv; "
+    "with a compression for slow links as in allreduce:int8, ps:async:int8, local_sgd:8:topk=0.01 or dp2.pp2:bf16."
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from distbelief.comm.codedparts import CodedParts
 from distbelief.comm.codedtiles import CodedTiles
 from distbelief.comm.compression.option import long_form
 from distbelief.comm.compression.powersgd import LowRank
@@ -20,6 +21,8 @@ def networked(
     """`memory`: what this process keeps from one generation to the next."""
     if geometry.compression is None:
         return TorchExchange(meeting, rank, geometry, abort, memory)
+    if geometry.compression.apart:
+        return CodedParts(meeting, rank, geometry, abort, memory)
     method = parse(long_form(geometry.compression.method))
     if isinstance(method, LowRank):
         return LowRankSums(meeting, rank, geometry, abort, method, memory)

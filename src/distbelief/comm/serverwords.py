@@ -31,6 +31,17 @@ class Node(Struct, frozen=True, tag=True):
     integers: bytes = b""
     """The integer buffers after the first shard of the step, where that is in it."""
     segment: str = ""
+    generation: int = -1
+    """Whose partial sum it is, where that makes a difference; see `Afresh`."""
+    coded: bool = False
+    """The frame is compressed (strategies/ps/pushcoding.py)."""
+
+
+class Afresh(Struct, frozen=True, tag=True):
+    """From that step on only partial sums of this generation count. What others have sent of it is forgotten."""
+
+    step: int
+    generation: int
 
 
 class Go(Struct, frozen=True, tag=True):
@@ -122,7 +133,7 @@ class Open(Struct, frozen=True, tag=True):
     step: int
 
 
-OfRuns = Node | Go | Begun | Note | Gradient | ShardRows | RowGradient | Ask | Complete | Members | Gate | Open
+OfRuns = Node | Afresh | Go | Begun | Note | Gradient | ShardRows | RowGradient | Ask | Complete | Members | Gate | Open
 Content = OfRuns | v.Do | v.Begin | v.Take | v.Keep | KeyContent
 RUN = 1 << 40
 """In place of a client: the source of updates, which are the run's, whoever computes them."""
@@ -287,6 +298,8 @@ class Looked(Struct, frozen=True, tag=True):
     """Of the last steps, from slice 0 only; so is the note, with the steps that were applied when it was kept."""
     note: tuple[int, bytes] = (-1, b"")
     integers: bytes = b""
+    began: int = 0
+    """The step from which the parameters have gone on since they began, or began anew. From the ledger only."""
 
 
 class Contents(Struct, frozen=True, tag=True):

@@ -191,4 +191,4 @@ class LedgerSlice:
     def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
         assert isinstance(question, Look)
         done = self._terms.first + self._book.completed
-        return Letter(Looked(question.ticket, question.slice, done, [], note=self._book.note))
+        return Letter(Looked(question.ticket, question.slice, done, [], note=self._book.note, began=self._terms.first))

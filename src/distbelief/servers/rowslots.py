@@ -40,10 +40,6 @@ class RowSlots:
         """The row number of every slot."""
         return self._numbers.rows[: self.count]
 
-    @property
-    def size_bytes(self) -> int:
-        return self._places.nbytes + self.count * self._numbers.row_bytes
-
     def find(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The slot of every row, `ABSENT` where it has none."""
         mask = self._places.shape[0] - 1

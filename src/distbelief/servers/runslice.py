@@ -21,6 +21,7 @@ import torch
 from distbelief.comm.exchange import ROW, depth, tree_add
 from distbelief.comm.letters import Letter
 from distbelief.comm.serverwords import (
+    Afresh,
     Begun,
     Contents,
     Fetch,
@@ -44,6 +45,7 @@ from distbelief.servers.payloads import OpenSegment, tiles_of, with_bytes
 from distbelief.servers.slicememory import SliceMemory
 from distbelief.servers.stores import Change, Snapshot, State
 from distbelief.shards import Range, Schedule
+from distbelief.strategies.ps.pushcoding import PushCoding
 from distbelief.strategies.verdict import COUNTS, WEIGHT, judge_rows
 
 REMEMBERED = 1024
@@ -62,10 +64,15 @@ class _Step(msgspec.Struct, frozen=True):
     past: list[StepPast]
     note: tuple[int, bytes]
     begun: tuple[int, list[int]] = (0, [])
+    generation: int = -1
 
 
 class RunSlice:
-    def __init__(self, memory: SliceMemory, job: Job, schedule: Schedule, open_segment: OpenSegment) -> None:
+    def __init__(
+        self, memory: SliceMemory, job: Job, schedule: Schedule, open_segment: OpenSegment,
+        coding: PushCoding | None = None,
+    ) -> None:  # fmt: skip
+        """`coding`: how partial sums may be compressed."""
         self.memory = memory
         self.version = 0
         """Steps applied."""
@@ -77,6 +84,9 @@ class RunSlice:
         self._job = job
         self._schedule = schedule
         self._open = open_segment
+        self._coding = coding
+        self._generation = -1
+        """Whose partial sums count, where they differ: the newest that has begun a step afresh."""
         self._entries = len(memory.layout.entries)
         self._mine = np.zeros(self._entries, np.bool_)
         self._mine[[piece.entry for t in memory.shape.tiles for piece in memory.layout.pieces[t]]] = True
@@ -118,7 +128,12 @@ class RunSlice:
                 newest, ranks = self._begun
                 if generation >= newest:
                     self._begun = generation, sorted({*(ranks if generation == newest else ()), rank})
-            case Node() if change.content.step == self.version:
+            case Afresh(step=step, generation=generation) if generation > self._generation:
+                self._generation = generation
+                if step <= self.version:
+                    self.measured = (-1, [])
+                    self._start()
+            case Node(step=step, generation=generation) if (step, generation) == (self.version, self._generation):
                 self._add(change.content, change.payload)
             case Go() if change.content.step == self.version and self._go is None:
                 self._go = change.content.factor
@@ -128,7 +143,7 @@ class RunSlice:
         nodes = self.nodes()
         about = _Step(
             self._rows.tobytes(), self._touched.tobytes(), self._integers, nodes, self._go,
-            self.measured, list(self.past), self.note, self._begun,
+            self.measured, list(self.past), self.note, self._begun, self._generation,
         )  # fmt: skip
         parts = [self.memory.contents()]
         for node in nodes:
@@ -153,7 +168,7 @@ class RunSlice:
                 parts.append(content[at : at + shape.size_bytes].clone().view(shape.dtype))
                 at += shape.size_bytes
             self._gathered.add(node, parts)
-        self._go, self._begun = about.go, about.begun
+        self._go, self._begun, self._generation = about.go, about.begun, about.generation
         # The sums themselves do not travel: they are added again from their parts.
         self.measured = about.measured if about.measured[0] < snapshot.version else (-1, [])
         self._proceed()
@@ -168,8 +183,7 @@ class RunSlice:
     def _add(self, node: Node, payload: Any) -> None:
         if not 0 <= node.first < node.end <= self._schedule.shards:
             raise DistBeliefError(f"there are no shards {node.first} to {node.end} in a step")
-        shape = self.memory.shape
-        parts = tiles_of(shape, self.memory.layout, node.segment, payload, self._open)
+        parts = self._parts(node, payload)
         if not self._gathered.add((node.first, node.end), parts):
             return
         rows = np.frombuffer(node.rows).reshape(-1, ROW)
@@ -178,6 +192,16 @@ class RunSlice:
         if node.first == 0:
             self._integers = (self._integers[0], node.integers)
         self._proceed()
+
+    def _parts(self, node: Node, payload: Any) -> list[torch.Tensor]:
+        shape, layout = self.memory.shape, self.memory.layout
+        if not node.coded:
+            return tiles_of(shape, layout, node.segment, payload, self._open)
+        if self._coding is None:
+            raise DistBeliefError("a partial sum is compressed, and the strategy does not say how")
+        parts = {t: torch.empty(layout.tiles[t].numel, dtype=layout.tiles[t].dtype) for t in shape.tiles}
+        self._coding.read(payload, parts)
+        return list(parts.values())
 
     def _proceed(self) -> None:
         """Apply the step, if everything is there."""

@@ -6,7 +6,7 @@ before, and which rows belong here, is for others to know.
 
 A row becomes resident when it is first pushed to. A pull only looks: a row that is not resident has its initial
 values, which are computed again each time. So pulls change nothing that a backup would have to be told, and
-an evaluation over all rows costs no memory. `keep=True` makes pulled rows resident, to save computing them again.
+an evaluation over all rows costs no memory.
 """
 
 from __future__ import annotations
@@ -47,20 +47,11 @@ class Table:
         """How many rows take memory."""
         return self._slots.count
 
-    @property
-    def size_bytes(self) -> int:
-        """The memory that they take."""
-        return self._slots.size_bytes + self.resident * sum(array.row_bytes for array in self._arrays.values())
-
-    def pull(self, rows: torch.Tensor, *, keep: bool = False) -> torch.Tensor:
+    def pull(self, rows: torch.Tensor) -> torch.Tensor:
         """The values of these rows, in this order; a row may be asked for several times."""
         numbers = self._checked_rows(rows)
         slots = self._slots.find(numbers)
         absent = np.flatnonzero(slots == ABSENT)
-        if keep and absent.size:
-            self._add(np.unique(numbers[absent]))
-            slots = self._slots.find(numbers)
-            absent = absent[:0]
         values = self._arrays["values"].gather(slots)
         if absent.size:
             write_rows(values, absent, self.form.initial(numbers[absent]))

@@ -12,7 +12,7 @@ from distbelief.comm.compression.option import NAMES as COMPRESSIONS
 from distbelief.errors import JobError
 from distbelief.strategies.allreduce import AllReduce
 from distbelief.strategies.degrees import Wish
-from distbelief.strategies.hybrid import SCHEDULES, Hybrid, Meshed, Pipeline, Sharded, Tensor
+from distbelief.strategies.hybrid import SCHEDULES, Hybrid, Meshed, Pipeline, Sharded, Tensor, no_gradients_travel
 from distbelief.strategies.local_sgd import LocalSGD, parse_local_sgd
 from distbelief.strategies.parameterserver import MODES, ParameterServer
 from distbelief.strategies.sandblaster import Sandblaster, parse_sandblaster
@@ -37,7 +37,7 @@ def parse(text: str) -> AnyStrategy:
     >>> parse("pipeline:4:zbv")
     Pipeline(stages=4, schedule='zbv', snapshots=None)
     >>> parse("dp2.tp2.pp2:snapshots=50")
-    Hybrid(data=2, tensor=2, pipeline=2, sharded=1, schedule='1f1b', snapshots=50)
+    Hybrid(data=2, tensor=2, pipeline=2, sharded=1, schedule='1f1b', snapshots=50, compression='', always=False)
     """
     name, *options = text.split(":")
     if name == "allreduce":
@@ -50,17 +50,17 @@ def parse(text: str) -> AnyStrategy:
         return parse_local_sgd(text, options)
     if name == "pipeline":
         stages, rest = _degree(text, options)
-        return Pipeline(stages, **_options(text, rest, scheduled=True))
+        return Pipeline(stages, **_uncompressed(text, _options(text, rest, scheduled=True)))
     if name == "tensor":
         degree, rest = _degree(text, options)
-        return Tensor(degree, **_options(text, rest, scheduled=False))
+        return Tensor(degree, **_uncompressed(text, _options(text, rest, scheduled=False)))
     if name == "sharded":
         if options and options[0].isdigit():
             raise JobError(
                 f"the strategy '{text}' gives sharded a degree, but it divides the model among all workers",
                 hint=f"groups of {options[0]} workers that divide it are fsdp{options[0]}",
             )
-        return Sharded(**_options(text, options, scheduled=False))
+        return Sharded(**_uncompressed(text, _options(text, options, scheduled=False)))
     degrees = _degrees(text, name)
     return Hybrid(**degrees, **_options(text, options, scheduled=degrees.get("pipeline", 1) > 1))
 
@@ -110,7 +110,7 @@ def learn_alike(one: AnyStrategy, other: AnyStrategy) -> bool:
 def _learning(how: AnyStrategy) -> AnyStrategy | None:
     """What is learnt, without how it runs; None: what the job's own optimizer learns."""
     if isinstance(how, LocalSGD):
-        return replace(how, transport="auto", copies=True)
+        return replace(how, transport="auto", copies=None)
     return how.learning if isinstance(how, Sandblaster) else None
 
 
@@ -178,7 +178,7 @@ def _parameter_server(text: str, options: Sequence[str]) -> ParameterServer:
                 f"unknown option '{option}' in the strategy '{text}'",
                 hint="options of ps: sync, ssp, async, servers=2, backups=1 (of sync), staleness=4 (of ssp), "
                 "n_push=1, n_fetch=1, adaptive, warm_up=0, noise=0, dc=0, shm, tcp (as in ps:sync:servers=2 and "
-                "ps:async:n_push=4); a compression (of ssp and async): bf16, int8 or topk=0.01, and with it always",
+                "ps:async:n_push=4); a compression: bf16, int8 or topk=0.01, and with it always",
             )
     return ParameterServer(**values)
 
@@ -222,6 +222,12 @@ def _positive(text: str, number: str) -> int:
     return int(number)
 
 
+def _uncompressed(text: str, values: dict[str, Any]) -> dict[str, Any]:
+    if values.keys() & {"compression", "always"}:
+        raise no_gradients_travel(text)
+    return values
+
+
 def _options(text: str, options: Sequence[str], *, scheduled: bool) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for option in options:
@@ -235,6 +241,10 @@ def _options(text: str, options: Sequence[str], *, scheduled: bool) -> dict[str,
                 f"'{option}' in the strategy '{text}' is not of the form snapshots=50",
                 hint="the number is that of steps between two snapshots; 0 takes none",
             )
+        elif key in COMPRESSIONS:
+            name, value = "compression", option
+        elif option == "always":
+            name, value = "always", True
         elif option in SCHEDULES and scheduled:
             name, value = "schedule", option
         elif option in SCHEDULES:
@@ -242,7 +252,9 @@ def _options(text: str, options: Sequence[str], *, scheduled: bool) -> dict[str,
         else:
             schedules = f"{', '.join(SCHEDULES)}, " if scheduled else ""
             raise JobError(
-                f"unknown option '{option}' in the strategy '{text}'", hint=f"options: {schedules}snapshots=STEPS"
+                f"unknown option '{option}' in the strategy '{text}'",
+                hint=f"options: {schedules}snapshots=STEPS; with dp2 and more a compression (bf16, int8, topk=0.01) "
+                "and always",
             )
         if name in values:
             raise JobError(f"the strategy '{text}' gives its {name} twice", hint="give it once")

@@ -36,7 +36,7 @@ _OWED_PIECE = -1
 _LINE = 64
 
 
-def compressing(layout: Layout, method: str, seed: int, always: bool) -> Compression:
+def compressing(layout: Layout, method: str, seed: int, always: bool, apart: bool = False) -> Compression:
     """What is compressed of a model that is laid out so: float32 parameters."""
     places = tuple(
         Place(index, entry.offset_bytes // 4, tuple(entry.shape))
@@ -44,7 +44,7 @@ def compressing(layout: Layout, method: str, seed: int, always: bool) -> Compres
         if entry.kind == "parameter" and entry.dtype == torch.float32
     )
     tiles = frozenset(t.index for t in layout.tiles[: layout.parameter_tiles] if t.dtype == torch.float32)
-    return Compression(canonical(method), tiles, places, seed, always)
+    return Compression(canonical(method), tiles, places, seed, always, apart)
 
 
 class CompressedReplica(DataParallelReplica):

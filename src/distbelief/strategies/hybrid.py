@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
+from distbelief.comm.compression.option import canonical
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Schedule
@@ -30,6 +31,10 @@ class Meshed(ABC):
 
     snapshots: int | None
     """Steps between two snapshots that a neighbour keeps in its memory. None: chosen from what one costs; 0: none."""
+    compression: str = ""
+    """How gradients are made smaller on their way between members that hold the same part: bf16, int8 or topk=0.01."""
+    always: bool = False
+    """Compression is never switched off by itself where the link is faster than the compressor."""
 
     @property
     def exact(self) -> bool:
@@ -61,7 +66,8 @@ class Meshed(ABC):
 
     def _options(self, schedule: str = DEFAULT_SCHEDULE) -> str:
         named = f":{schedule}" if schedule != DEFAULT_SCHEDULE else ""
-        return named + (f":snapshots={self.snapshots}" if self.snapshots is not None else "")
+        named += f":snapshots={self.snapshots}" if self.snapshots is not None else ""
+        return named + (f":{self.compression}" if self.compression else "") + (":always" if self.always else "")
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,8 @@ class Hybrid(Meshed):
     sharded: int = 1
     schedule: PipelineSchedule = DEFAULT_SCHEDULE
     snapshots: int | None = None
+    compression: str = ""
+    always: bool = False
 
     def __post_init__(self) -> None:
         self._check(tensor=self.tensor, pipeline=self.pipeline, sharded=self.sharded)
@@ -157,12 +165,35 @@ class Hybrid(Meshed):
             )
         if self.data is None and self.tensor * self.pipeline * self.sharded == 1:
             raise JobError("a hybrid strategy must divide something", hint="for example dp2.tp2.pp2 or dp2.fsdp2")
+        self._check_compression()
+
+    def _check_compression(self) -> None:
+        if not self.compression:
+            if self.always:
+                raise JobError("always is for compression, and there is none", hint="for example dp2.pp2:int8:always")
+            return
+        object.__setattr__(self, "compression", canonical(self.compression))
+        if self.compression.startswith("powersgd"):
+            raise JobError(
+                "powersgd cannot compress the gradients of a model that is divided",
+                hint="use bf16, int8 or topk=0.01 here, or allreduce:powersgd=4",
+            )
+        if self.data is None or self.data < 2:
+            raise no_gradients_travel(str(self))
 
     def __str__(self) -> str:
         return dotted(self.data, self.sharded, self.tensor, self.pipeline) + self._options(self.schedule)
 
     def wish(self) -> Wish:
         return Wish(self.data, self.sharded, self.tensor, self.pipeline)
+
+
+def no_gradients_travel(strategy: str) -> JobError:
+    return JobError(
+        f"there is nothing to compress in {strategy}: gradients travel, and are compressed, between members that hold "
+        "the same part of the model, and it does not say that there are any",
+        hint="say so with dp2 or more, as in dp2.pp2:int8; activations and pieces of a sharded model go as they are",
+    )
 
 
 def _check_number(name: str, number: int | None, least: int) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from distbelief.comm.compression.option import NAMES as COMPRESSIONS
+from distbelief.comm.compression.option import canonical
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Schedule
@@ -28,7 +30,8 @@ LR = 0.7
 MOMENTUM = 0.9
 USUAL_REPLICAS = 4
 _FORM = (
-    "local_sgd:8 (local steps), with options after it: replicas=4, nesterov, lr=0.7, momentum=0.9, shm, gloo, nocopies"
+    "local_sgd:8 (local steps), with options after it: replicas=4, nesterov, lr=0.7, momentum=0.9, shm, gloo, copies, "
+    "nocopies, and a compression: bf16, int8 or topk=0.01"
 )
 
 
@@ -54,9 +57,13 @@ class LocalSGD:
     """Of the outer step; None: 0.9 with nesterov. The average has none."""
     transport: Transport = "auto"
     """How differences travel: shared memory on one host, gloo across hosts; auto chooses."""
-    copies: bool = True
-    """Without shared memory: whether a replica's optimizer state is also sent to another worker, in every outer step.
-    Off: less traffic, and after a death the run goes back to the last checkpoint."""
+    copies: bool | None = None
+    """Without shared memory: whether a replica's optimizer state, and what it owes, are also sent to another worker in
+    every outer step. Off: less traffic, and after a death the run goes back to the last checkpoint. None: on, unless
+    differences are compressed."""
+    compression: str = ""
+    """How differences are made smaller on their way: bf16, int8 or topk=0.01. Each replica keeps what it did not send,
+    and what is learnt depends on it, on any number of workers and in shared memory too."""
 
     def __post_init__(self) -> None:
         for name, value in (("steps", self.steps), ("replicas", self.replicas)):
@@ -81,6 +88,19 @@ class LocalSGD:
                 hint="without momentum it is an average: leave nesterov away",
             )
 
+        self._check_compression()
+
+    def _check_compression(self) -> None:
+        if not self.compression:
+            return
+        object.__setattr__(self, "compression", canonical(self.compression))
+        if self.compression.startswith("powersgd"):
+            raise JobError(
+                "powersgd cannot compress the differences of local_sgd",
+                hint="it sums matrices over all workers, and these need not be as many as replicas: use bf16, int8 or "
+                "topk=0.01 here, or allreduce:powersgd=4",
+            )
+
     def __str__(self) -> str:
         options = [
             *([f"replicas={self.replicas}"] if self.replicas is not None else []),
@@ -88,7 +108,8 @@ class LocalSGD:
             *([f"lr={self.lr!r}"] if self.lr is not None else []),
             *([f"momentum={self.momentum!r}"] if self.momentum is not None else []),
             *([self.transport] if self.transport != "auto" else []),
-            *(["nocopies"] if not self.copies else []),
+            *([self.compression] if self.compression else []),
+            *(["copies" if self.copies else "nocopies"] if self.copies is not None else []),
         ]
         return ":".join(["local_sgd", str(self.steps), *options])
 
@@ -99,6 +120,10 @@ class LocalSGD:
     @property
     def stride(self) -> int:
         return self.steps
+
+    @property
+    def sends_copies(self) -> bool:
+        return not self.compression if self.copies is None else self.copies
 
     @property
     def outer_options(self) -> dict[str, Any]:
@@ -134,8 +159,10 @@ class LocalSGD:
 def parse_local_sgd(text: str, options: Sequence[str]) -> LocalSGD:
     """The strategy that a command line names.
 
-    >>> parse_local_sgd("local_sgd:8:nesterov", ["8", "nesterov"])
-    LocalSGD(steps=8, replicas=None, outer='nesterov', lr=None, momentum=None, transport='auto', copies=True)
+    >>> parse_local_sgd("local_sgd:8:nesterov:int8", ["8", "nesterov", "int8"]) == LocalSGD(
+    ...     8, outer="nesterov", compression="int8"
+    ... )
+    True
     """
     if not options or not options[0].isdigit():
         raise JobError(f"the strategy '{text}' does not say how many local steps there are", hint=f"write {_FORM}")
@@ -154,8 +181,16 @@ def _option(text: str, option: str) -> tuple[str, Any]:
         return "outer", option
     if option in get_args(Transport):
         return "transport", option
-    if option == "nocopies":
-        return "copies", False
+    if option in ("copies", "nocopies"):
+        return "copies", option == "copies"
+    if key in COMPRESSIONS:
+        return "compression", option
+    if option == "always":
+        raise JobError(
+            f"always in the strategy '{text}': the compression of local_sgd is never switched off, since its weights "
+            "do not depend on measured times",
+            hint="leave always out",
+        )
     kinds = {"replicas": int, "lr": float, "momentum": float}
     if key in kinds and equals:
         try:

@@ -103,10 +103,11 @@ class ParameterServer:
                 "powersgd cannot compress what is pushed to servers",
                 hint="it sums matrices over all workers: use allreduce:powersgd=4, or bf16, int8 or topk=0.01 here",
             )
-        if self.mode == "sync":
+        if self.backups:
             raise JobError(
-                f"with {self.compression} the weights would depend on who computes what, and ps:sync is exact",
-                hint=f"use ps:async:{self.compression} or allreduce:{self.compression}",
+                f"with {self.compression} a shard gives something else to everybody who computes it, so there are no "
+                "backup copies of late ones",
+                hint=f"leave out backups or {self.compression}",
             )
         if self.over == "shm" and not self.always:
             raise JobError(
@@ -121,7 +122,7 @@ class ParameterServer:
 
     @property
     def exact(self) -> bool:
-        return self.mode == "sync"
+        return self.mode == "sync" and not self.compression
 
     @property
     def stride(self) -> int:

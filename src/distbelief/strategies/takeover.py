@@ -30,6 +30,16 @@ def plan_step(shards: int, occupied: int, ranges: Sequence[Range], rank: int) ->
     return _work(shards, occupied, [partial_sums(shards, occupied, mine) for mine in ranges], [], rank, [ranges[rank]])
 
 
+def plan_apart(shards: int, occupied: int, ranges: Sequence[Range], rank: int) -> StepWork:
+    """An ordinary step in which every shard is a partial sum of its own, in a slot of its own."""
+    everybody = []
+    for first, end in ranges:
+        mine = range(first, min(end, occupied))
+        work = tuple(ShardWork(shard, shard - first, ()) for shard in mine)
+        everybody.append(Partials(work, {(shard, shard + 1): shard - first for shard in mine}))
+    return _work(shards, occupied, everybody, [], rank, [ranges[rank]])
+
+
 def plan_takeover(shards: int, occupied: int, held: Sequence[Held], members: int, rank: int) -> StepWork:
     """A step that others began: what they have published is used, what is missing is divided anew.
 

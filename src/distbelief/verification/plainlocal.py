@@ -10,6 +10,9 @@ Like plain.py, of which it is made: nothing of the strategies is used but the va
         run the outer optimizer on the parameters of before, with that difference for a gradient
         float buffers become their average over the replicas; integer buffers are those of the first replica
 
+With compression each replica sends its difference encoded, parameter by parameter, and keeps what that lost for its
+next round. What it did not touch it does not send.
+
 A parameter that had no gradient in any step of any replica is left alone, by the outer optimizer too.
 """
 
@@ -21,6 +24,9 @@ from dataclasses import dataclass
 
 import torch
 
+from distbelief.comm.compression.codec import Codec
+from distbelief.comm.compression.option import long_form
+from distbelief.comm.compression.spec import parse_codec
 from distbelief.errors import DistBeliefError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
@@ -76,7 +82,7 @@ def train_locally(job: Job, model: torch.nn.Module, how: LocalSGD, most_steps: i
                 tensor.copy_(value)
             if end := replica.train(round_):
                 ends.append(end)
-        apply(outer, parameters, before[: len(parameters)], ends)
+        apply(outer, parameters, before[: len(parameters)], ends, how.compression)
         mean_buffers(buffers, before[len(parameters) :], ends)
         for place in range(len(round_)):
             told = [end.told[place] for end in ends]
@@ -91,6 +97,8 @@ class End:
     parameters: list[torch.Tensor]
     touched: list[bool]
     """Per parameter: whether any step gave it a gradient."""
+    owed: dict[int, torch.Tensor]
+    """Parameter -> what the replica has not sent of its differences yet."""
     floats: list[torch.Tensor]
     changed: list[bool]
     """Per float buffer: whether any step changed it."""
@@ -112,6 +120,7 @@ class Replica:
         self._fetch = fetch
         self._group = group
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._owed: dict[int, torch.Tensor] = {}
         self._optimizer = make_optimizer(job, self._parameters)
         self._rates = [float(group["lr"]) if "lr" in group else None for group in self._optimizer.param_groups]
 
@@ -133,6 +142,7 @@ class Replica:
         return End(
             [parameter.detach().clone() for parameter in self._parameters],
             touched,
+            self._owed,
             [buffer.clone() for buffer in self._buffers.floats],
             changed,
             [buffer.clone() for buffer in self._buffers.integers],
@@ -159,15 +169,32 @@ class Replica:
 
 
 def apply(
-    outer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], before: list[torch.Tensor], ends: list[End]
-) -> None:
+    outer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], before: list[torch.Tensor], ends: list[End],
+    compression: str = "",
+) -> None:  # fmt: skip
     """The outer step."""
+    codec = parse_codec(long_form(compression)) if compression else None
     for place, (parameter, then) in enumerate(zip(parameters, before, strict=True)):
         parameter.data.copy_(then)
         parameter.grad = None
         if any(end.touched[place] for end in ends):
-            parameter.grad = add_tree([then - end.parameters[place] for end in ends]) * (1.0 / len(ends))
+            parameter.grad = add_tree([sent(end, place, then, codec) for end in ends]) * (1.0 / len(ends))
     update(outer, parameters)
+
+
+def sent(end: End, place: int, then: torch.Tensor, codec: Codec | None) -> torch.Tensor:
+    """A replica's difference, as it arrives."""
+    difference = then - end.parameters[place]
+    if codec is None or difference.dtype != torch.float32 or not difference.numel():
+        return difference
+    if not end.touched[place]:
+        return torch.zeros_like(difference)
+    vector = difference.reshape(-1)
+    owed = end.owed.setdefault(place, torch.zeros_like(vector))
+    message = codec.encode(vector + owed)
+    arrived = codec.decode(message.header, message.frames)
+    end.owed[place] = vector + owed - arrived
+    return arrived.view_as(difference)
 
 
 def mean_buffers(buffers: Buffers, before: list[torch.Tensor], ends: list[End]) -> None:

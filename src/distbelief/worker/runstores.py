@@ -58,12 +58,12 @@ class RunStores(SliceSource):
         values, name = self._segment(number, shape.value_bytes)
         memory = SliceMemory(shape, prepared.layout, prepared.recipe, self._job, values)
         store: RunSlice | FreeSlice
+        method = self._strategy.compression
+        coding = PushCoding(method, shape, prepared.layout) if method else None
         if not self._strategy.waits:
-            method = self._strategy.compression
-            coding = PushCoding(method, shape, prepared.layout) if method else None
             store = FreeSlice(memory, self._open, self._strategy.dc, coding)
         else:
-            store = RunSlice(memory, self._job, self._schedule, self._open)
+            store = RunSlice(memory, self._job, self._schedule, self._open, coding)
             store.clock = time.time
         if first:
             state, _ = self._begun()

@@ -52,6 +52,8 @@ class Act:
     """The folder to begin from; empty: from the first step."""
     save: str = ""
     """The folder to save to after `SAVED` steps; empty: goes on to `END`."""
+    scratch: str = ""
+    """Where an act that neither loads nor saves leaves its weights."""
 
 
 def perform(keeper: KeeperClient, worker: int, port: int, acts: Sequence[Act]) -> list[dict[str, torch.Tensor]]:
@@ -95,7 +97,7 @@ def _perform(rank: int, meeting: Rendezvous, act: Act) -> dict[str, torch.Tensor
         replica.commit(step)
     if act.save:
         _save(replica, rank, act.save)
-    path = Path(act.save or act.load) / f"{act.layout.strategy}-{act.layout.workers}.safetensors"
+    path = Path(act.save or act.load or act.scratch) / f"{act.layout.strategy}-{act.layout.workers}.safetensors"
     replica.save_weights(path)
     group.gather(b"")
     group.close()

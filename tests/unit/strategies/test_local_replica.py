@@ -89,6 +89,9 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
         LocalSGD(3, replicas=4, outer="nesterov"),
         LocalSGD(1, replicas=3),  # in every fourth round the last replicas have no samples at all
         LocalSGD(1, replicas=6, outer="nesterov"),
+        LocalSGD(3, replicas=3, compression="bf16"),
+        LocalSGD(1, replicas=3, compression="int8=16"),
+        LocalSGD(3, replicas=4, outer="nesterov", compression="topk=0.1"),
     ],
     ids=str,
 )
@@ -132,6 +135,47 @@ def test_a_replica_that_forgot_its_own_momentum_would_come_elsewhere() -> None:
     again.train()
     first.train()
     assert any(not torch.equal(a, b) for a, b in zip(again.weights().values(), first.weights().values(), strict=True))
+
+
+@pytest.mark.parametrize("method", ["bf16", "int8", "topk=0.05"])
+def test_what_a_replica_owes_is_saved_and_counts(method: str) -> None:
+    job, how = job_of("momentum"), LocalSGD(3, replicas=3, compression=method)
+    first = Trainer(job, how)
+    first.train(until=6)
+    saved, forgetful = first.saved(), first.saved()
+    owed = [name for name in saved.tensors if name.startswith("replica1/residual/")]
+    assert any(bool(saved.tensors[name].any()) for name in owed)
+    again = Trainer(job, how, lambda step=-1: saved)
+    again.train()
+    first.train()
+    assert_same_bits(again.weights(), first.weights())
+    for name in owed:
+        forgetful.tensors[name].zero_()
+    other = Trainer(job, how, lambda step=-1: forgetful)
+    other.train()
+    assert any(not torch.equal(a, b) for a, b in zip(other.weights().values(), first.weights().values(), strict=True))
+
+
+def test_all_that_was_sent_and_what_is_owed_is_the_sum_of_all_differences() -> None:
+    """One replica whose outer step is its own difference: where it is, less what it owes, is where it wants to be."""
+    job = job_of("momentum")
+    plain, coded = Trainer(job, LocalSGD(1, replicas=1)), Trainer(job, LocalSGD(1, replicas=1, compression="int8=8"))
+    plain.train(until=1)
+    coded.train(until=1)
+    residuals = coded.saved().tensors
+    for name, parameter in coded.model.named_parameters():
+        if (owed := residuals.get(f"replica0/residual/{name}")) is not None:
+            torch.testing.assert_close(parameter - owed, plain.weights()[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_round_that_is_begun_again_consumes_nothing_twice() -> None:
+    job, how = job_of("momentum"), LocalSGD(3, replicas=3, compression="topk=0.05")
+    smooth, rough = Trainer(job, how), Trainer(job, how)
+    smooth.train()
+    rough.train(until=3)
+    rough.replica.compute(3)  # and it comes to nothing
+    rough.train()
+    assert_same_bits(rough.weights(), smooth.weights())
 
 
 def test_a_state_of_another_number_of_replicas_does_not_fit() -> None:

@@ -75,7 +75,7 @@ def test_a_copy_is_of_one_step_although_the_next_one_changes_everything() -> Non
     for case in ("awkward", "adam", "cnn"):
         state = trained(case, 2)
         portion, memory, kept = begun(state)
-        copying = copy_of(portion, state, memory)
+        copying = copy_of(portion, state, {}, memory)
         compute(state, case, 2)  # buffers change while shards are computed, before anything is applied
         copying.finish_before_a_write()
         state.apply(Verdict(2, 0.0, 4, "", 1, 0.0, 0.1, 1))
@@ -89,7 +89,7 @@ def test_a_copy_is_of_one_step_although_the_next_one_changes_everything() -> Non
 def test_only_what_is_small_or_changes_early_is_copied_at_once() -> None:
     state = trained("cnn", 1)
     portion, memory, _ = begun(state)
-    outside = set(copy_of(portion, state, memory).outside)
+    outside = set(copy_of(portion, state, {}, memory).outside)
     buffers = {f"model/{name}" for name, _ in state.part.stages[0].module.named_buffers()}
     assert outside == buffers | {f"begun/{one.name}" for one in state.optimizer.held}
 
@@ -97,7 +97,7 @@ def test_only_what_is_small_or_changes_early_is_copied_at_once() -> None:
 def test_state_that_has_not_begun_is_written_as_zeros() -> None:
     state = trained("awkward", 0)
     portion, memory, kept = begun(state)
-    copying = copy_of(portion, state, memory)
+    copying = copy_of(portion, state, {}, memory)
     copying.finish()
     check(portion, memory, copying, kept)
     assert not kept["optimizer/momentum_buffer/first.weight"].any()
@@ -111,7 +111,7 @@ def test_each_of_two_that_hold_the_same_copies_its_share() -> None:
     assert {**both[0].boxes, **both[1].boxes} == state.boxes()
     for portion in both:
         memory = Segment.private(portion.size_bytes)
-        copying = copy_of(portion, state, memory)
+        copying = copy_of(portion, state, {}, memory)
         copying.run()
         expected = {name: value for name, value in pieces_of(state).items() if name in portion.boxes}
         check(portion, memory, copying, expected)

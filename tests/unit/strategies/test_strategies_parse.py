@@ -25,7 +25,10 @@ transports = st.sampled_from(["auto", "shm", "gloo"])
 hybrids = st.builds(
     Hybrid, data=degree | st.none(), tensor=degree, pipeline=st.integers(2, 64), sharded=degree, schedule=schedule,
     snapshots=snapshots,
-) | st.builds(Hybrid, data=degree, tensor=degree, sharded=degree)  # fmt: skip
+) | st.builds(Hybrid, data=degree, tensor=degree, sharded=degree) | st.builds(
+    Hybrid, data=st.integers(2, 64), pipeline=degree, snapshots=snapshots, always=st.booleans(),
+    compression=st.sampled_from(["bf16", "int8", "int8=64", "topk=1e-3"]),
+)  # fmt: skip
 
 
 @given(
@@ -46,7 +49,7 @@ hybrids = st.builds(
     )
     | st.builds(
         ParameterServer,
-        mode=st.just("async"),
+        mode=st.sampled_from(["async", "sync"]),
         compression=st.sampled_from(["bf16", "int8", "int8=64", "topk=1e-3"]),
         always=st.booleans(),
         over=st.sampled_from(["auto", "tcp"]),
@@ -61,7 +64,8 @@ hybrids = st.builds(
         st.sampled_from(["auto", "shm", "tcp"]),
     )
     | st.builds(AllReduce, st.booleans(), transports)
-    | st.builds(LocalSGD, degree, degree | st.none(), transport=transports, copies=st.booleans())
+    | st.builds(LocalSGD, degree, degree | st.none(), transport=transports, copies=st.none() | st.booleans())
+    | st.builds(LocalSGD, degree, compression=st.sampled_from(["bf16", "int8", "int8=64", "topk=1e-3"]))
     | st.builds(
         LocalSGD,
         degree,
@@ -134,7 +138,18 @@ def test_string_forms(text: str, value: AnyStrategy, wish: Wish) -> None:
         ("ps:sync:servers=0", "must be at least 1, not 0", "ps:sync:servers=2"),
         ("ps:sync:servers=", "unknown option 'servers='", "ps:sync:servers=2"),
         ("ps:sync:servers=-1", "unknown option 'servers=-1'", "ps:sync:servers=2"),
-        ("ps:sync:int8", "ps:sync is exact", "ps:async:int8 or allreduce:int8"),
+        ("pipeline:2:int8", "nothing to compress in pipeline:2:int8: gradients travel", "dp2.pp2:int8"),
+        ("tensor:2:bf16", "nothing to compress in tensor:2:bf16", "activations"),
+        ("sharded:int8:always", "nothing to compress in sharded:int8:always", "pieces of a sharded model"),
+        ("dp1.pp2:int8", "nothing to compress in dp1.pp2:int8", "dp2 or more"),
+        ("tp2.pp2:int8", "nothing to compress in tp2.pp2:int8", "dp2 or more"),
+        ("dp2.pp2:powersgd=2", "powersgd cannot compress the gradients of a model that is divided", "bf16"),
+        ("dp2.pp2:always", "always is for compression", "dp2.pp2:int8:always"),
+        ("dp2.pp2:int8:bf16", "gives its compression twice", "once"),
+        ("ps:sync:int8:backups=1", "no backup copies of late ones", "leave out backups or int8"),
+        ("local_sgd:8:powersgd=4", "powersgd cannot compress the differences of local_sgd", "allreduce:powersgd=4"),
+        ("local_sgd:8:int8:always", "never switched off", "leave always out"),
+        ("local_sgd:8:int8:bf16", "gives its compression twice", "once"),
         ("ps:async:powersgd=4", "powersgd cannot compress what is pushed to servers", "allreduce:powersgd=4"),
         ("ps:async:int8:shm", "in shared memory there is nothing to compress", "tcp"),
         ("ps:async:always", "always is for compression", "ps:async:int8:always"),

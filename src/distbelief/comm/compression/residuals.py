@@ -64,6 +64,11 @@ class Residuals:
         return self._vectors[1 - self._now]
 
     @property
+    def vectors(self) -> list[Tensor]:
+        """Both copies, in the order of `present`."""
+        return self._vectors
+
+    @property
     def present(self) -> int:
         """Which of the two copies `before` is."""
         return self._now

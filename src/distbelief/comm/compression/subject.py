@@ -31,3 +31,6 @@ class Compression:
     seed: int
     always: bool = False
     """It is not switched off where it costs more time than it saves."""
+    apart: bool = False
+    """Partial sums are encoded by whoever makes them, parameter by parameter, and go to everybody: the sums are then
+    those of an exact strategy."""

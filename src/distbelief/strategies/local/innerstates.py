@@ -1,4 +1,4 @@
-"""The optimizer state of every replica, from one round to the next: where no death loses it.
+"""What every replica keeps from one round to the next (kept.py): where no death loses it.
 
     | begun | stamps, two per replica | the bytes of each replica, twice |
 
@@ -27,7 +27,7 @@ class InnerStates:
     """Views of that memory. `ranges`: the replicas of each member; `copies`: whether they are sent on."""
 
     def __init__(self, exchange: Exchange, ranges: Sequence[Range], size_bytes: int, copies: bool = True) -> None:
-        self._copies = copies and not exchange.shares_state and exchange.size > 1
+        self.copies = copies and not exchange.shares_state and exchange.size > 1
         self.exchange = exchange
         self._ranges = ranges
         self._replicas = ranges[-1][1]
@@ -83,14 +83,14 @@ class InnerStates:
         if not lost:
             for replica, ranks in enumerate(holders):
                 owner = self._owner(replica)
-                wanting = [owner, self._next(owner)] if self._copies else [owner]
+                wanting = [owner, self._next(owner)] if self.copies else [owner]
                 self._send(replica, number, ranks[0], [rank for rank in wanting if rank not in ranks])
         return begun, lost
 
     def send_on(self, number: int) -> None:
         """My replicas' states before that round, to the next member. Every other one gives first, so that no chain of
         members waits for its head."""
-        if not self._copies:
+        if not self.copies:
             return
         for turn in range(2):
             for replica in range(self._replicas):

@@ -1,7 +1,8 @@
-"""The replicas' optimizer states under names, beside those of the model and of the outer step (named.py):
+"""What replicas keep under names, beside the tensors of the model and of the outer step (named.py):
 
     replicaR/optimizer/KEY/NAME   what replica R's optimizer keeps for a parameter
     replicaR/begun/NAME           whether it keeps anything for it yet
+    replicaR/residual/NAME        what it still owes of a parameter's differences, where they are compressed
 
 Members are nowhere in the names, so any number of them can load it.
 """
@@ -17,8 +18,10 @@ from distbelief.checkpoint.fit import form, forms
 from distbelief.checkpoint.manifest import PartEntry
 from distbelief.checkpoint.parts import Slice, dtype_name
 from distbelief.checkpoint.sources import MODEL
+from distbelief.comm.compression.parts import Part, PartsCoding
 from distbelief.comm.segment import Segment
 from distbelief.strategies.layout import Layout
+from distbelief.strategies.local.kept import kept_bytes, owed, owed_at
 from distbelief.strategies.named import TilePlace, TilePortion, put_optimizer_back, require_fit, tile_places
 from distbelief.strategies.tileoptimizer import Recipe, state_bytes
 
@@ -28,13 +31,13 @@ def prefix(replica: int) -> str:
 
 
 def is_inner(name: str) -> bool:
-    """Whether a saved tensor is of a replica's optimizer."""
+    """Whether a saved tensor is what a replica keeps."""
     first, _, _ = name.partition("/")
     return first.removeprefix("replica").isdigit() and first.startswith("replica")
 
 
-def inner_places(layout: Layout, recipe: Recipe, replica: int) -> Iterator[TilePlace]:
-    """Where each named tensor lies in the bytes of a replica's optimizer state: tile after tile."""
+def inner_places(layout: Layout, recipe: Recipe, replica: int, coding: PartsCoding | None) -> Iterator[TilePlace]:
+    """Where each named tensor lies in the bytes that a replica keeps."""
     start = 0
     for tile in range(layout.parameter_tiles):
         for place in tile_places(layout, recipe, tile):
@@ -42,21 +45,33 @@ def inner_places(layout: Layout, recipe: Recipe, replica: int) -> Iterator[TileP
                 at_bytes = start + place.at_bytes - layout.tiles[tile].size_bytes
                 yield replace(place, tensor=prefix(replica) + place.tensor, at_bytes=at_bytes)
         start += state_bytes(recipe, layout, tile)
+    for part in coding.parts if coding else ():
+        name, at_bytes = _owed_name(layout, replica, part), owed_at(layout, recipe) + 4 * part.rest.start
+        count = part.rest.stop - part.rest.start
+        yield TilePlace(name, torch.float32, part.place.shape, 0, count, at_bytes)
+
+
+def _owed_name(layout: Layout, replica: int, part: Part) -> str:
+    return f"{prefix(replica)}residual/{layout.entries[part.place.mark].name}"
 
 
 class LocalPortion:
-    """See `Portion`: some tiles, and the optimizer states of some replicas behind them."""
+    """See `Portion`: some tiles, and what some replicas keep behind them."""
 
-    def __init__(self, tiles: TilePortion, layout: Layout, recipe: Recipe, replicas: Iterable[int]) -> None:
+    def __init__(
+        self, tiles: TilePortion, layout: Layout, recipe: Recipe, replicas: Iterable[int],
+        coding: PartsCoding | None = None,
+    ) -> None:  # fmt: skip
         self.tiles = tiles
         self._layout = layout
         self._recipe = recipe
+        self._coding = coding
         self.starts: dict[int, int] = {}
         """Replica -> the byte at which its state starts."""
         at = tiles.size_bytes
         for replica in replicas:
             self.starts[replica] = at
-            at += sum(state_bytes(recipe, layout, tile) for tile in range(layout.parameter_tiles))
+            at += kept_bytes(layout, recipe, coding)
         self.size_bytes = at
 
     def entries(self) -> list[PartEntry]:
@@ -69,25 +84,29 @@ class LocalPortion:
 
     def _all(self) -> Iterator[tuple[int, TilePlace]]:
         for replica, start in self.starts.items():
-            for place in inner_places(self._layout, self._recipe, replica):
+            for place in inner_places(self._layout, self._recipe, replica, self._coding):
                 yield start + place.at_bytes, place
 
 
 def inner_states(
-    tensors: Mapping[str, torch.Tensor], layout: Layout, recipe: Recipe, replicas: int
-) -> Sequence[torch.Tensor]:
-    """The bytes of every replica's optimizer state, from saved tensors. Every name and shape is checked."""
-    places = [place for replica in range(replicas) for place in inner_places(layout, recipe, replica)]
+    tensors: Mapping[str, torch.Tensor], layout: Layout, recipe: Recipe, replicas: int,
+    coding: PartsCoding | None = None,
+) -> Sequence[torch.Tensor]:  # fmt: skip
+    """The bytes that every replica keeps, from saved tensors. Every name and shape is checked."""
+    places = [place for replica in range(replicas) for place in inner_places(layout, recipe, replica, coding)]
     require_fit(forms(tensors), {place.tensor: form(dtype_name(place.dtype), place.shape) for place in places})
     found = []
     for replica in range(replicas):
         start = prefix(replica)
         mine = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
         sizes = [state_bytes(recipe, layout, tile) for tile in range(layout.parameter_tiles)]
-        state = torch.zeros(sum(sizes), dtype=torch.uint8)
+        state = torch.zeros(kept_bytes(layout, recipe, coding), dtype=torch.uint8)
         at = 0
         for tile, size_bytes in enumerate(sizes):
             put_optimizer_back(mine, state[at : at + size_bytes], layout, recipe, tile)
             at += size_bytes
+        if coding:
+            for part in coding.parts:
+                owed(state, coding)[part.rest] = tensors[_owed_name(layout, replica, part)].reshape(-1)
         found.append(state)
     return found

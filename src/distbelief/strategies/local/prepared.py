@@ -7,10 +7,12 @@ from functools import partial
 
 import torch
 
+from distbelief.comm.compression.parts import PartsCoding
 from distbelief.comm.exchange import ROW, Exchange, Geometry
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
+from distbelief.strategies.compressed import compressing
 from distbelief.strategies.local.innerstates import InnerStates
 from distbelief.strategies.local.replica import LocalReplica
 from distbelief.strategies.local.rounds import Rounds, group_of
@@ -28,28 +30,37 @@ class PreparedLocalSGD(PreparedModel):
         super().__init__(job, schedule, device)
         self._how = how
         self.shards = how.replicas_of(job)
-        self._trainer = LocalTrainer(job, self.model, self._layout, device, self._recipe)
+        self._compression = (
+            compressing(self._layout, how.compression, job.seed, always=True, apart=True) if how.compression else None
+        )
+        coding = PartsCoding(how.compression, self._compression.places) if self._compression else None
+        self._trainer = LocalTrainer(job, self.model, self._layout, device, self._recipe, coding)
         self._computer = self._trainer
         self._outer = Recipe(partial(torch.optim.SGD, **how.outer_options), self._trainer.parameters)
 
     def least_bytes(self) -> int:
-        """A slot for differences; values and the outer optimizer's state twice; values, a gradient and the optimizer
-        state of the replica that is trained; and the optimizer state of all replicas, before and after a round."""
+        """A slot for differences; values and the outer optimizer's state twice; values, a gradient and what is kept of
+        the replica that is trained; and what all replicas keep, before and after a round."""
         layout = self._layout
         outer = sum(state_bytes(self._outer, layout, tile) for tile in range(layout.parameter_tiles))
-        inner = len(self._trainer.optimizer)
+        inner = len(self._trainer.kept)
         return 3 * layout.size_bytes + 2 * (layout.size_bytes + outer) + (1 + 2 * self.shards) * inner
 
     def geometry(self, ranges: Sequence[Range]) -> Geometry:
         return Geometry(
             tiles=self._layout.tiles,
             slot_bytes=self._layout.size_bytes,
-            slots=[slots_needed(self.shards, mine) for mine in ranges],
+            slots=[self._slots(mine) for mine in ranges],
             shards=self.shards,
             marks=len(self._layout.entries),
             integer_bytes=len(self._trainer.integer_bytes()),
             row=ROW + TOLD * self._how.steps,
+            compression=self._compression,
         )
+
+    def _slots(self, mine: Range) -> int:
+        """Over a network, differences that are compressed are not added up by whoever made them."""
+        return max(slots_needed(self.shards, mine), mine[1] - mine[0] if self._compression else 0)
 
     def groups(self, mine: Range) -> list[list[Range]]:
         groups = [group_of(self._schedule.shards, self.shards, replica) for replica in range(*mine)]
@@ -59,5 +70,5 @@ class PreparedLocalSGD(PreparedModel):
         self, seat: Seat, exchange: Exchange, fetch: Fetch, begin_from: BeginFrom = nothing_saved
     ) -> LocalReplica:
         rounds = Rounds(self._schedule, self._how.steps, self.shards, seat.steps)
-        inner = InnerStates(exchange, seat.ranges, len(self._trainer.optimizer), self._how.copies)
+        inner = InnerStates(exchange, seat.ranges, len(self._trainer.kept), self._how.sends_copies)
         return LocalReplica(self._trainer, self._outer, rounds, seat, inner, fetch, begin_from)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from distbelief.checkpoint.sources import MODEL
+from distbelief.comm.codedparts import CodedParts
 from distbelief.comm.exchange import ROW
 from distbelief.comm.segment import Segment
 from distbelief.errors import DistBeliefError, JobError
@@ -36,8 +37,10 @@ from distbelief.strategies.local.innerstates import InnerStates
 from distbelief.strategies.local.portions import LocalPortion, inner_states, is_inner
 from distbelief.strategies.local.rounds import Rounds
 from distbelief.strategies.local.trainer import NO_SAY, TOLD, Beginning, LocalTrainer
+from distbelief.strategies.local.travelling import Travelling
 from distbelief.strategies.partials import ShardWork
 from distbelief.strategies.replica import DataParallelReplica
+from distbelief.strategies.takeover import StepWork, plan_apart
 from distbelief.strategies.tileoptimizer import Recipe
 from distbelief.strategies.verdict import judge
 
@@ -62,6 +65,10 @@ class LocalReplica(DataParallelReplica):
         # Clipping and the schedule are for local steps.
         self._job = replace(trainer.job, clip_norm=None, schedule=None)
         self._rows = np.zeros((rounds.replicas, ROW + TOLD * rounds.local))
+        coding, replicas = trainer.coding, rounds.replicas
+        owing = 4 * coding.elements if coding else 0
+        copied = replicas * (len(trainer.kept) - owing) if inner.copies else 0
+        self._travelling = Travelling(inner.exchange, coding, replicas, copied)
         self._helper = None  # a replica's state has one writer, and a late one would be begun anew from its first step
 
     # --- what a generation goes on from ------------------------------------------------------------------------------
@@ -73,9 +80,11 @@ class LocalReplica(DataParallelReplica):
         rounds = self._rounds.done(saved.step)
         inner = {name: tensor for name, tensor in saved.tensors.items() if is_inner(name)}
         others = {name: tensor for name, tensor in saved.tensors.items() if name not in inner}
-        states: Sequence[torch.Tensor] = [torch.zeros_like(self._trainer.optimizer)] * self._rounds.replicas
+        states: Sequence[torch.Tensor] = [torch.zeros_like(self._trainer.kept)] * self._rounds.replicas
         if saved.step:  # else it is weights alone, and optimizers begin
-            states = inner_states(inner, self._trainer.layout, self._trainer.recipe, self._rounds.replicas)
+            states = inner_states(
+                inner, self._trainer.layout, self._trainer.recipe, self._rounds.replicas, self._trainer.coding
+            )
         self._inner.set(rounds, states)
         return replace(saved, step=rounds, tensors=others)
 
@@ -105,7 +114,7 @@ class LocalReplica(DataParallelReplica):
                 hint="save more often (--save-every), or let `model` be a function, which can be called again",
             )
         model = make_model(job, self._trainer.device)
-        self._inner.set(0, [torch.zeros_like(self._trainer.optimizer)] * self._rounds.replicas)
+        self._inner.set(0, [torch.zeros_like(self._trainer.kept)] * self._rounds.replicas)
         return Saved(0, {f"{MODEL}{n}": t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())})
 
     # --- a round -----------------------------------------------------------------------------------------------------
@@ -124,15 +133,30 @@ class LocalReplica(DataParallelReplica):
         self._inner.send_on(number + 1)  # before anybody commits: then whoever dies after it takes nothing along
 
     def commit(self, step: int) -> StepResult:
-        return super().commit(self._rounds.done(step))
+        number = self._rounds.done(step)
+        result = super().commit(number)
+        occupied = self._rounds.occupied(number)
+        self._travelling.count(self._work_of(number).sources, super()._plan(occupied).sources)
+        return result
+
+    def _plan(self, occupied: int) -> StepWork:
+        """Differences that are sent encoded are not added up before."""
+        if not isinstance(self.exchange, CodedParts):
+            return super()._plan(occupied)
+        return plan_apart(self._rounds.shards, occupied, self._seat.ranges, self._seat.rank)
 
     def _compute_unit(self, step: int, unit: ShardWork, last: bool) -> None:
         replica, state = unit.shard, self._state
         begin = Beginning(state.values, state.integers(step), self._inner.read(replica, step))
         trained = self._trainer.train(self._rounds, step, replica, begin, self._fetch, self.exchange.working)
-        self._inner.write(replica, step + 1, self._trainer.optimizer)
         self.exchange.working(-1)
-        self._trainer.write_difference(state.values, self._tile_views(unit.slot), self._when_ready(unit, last))
+        self._trainer.write_difference(state.values, self._tile_views(unit.slot))
+        code = self.exchange.code(unit.slot) if isinstance(self.exchange, CodedParts) else None
+        self._trainer.encode_difference(self.exchange.slot(unit.slot), trained.touched, code)
+        self._inner.write(replica, step + 1, self._trainer.kept)
+        ready = self._when_ready(unit, last)
+        for tile in self._trainer.layout.tiles:
+            ready(tile.index)
         row = self._rows[replica]
         row[_WEIGHT] = 1.0  # every replica counts alike in the average
         row[_INTEGERS], row[_SAMPLES] = trained.integers, trained.told[:, -1].sum()
@@ -185,14 +209,22 @@ class LocalReplica(DataParallelReplica):
     def rolled_back(self) -> RolledBack | None:
         return self._went_back
 
+    # --- for people --------------------------------------------------------------------------------------------------
+
+    def traffic(self) -> tuple[int, int]:
+        return self._travelling.traffic
+
+    def plan_lines(self) -> Sequence[str]:
+        return self._travelling.lines()
+
     # --- saving ------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _all_portions(self) -> list[LocalPortion]:
-        """Every member saves its replicas' optimizer states too."""
+        """Every member saves what its replicas keep, too."""
         layout, recipe = self._trainer.layout, self._trainer.recipe
         return [
-            LocalPortion(tiles, layout, recipe, range(*replicas))
+            LocalPortion(tiles, layout, recipe, range(*replicas), self._trainer.coding)
             for tiles, replicas in zip(self._portions, self._seat.ranges, strict=True)
         ]
 

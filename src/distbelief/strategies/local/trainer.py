@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from distbelief.comm.compression.parts import PartsCoding
 from distbelief.comm.segment import Segment
 from distbelief.data.seeding import seed_everything
 from distbelief.errors import JobError
@@ -24,6 +25,7 @@ from distbelief.shards import mix, shard_seed
 from distbelief.strategies.base import Fetch, NonFiniteLoss
 from distbelief.strategies.compute import ShardComputer, ShardResult
 from distbelief.strategies.layout import Layout
+from distbelief.strategies.local.kept import kept_bytes, owed
 from distbelief.strategies.local.rounds import Rounds
 from distbelief.strategies.partials import partial_sums
 from distbelief.strategies.tileoptimizer import Recipe, TileMemory, TileOptimizer, state_bytes
@@ -42,8 +44,8 @@ class Beginning:
     """The committed parameters and float buffers, tile by tile."""
     integers: bytes
     """The committed integer buffers."""
-    optimizer: torch.Tensor
-    """The bytes of the replica's own optimizer state."""
+    kept: torch.Tensor
+    """The bytes that the replica keeps from one round to the next."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,22 @@ class Trained:
 class LocalTrainer(ShardComputer):
     """A model, ready to train replicas, one after the other. Between rounds its parameters are the committed ones."""
 
-    def __init__(self, job: Job, model: torch.nn.Module, layout: Layout, device: torch.device, recipe: Recipe) -> None:
+    def __init__(
+        self, job: Job, model: torch.nn.Module, layout: Layout, device: torch.device, recipe: Recipe,
+        coding: PartsCoding | None = None,
+    ) -> None:  # fmt: skip
+        """`coding`: how differences are compressed."""
         super().__init__(job, model, layout, device)
         self.recipe = recipe
+        self.coding = coding
         self._values = Segment.private(layout.size_bytes)
         self.values = [self._values.tensor(t.dtype, t.offset_bytes, t.numel) for t in layout.tiles]
         """Of the replica that is being trained, or was trained last."""
         self._sizes = [state_bytes(recipe, layout, tile) for tile in range(layout.parameter_tiles)]
-        self.optimizer = Segment.private(sum(self._sizes)).tensor(torch.uint8, 0, sum(self._sizes))
-        """The bytes of its optimizer state."""
+        size_bytes = kept_bytes(layout, recipe, coding)
+        self.kept = Segment.private(size_bytes).tensor(torch.uint8, 0, size_bytes)
+        """What it keeps for its next round: the bytes of its optimizer state, and behind them what it owes."""
+        self._code = coding.room() if coding else None
         self._slots: list[Segment] = []
         self._slot_tiles: list[list[torch.Tensor]] = []
         self._fullest: bytes | None = None
@@ -79,7 +88,7 @@ class LocalTrainer(ShardComputer):
         """Take the round's local steps. `working` is told every shard before it is computed."""
         for mine, value in zip(self.values, beginning.values, strict=True):
             mine.copy_(value)
-        self.optimizer.copy_(beginning.optimizer)
+        self.kept.copy_(beginning.kept)
         self.commit_integers(beginning.integers)
         self.bind_parameters(self._values, 0)
         optimizers = self._make_optimizers()
@@ -115,17 +124,22 @@ class LocalTrainer(ShardComputer):
             self.commit_integers(self._fullest)
         self._fullest = None
 
-    def write_difference(
-        self, beginning: Sequence[torch.Tensor], into: Sequence[torch.Tensor], tile_ready: Callable[[int], None]
-    ) -> None:
+    def write_difference(self, beginning: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
         """What the outer step takes for a gradient: where the replica began, less where it has come to. Float buffers
-        are written as they are. Tile by tile."""
+        are written as they are."""
         for tile, (before, after, place) in enumerate(zip(beginning, self.values, into, strict=True)):
             if tile < self.layout.parameter_tiles:
                 torch.sub(before, after, out=place)
             else:
                 place.copy_(after)
-            tile_ready(tile)
+
+    def encode_difference(self, slot: Segment, touched: np.ndarray, code: torch.Tensor | None = None) -> None:
+        """Leave in the slot what others decode of the difference there, and keep what that lost. `code`: where to
+        write what goes on the wire; None: nothing is sent."""
+        if self.coding is None or self._code is None:
+            return
+        rest = owed(self.kept, self.coding)
+        self.coding.write(slot, rest, touched, self._code if code is None else code)
 
     # --- one local step ----------------------------------------------------------------------------------------------
 
@@ -195,11 +209,11 @@ class LocalTrainer(ShardComputer):
         return min(1.0, self.job.clip_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
 
     def _make_optimizers(self) -> list[tuple[int, TileOptimizer]]:
-        """(first tile, optimizer), each going on from the state in `optimizer`. One that is not element-wise is given
+        """(first tile, optimizer), each going on from the state in `kept`. One that is not element-wise is given
         one tile at a time, as in allreduce."""
         at, memory = 0, []
         for tile, size_bytes in enumerate(self._sizes):
-            memory.append(TileMemory(tile, self.values[tile], self.optimizer[at : at + size_bytes]))
+            memory.append(TileMemory(tile, self.values[tile], self.kept[at : at + size_bytes]))
             at += size_bytes
         sets = [memory] if self.recipe.elementwise else [[one] for one in memory]
         return [(tiles[0].tile, TileOptimizer(self.recipe, self.layout, tiles)) for tiles in sets if tiles]

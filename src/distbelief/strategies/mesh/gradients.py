@@ -70,6 +70,8 @@ class DataParallelSum:
         self._groups = groups
         self._held = held
         self._buffers = buffers
+        self.news: list[str] = []
+        """What people should know."""
         self._flat: list[tuple[list[int], torch.Tensor, list[torch.Tensor]]] = []
         if groups.degrees.data > 1:
             for dtype in dict.fromkeys(one.value.dtype for one in held):
@@ -101,6 +103,11 @@ class DataParallelSum:
         if self._groups.degrees.rows > 1:
             self._add_buffers(schedule.occupied(step), ranges)
         return found
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Where gradients are compressed: bytes sent, and what they would have been."""
+        return 0, 0
 
     def _add_buffers(self, occupied: int, ranges: Sequence[Range]) -> None:
         sums = [total for one in self._buffers for total in one.sums]

@@ -16,6 +16,7 @@ from distbelief.strategies.copying import Copy
 from distbelief.strategies.mesh.boxes import writers
 from distbelief.strategies.mesh.livestate import LiveState
 from distbelief.strategies.mesh.snapshots import Forms
+from distbelief.strategies.named import OWED
 
 _ALIGN = 64
 
@@ -66,12 +67,13 @@ def _is_large(name: str, forms: Forms) -> bool:
     """Parameters and their state: these are written to only when a step is applied. Buffers change before that."""
     if name.startswith(MODEL):
         return f"begun/{name.removeprefix(MODEL)}" in forms
-    return name.startswith("optimizer/") and bool(forms[name][1])
+    return name.startswith(("optimizer/", OWED)) and bool(forms[name][1])
 
 
-def copy_of(portion: MeshPortion, state: LiveState, into: Segment) -> Copy:
+def copy_of(portion: MeshPortion, state: LiveState, owed: Mapping[str, torch.Tensor], into: Segment) -> Copy:
     """A copy of the present state, to be made while the next step is computed."""
     tensors = {name: values for name, (_, values) in state.tensors().items() if name in portion.boxes}
+    tensors |= {name: values for name, values in owed.items() if name in portion.boxes}
     names = list(portion.starts)
 
     def copy(number: int, into: Segment, at_bytes: int) -> None:

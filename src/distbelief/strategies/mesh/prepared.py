@@ -28,6 +28,7 @@ from distbelief.strategies.mesh.cutting import Blueprint
 from distbelief.strategies.mesh.groups import Groups
 from distbelief.strategies.mesh.livestate import LiveState
 from distbelief.strategies.mesh.optimizer import LocalOptimizer
+from distbelief.strategies.mesh.owing import KeptResiduals, Owing
 from distbelief.strategies.mesh.part import Example, build_part
 from distbelief.strategies.mesh.profile import measure
 from distbelief.strategies.mesh.replica import MeshReplica
@@ -68,6 +69,8 @@ class PreparedMesh:
         self._recipe = Recipe(job.optimizer, stand_ins)
         self._state: LiveState | None = None
         self._snapshots = Snapshots(strategy.snapshots)
+        self._strategy = strategy
+        self._owed = KeptResiduals()
         self.shards = schedule.shards
         self._costs: dict[int, Sequence[UnitCost]] = {}
 
@@ -129,8 +132,12 @@ class PreparedMesh:
         runner = Runner(self._job, part.stages, pipeline, wires, halves, part.around)
         state = LiveState(self._job, part, LocalOptimizer(self._recipe, part.held), runner.buffers)
         held = exchange_boxes(groups, state.boxes())
-        seated = Seated(self._job, groups, state, self._recipe, self.model, self._forms, held)
+        how = self._strategy
+        owing = Owing(groups, part.held, self._owed) if how.compression else None
+        seated = Seated(self._job, groups, state, self._recipe, self.model, self._forms, held, how, owing)
         rolled_back = take_over(seated, self._state, self._snapshots, begin_from, self._birth)
+        if owing:
+            owing.take_up(state.applied, begin_from)
         self._state = state
         self._snapshots.begin(state, seated.has_single_holders())
         return MeshReplica(seated, self._schedule, seat, runner, self._snapshots, fetch, rolled_back)

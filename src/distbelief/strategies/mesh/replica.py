@@ -19,6 +19,7 @@ from distbelief.strategies.base import Applied, Fetch, RolledBack, Seat, StepRes
 from distbelief.strategies.copying import Copy
 from distbelief.strategies.degrees import Degrees
 from distbelief.strategies.layout import trainable
+from distbelief.strategies.mesh.compressedsum import CompressedSum
 from distbelief.strategies.mesh.gradients import DataParallelSum, TiedSum
 from distbelief.strategies.mesh.groups import Groups
 from distbelief.strategies.mesh.livestate import LiveState, Verdict
@@ -61,9 +62,11 @@ class MeshReplica:
         self._waited_s = 0.0
         self._shares = seated.shares()
         self._tied = TiedSum(self._groups, seated.held, self._state.optimizer.held)
-        self._sum = DataParallelSum(self._groups, self._state.optimizer.held, list(runner.buffers.values()))
+        given = self._groups, self._state.optimizer.held, list(runner.buffers.values())
+        self._owing = seated.owing
+        self._sum = CompressedSum(*given, self._owing, seated.how) if self._owing else DataParallelSum(*given)
         self._wholes = WholeTensors(seated)
-        self._portions = portions(seated.held, seated.forms)
+        self._portions = portions(*(seated.with_owed() if self._owing else (seated.held, seated.forms)))
         self._copies: list[Copy] = []
         self._news = list(self._state.part.lines)
         if snapshots.is_due(self._state.applied):
@@ -173,7 +176,8 @@ class MeshReplica:
         return self._portions
 
     def copy_portion(self, applied: int, into: Segment) -> Copy:
-        copying = copy_of(self._portions[self._seat.rank], self._state, into)
+        owed = self._owing.tensors(applied) if self._owing else {}
+        copying = copy_of(self._portions[self._seat.rank], self._state, owed, into)
         self._copies.append(copying)
         return copying
 
@@ -206,15 +210,13 @@ class MeshReplica:
         return self._runner.waited_s
 
     def traffic(self) -> tuple[int, int]:
-        return 0, 0
+        return self._sum.traffic
 
     def helped(self) -> int:
         return 0
 
     def plan_lines(self) -> Sequence[str]:
-        if not self._news:
-            return ()
-        lines, self._news = self._news, []
+        lines, self._news, self._sum.news = self._news + self._sum.news, [], []
         return lines
 
     def rolled_back(self) -> RolledBack | None:

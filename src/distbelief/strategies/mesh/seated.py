@@ -15,11 +15,14 @@ from distbelief.checkpoint.parts import dtype_name
 from distbelief.checkpoint.sources import MODEL
 from distbelief.job import Job
 from distbelief.strategies.base import BeginFrom, RolledBack, Saved
+from distbelief.strategies.hybrid import Meshed
+from distbelief.strategies.layout import trainable
 from distbelief.strategies.mesh import agreement
 from distbelief.strategies.mesh.agreement import Position
 from distbelief.strategies.mesh.birth import Birth
 from distbelief.strategies.mesh.groups import Groups
 from distbelief.strategies.mesh.livestate import LiveState
+from distbelief.strategies.mesh.owing import Owing, with_owed
 from distbelief.strategies.mesh.snapshots import Forms, Snapshots
 from distbelief.strategies.named import require_fit, tied, transient
 from distbelief.strategies.tileoptimizer import Recipe
@@ -39,6 +42,14 @@ class Seated:
     """Every tensor that a state consists of."""
     held: Sequence[Mapping[str, Box]]
     """What every member holds, by rank."""
+    how: Meshed
+    owing: Owing | None = None
+    """Where gradients are compressed: what this member has not sent of them."""
+
+    def with_owed(self) -> tuple[list[dict[str, Box]], Forms]:
+        """What every member holds and owes; and all of these tensors."""
+        rows = [self.groups.degrees.place(rank).data for rank in range(self.groups.world.size)]
+        return with_owed(self.held, self.forms, rows, [name for name, _ in trainable(self.model)])
 
     def shares(self) -> dict[str, float]:
         """Parameter of mine -> 1 / how many members hold the same of it."""

@@ -108,7 +108,7 @@ class AsynchronousReplica(ServedMember):
         self._check_slices(besides=1)
         looked: list[Looked] = []
         self._client.ask([partial(_look, self._ledger)], exchange.abort, lambda letter: looked.append(letter.message))
-        self._applied = looked[0].version
+        self._applied, self._began = looked[0].version, looked[0].began
         self._note = looked[0].note
         self._known = 0  # the ledger remembers what may not have been reported
         if exchange.rank == 0:

@@ -18,14 +18,14 @@ from distbelief.comm.compression.switch import Message, Switch
 from distbelief.comm.segment import Segment
 from distbelief.comm.served import ServedGroup
 from distbelief.comm.serverwords import Gradient, Lease
-from distbelief.errors import DistBeliefError
 from distbelief.shards import Schedule
 from distbelief.strategies.base import BeginFrom, Portion, Seat
 from distbelief.strategies.base import Fetch as FetchBatch
-from distbelief.strategies.compressed import RESIDUAL, OwingPortion, compressing
+from distbelief.strategies.compressed import OwingPortion
 from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.parameterserver import ParameterServer
 from distbelief.strategies.ps.asynchronous import AsynchronousReplica
+from distbelief.strategies.ps.owing import Owed, stays
 from distbelief.strategies.ps.pushcoding import PushCoding
 from distbelief.strategies.ps.servedmember import AlreadyCopied
 from distbelief.strategies.tables.servedtables import ServedTables
@@ -47,10 +47,8 @@ class CompressedPushes(AsynchronousReplica):
         self._codings = [PushCoding(strategy.compression, shape, layout) for shape in self._slices]
         self._outboxes = [torch.zeros(coding.size_bytes, dtype=torch.uint8) for coding in self._codings]
         self._switch = Switch(strategy.compression)
-        self._news: list[str] = []
         self._decode_s = 0.0
-        places = compressing(layout, strategy.compression, 0, strategy.always).places
-        self._owed = [(layout.entries[place.mark].name, place) for place in places]
+        self._owed = Owed(layout, strategy.compression)
         elements = layout.size_bytes // 4
         memory = exchange.memory("residuals of pushes", _HEAD + 4 * elements)
         self._life = np.frombuffer(memory.buffer, np.int64, 1)
@@ -65,9 +63,7 @@ class CompressedPushes(AsynchronousReplica):
         }
         self._stays = bool(exchange.slot(0)[1]) and not strategy.always
         if self._stays:
-            self._news.append(
-                f"gradients stay in shared memory, so {strategy.compression} is off (it is on with tcp, or with always)"
-            )
+            self.news.append(stays(strategy))
         self._take_up(begin_from)
 
     def _take_up(self, begin_from: BeginFrom) -> None:
@@ -77,21 +73,8 @@ class CompressedPushes(AsynchronousReplica):
             return
         self._life[0] = life
         self._residual.zero_()
-        if not self._applied:
-            return
-        try:
-            saved = begin_from(self._applied)
-        except DistBeliefError:  # no checkpoint of this step: the run has gone on before this worker came
-            saved = None
-        if saved is not None and saved.step == self._applied:
-            self._add_owed(saved.tensors)
-
-    def _add_owed(self, saved: Mapping[str, torch.Tensor]) -> None:
-        members = {int(name.removeprefix(RESIDUAL).partition("/")[0]) for name in saved if name.startswith(RESIDUAL)}
-        for member in sorted(one for one in members if one % self.exchange.size == self.exchange.rank):
-            for name, place in self._owed:
-                if (key := f"{RESIDUAL}{member}/{name}") in saved:
-                    self._residual[place.part].add_(saved[key].reshape(-1))
+        seat = self.exchange.rank, self.exchange.size
+        self._owed.add_once(begin_from, self._applied, self._began, seat, self._residual)
 
     # --- updates -----------------------------------------------------------------------------------------------------
 
@@ -104,7 +87,7 @@ class CompressedPushes(AsynchronousReplica):
         if self._stays:
             super()._push(lease, slot, name, touched)
             return
-        untouched = [place.part for _, place in self._owed if not touched[place.mark]]
+        untouched = [place.part for _, place in self._owed.places if not touched[place.mark]]
         before = [self._residual[part].clone() for part in untouched]
         packing = self._strategy.always or self._switch.on
         started = time.perf_counter()
@@ -143,7 +126,7 @@ class CompressedPushes(AsynchronousReplica):
         was_on = self._switch.on
         self._switch = self._switch.after(Message(plain, plain, self._fetched_s, codec_s, coded))
         if self._switch.on != was_on:
-            self._news.append(f"worker {self._seat.worker}: {self._switch.why}")
+            self.news.append(f"worker {self._seat.worker}: {self._switch.why}")
 
     def _decoding_s(self) -> float:
         """What a server takes for it, measured here once."""
@@ -160,18 +143,11 @@ class CompressedPushes(AsynchronousReplica):
     def traffic(self) -> tuple[int, int]:
         return int(self._bytes[0]), int(self._bytes[1])
 
-    def plan_lines(self) -> Sequence[str]:
-        lines, self._news = self._news, []
-        return lines
-
     # --- for checkpoints ---------------------------------------------------------------------------------------------
 
     @cached_property
     def _owing(self) -> list[OwingPortion]:
-        return [
-            OwingPortion(tiles, {f"{RESIDUAL}{rank}/{name}": (place.part, place.shape) for name, place in self._owed})
-            for rank, tiles in enumerate(self._portions)
-        ]
+        return self._owed.portions(self._portions)
 
     def _dense_portions(self) -> Sequence[Portion]:
         return self._owing

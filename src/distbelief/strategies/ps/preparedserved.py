@@ -23,6 +23,8 @@ from distbelief.strategies.parameterserver import ParameterServer
 from distbelief.strategies.prepared import PreparedAllReduce
 from distbelief.strategies.ps.asynchronous import AsynchronousReplica, free_slots
 from distbelief.strategies.ps.compressedpushes import CompressedPushes
+from distbelief.strategies.ps.compressedsteps import CompressedSteps
+from distbelief.strategies.ps.owing import stays
 from distbelief.strategies.ps.served import ServedReplica
 from distbelief.strategies.ps.servedhelping import HelpingReplica
 from distbelief.strategies.ps.slicing import SliceShape, cut
@@ -37,7 +39,7 @@ from distbelief.strategies.tileoptimizer import Recipe
 class PreparedServed(PreparedAllReduce):
     def __init__(self, job: Job, schedule: Schedule, device: torch.device, strategy: ParameterServer) -> None:
         with on_servers():
-            super().__init__(job, schedule, device, strategy.exact)
+            super().__init__(job, schedule, device, strategy.waits)
         self.strategy = strategy
         self.tables = specs_of(self.model, job)
         if self.tables and strategy.backups:
@@ -104,8 +106,14 @@ class PreparedServed(PreparedAllReduce):
             return super().build(seat, exchange, fetch, begin_from)
         tables = ServedTables(self._computer.tables, self.tables, self.table_slices())
         given = self._computer, self._recipe, self._schedule, seat, exchange, fetch, tables
-        if self.strategy.compression:
-            return CompressedPushes(*given, self.strategy, begin_from)
         if not self.strategy.waits:
+            if self.strategy.compression:
+                return CompressedPushes(*given, self.strategy, begin_from)
             return AsynchronousReplica(*given, self.strategy)
-        return HelpingReplica(*given, self.strategy.backups) if self.strategy.backups else ServedReplica(*given)
+        if self.strategy.backups:
+            return HelpingReplica(*given, self.strategy.backups)
+        if self.strategy.compression and (self.strategy.always or not exchange.maps):
+            return CompressedSteps(*given, self.strategy, begin_from)
+        replica = ServedReplica(*given)
+        replica.news += [stays(self.strategy)] if self.strategy.compression else []
+        return replica

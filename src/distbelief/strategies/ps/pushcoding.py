@@ -35,7 +35,7 @@ class PushCoding:
     def __init__(self, method: str, shape: SliceShape, layout: Layout) -> None:
         """`method`: an option as `compression.option` knows them."""
         self.codec: Codec = parse_codec(long_form(method))
-        self._number = shape.number
+        self.number = shape.number
         self._tiles = {tile: layout.tiles[tile] for tile in shape.tiles}
         self._places = []
         end = 0
@@ -60,7 +60,7 @@ class PushCoding:
         raw = memoryview(payload)
         if raw.nbytes != self.size_bytes:
             raise DistBeliefError(
-                f"a {self.codec} update of slice {self._number} has {self.size_bytes} bytes, not {raw.nbytes}"
+                f"a {self.codec} update of slice {self.number} has {self.size_bytes} bytes, not {raw.nbytes}"
             )
         content = torch.frombuffer(raw, dtype=torch.uint8)
         for place in self._places:

@@ -101,12 +101,16 @@ class ServedReplica(ServedMember):
             if held:
                 self._takeover = (step, work)
             complete = work.recomputed == 0
+            self._begin_generation(step, complete)
         if complete:  # some slices may have applied it already: nothing is computed before all have
             self._computer.commit_integers(first.integers or None)
         else:
             self._bring(found.version)
         self.exchange.gather(b"")  # nobody goes on before all know where they are
         self._note_rollback()
+
+    def _begin_generation(self, step: int, complete: bool) -> None:
+        """Before anybody of this generation goes on. `complete`: all partial sums of the step are there."""
 
     def _look(self) -> list[Looked]:
         found: dict[int, Looked] = {}
@@ -220,6 +224,7 @@ class ServedReplica(ServedMember):
             self.exchange.gather(b"")
         for node, slot in self._sums(step).items():
             self._push(step, node, slot)
+        self._sending(step)
         shards = sorted(self._row_gradients)
         found = [self._row_gradients[shard] for shard in shards]
         self._tables.push_step(step, shards, found, self._rows[shards].tobytes())
@@ -232,6 +237,9 @@ class ServedReplica(ServedMember):
         self.exchange.forget_past()
         self.comm_s += time.perf_counter() - started
         return result
+
+    def _sending(self, step: int) -> None:
+        """All of the step is pushed, and slice 0's part has not left yet."""
 
     def _go(self, step: int, idle: Idle | None = None) -> None:
         """Have the step applied."""
@@ -257,17 +265,23 @@ class ServedReplica(ServedMember):
         """To these slices, or to all that do not have it yet."""
         if slices is None:
             slices = [shape for shape in self._slices if (node, shape.number) not in self._pushed]
-        segment, name = self.exchange.slot(slot)
+        _, name = self.exchange.slot(slot)
         rows = self._rows[node[0] : node[1]]
-        marks = (self._touched if touched is None else touched).tobytes()
+        touched = self._touched if touched is None else touched
+        marks = touched.tobytes()
         integers = self._computer.integer_bytes() if node[0] == 0 else b""
         first = Node(step, *node, rows.tobytes(), marks, integers, name)
         rows = rows.copy()
         rows[:, INTEGERS] = 0.0  # known after the backward pass only, and the first slice looks at them for all
         others = Node(step, *node, rows.tobytes(), marks, b"", name)
         for shape in slices:
-            payload = None if name else segment.view(shape.first_byte, shape.value_bytes)
-            self._client.push(shape.number, others if shape.number else first, payload)
+            content, payload = self._packed(others if shape.number else first, shape, slot, touched)
+            self._client.push(shape.number, content, payload)
+
+    def _packed(self, node: Node, shape: SliceShape, slot: int, touched: np.ndarray) -> tuple[Node, Any]:
+        """A slice's stretch of a partial sum as it is sent, and the frame, if there is one."""
+        segment, name = self.exchange.slot(slot)
+        return node, None if name else segment.view(shape.first_byte, shape.value_bytes)
 
     def _limit(self, step: int, idle: Idle | None = None) -> float:
         """What the gradients are multiplied by. It is known when all slices have all sums of the step: so this is also

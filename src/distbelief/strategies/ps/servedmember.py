@@ -76,6 +76,8 @@ class ServedMember:
         self._reached = np.frombuffer(exchange.memory("reached", 8).buffer, np.int64, 1)
         """The furthest step that this process has seen applied, in any generation."""
         self._rolled_back: RolledBack | None = None
+        self.news: list[str] = []
+        """What people should know."""
 
     def _check_slices(self, besides: int = 0) -> None:
         there = self._client.slices(self.exchange.abort) - besides
@@ -124,7 +126,8 @@ class ServedMember:
         return 0
 
     def plan_lines(self) -> Sequence[str]:
-        return ()
+        lines, self.news = self.news, []
+        return lines
 
     # --- the state ---------------------------------------------------------------------------------------------------
 
