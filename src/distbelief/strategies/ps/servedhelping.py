@@ -66,6 +66,8 @@ def choose(
 
 
 class HelpingReplica(ServedReplica):
+    _nobody_is_behind = False
+
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
         fetch: FetchBatch, tables: ServedTables, backups: int,

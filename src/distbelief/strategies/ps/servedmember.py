@@ -18,7 +18,7 @@ from distbelief.comm.letters import Letter
 from distbelief.comm.segment import Segment
 from distbelief.comm.served import ServedGroup
 from distbelief.comm.serverclient import Stop
-from distbelief.comm.serverwords import Contents, Fetched, Question, Read
+from distbelief.comm.serverwords import Contents, Fetched, Question, Read, values_at
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Applied, Fetch, Portion, RolledBack, Seat, Task
@@ -97,7 +97,9 @@ class ServedMember:
             into.copy_(torch.frombuffer(payload, dtype=torch.uint8))
             return
         if message.segment not in self._segments:
-            self._segments[message.segment] = self.exchange.values(message.segment, shape.value_bytes)
+            memory = self.exchange.server_memory(message.segment)
+            at = values_at(shape.first_byte)
+            self._segments[message.segment] = memory.tensor(torch.uint8, at, shape.value_bytes)
         into.copy_(self._segments[message.segment])
 
     # --- what is known -----------------------------------------------------------------------------------------------
