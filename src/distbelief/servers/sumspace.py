@@ -1,4 +1,4 @@
-"""Room for the sums of a step: one slice at a time, so that they stay in the processor's cache until they are applied."""
+"""Room for the sums of a step: of one slice at a time, so that they stay in the processor's cache until applied."""
 
 from __future__ import annotations
 
