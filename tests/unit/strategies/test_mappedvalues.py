@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from distbelief.comm.segment import Segment
-from distbelief.comm.serverwords import VALUES_AT, values_at
+from distbelief.comm.serverwords import VALUES_AT, Fetched, values_at
+from distbelief.shards import Schedule
+from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.layout import lay_out
 from distbelief.strategies.ps.mappedvalues import MappedValues, whole_pages
+from distbelief.strategies.ps.servedmember import ServedMember
 from distbelief.strategies.ps.slicing import SliceShape, cut
 from distbelief.strategies.tileoptimizer import Recipe
 
@@ -67,3 +72,42 @@ def test_whole_pages_are_not_copied() -> None:
     seen = mine.tensor(torch.uint8, 0, mine.size_bytes)
     servers.write(0, shape, torch.ones(mine.size_bytes, dtype=torch.uint8))
     assert seen.nonzero().flatten().tolist() == list(range(6 * VALUES_AT, 9 * VALUES_AT))
+
+
+class MappingMember(ServedMember):
+    _maps_values = True
+
+
+def test_a_later_generation_that_copies_does_not_write_to_a_server() -> None:
+    """One in which a member on another host has come: nobody maps anything any more."""
+    model = MODELS["slices within pages"]()
+    layout = lay_out(model)
+    recipe = Recipe(lambda p: torch.optim.SGD(p, lr=0.1), list(model.parameters()))
+    computer = ShardComputer(SimpleNamespace(), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
+    own: dict[str, Segment] = {}
+    servers = Servers(cut(layout, recipe))
+
+    def member(maps: bool) -> MappingMember:
+        exchange: Any = SimpleNamespace(
+            client=None,
+            maps=maps,
+            memory=lambda name, size_bytes: own.setdefault(name, Segment.private(size_bytes)),
+            server_memory=servers.memory.__getitem__,
+        )
+        return MappingMember(computer, recipe, Schedule(8, 8, 1), None, exchange, None, None)  # type: ignore[arg-type]
+
+    def take(one: MappingMember, values: torch.Tensor) -> None:
+        for shape in cut(layout, recipe):
+            segment = f"0/{shape.number}" if one.exchange.maps else ""
+            stretch = values[shape.first_byte : shape.end_byte].numpy().tobytes()
+            one._take(Fetched(0, shape.number, 0, segment=segment), None if segment else bytearray(stretch))
+
+    before, after = (torch.full((layout.size_bytes,), one, dtype=torch.uint8) for one in (1, 2))
+    for shape in cut(layout, recipe):
+        servers.write(0, shape, before)
+    take(member(maps=True), before)
+    weight = model[0].weight.detach().view(torch.uint8)
+    assert weight.eq(1).all()
+    take(member(maps=False), after)
+    assert model[0].weight.detach().view(torch.uint8).eq(2).all()
+    assert weight.eq(1).all()

@@ -1,7 +1,8 @@
 """ps:sync on a worker: shards are computed as in allreduce; the sums go to servers, which apply the step.
 
-Workers hold no state but a copy of the values. So a worker's death costs nothing but its part of the step under way:
-partial sums that had reached the servers count, whoever made them, and the others compute what is missing.
+Workers hold no state: their parameters are a copy of what the servers have, or on one host the servers' own memory. So
+a worker's death costs nothing but its part of the step under way: partial sums that had reached the servers count,
+whoever made them, and the others compute what is missing.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from distbelief.strategies.base import (
 )
 from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.partials import ShardWork
-from distbelief.strategies.ps import mappedvalues
 from distbelief.strategies.ps.servedmember import AlreadyCopied, ServedMember
 from distbelief.strategies.ps.slicing import SliceShape
 from distbelief.strategies.tables.embedding import RowGradients
@@ -56,8 +56,7 @@ class _Found(msgspec.Struct):
 class ServedReplica(ServedMember):
     """See `Replica`."""
 
-    _nobody_is_behind = True
-    """Whether every member computes with the values that the servers have at that moment."""
+    _maps_values = True
 
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
@@ -81,8 +80,6 @@ class ServedReplica(ServedMember):
         self._work = lru_cache(maxsize=4)(self._plan)
         self._slot_tiles: dict[int, list[torch.Tensor]] = {}
         self._takeover: tuple[int, StepWork] | None = None
-        maps = exchange.maps and mappedvalues.SUPPORTED and self._nobody_is_behind
-        self._mapped = mappedvalues.MappedValues(self._values, exchange.server_memory) if maps else None
         self._join()
 
     def _join(self) -> None:
@@ -316,12 +313,6 @@ class ServedReplica(ServedMember):
         if result and rows is not None:
             self._remember(version - 1, rows, time.time(), self._seat.generation)
         return result
-
-    def _take(self, message: Fetched, payload: Any) -> None:
-        if self._mapped:
-            self._mapped.take(self._slices[message.slice], message.segment)
-        else:
-            super()._take(message, payload)
 
     def _remember(self, step: int, rows: np.ndarray, at: float, generation: int) -> None:
         if not self._past or self._past[-1].step < step:

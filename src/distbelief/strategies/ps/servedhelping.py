@@ -66,7 +66,7 @@ def choose(
 
 
 class HelpingReplica(ServedReplica):
-    _nobody_is_behind = False
+    _maps_values = False  # a late member goes on with values that the servers have left behind
 
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
