@@ -1,7 +1,7 @@
 """Parameter servers side by side with a peer, in one run: two workers, one server, the same model and samples.
 
-    .venv/bin/python bench/parameterserver.py [--json FILE] [--quick] [--only mlp,cnn,wide,bandwidth] [--repetitions N]
-        [--tensorflow /path/to/python]
+    .venv/bin/python bench/parameterserver.py [--json FILE] [--quick] [--only mlp,cnn,wide,wide8,bandwidth]
+        [--repetitions N] [--tensorflow /path/to/python]
 
 Ours are whole runs through the command line: `ps:sync` with its bytes in shared memory and over TCP. The peer is a
 parameter server on torch.distributed (gloo, point to point, one flat buffer each way; bench/parameterserver_peer.py).
@@ -34,7 +34,7 @@ from workloads import WORKERS, WORKLOADS
 
 OURS, TCP, PEER, IDEAL = "ps:sync", "ps:sync over TCP", "gloo p2p server", "independent processes"
 ASYNC, TENSORFLOW = "ps:async", "TensorFlow (async)"
-PARTS = ("mlp", "cnn", "wide", "bandwidth")
+PARTS = ("mlp", "cnn", "wide", "wide8", "bandwidth")
 GOAL = 2.0
 """Steps per second over the best peer's."""
 

@@ -18,7 +18,7 @@ from drivers import BENCH, TIMEOUT_S, DriverFailed, Measured, Task, environment
 from machine import Bystanders
 from workloads import SEED, WORKERS, WORKLOADS
 
-DENSE = ("mlp", "wide")
+DENSE = ("mlp", "wide", "wide8")
 """The workloads that it knows."""
 
 

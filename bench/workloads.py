@@ -164,5 +164,13 @@ WORKLOADS = {
         F.cross_entropy,
         _momentum(0.005),
     ),
+    "wide8": Workload(
+        "MLP 784-2048-2048-10, 8 samples per worker, SGD momentum",
+        8,
+        _wide,
+        _mlp_data,
+        F.cross_entropy,
+        _momentum(0.005),
+    ),
     "gpt": Workload("GPT 6 layers, 256 wide, 8 heads, 128 symbols, AdamW", 8, _GPT, _gpt_data, _symbol_loss, _adamw),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import socket
@@ -10,6 +11,11 @@ import torch
 
 from distbelief.comm.memfd import allocate, receive_message, send_message
 from distbelief.errors import DistBeliefError, NotEnoughMemory
+
+_MAP_FIXED = 0x10
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 
 class Segment:
@@ -37,6 +43,15 @@ class Segment:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset_bytes)
+
+    def lay(self, offset_bytes: int, other: Segment, at_bytes: int, size_bytes: int) -> None:
+        """Let pages of another segment be at this place: what is written there is seen here, without a copy. Views of
+        this segment stay valid. All numbers are multiples of the page."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map, offset_bytes))
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE | _MAP_FIXED
+        if _libc.mmap(address, size_bytes, protection, flags, other.fd, at_bytes) != address:
+            raise DistBeliefError(f"memory cannot be mapped: {os.strerror(ctypes.get_errno())}")
 
     def view(self, offset_bytes: int, size_bytes: int) -> memoryview:
         return memoryview(self._map)[offset_bytes : offset_bytes + size_bytes]

@@ -6,14 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
-
 from distbelief.comm.backups import Backups
 from distbelief.comm.exchange import Broken, StepPlan
 from distbelief.comm.group import TorchGroup
 from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.serverclient import ServerClient
-from distbelief.comm.serverwords import VALUES_AT
 from distbelief.comm.shared import SharedExchange
 from distbelief.comm.words import Abort
 
@@ -96,10 +93,10 @@ class ServedGroup:
         """Whether it can read the servers' memory."""
         return self.keeper is not None
 
-    def values(self, name: str, size_bytes: int) -> torch.Tensor:
-        """The values of a slice in a server's memory."""
+    def server_memory(self, name: str) -> Segment:
+        """Where a server has the values of a slice."""
         assert self.keeper is not None
-        return self.keeper.segment(name).tensor(torch.uint8, VALUES_AT, size_bytes)
+        return self.keeper.segment(name)
 
     def forget_past(self) -> None:
         if isinstance(self.meet, SharedExchange):

@@ -12,7 +12,18 @@ from distbelief.comm.tablewords import Count, Counted, Numbers, Pull, Pulled, Ro
 from distbelief.shards import Range
 
 VALUES_AT = 4096
-"""In the shared memory of a slice its values begin here."""
+"""In the shared memory of a slice its values begin here at the latest."""
+
+
+def values_at(first_byte: int) -> int:
+    """Where they begin: as far into a page as in the layout, so that workers can map whole pages to their places. What
+    is before them takes less than the alignment of the layout.
+
+    >>> values_at(0), values_at(4096 * 3 + 256)
+    (4096, 256)
+    """
+    return first_byte % VALUES_AT or VALUES_AT
+
 
 # --- changes of a slice ----------------------------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ from distbelief.servers.gathering import Gathered
 from distbelief.servers.payloads import OpenSegment, tiles_of, with_bytes
 from distbelief.servers.slicememory import SliceMemory
 from distbelief.servers.stores import Change, Snapshot, State
+from distbelief.servers.sumspace import SumSpace, own_tiles
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.ps.pushcoding import PushCoding
 from distbelief.strategies.verdict import COUNTS, WEIGHT, judge_rows
@@ -69,7 +70,7 @@ class _Step(msgspec.Struct, frozen=True):
 
 class RunSlice:
     def __init__(
-        self, memory: SliceMemory, job: Job, schedule: Schedule, open_segment: OpenSegment,
+        self, memory: SliceMemory, job: Job, schedule: Schedule, open_segment: OpenSegment, space: SumSpace,
         coding: PushCoding | None = None,
     ) -> None:  # fmt: skip
         """`coding`: how partial sums may be compressed."""
@@ -79,7 +80,7 @@ class RunSlice:
         self.past: deque[StepPast] = deque(maxlen=REMEMBERED)
         self.note: tuple[int, bytes] = (-1, b"")
         self.measured: tuple[int, list[float]] = (-1, [])
-        """The last step whose sums were all there, and the squares of its gradients by tile, if they are limited."""
+        """The last step whose partial sums were all there, and the squares of its gradients by tile, if limited."""
         self.clock: Callable[[], float] = lambda: 0.0
         self._job = job
         self._schedule = schedule
@@ -93,8 +94,7 @@ class RunSlice:
         """Of other entries a worker may not know yet whether they are touched."""
         self._integers = (b"", b"")
         """After the last step, and of the step under way."""
-        tiles = memory.layout.tiles
-        self._sums = {t: torch.empty(tiles[t].numel, dtype=tiles[t].dtype) for t in memory.shape.tiles}
+        self._sums = self._passing = space.tiles(memory.shape, memory.layout)
         self._scratch: dict[torch.dtype, list[torch.Tensor]] = {}
         self._start()
 
@@ -117,6 +117,9 @@ class RunSlice:
         self._begun: tuple[int, list[int]] = (0, [])
         """The newest generation of which somebody has begun the step, and who."""
         self._unsound = False
+        self._added = False
+        self._from_afar = False
+        """Parts of it came over a network: then they are added up while workers still compute."""
 
     # --- as a store --------------------------------------------------------------------------------------------------
 
@@ -186,6 +189,7 @@ class RunSlice:
         parts = self._parts(node, payload)
         if not self._gathered.add((node.first, node.end), parts):
             return
+        self._from_afar |= not node.segment
         rows = np.frombuffer(node.rows).reshape(-1, ROW)
         self._rows[node.first : node.first + len(rows)] = rows
         self._touched |= np.frombuffer(node.touched, np.uint8)
@@ -215,9 +219,16 @@ class RunSlice:
             except DistBeliefError:
                 self._unsound = True  # the workers are given the rows, and see for themselves
                 return
-            self._reduce(order, 1.0 / weight if weight else 0.0)
+            self.measured = (self.version, [])
+            if self._from_afar or self._job.clip_norm is not None:
+                if self._sums is self._passing:
+                    self._sums = own_tiles(self.memory.shape, self.memory.layout)
+                self._reduce(order, weight)
         if self._go is None:
             return
+        if not self._added:
+            self._sums = self._passing
+            self._reduce(order, weight)
         if self._job.clip_norm is not None and self._go < 1.0:
             for tile in self.memory.parameter_tiles:
                 self._sums[tile].mul_(self._go)
@@ -231,9 +242,9 @@ class RunSlice:
         self.version += 1
         self._start()
 
-    def _reduce(self, order: Any, scale: float) -> None:
+    def _reduce(self, order: Any, weight: float) -> None:
         sums = self._gathered.values()
-        levels = depth(order)
+        levels, scale = depth(order), 1.0 / weight if weight else 0.0
         squares = []
         for number, tile in enumerate(self.memory.shape.tiles):
             out = self._sums[tile]
@@ -242,8 +253,7 @@ class RunSlice:
                 out.mul_(scale)
                 if self._job.clip_norm is not None:
                     squares.append(float(torch.linalg.vector_norm(out, dtype=torch.float64)) ** 2)
-
-        self.measured = (self.version, squares)
+        self.measured, self._added = (self.version, squares), True
 
     def _space(self, dtype: torch.dtype, levels: int) -> list[torch.Tensor]:
         largest = max(out.numel() for out in self._sums.values() if out.dtype == dtype)

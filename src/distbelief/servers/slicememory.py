@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from distbelief.comm.segment import Segment
-from distbelief.comm.serverwords import VALUES_AT
+from distbelief.comm.serverwords import values_at
 from distbelief.job import Job
 from distbelief.strategies.layout import Layout
 from distbelief.strategies.ps.slicing import SliceShape
@@ -18,15 +18,15 @@ from distbelief.strategies.updating import TileUpdates, set_buffers
 
 class SliceMemory:
     def __init__(self, shape: SliceShape, layout: Layout, recipe: Recipe, job: Job, values: Segment) -> None:
-        """`values`: `VALUES_AT` bytes, of which the first say the version that is being written and the one that was;
-        then the slice's stretch of the layout."""
+        """`values`: the version that is being written, and the one that was; then the slice's stretch of the layout."""
         self.shape = shape
         self.layout = layout
         self._segment = values
+        self._at = values_at(shape.first_byte)
         self._versions = np.frombuffer(values.buffer, np.int64, 2)
         self._state = torch.zeros(sum(shape.state_bytes), dtype=torch.uint8)
         self.values = {
-            t: values.tensor(tile.dtype, VALUES_AT + tile.offset_bytes - shape.first_byte, tile.numel)
+            t: values.tensor(tile.dtype, self._at + tile.offset_bytes - shape.first_byte, tile.numel)
             for t in shape.tiles
             for tile in [layout.tiles[t]]
         }
@@ -72,7 +72,7 @@ class SliceMemory:
         self._versions[1] = version + 1
 
     def value_view(self) -> memoryview:
-        return self._segment.view(VALUES_AT, self.shape.value_bytes)
+        return self._segment.view(self._at, self.shape.value_bytes)
 
     def contents(self) -> torch.Tensor:
         """A copy of everything: values, then optimizer state, tile by tile."""

@@ -19,7 +19,7 @@ import torch
 
 from distbelief.comm.letters import Letter
 from distbelief.comm.segment import Segment
-from distbelief.comm.serverwords import VALUES_AT, Contents, Fetch, Fetched, Given, Node, Question
+from distbelief.comm.serverwords import Contents, Fetch, Fetched, Given, Node, Question, values_at
 from distbelief.comm.vectorwords import (
     COUNTS,
     Combine,
@@ -57,18 +57,19 @@ class VectorSlice:
     def __init__(
         self, shape: SliceShape, layout: Layout, portions: int, values: Segment, open_segment: OpenSegment
     ) -> None:
-        """`values`: `VALUES_AT` bytes, then the slice's stretch of the layout."""
+        """`values`: two words, then the slice's stretch of the layout, as in slicememory.py."""
         self.shape = shape
         self.version = 0
         """The number of the command with which the vector was shown that can be fetched now."""
         self._portions = portions
         self._segment = values
+        self._at = values_at(shape.first_byte)
         self._versions = np.frombuffer(values.buffer, np.int64, 2)
         self._open = open_segment
         size, self._where = parameter_stretch(layout, shape)
         self._numel = self._where[1] - self._where[0]
         self._dtype = layout.tiles[0].dtype
-        self._shown = values.tensor(self._dtype, VALUES_AT, self._numel)
+        self._shown = values.tensor(self._dtype, self._at, self._numel)
         self._vectors = SlicedVectors(size, [self._where] if self._numel else [], self._dtype)
         self._integers = b""
         self._done = -1
@@ -80,7 +81,7 @@ class VectorSlice:
 
     def begin(self, values: torch.Tensor, vectors: Mapping[str, torch.Tensor], integers: bytes) -> None:
         """The first state of a life. `values`: the bytes of this stretch of the layout."""
-        self._segment.tensor(torch.uint8, VALUES_AT, self.shape.value_bytes).copy_(values)
+        self._segment.tensor(torch.uint8, self._at, self.shape.value_bytes).copy_(values)
         self._integers = integers
         for name, value in vectors.items() if self._numel else ():
             self._vectors.tensor(name, self._where).copy_(value)
@@ -156,7 +157,7 @@ class VectorSlice:
     def state(self) -> State:
         names, nodes = self._vectors.names, sorted(self._sums)
         about = _About(self._done, self._pending, self._evaluation, self._integers, names, nodes)
-        parts = [self._segment.tensor(torch.uint8, VALUES_AT, self.shape.value_bytes)]
+        parts = [self._segment.tensor(torch.uint8, self._at, self.shape.value_bytes)]
         parts += [self._vector(name).view(torch.uint8) for name in names]
         parts += [self._sums[node].view(torch.uint8) for node in nodes]
         return Snapshot(self.version, msgspec.msgpack.encode(about)), torch.cat(parts)
@@ -191,7 +192,7 @@ class VectorSlice:
                 segment = "" if question.inline else segment
                 integers = self._integers if question.slice == 0 else b""
                 header = Fetched(question.ticket, question.slice, self.version, b"", integers, segment)
-                return Letter(header, None if segment else bytes(self._segment.view(VALUES_AT, self.shape.value_bytes)))
+                return Letter(header, None if segment else bytes(self._segment.view(self._at, self.shape.value_bytes)))
             case Products():
                 return self._products(question) if self._done >= question.after else None
             case ReadVectors():

@@ -16,6 +16,7 @@ from distbelief.servers.runslice import RunSlice
 from distbelief.servers.slicememory import SliceMemory
 from distbelief.servers.steptables import StepTables
 from distbelief.servers.stores import SliceStore
+from distbelief.servers.sumspace import SumSpace
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Saved
 from distbelief.strategies.ps.preparedserved import PreparedServed
@@ -40,6 +41,7 @@ class RunStores(SliceSource):
         self._strategy = prepared.strategy
         self._shapes = prepared.slices()
         self.sizes = [shape.size_bytes for shape in self._shapes]
+        self._sums = SumSpace(max(shape.value_bytes for shape in self._shapes))
         self._table_slices, parts = prepared.table_slices(), prepared.table_parts
         # How many rows there will be, nobody knows: a part weighs as much as another slice, so that all are spread.
         self.sizes += [sum(self.sizes) // len(self.sizes)] * parts
@@ -63,7 +65,7 @@ class RunStores(SliceSource):
         if not self._strategy.waits:
             store = FreeSlice(memory, self._open, self._strategy.dc, coding)
         else:
-            store = RunSlice(memory, self._job, self._schedule, self._open, coding)
+            store = RunSlice(memory, self._job, self._schedule, self._open, self._sums, coding)
             store.clock = time.time
         if first:
             state, _ = self._begun()

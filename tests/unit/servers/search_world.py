@@ -204,8 +204,8 @@ class Group:
     def segment(self, name: str) -> Segment:
         return self.world.memory[name]
 
-    def values(self, name: str, size_bytes: int) -> torch.Tensor:
-        return self.segment(name).tensor(torch.uint8, VALUES_AT, size_bytes)
+    def server_memory(self, name: str) -> Segment:
+        return self.segment(name)
 
     def memory(self, name: str, size_bytes: int) -> Segment:
         return self.world.memory.setdefault(f"{name} of {self.client.number}", Segment.private(size_bytes))

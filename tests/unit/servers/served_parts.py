@@ -17,6 +17,7 @@ from distbelief.comm.serverwords import VALUES_AT, Go, Node
 from distbelief.job import Job
 from distbelief.servers.runslice import Change, RunSlice
 from distbelief.servers.slicememory import SliceMemory
+from distbelief.servers.sumspace import SumSpace
 from distbelief.shards import Range, Schedule, split
 from distbelief.strategies.base import nothing_saved
 from distbelief.strategies.parameterserver import ParameterServer
@@ -52,13 +53,18 @@ class Kit:
         self.prepared = PreparedServed(self.job, self.schedule, torch.device("cpu"), ParameterServer())
         self.shapes = self.prepared.slices()
         self.layout = self.prepared.layout
+        self._space = SumSpace(max(shape.value_bytes for shape in self.shapes))
         self._first = self.prepared.first_state(nothing_saved)
 
-    def store(self, number: int, first: bool = True, opened: Callable[[str], Segment] = no_memory) -> RunSlice:
+    def store(
+        self, number: int, first: bool = True, opened: Callable[[str], Segment] = no_memory,
+        values: Segment | None = None,
+    ) -> RunSlice:  # fmt: skip
+        """`values`: where they are to be, if not in memory that nobody has had before."""
         shape = self.shapes[number]
-        values = Segment.private(VALUES_AT + shape.value_bytes)
+        values = values or Segment.private(VALUES_AT + shape.value_bytes)
         memory = SliceMemory(shape, self.layout, self.prepared.recipe, self.job, values)
-        store = RunSlice(memory, self.job, self.schedule, opened)
+        store = RunSlice(memory, self.job, self.schedule, opened, self._space)
         if first:
             content, at = Segment.private(shape.size_bytes), 0
             for tile, size in zip(shape.tiles, shape.state_bytes, strict=True):

@@ -1,7 +1,8 @@
 """Servers, workers and a maker of maps in one thread. Messages are late, lost and doubled; servers and workers die.
 
 Memory is as on one host: a worker's partial sums lie where servers read them when they come to it, and are overwritten
-as soon as the worker has gone on. Every worker compares what it fetches with what one process has at that step.
+as soon as the worker has gone on; its parameters lie where the servers update them. Every worker compares what it has
+fetched with what one process has at that step, whenever it computes with it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from served_parts import SHARDS, Kit
 from distbelief.comm.exchange import Held, Source
 from distbelief.comm.messages import ServerMap
 from distbelief.comm.segment import Segment
-from distbelief.comm.serverwords import Fetch, Go, Look, Measure
+from distbelief.comm.serverwords import VALUES_AT, Fetch, Go, Look, Measure, values_at
 from distbelief.servers import placement
 from distbelief.servers.node import Out, ServerNode
 from distbelief.servers.placement import Slice
@@ -109,9 +110,11 @@ class World:
 
     def _start_server(self, server: int) -> None:
         def make(number: int, first: bool) -> tuple[RunSlice, str]:
-            store = self.kit.store(number, first, self.memory.__getitem__)
-            self.stores[f"{server}/{number}"] = store
-            return store, f"{server}/{number}"
+            name = f"{server}/{number}"
+            size_bytes = VALUES_AT + self.kit.shapes[number].value_bytes
+            values = self.memory.setdefault(name, Segment.private(size_bytes))  # workers may still map it
+            self.stores[name] = self.kit.store(number, first, self.memory.__getitem__, values)
+            return self.stores[name], name
 
         self.nodes[server] = ServerNode(server, make)
 
@@ -216,9 +219,9 @@ class World:
         takeover = None
         if step < self.steps:
             takeover = plan_takeover(SHARDS, self.kit.schedule.occupied(step), held, len(ranges), rank)
-        values = b""
+        shown: list[str] = []
         if takeover is None or takeover.recomputed:
-            values = yield from self._bring(client, step)
+            shown = yield from self._bring(client, step)
         self.met += 1
         while self.met < len(ranges):
             yield
@@ -226,7 +229,7 @@ class World:
             work = takeover or plan_step(SHARDS, self.kit.schedule.occupied(step), ranges, rank)
             takeover = None
             for node, slot in work.partials.results.items():
-                self._push(client, values, step, node, slot)
+                self._push(client, self._seen(shown, step), step, node, slot)
                 yield
             if rank == 0:
                 measured = yield from client.ask(partial(_measure, step))
@@ -234,11 +237,10 @@ class World:
                 for number in range(len(self.kit.shapes)):
                     client.push(number, Go(step, factor))
             step += 1
-            values = yield from self._bring(client, step)
+            shown = yield from self._bring(client, step)
 
     def _push(self, client: Client, values: bytes, step: int, node: Range, slot: int) -> None:
         """Into the memory in which the sums of the step before were."""
-        assert values, "a shard is computed without values"
         name = f"generation {self.generation}/{client.number}.{slot}"
         segment = self.memory.setdefault(name, Segment.private(self.kit.layout.size_bytes))
         total = self.kit.total(values, step, node)
@@ -246,19 +248,27 @@ class World:
         for number in range(len(self.kit.shapes)):
             client.push(number, self.kit.node(step, node, name))
 
-    def _bring(self, client: Client, version: int) -> Generator[None, None, bytes]:
-        """Values are read when the reply is, from the memory of the server that gave it."""
+    def _seen(self, shown: list[str], version: int) -> bytes:
+        """The parameters of a worker, in the memory of the servers that it was answered by."""
+        assert shown, "a shard is computed without values"
         whole = bytearray(self.kit.layout.size_bytes)
+        for name, shape in zip(shown, self.kit.shapes, strict=True):
+            view = self.memory[name].view(values_at(shape.first_byte), shape.value_bytes)
+            whole[shape.first_byte : shape.end_byte] = bytes(view)
+        assert bytes(whole) == self.expected[version], f"step {version} has other bits than in one process"
+        return bytes(whole)
+
+    def _bring(self, client: Client, version: int) -> Generator[None, None, list[str]]:
         replies = yield from client.ask(partial(_fetch, version))
         for message, shape in zip(replies, self.kit.shapes, strict=True):
             assert message.version == version, f"slice {shape.number} is at {message.version}, not {version}"
-            whole[shape.first_byte : shape.end_byte] = bytes(self.stores[message.segment].memory.value_view())
-        assert bytes(whole) == self.expected[version], f"step {version} has other bits than in one process"
+        shown = [message.segment for message in replies]
+        self._seen(shown, version)
         if version and replies[0].rows:
             rows = np.frombuffer(replies[0].rows).reshape(-1, 4)
             assert rows.tobytes() == self.kit.rows(version - 1, (0, SHARDS))
         assert replies[0].integers == (b"after %d" % (version - 1) if version else b"")
-        return bytes(whole)
+        return shown
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from distbelief.comm.serverwords import VALUES_AT, Afresh, Go, Measure
 from distbelief.errors import DistBeliefError
 from distbelief.servers.runslice import Change, RunSlice
 from distbelief.servers.slicememory import SliceMemory
+from distbelief.servers.sumspace import SumSpace
 from distbelief.shards import Range
 from distbelief.strategies.ps.pushcoding import PushCoding
 
@@ -35,7 +36,8 @@ class Bench:
     def store(self, first: bool = True) -> RunSlice:
         values = Segment.private(VALUES_AT + self.shape.value_bytes)
         memory = SliceMemory(self.shape, self.kit.layout, self.kit.prepared.recipe, self.kit.job, values)
-        store = RunSlice(memory, self.kit.job, self.kit.schedule, no_memory, self.coding)
+        space = SumSpace(self.shape.value_bytes)
+        store = RunSlice(memory, self.kit.job, self.kit.schedule, no_memory, space, self.coding)
         if first:
             store.begin(self.kit.store(self.shape.number).memory.contents(), 0, b"")
         return store

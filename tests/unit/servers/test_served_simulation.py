@@ -42,11 +42,19 @@ def disturb(world: World, most_servers: int, turns: int) -> None:
             world.kill_worker()
 
 
-@pytest.mark.parametrize("losing", [0.0, 0.05])
+@pytest.fixture(scope="module")
+def kits(kit: Kit) -> dict[bool, Kit]:
+    """By whether gradients are limited: if so, they are added up before the step is to be applied."""
+    return {True: kit, False: Kit(clip_norm=None)}
+
+
+@pytest.mark.parametrize(("losing", "limited"), [(0.0, True), (0.05, True), (0.05, False)])
 @pytest.mark.parametrize(("servers", "workers"), [(1, 1), (2, 2), (3, 3), (4, 2)])
-def test_the_bits_of_one_process_whatever_happens(kit: Kit, servers: int, workers: int, losing: float) -> None:
+def test_the_bits_of_one_process_whatever_happens(
+    kits: dict[bool, Kit], servers: int, workers: int, losing: float, limited: bool
+) -> None:
     for seed in range(3):
-        world = World(kit, seed, servers, workers, STEPS, losing)
+        world = World(kits[limited], seed, servers, workers, STEPS, losing)
         disturb(world, servers, 900)
         world.finish()
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from distbelief.strategies.layout import lay_out
-from distbelief.strategies.ps.slicing import MOST_SLICES, cut
+from distbelief.strategies.named import TilePortion
+from distbelief.strategies.ps.slicing import FEWEST_SLICES, MOST_SLICES, cut
 from distbelief.strategies.tileoptimizer import Recipe, state_bytes
 
 
@@ -23,6 +24,7 @@ MODELS = {
     "small": lambda: nn.Linear(6, 16),
     "buffers": lambda: nn.Sequential(nn.Linear(60, 200), nn.BatchNorm1d(200)),
     "large": lambda: nn.Sequential(nn.Linear(3000, 2000), nn.BatchNorm1d(2000), nn.Linear(2000, 10)),
+    "larger": lambda: nn.Linear(4000, 3000),
     "mixed": lambda: nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 300).double()),
 }
 
@@ -40,9 +42,11 @@ def test_slices_are_all_of_the_model_each_tile_once(name: str) -> None:
         assert one.first_byte % 64 == 0
         sizes = [state_bytes(recipe, layout, t) if t < layout.parameter_tiles else 0 for t in one.tiles]
         assert list(one.state_bytes) == sizes
-        assert one.size_bytes == one.value_bytes + sum(sizes)
+        assert one.size_bytes == sum(layout.tiles[t].size_bytes for t in one.tiles) + sum(sizes)
     for one, other in itertools.pairwise(slices):
         assert one.end_byte <= other.first_byte
+    whole = TilePortion(layout, recipe, range(len(layout.tiles)), [])
+    assert whole.size_bytes == sum(one.size_bytes for one in slices)  # as a checkpoint has them, one after the other
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -50,8 +54,14 @@ def test_the_same_model_is_cut_at_the_same_places(name: str) -> None:
     assert cut(*parts(MODELS[name]())) == cut(*parts(MODELS[name]()))
 
 
-def test_large_models_are_cut_evenly() -> None:
-    layout, recipe = parts(MODELS["large"]())
+@pytest.mark.parametrize(("name", "count"), [("large", 8), ("larger", MOST_SLICES)])
+def test_large_models_are_cut_evenly(name: str, count: int) -> None:
+    layout, recipe = parts(MODELS[name]())
     sizes = [one.size_bytes for one in cut(layout, recipe)]
-    largest_tile = max(tile.size_bytes + state_bytes(recipe, layout, tile.index) for tile in layout.tiles[:-1])
-    assert max(sizes) <= sum(sizes) / MOST_SLICES + largest_tile
+    assert len(sizes) == count
+    largest_tile = max(tile.size_bytes + state_bytes(recipe, layout, tile.index) for tile in layout.tiles)
+    assert max(sizes) <= sum(sizes) / count + largest_tile
+
+
+def test_small_models_have_some_slices() -> None:
+    assert len(cut(*parts(MODELS["buffers"]()))) == FEWEST_SLICES

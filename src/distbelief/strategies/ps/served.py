@@ -1,7 +1,8 @@
 """ps:sync on a worker: shards are computed as in allreduce; the sums go to servers, which apply the step.
 
-Workers hold no state but a copy of the values. So a worker's death costs nothing but its part of the step under way:
-partial sums that had reached the servers count, whoever made them, and the others compute what is missing.
+Workers hold no state: their parameters are a copy of what the servers have, or on one host the servers' own memory. So
+a worker's death costs nothing but its part of the step under way: partial sums that had reached the servers count,
+whoever made them, and the others compute what is missing.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class _Found(msgspec.Struct):
 
 class ServedReplica(ServedMember):
     """See `Replica`."""
+
+    _maps_values = True
 
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,

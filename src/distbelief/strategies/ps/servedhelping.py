@@ -66,6 +66,8 @@ def choose(
 
 
 class HelpingReplica(ServedReplica):
+    _maps_values = False  # a late member goes on with values that the servers have left behind
+
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
         fetch: FetchBatch, tables: ServedTables, backups: int,

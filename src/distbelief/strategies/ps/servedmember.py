@@ -18,13 +18,14 @@ from distbelief.comm.letters import Letter
 from distbelief.comm.segment import Segment
 from distbelief.comm.served import ServedGroup
 from distbelief.comm.serverclient import Stop
-from distbelief.comm.serverwords import Contents, Fetched, Question, Read
+from distbelief.comm.serverwords import Contents, Fetched, Question, Read, values_at
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Applied, Fetch, Portion, RolledBack, Seat, Task
 from distbelief.strategies.committed import CommittedModel
 from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.named import TilePortion, outside_of_tiles, whole_entries
+from distbelief.strategies.ps import mappedvalues
 from distbelief.strategies.ps.slicing import SliceShape, cut
 from distbelief.strategies.tables.savedtables import PortionWithTables
 from distbelief.strategies.tables.servedtables import ServedTables
@@ -50,6 +51,9 @@ class AlreadyCopied:
 class ServedMember:
     """The part of `Seated` that does not depend on how workers go on."""
 
+    _maps_values = False
+    """On one host its values are the servers' memory (mappedvalues.py)."""
+
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
         fetch: Fetch, tables: ServedTables,
@@ -65,7 +69,10 @@ class ServedMember:
         self._client = exchange.client
         self._slices = cut(computer.layout, recipe)
         self._tables = tables
-        self._values = exchange.memory("values", computer.layout.size_bytes)
+        # Not the same memory: a later generation that copies values must not write to that of a server.
+        mapped = self._maps_values and exchange.maps and mappedvalues.SUPPORTED
+        self._values = exchange.memory("mapped values" if mapped else "values", computer.layout.size_bytes)
+        self._mapped = mappedvalues.MappedValues(self._values, exchange.server_memory) if mapped else None
         self._segments: dict[str, torch.Tensor] = {}
         computer.bind_parameters(self._values, 0)
         self._buffers = computer.committed_buffers(self._values, 0)
@@ -92,14 +99,19 @@ class ServedMember:
         self._reached[0] = self._applied
 
     def _take(self, message: Fetched, payload: Any) -> None:
-        """Copy the values of a slice that was fetched."""
+        """Have the values of a slice that was fetched."""
         shape = self._slices[message.slice]
+        if self._mapped:
+            self._mapped.take(shape, message.segment)
+            return
         into = self._values.tensor(torch.uint8, shape.first_byte, shape.value_bytes)
         if not message.segment:
             into.copy_(torch.frombuffer(payload, dtype=torch.uint8))
             return
         if message.segment not in self._segments:
-            self._segments[message.segment] = self.exchange.values(message.segment, shape.value_bytes)
+            memory = self.exchange.server_memory(message.segment)
+            at = values_at(shape.first_byte)
+            self._segments[message.segment] = memory.tensor(torch.uint8, at, shape.value_bytes)
         into.copy_(self._segments[message.segment])
 
     # --- what is known -----------------------------------------------------------------------------------------------

@@ -8,13 +8,16 @@ from distbelief.shards import Range
 from distbelief.strategies.layout import Layout
 from distbelief.strategies.tileoptimizer import Recipe, state_bytes
 
-MOST_SLICES = 16
+FEWEST_SLICES, MOST_SLICES = 4, 16
 """Enough to balance a few servers, and few enough that messages about them cost little beside a step."""
+SLICE_BYTES = 8 << 20
+"""Of values and optimizer state. What is said and done about a slice in a step costs as much as adding up a quarter of
+that: smaller models have fewer slices."""
 
 
 @dataclass(frozen=True)
 class SliceShape:
-    """Some neighbouring tiles: their values are one stretch of the layout."""
+    """Some neighbouring tiles: their values are one stretch of the layout, with a gap where another type begins."""
 
     number: int
     tiles: range
@@ -22,17 +25,16 @@ class SliceShape:
     end_byte: int
     state_bytes: tuple[int, ...]
     """Of the optimizer's state, by tile."""
+    size_bytes: int
+    """Of the tiles and their state, without the gaps."""
 
     @property
     def value_bytes(self) -> int:
+        """Of the stretch."""
         return self.end_byte - self.first_byte
 
-    @property
-    def size_bytes(self) -> int:
-        return self.value_bytes + sum(self.state_bytes)
 
-
-def cut(layout: Layout, recipe: Recipe, most: int = MOST_SLICES) -> list[SliceShape]:
+def cut(layout: Layout, recipe: Recipe) -> list[SliceShape]:
     """Slices of nearly equal size, in the order of the layout."""
     sizes = [
         state_bytes(recipe, layout, tile.index) if tile.index < layout.parameter_tiles else 0 for tile in layout.tiles
@@ -40,13 +42,15 @@ def cut(layout: Layout, recipe: Recipe, most: int = MOST_SLICES) -> list[SliceSh
     weights = [tile.size_bytes + size for tile, size in zip(layout.tiles, sizes, strict=True)]
     slices: list[SliceShape] = []
     first, passed, whole = 0, 0, sum(weights)
+    most = min(max(whole // SLICE_BYTES, FEWEST_SLICES), MOST_SLICES)
     for tile, weight in enumerate(weights):
         passed += weight
         if passed * most >= whole * (len(slices) + 1) or tile + 1 == len(weights):
             at, last = layout.tiles[first], layout.tiles[tile]
             end_byte = last.offset_bytes + last.size_bytes
             mine = range(first, tile + 1)
-            slices.append(SliceShape(len(slices), mine, at.offset_bytes, end_byte, tuple(sizes[first : tile + 1])))
+            states, size_bytes = tuple(sizes[first : tile + 1]), sum(weights[first : tile + 1])
+            slices.append(SliceShape(len(slices), mine, at.offset_bytes, end_byte, states, size_bytes))
             first = tile + 1
     return slices
 
