@@ -65,7 +65,7 @@ class RunStores(SliceSource):
             coding = PushCoding(method, shape, prepared.layout) if method else None
             store = FreeSlice(memory, self._open, self._strategy.dc, coding)
         else:
-            store = RunSlice(memory, self._job, self._schedule, self._open, self._sums)
+            store = RunSlice(memory, self._job, self._schedule, self._open, space=self._sums)
             store.clock = time.time
         if first:
             state, _ = self._begun()
