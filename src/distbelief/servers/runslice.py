@@ -70,10 +70,10 @@ class _Step(msgspec.Struct, frozen=True):
 
 class RunSlice:
     def __init__(
-        self, memory: SliceMemory, job: Job, schedule: Schedule, open_segment: OpenSegment, space: SumSpace,
-        coding: PushCoding | None = None,
+        self, memory: SliceMemory, job: Job, schedule: Schedule, open_segment: OpenSegment,
+        coding: PushCoding | None = None, *, space: SumSpace | None = None,
     ) -> None:  # fmt: skip
-        """`coding`: how partial sums may be compressed."""
+        """`coding`: how partial sums may be compressed. `space`: room that it shares with other slices of the server."""
         self.memory = memory
         self.version = 0
         """Steps applied."""
@@ -94,6 +94,7 @@ class RunSlice:
         """Of other entries a worker may not know yet whether they are touched."""
         self._integers = (b"", b"")
         """After the last step, and of the step under way."""
+        space = space or SumSpace(memory.shape.value_bytes)
         self._sums = self._passing = space.tiles(memory.shape, memory.layout)
         self._scratch: dict[torch.dtype, list[torch.Tensor]] = {}
         self._start()

@@ -65,7 +65,7 @@ class RunStores(SliceSource):
         if not self._strategy.waits:
             store = FreeSlice(memory, self._open, self._strategy.dc, coding)
         else:
-            store = RunSlice(memory, self._job, self._schedule, self._open, self._sums, coding)
+            store = RunSlice(memory, self._job, self._schedule, self._open, coding, space=self._sums)
             store.clock = time.time
         if first:
             state, _ = self._begun()

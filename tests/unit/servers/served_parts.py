@@ -64,7 +64,7 @@ class Kit:
         shape = self.shapes[number]
         values = values or Segment.private(VALUES_AT + shape.value_bytes)
         memory = SliceMemory(shape, self.layout, self.prepared.recipe, self.job, values)
-        store = RunSlice(memory, self.job, self.schedule, opened, self._space)
+        store = RunSlice(memory, self.job, self.schedule, opened, space=self._space)
         if first:
             content, at = Segment.private(shape.size_bytes), 0
             for tile, size in zip(shape.tiles, shape.state_bytes, strict=True):

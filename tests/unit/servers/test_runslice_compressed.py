@@ -13,7 +13,6 @@ from distbelief.comm.serverwords import VALUES_AT, Afresh, Go, Measure
 from distbelief.errors import DistBeliefError
 from distbelief.servers.runslice import Change, RunSlice
 from distbelief.servers.slicememory import SliceMemory
-from distbelief.servers.sumspace import SumSpace
 from distbelief.shards import Range
 from distbelief.strategies.ps.pushcoding import PushCoding
 
@@ -36,8 +35,7 @@ class Bench:
     def store(self, first: bool = True) -> RunSlice:
         values = Segment.private(VALUES_AT + self.shape.value_bytes)
         memory = SliceMemory(self.shape, self.kit.layout, self.kit.prepared.recipe, self.kit.job, values)
-        space = SumSpace(self.shape.value_bytes)
-        store = RunSlice(memory, self.kit.job, self.kit.schedule, no_memory, space, self.coding)
+        store = RunSlice(memory, self.kit.job, self.kit.schedule, no_memory, self.coding)
         if first:
             store.begin(self.kit.store(self.shape.number).memory.contents(), 0, b"")
         return store

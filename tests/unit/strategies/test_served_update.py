@@ -19,7 +19,6 @@ from distbelief.data.sources import as_source
 from distbelief.job import Job
 from distbelief.servers.runslice import Change, RunSlice
 from distbelief.servers.slicememory import SliceMemory
-from distbelief.servers.sumspace import SumSpace
 from distbelief.shards import Schedule, shard_seed
 from distbelief.strategies.base import nothing_saved
 from distbelief.strategies.committed import CommittedModel
@@ -48,7 +47,7 @@ def stores_of(prepared: PreparedServed, job: Job, schedule: Schedule) -> list[Ru
         memory = SliceMemory(
             shape, prepared.layout, prepared.recipe, job, Segment.private(VALUES_AT + shape.value_bytes)
         )
-        store = RunSlice(memory, job, schedule, lambda name: Segment.private(0), SumSpace(shape.value_bytes))
+        store = RunSlice(memory, job, schedule, lambda name: Segment.private(0))
         content, at = Segment.private(shape.size_bytes), 0
         for tile, size in zip(shape.tiles, shape.state_bytes, strict=True):
             state.copy_tile(tile, content, at)
