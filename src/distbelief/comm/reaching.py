@@ -92,6 +92,11 @@ def _resolved(where: str) -> tuple[str, list[str]]:
     host, port = split(where)
     if not port.isdigit():
         raise JobError(f"{where} has no port", hint="give HOST:PORT, as the coordinator printed it")
+    if host.lower().startswith("fe80:"):
+        raise JobError(
+            f"{where} is a link-local address, which means something else on every host",
+            hint="give another address of that host: the one that its coordinator printed",
+        )
     addresses = resolve(host)
     if not addresses:
         raise DistBeliefError(

@@ -65,7 +65,11 @@ def test_a_name_becomes_an_address_that_can_be_connected_to() -> None:
 
 @pytest.mark.parametrize(
     ("where", "complaint"),
-    [("no-such-host.invalid:5", "no host called no-such-host.invalid"), ("127.0.0.2", "has no port")],
+    [
+        ("no-such-host.invalid:5", "no host called no-such-host.invalid"),
+        ("127.0.0.2", "has no port"),
+        ("[fe80::1%lo]:5", "link-local"),
+    ],
 )
 def test_what_cannot_be_tried(where: str, complaint: str) -> None:
     with pytest.raises(DistBeliefError, match=complaint) as caught:
