@@ -145,7 +145,7 @@ def unanswered(endpoint: str, door: bytes, who: str = "the coordinator") -> Dist
     if found == "another key":
         return DistBeliefError(
             f"{who} at {endpoint} does not let us in: it has another key",
-            hint="use the key file that the run was started with; a new run without one makes a new key",
+            hint="use the same key file as there; a run that was started without one makes a new key each time",
         )
     if found != "ours":
         said = "says nothing" if found == "nothing" else "speaks another protocol"
