@@ -36,8 +36,8 @@ def worker(
     from distbelief.comm.keys import required_key, run_secret
     from distbelief.comm.reaching import find
     from distbelief.engines.invitation import Invitation
-    from distbelief.engines.invited import serve_host
+    from distbelief.engines.invited import PATIENCE_S, serve_host
 
-    address = find(join)
+    address = find(join, PATIENCE_S, print)
     invitation = Invitation(address, run_secret(required_key(key, address)))
     raise typer.Exit(serve_host(invitation, count, host, grows=True))

@@ -9,6 +9,7 @@ import errno
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,37 +62,42 @@ class Attempt:
         return f"{self.address}{way}: {words[self.what]}"
 
 
-def reach(where: str, patience_s: float = 0.0) -> str:
+def reach(where: str, patience_s: float = 0.0, say: Callable[[str], None] = lambda text: None) -> str:
     """The numeric endpoint of a coordinator that a person named as HOST:PORT: of its addresses the first that can be
     connected to. Raises an error that says what was tried. `patience_s`: so long it may take until somebody listens."""
     port, addresses = _resolved(where)
-    until = time.monotonic() + patience_s
+    until, waited = time.monotonic() + patience_s, False
     while True:
         tried = []
         for address in addresses:
             tried.append(attempt(address, int(port)))
             if tried[-1].what == "open":
                 return f"tcp://{bracketed(address)}:{port}"
-        if time.monotonic() >= until or any(one.what != "refused" for one in tried):
-            break
+        told = f"cannot reach {where}: {'; '.join(map(str, tried))}"
+        if time.monotonic() >= until:
+            raise DistBeliefError(told, hint=_advice(tried))
+        if not waited:
+            say(f"waiting: {told}")
+        waited = True
         time.sleep(_AGAIN_S)
-    raise DistBeliefError(f"cannot reach {where}: {'; '.join(map(str, tried))}", hint=_advice(tried))
 
 
-def find(where: str) -> str:
-    """Likewise, for somebody who may be there before the coordinator: nobody need listen yet, but there must be a host
-    of that name."""
+def find(where: str, patience_s: float, say: Callable[[str], None]) -> str:
+    """Likewise, for somebody who waits by itself for a coordinator that is not there yet: only of a host with several
+    addresses it must be seen first at which of them it listens."""
     port, addresses = _resolved(where)
-    for address in addresses:
-        if attempt(address, int(port)).what == "open":
-            return f"tcp://{bracketed(address)}:{port}"
-    return f"tcp://{bracketed(addresses[0])}:{port}"
+    return reach(where, patience_s, say) if len(addresses) > 1 else f"tcp://{bracketed(addresses[0])}:{port}"
 
 
 def _resolved(where: str) -> tuple[str, list[str]]:
     host, port = split(where)
     if not port.isdigit():
         raise JobError(f"{where} has no port", hint="give HOST:PORT, as the coordinator printed it")
+    if host.lower().startswith("fe80:"):
+        raise JobError(
+            f"{where} is a link-local address, which means something else on every host",
+            hint="give another address of that host: the one that its coordinator printed",
+        )
     addresses = resolve(host)
     if not addresses:
         raise DistBeliefError(
@@ -140,7 +146,7 @@ def unanswered(endpoint: str, door: bytes, who: str = "the coordinator") -> Dist
     if found == "another key":
         return DistBeliefError(
             f"{who} at {endpoint} does not let us in: it has another key",
-            hint="use the key file that the run was started with; a new run without one makes a new key",
+            hint="use the same key file as there; a run that was started without one makes a new key each time",
         )
     if found != "ours":
         said = "says nothing" if found == "nothing" else "speaks another protocol"

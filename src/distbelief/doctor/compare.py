@@ -73,22 +73,44 @@ def links(measured: Sequence[Link]) -> list[Finding]:
         )
         for link in broken
     ]
-    usual = statistics.median(link.bytes_per_s for link in good) if good else 0.0
-    for link in good:
-        text = (
-            f"{link.source} → {link.target}: {megabytes(link.bytes_per_s)}/s, {duration(link.latency_s)} there and back"
-        )
-        if link.bytes_per_s < SLOW_BYTES_PER_S or link.bytes_per_s < min(usual / ODD, FAST_BYTES_PER_S):
-            advice = "check the cable, the switch's port and its speed (ethtool), and who else uses that network; "
-            advice += "a slow network wants --strategy local_sgd or compression"
-            found.append(problem("links", f"{text}; usual here is {megabytes(usual)}/s", advice))
-        elif link.latency_s > FAR_S:
-            found.append(problem("links", text, "the hosts are far apart: use hosts of one place, or local_sgd"))
+    found += _slow(good)
+    found += [
+        problem("links", _words(link), "the hosts are far apart: use hosts of one place, or local_sgd")
+        for link in good
+        if link.latency_s > FAR_S
+    ]
     if found or not good:
         return found
     speeds, times = [link.bytes_per_s for link in good], [link.latency_s for link in good]
     text = f"{megabytes(min(speeds))}/s or more, {duration(max(times))} or less there and back, between all of them"
     return [ok("links", text)]
+
+
+def _slow(good: Sequence[Link]) -> list[Finding]:
+    """Each slow way; where all ways of one host are slow, and not of all hosts, that host."""
+    usual = statistics.median(link.bytes_per_s for link in good) if good else 0.0
+    least = max(SLOW_BYTES_PER_S, min(usual / ODD, FAST_BYTES_PER_S))
+    slow = [link for link in good if link.bytes_per_s < least]
+    rest = [link.bytes_per_s for link in good if link.bytes_per_s >= least]
+    others = f"; the others have {megabytes(statistics.median(rest))}/s" if rest else ""
+    advice = (
+        "check the cable, the switch's port and its speed (ethtool), and who else uses that network; "
+        "a slow network wants --strategy local_sgd:H or compression"
+    )
+    found = []
+    for host in sorted({link.source for link in slow}):
+        its = [link for link in good if host in (link.source, link.target)]
+        if rest and len(its) > 2 and all(link in slow for link in its):
+            speeds = [link.bytes_per_s for link in its]
+            range_ = f"{megabytes(min(speeds))}/s to {megabytes(max(speeds))}/s"
+            found.append(problem("links", f"every way from and to {host} is slow, {range_}{others}", advice))
+            slow = [link for link in slow if link not in its]
+    return found + [problem("links", _words(link) + others, advice) for link in slow]
+
+
+def _words(link: Link) -> str:
+    way = f"{link.source} → {link.target}"
+    return f"{way}: {megabytes(link.bytes_per_s)}/s, {duration(link.latency_s)} there and back"
 
 
 def rounds(hosts: int) -> list[list[tuple[int, int]]]:

@@ -22,15 +22,16 @@ Examine = Callable[[], Host]
 
 def join(where: str, key: Path | None, examine: Examine, say: Say) -> Report:
     """Look at this host, and at what is between it and what is there. What cannot be reached is a finding, too."""
+    host: Host | None = None
     try:
         endpoint, authority = way_in(where, key)
         with Line(endpoint, authority) as line:
             answer, exchanges = line.ask()
-            if isinstance(answer, words.Gathering):
-                return _meet(line, exchanges, examine(), say)
             host = examine()
+            if isinstance(answer, words.Gathering):
+                return _meet(line, exchanges, host, say)
     except DistBeliefError as error:
-        return Report([examine()], [problem("connection", error.message, error.hint)])
+        return Report([host or examine()], [problem("connection", error.message, error.hint)])
     return Report([host], [connection(endpoint, exchanges), *ofrun.judge(answer, host, exchanges)])
 
 

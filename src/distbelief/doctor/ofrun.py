@@ -26,7 +26,8 @@ def judge(run: RunFacts, host: Host, exchanges: Sequence[Exchange]) -> list[Find
 def _about(run: RunFacts) -> str:
     hosts = sorted(set(run.members.values()))
     where = f" on {', '.join(hosts)}" if hosts else ""
-    return f"{run.strategy or 'a run'}, {run.phase}, {len(run.members)} workers{where}, step {run.step}"
+    many = f"{len(run.members)} worker{'s' * (len(run.members) != 1)}"
+    return f"{run.strategy or 'a run'}, {run.phase}, {many}{where}, step {run.step}"
 
 
 def _versions(run: RunFacts, host: Host) -> list[Finding]:

@@ -65,7 +65,11 @@ def test_a_name_becomes_an_address_that_can_be_connected_to() -> None:
 
 @pytest.mark.parametrize(
     ("where", "complaint"),
-    [("no-such-host.invalid:5", "no host called no-such-host.invalid"), ("127.0.0.2", "has no port")],
+    [
+        ("no-such-host.invalid:5", "no host called no-such-host.invalid"),
+        ("127.0.0.2", "has no port"),
+        ("[fe80::1%lo]:5", "link-local"),
+    ],
 )
 def test_what_cannot_be_tried(where: str, complaint: str) -> None:
     with pytest.raises(DistBeliefError, match=complaint) as caught:
@@ -91,15 +95,29 @@ def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> No
             reach(f"name:{port}")
 
 
-def test_who_may_wait_need_not_find_anybody_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    with coordinator() as address:
-        port = address.rpartition(":")[2]
-        monkeypatch.setattr(reaching, "resolve", lambda name: ["127.0.0.3", "127.0.0.2"])
-        assert find(f"name:{port}") == address
-    assert find("name:1") == "tcp://127.0.0.3:1"
+def test_who_may_wait_is_told_at_which_address_somebody_listens_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with two addresses, and a coordinator that begins to listen at the second while it is waited for."""
+    monkeypatch.setattr(reaching, "resolve", lambda name: ["127.0.0.3", "127.0.0.2"])
+    port, said = free_port(), []
+    with contextlib.ExitStack() as stack:
+
+        def say(text: str) -> None:
+            said.append(text)
+            stack.enter_context(socket.create_server(("127.0.0.2", port)))
+
+        assert find(f"name:{port}", 60.0, say) == f"tcp://127.0.0.2:{port}"
+    (text,) = said
+    assert "127.0.0.3 by lo: refused" in text
+    with pytest.raises(DistBeliefError, match="refused"):
+        find(f"name:{port}", 0.0, print)
+
+
+def test_a_host_with_one_address_may_be_there_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reaching, "resolve", lambda name: ["127.0.0.3"])
+    assert find("name:1", 60.0, print) == "tcp://127.0.0.3:1"
     monkeypatch.setattr(reaching, "resolve", lambda name: [])
     with pytest.raises(DistBeliefError, match="no host called name"):
-        find("name:1")
+        find("name:1", 60.0, print)
 
 
 @pytest.mark.parametrize(

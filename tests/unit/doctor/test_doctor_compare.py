@@ -113,6 +113,17 @@ def test_the_slow_way_is_named_and_no_other() -> None:
     assert not problems(compare.links([fast_enough, *(Link("c", x, 0.0002, 1e10) for x in "de")]))
 
 
+def test_a_host_whose_ways_are_all_slow_is_named_once() -> None:
+    slow = {a + b: Link(a, b, 0.001, 1e6) for a, b in ("ab", "ba", "bc", "cb")}
+    (found,) = problems(compare.links(links_between("abc", **slow)))
+    assert found == "every way from and to b is slow, 1 MB/s to 1 MB/s; the others have 1 GB/s"
+
+
+def test_a_network_that_is_slow_everywhere_is_nobodys_fault() -> None:
+    everywhere = [Link(link.source, link.target, 0.001, 1e6) for link in links_between("abc")]
+    assert len(problems(compare.links(everywhere))) == 6
+
+
 def test_a_way_that_is_long_and_one_that_is_none() -> None:
     assert problems(compare.links(links_between("ab", ab=Link("a", "b", 0.2, 1e9))))[0].startswith("a → b")
     (found,) = problems(compare.links([Link("a", "b", error="10.0.0.2 by eth0: no route"), Link("a", "c", 0.001, 1e9)]))
