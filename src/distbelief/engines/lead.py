@@ -42,6 +42,8 @@ def lead(launch: Launch, observer: Observer, announce: Announce | None = None) -
     """
     with Signals() as signals, _Lead(launch, observer, signals) as run:
         observer.started(launch.run_dir, launch.workers)
+        if launch.in_the_clear:
+            observer.log("security", launch.in_the_clear)
         invitation = run.start()
         if announce:
             announce(invitation)
