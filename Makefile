@@ -9,8 +9,9 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 export PYTHONDONTWRITEBYTECODE :=
 
 SEEDS ?= 1-1000
+FRAMES ?= 1000000
 
-.PHONY: setup setup-dev demo test lint sim bench clean
+.PHONY: setup setup-dev demo test lint sim fuzz bench clean
 
 setup: .venv/.core
 setup-dev: .venv/.dev
@@ -43,6 +44,11 @@ test: lint
 
 sim: setup-dev
 	PYTHONPATH=tests $(BIN)/python -m sim.run --seeds $(SEEDS) --jobs 2 $(if $(MEMBERS),--members $(MEMBERS)) --keep-going
+
+# Real runs under siege: on loopback, and as between machines, where everything is encrypted.
+fuzz: setup-dev
+	PYTHONPATH=tests $(BIN)/python -m fuzz --frames $(FRAMES)
+	PYTHONPATH=tests $(BIN)/python -m fuzz --frames $(FRAMES) --strategy ps:sync --listen 127.0.0.2
 
 bench: setup-dev
 	$(BIN)/python bench/dataparallel.py --json bench/results/dataparallel.json
