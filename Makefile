@@ -49,6 +49,7 @@ sim: setup-dev
 fuzz: setup-dev
 	PYTHONPATH=tests $(BIN)/python -m fuzz --frames $(FRAMES)
 	PYTHONPATH=tests $(BIN)/python -m fuzz --frames $(FRAMES) --strategy ps:sync --listen 127.0.0.2
+	PYTHONPATH=tests $(BIN)/python -m fuzz --frames $(FRAMES) --kv
 
 bench: setup-dev
 	$(BIN)/python bench/dataparallel.py --json bench/results/dataparallel.json

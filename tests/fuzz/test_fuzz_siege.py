@@ -11,7 +11,7 @@ from fuzz.__main__ import GROWTH_MB, undisturbed
 from fuzz.siege import Siege
 
 STEPS = 200
-FRAMES = 3000
+FRAMES = 2000
 
 
 @pytest.fixture(scope="module")
