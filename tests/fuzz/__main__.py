@@ -23,7 +23,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--frames", type=int, default=100_000)
     parser.add_argument("--strategy", default="ps:sync:tcp")
-    parser.add_argument("--listen", default="127.0.0.1", help="127.0.0.2 counts as another machine: all is encrypted")
+    parser.add_argument("--listen", default="127.0.0.1", help="beyond loopback, servers encrypt too")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kv", action="store_true", help="a key-value service instead of a run")
