@@ -9,8 +9,9 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 export PYTHONDONTWRITEBYTECODE :=
 
 SEEDS ?= 1-1000
+FRAMES ?= 1000000
 
-.PHONY: setup setup-dev demo test test-ray lint sim bench clean
+.PHONY: setup setup-dev demo test test-ray lint sim fuzz bench clean
 
 setup: .venv/.core
 setup-dev: .venv/.dev
@@ -48,6 +49,11 @@ test-ray: setup-dev
 
 sim: setup-dev
 	PYTHONPATH=tests $(BIN)/python -m sim.run --seeds $(SEEDS) --jobs 2 $(if $(MEMBERS),--members $(MEMBERS)) --keep-going
+
+# A real run, and a key-value service, under siege.
+fuzz: setup-dev
+	PYTHONPATH=tests $(BIN)/python -m fuzz --frames $(FRAMES)
+	PYTHONPATH=tests $(BIN)/python -m fuzz --frames $(FRAMES) --kv
 
 bench: setup-dev
 	$(BIN)/python bench/dataparallel.py --json bench/results/dataparallel.json

@@ -56,6 +56,8 @@ class Result:
     """Where it adapts itself: n_push and n_fetch of each worker at the end."""
     wire_ratio: float | None = None
     """Bytes of gradients that were sent, of those that would have been sent uncompressed; None: not compressed."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Messages that the coordinator did not hear, by reason: strangers, replays, members in another's name."""
 
     def state_dict(self) -> dict[str, Any]:
         """The trained weights, for `model.load_state_dict`."""
@@ -350,6 +352,7 @@ def _result(record: dict[str, Any], run_dir: Path, started: float) -> Result:
         helped=result.get("helped", 0),
         pace=result.get("pace", {}),
         wire_ratio=result.get("wire_ratio"),
+        refused=record.get("refused", {}),
     )
 
 

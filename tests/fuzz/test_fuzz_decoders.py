@@ -24,7 +24,7 @@ from distbelief.servers import wire
 from fuzz.instances import instance
 from fuzz.mutation import HEADS, garbage, mutated
 
-FRAMES = int(os.environ.get("FUZZ_FRAMES", "4000"))
+FRAMES = int(os.environ.get("FUZZ_FRAMES", "1500"))
 
 
 def frames_of(decode: Callable[[list[zmq.Frame]], Any]) -> Callable[[bytes], Any]:

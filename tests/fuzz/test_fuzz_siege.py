@@ -11,7 +11,7 @@ from fuzz.__main__ import GROWTH_MB, undisturbed
 from fuzz.siege import Siege
 
 STEPS = 200
-FRAMES = 3000
+FRAMES = 2000
 
 
 @pytest.fixture(scope="module")
@@ -38,4 +38,5 @@ def test_a_run_under_siege(tmp_path: Path, expected: str) -> None:
     assert sum(siege.sent.values()) > FRAMES / 2
     for reason in (seals.NO_SEAL, seals.WRONG_SEAL, seals.SEEN_BEFORE, seals.NOT_ITS_OWN, seals.NO_MESSAGE):
         assert refused[reason] > 0, reason
+    assert result["refused"] == refused, "it is in the summary"
     assert refused[seals.SEEN_BEFORE] == siege.sent["replayed"] - 1

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
+from distbelief.comm.seals import described
 from distbelief.observe import text
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ KEYS = (
     "helped",
     "pace",
     "wire_ratio",
+    "refused",
 )
 
 
@@ -63,6 +65,8 @@ def rows(result: Result) -> list[tuple[str, str]]:
         found.append(("executed again", text.count(result.reexecuted, "step")))
     if result.wire_ratio is not None:
         found.append(("on the wire", f"{text.percent(result.wire_ratio)} of the uncompressed bytes"))
+    if result.refused:
+        found.append(("warning", described(result.refused)))
     return [*found, ("weights sha256", result.weights_sha256), ("run", result.run_dir)]
 
 

@@ -136,7 +136,7 @@ def _hash(token: bytes, head: bytes, message: Any) -> bytes:
 class Refusals:
     """How many messages were refused, and why. Said now and then, however many there are."""
 
-    EVERY_S = 10.0
+    EVERY_S = 5.0
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

@@ -260,8 +260,9 @@ def _perform(server: Server, outputs: Iterable[s.Output], sender: bytes) -> bool
 def _record(server: Server, entry: dict[str, Any]) -> None:
     try:
         # Whoever hears of a decision finds the lines that led to it in the file.
-        if entry["kind"] == "ended":
+        if entry["kind"] == "ended" and server.refusals.counts:
             _tell_of_refusals(server, math.inf)
+            entry = {**entry, "refused": dict(server.refusals.counts)}
         server.metrics.flush()
         server.journal.append(entry)
     except OSError as error:

@@ -132,6 +132,21 @@ class Launch:
         """Whether other hosts' agents can take part: where they can reach us."""
         return self.is_open or not is_loopback(self.listen)
 
+    @property
+    def in_the_clear(self) -> str:
+        """What whoever watches is to know of bytes that travel unencrypted between hosts; empty: none do."""
+        if is_loopback(self.listen) or self.usable_transport != "gloo":
+            return ""
+        if servers_of(self.strategy):
+            return (
+                "parameters and gradients travel encrypted; what workers agree on among themselves (gloo) does not: "
+                "use a network that you trust"
+            )
+        return (
+            "gradients travel between hosts over gloo, which encrypts nothing: use a network that you trust, "
+            "or --strategy ps:sync, which encrypts them and gives the same weights"
+        )
+
     def run_config(self) -> dict[str, Any]:
         """What the coordinator is told of the run (its RunConfig)."""
         return {

@@ -50,6 +50,8 @@ def lead(
     """
     with signals or Signals() as signals, _Lead(launch, observer, signals, authority or authority_of(launch)) as run:
         observer.started(launch.run_dir, launch.workers)
+        if launch.in_the_clear:
+            observer.log("security", launch.in_the_clear)
         invitation = run.start()
         if announce:
             announce(invitation)

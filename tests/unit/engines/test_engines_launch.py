@@ -207,3 +207,11 @@ def test_a_number_of_workers_that_cannot_be_is_refused_before_anything_starts(tm
 def test_shares_are_not_for_divided_models() -> None:
     with pytest.raises(DistBeliefError, match="shares cannot be given with sharded"):
         divided("sharded", 2, shares=(1.0, 2.0))
+
+
+def test_what_travels_in_the_clear_is_said(tmp_path: Path) -> None:
+    far = plain(tmp_path, listen="tcp://10.0.0.1:*")
+    assert "ps:sync" in far.in_the_clear
+    assert "travel encrypted" in replace(far, strategy="ps:sync").in_the_clear
+    assert plain(tmp_path).in_the_clear == ""
+    assert replace(plain(tmp_path), transport="gloo").in_the_clear == ""
