@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 SEEDS ?= 1-1000
 
-.PHONY: setup setup-dev demo test lint sim bench clean
+.PHONY: setup setup-dev launchers demo test lint sim bench clean
 
 setup: .venv/.core
 setup-dev: .venv/.dev
@@ -27,6 +27,10 @@ setup-dev: .venv/.dev
 	$(INSTALL) -e '.[dev]'
 	$(COMPILE)
 	@touch .venv/.core $@  # it is more than the core
+
+# Other people's launchers, for tests that are skipped without them. As root, on Debian and its kin.
+launchers:
+	apt-get install -y --no-install-recommends openmpi-bin slurm-wlm shellcheck
 
 demo: setup
 	$(BIN)/distbelief train examples/digits.py --workers 2
