@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,10 +22,13 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol")
 NODES = ("n1", "n2")
 JOB = (JOBS / "small.py", "--set", "steps=40", "--set", "brake_s=0.1")
 
-pytestmark = pytest.mark.skipif(
-    any(shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None for name in PROGRAMS),
-    reason="Slurm is not installed (Debian: slurm-wlm)",
-)
+pytestmark = [
+    pytest.mark.timeout(600),  # two turns of a batch system
+    pytest.mark.skipif(
+        any(shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None for name in PROGRAMS),
+        reason="Slurm is not installed (Debian: slurm-wlm)",
+    ),
+]
 
 CONFIG = """\
 ClusterName=test
@@ -81,8 +84,7 @@ class Slurm:
         )
         return done.stdout.strip()
 
-    def until(self, condition: object, limit_s: float = 120) -> None:
-        assert callable(condition)
+    def until(self, condition: Callable[[], object], limit_s: float = 150) -> None:
         deadline = time.monotonic() + limit_s
         while not condition():
             assert time.monotonic() < deadline, self.ask("scontrol", "show", "jobs")
