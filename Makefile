@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SEEDS ?= 1-1000
 FRAMES ?= 1000000
 
-.PHONY: setup setup-dev demo test test-ray lint sim fuzz bench clean
+.PHONY: setup setup-dev launchers demo test test-ray lint sim fuzz bench clean
 
 setup: .venv/.core
 setup-dev: .venv/.dev
@@ -28,6 +28,10 @@ setup-dev: .venv/.dev
 	$(INSTALL) -e '.[dev]'
 	$(COMPILE)
 	@touch .venv/.core $@  # it is more than the core
+
+# Other people's launchers, for tests that are skipped without them. As root, on Debian and its kin.
+launchers:
+	apt-get install -y --no-install-recommends openmpi-bin slurm-wlm shellcheck
 
 demo: setup
 	$(BIN)/distbelief train examples/digits.py --workers 2

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +25,7 @@ from distbelief.engines.meeting import mpi
 from distbelief.engines.meeting.address import Address, Board
 from distbelief.engines.meeting.folder import Folder
 from distbelief.engines.meeting.interface import Meeting, Word, invited
+from distbelief.engines.signals import shelter
 from distbelief.errors import DistBeliefError
 from distbelief.strategies import servers_of
 
@@ -54,24 +54,30 @@ def run_folder(asked: Asked, place: Place) -> Path:
 
 def follow(asked: Asked, place: Place) -> int:
     """Take part until the run ends. Returns the exit status. What there is to say the first process says."""
-    if not place.hosts:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever hosts here decides, and we hear of it
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        lodger = Lodger(place)
-        if _meets_by_mpi(place):  # in which all processes take part
-            mpi.Mpi(place).wait()
-        return lodger.wait()
+    if place.is_signalled_as_one or not place.hosts:
+        shelter()
+    return _host(asked, place) if place.hosts else _lodge(place)
+
+
+def _lodge(place: Place) -> int:
+    lodger = Lodger(place)
+    if _meets_by_mpi(place):  # in which all processes take part
+        mpi.Mpi(place).wait()
+    return lodger.wait()
+
+
+def _host(asked: Asked, place: Place) -> int:
     status = 1
     house = House(place)
     try:
         os.sched_setaffinity(0, house.cores)
-        status = _host(asked, place)
+        status = _take_part(asked, place)
     finally:
         house.tell(status)
     return status
 
 
-def _host(asked: Asked, place: Place) -> int:
+def _take_part(asked: Asked, place: Place) -> int:
     meeting = _meeting(asked, place)
     assert meeting is not None  # only the first process can be without other hosts
     word = meeting.wait()
@@ -107,6 +113,7 @@ class Leading:
         return replace(
             launch,
             on=self.on,
+            shelters=place.is_signalled_as_one,
             local_workers=place.workers_here,
             room=place.workers_here,
             local_servers=place.first_servers(servers_of(launch.strategy)),

@@ -21,6 +21,7 @@ from distbelief.engines import parcel
 from distbelief.engines.guests import Guests
 from distbelief.engines.launch import Launch
 from distbelief.engines.processes import LogPipe, Zygote
+from distbelief.engines.signals import sheltered
 from distbelief.engines.watching import Watching
 from distbelief.worker.spec import WorkerSpec
 
@@ -78,7 +79,8 @@ class Hosting:
         self._stack.callback(self._keeper.close)
         if launch.job_pickle:
             self._keeper.put("job", launch.job_pickle)
-        self._zygote = Zygote(told.log("zygote"), launch.strategy)
+        with sheltered(launch.shelters):
+            self._zygote = Zygote(told.log("zygote"), launch.strategy)
         self._stack.callback(self._zygote.close)
 
     def begin(self, address: str) -> None:

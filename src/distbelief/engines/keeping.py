@@ -9,6 +9,7 @@ from distbelief.comm.badges import Authority
 from distbelief.engines.launch import Launch
 from distbelief.engines.processes import CoordinatorProcess, LogPipe
 from distbelief.engines.rundir import ended
+from distbelief.engines.signals import sheltered
 from distbelief.errors import RunFailed
 
 SHORT_LIFE_S = 2.0  # a coordinator that ends by itself so soon would do so again
@@ -18,6 +19,7 @@ MOST_SHORT_LIVES = 5
 class CoordinatorKeeping:
     def __init__(self, launch: Launch, authority: Authority, host: str, log: Callable[[str], LogPipe]) -> None:
         self._run_dir = launch.run_dir
+        self._shelters = launch.shelters
         self._log = log
         self._short_lives = 0
         self._order = {
@@ -32,7 +34,8 @@ class CoordinatorKeeping:
         self._start()
 
     def _start(self) -> None:
-        self._process = CoordinatorProcess(self._order, self._log("coordinator"))
+        with sheltered(self._shelters):
+            self._process = CoordinatorProcess(self._order, self._log("coordinator"))
 
     def address(self) -> str:
         """Where it listens; waits until it says so. A later one listens there too."""

@@ -65,6 +65,8 @@ class Launch:
     """Likewise parameter servers."""
     on: str = "local"
     """The engine that brings the hosts (chosen.py)."""
+    shelters: bool = False
+    """Its signals go to every process: all but the leading one are kept from them."""
     room: int = -1
     """The most workers that are ever started by this process; -1: no limit."""
     host: str = ""
@@ -201,6 +203,7 @@ def anywhere(launch: Launch) -> Launch:
     return replace(
         launch,
         on="local",
+        shelters=False,
         local_workers=-1,
         local_servers=-1,
         room=-1,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -36,3 +38,20 @@ class Signals:
         for number, handler in self._old.items():
             signal.signal(number, handler)
         os.close(self.wake_fd)
+
+
+def shelter() -> set[signal.Signals]:
+    """From now on this process and what it starts never hear Ctrl-C and SIGTERM: launchers such as Slurm send them to
+    every single process, but whoever leads decides. Returns what it did not hear before."""
+    return signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def sheltered(wanted: bool) -> Iterator[None]:
+    """The same for what is started meanwhile only."""
+    before = shelter() if wanted else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -71,6 +71,11 @@ class Place:
         """Whether the whole launch is on this host."""
         return self.local_count == self.count
 
+    @property
+    def is_signalled_as_one(self) -> bool:
+        """Whether the launcher sends its signals to all processes on all hosts: then the first one decides."""
+        return self.launcher in ("mpi", "slurm")
+
     def with_workers(self, total: int | None) -> Place:
         """With so many workers in all, evenly spread over the processes; None: as it is."""
         if total is None or total == self.workers:

@@ -1,0 +1,130 @@
+"""Runs on processes that somebody else's launcher has started: the same weights as on this machine alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import JOBS, Outcome, Run
+from watched import Start, Wait, Watched
+
+from distbelief.comm.keys import new_key
+
+JOB = (JOBS / "small.py", "--set", "steps=30", "--set", "brake_s=0.05")
+BESIDE = '#!/bin/sh\n# What mpirun calls in the place of ssh: every host is this machine.\nshift\nexec sh -c "$*"\n'
+MPIRUN = ("env", "OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1", "mpirun.openmpi", "--oversubscribe")
+
+needs_mpirun = pytest.mark.skipif(
+    shutil.which("mpirun.openmpi") is None, reason="Open MPI is not installed (Debian: openmpi-bin)"
+)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of one worker on this machine."""
+    run = Run(tmp_path_factory.mktemp("alone"), "train", *JOB, "--workers", 1, "--json")
+    return str(run.wait().json["weights_sha256"])
+
+
+@pytest.fixture
+def launched(start: Start, tmp_path: Path, wait_until: Wait) -> Callable[..., Watched]:
+    """A run that a launcher has started: `launched(its command, our options)`."""
+
+    def begin(launcher: tuple[object, ...], *options: object) -> Watched:
+        def by_it(*arguments: object) -> Run:
+            return start(*arguments, prefix=[str(word) for word in launcher])
+
+        return Watched(by_it, tmp_path, wait_until, *JOB, *options)
+
+    return begin
+
+
+@needs_mpirun
+def test_mpirun_does_not_notice_that_a_member_dies(launched: Callable[..., Watched], weights: str) -> None:
+    watched = launched((*MPIRUN, "-n", 2), "--on", "mpi")
+    watched.after(2)
+    watched.signal(1, signal.SIGKILL)
+    watched.has_members(2)
+    result = watched.result()
+    assert result["weights_sha256"] == weights
+    assert result["recoveries"] == 1
+    assert result["workers"] == 2
+
+
+@needs_mpirun
+def test_two_hosts_of_mpirun_meet_in_the_run_directory(
+    launched: Callable[..., Watched], tmp_path: Path, weights: str
+) -> None:
+    agent = tmp_path / "beside"
+    agent.write_text(BESIDE)
+    agent.chmod(0o700)
+    launcher = (*MPIRUN, "--host", "one,two", "--mca", "plm_rsh_agent", agent)
+    watched = launched(launcher, "--on", "mpi", "--workers", 4)
+    watched.release()
+    outcome = watched.run.wait()
+    assert outcome.json["weights_sha256"] == weights
+    assert outcome.json["workers"] == 4
+    assert len({member["host"] for member in watched.journal("generation")[0]["members"]}) == 2
+    assert not (watched.folder / "meeting.json").exists()
+
+
+@needs_mpirun
+def test_sigterm_to_mpirun_ends_everything(launched: Callable[..., Watched]) -> None:
+    patient = ("--mca", "odls_base_sigkill_timeout", 5)  # seconds until it passes the signal on, and until it kills
+    watched = launched((*MPIRUN, "-n", 2, *patient), "--on", "mpi", "--set", "steps=2000")
+    watched.after(2)
+    watched.run.signal(signal.SIGTERM)
+    outcome = watched.run.wait()
+    assert outcome.status != 0
+    assert "stopped by SIGTERM; the newest checkpoint is of step" in outcome.stderr
+
+
+def test_torchrun(launched: Callable[..., Watched], weights: str) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", 2, "--no-python")
+    watched = launched(torchrun, "--on", "torchrun")
+    watched.release()
+    result = watched.run.wait().json
+    assert result["weights_sha256"] == weights
+    assert result["workers"] == 2
+
+
+def test_a_cluster_described_by_tf_config(start: Start, tmp_path: Path, weights: str) -> None:
+    """The chief on one host; a worker and a parameter server on another."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    cluster = {"chief": [f"127.0.0.1:{port}"], "worker": ["other:1"], "ps": ["other:2"]}
+    new_key(tmp_path / "key")
+
+    def task(kind: str) -> Run:
+        config = json.dumps({"cluster": cluster, "task": {"type": kind, "index": 0}})
+        options = ("--strategy", "ps:sync", "--on", "tf_config", "--key", "key", "--run-dir", "run", "--json")
+        return start("train", *JOB, *options, prefix=["env", f"TF_CONFIG={config}"])
+
+    chief, worker, server = (task(kind) for kind in ("chief", "worker", "ps"))
+    result: dict[str, Any] = chief.wait().json
+    assert result["weights_sha256"] == weights
+    assert (result["workers"], result["servers"]) == (2, 2)
+    records = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
+    (placement,) = [entry["placement"] for entry in records if entry["kind"] == "servers"]
+    assert set(placement["hosts"].values()) == {"other"}
+    silent = Outcome(0, "", "")
+    assert [worker.wait(), server.wait()] == [silent, silent], "only the first process has something to say"
+
+
+def test_what_is_wrong_is_said_once_and_ends_all(start: Start) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29"}
+
+    def process(rank: int) -> Run:
+        variables = [f"{name}={value}" for name, value in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()]
+        return start("train", "nowhere.py", "--on", "torchrun", prefix=["env", *variables])
+
+    first, second = process(0), process(1)
+    assert "no such job file: nowhere.py" in first.wait().stderr
+    assert second.wait() == Outcome(2, "", "")

@@ -1,0 +1,117 @@
+"""What the leading process makes of its place, and that the others hear of its end whatever it is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distbelief.engines import allocated
+from distbelief.engines.allocated import Asked, find_place, leading, run_folder
+from distbelief.engines.allocation import Place
+from distbelief.engines.house import Lodger
+from distbelief.engines.invitation import Invitation
+from distbelief.engines.launch import LOOPBACK_ONLY, Launch, anywhere
+from distbelief.engines.meeting import folder
+from distbelief.engines.meeting.folder import Folder
+from distbelief.engines.signals import sheltered
+from distbelief.errors import DistBeliefError, JobError
+
+LAUNCH = Launch(run_dir=Path("/run"), workers=4, strategy="ps:sync:servers=2", exact=True, transport="auto")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "LINGER_S", 0.5)
+    monkeypatch.setattr(allocated.mpi, "is_installed", lambda: False)
+
+
+def place(index: int = 0, count: int = 4, local: tuple[int, int] = (0, 2), launcher: str = "slurm") -> Place:
+    job = f"{os.getpid()} {time.monotonic_ns()}"
+    return Place(launcher, job, index, count, *local, host="n1", peers=("n1", "n2"))
+
+
+def test_on_one_host_only_loopback_is_listened_on() -> None:
+    with leading(Asked("mpi", "digits"), place(0, 1, (0, 1), "mpi")) as lead:
+        launch = lead.arrange(LAUNCH)
+        lead.announce(Invitation("tcp://127.0.0.1:1", b"secret"))
+    assert (launch.listen, launch.is_open, launch.local_workers, launch.room) == (LOOPBACK_ONLY, False, 1, 1)
+    assert launch.usable_transport == "auto", "they share memory"
+    assert launch.shelters
+
+
+def test_on_several_hosts_others_are_let_in_and_the_invitation_is_gone_in_the_end(tmp_path: Path) -> None:
+    first = place(0, 3, (0, 1))
+    asked = Asked("slurm", "digits", run_dir=tmp_path / "run", listen="tcp://10.0.0.1:*")
+    with leading(asked, first.with_workers(6)) as lead:
+        launch = lead.arrange(LAUNCH)
+        assert (lead.workers, lead.run_dir) == (6, tmp_path / "run")
+        lead.announce(Invitation("tcp://10.0.0.1:5", b"secret"))
+        word = Folder(tmp_path / "run", first.job).wait(5)
+        assert word.invitation == Invitation("tcp://10.0.0.1:5", b"secret")
+    assert (launch.listen, launch.is_open, launch.local_workers, launch.room) == ("tcp://10.0.0.1:*", True, 2, 2)
+    assert (launch.on, launch.host, launch.local_servers) == ("slurm", "n1", -1)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_what_ends_the_leading_process_ends_all(tmp_path: Path) -> None:
+    first = place()
+    asked = Asked("slurm", "digits", run_dir=tmp_path / "run")
+    with ThreadPoolExecutor(2) as beside:
+        lodger = beside.submit(lambda: Lodger(replace(first, index=1, local_index=1)).wait())
+        other = beside.submit(lambda: Folder(tmp_path / "run", first.job).wait(20))
+        with pytest.raises(JobError, match="no such"), leading(asked, first):
+            raise JobError("no such job")
+        assert lodger.result(10) == 2
+        assert other.result(10).over == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_strangers_need_a_key() -> None:
+    far = replace(place(0, 2, (0, 1), "torchrun"), meeting="n1:29500")
+    with pytest.raises(DistBeliefError, match="need a key") as caught, leading(Asked("torchrun", "digits"), far):
+        pass
+    assert "distbelief keys new" in caught.value.hint
+
+
+def test_all_processes_find_the_same_run_directory_and_the_next_launch_another() -> None:
+    one, other = place(0), place(2, local=(0, 2))
+    asked = Asked("slurm", "digits")
+    assert run_folder(asked, one) == run_folder(asked, replace(other, job=one.job))
+    assert run_folder(asked, one) != run_folder(asked, other)
+    assert run_folder(Asked("slurm", "digits", run_dir=Path("here")), one) == Path("here")
+
+
+def test_an_mpirun_that_cannot_be_found() -> None:
+    variables = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+    with pytest.raises(DistBeliefError, match="cannot find the mpirun"):
+        find_place(Asked("mpi", "digits"), variables)
+
+
+def test_a_run_can_be_resumed_where_there_is_no_launcher() -> None:
+    launched = replace(
+        LAUNCH, on="slurm", local_workers=1, room=1, is_open=True, listen="tcp://10.0.0.1:*", shelters=True
+    )
+    assert anywhere(launched) == LAUNCH
+
+
+def test_what_is_sheltered_does_not_hear_a_signal_that_goes_to_everybody() -> None:
+    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_DFL); print(flush=True); input()"
+    with sheltered(True):
+        child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdout.readline()
+    child.send_signal(signal.SIGTERM)
+    child.stdin.write(b"\n")
+    child.stdin.close()
+    assert child.wait(30) == 0
+    child.stdout.close()
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "we do"
