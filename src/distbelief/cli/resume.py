@@ -26,6 +26,12 @@ def resume(
         str | None,
         typer.Option(help="How to learn it; any strategy that `train` takes. Default: as before.", show_default=False),
     ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--on", help="Where to run; any place that `train` takes. Default: as before.", show_default=False
+        ),
+    ] = None,
     key: KeyFile = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines even on a terminal.")] = False,
@@ -40,7 +46,7 @@ def resume(
         print("the run is complete: nothing is started, this is its result", file=stream)
     view = open_view(stream, plain=plain)
     with contextlib.redirect_stdout(stream), contextlib.closing(view):  # as in `train`
-        result = resume_run(run, workers=workers, strategy=strategy, view=view, key_file=key_file(key))
+        result = resume_run(run, workers=workers, strategy=strategy, view=view, key_file=key_file(key), on=on)
     if json:
         print_json(result)
     else:
