@@ -6,6 +6,7 @@ Whatever goes wrong is said in words, and soon: Ray itself tries for minutes to 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -161,7 +162,7 @@ def _cannot_connect(address: str, error: Exception) -> DistBeliefError:
     what = lines[0] if lines else type(error).__name__
     if not address:
         return DistBeliefError(f"cannot start a Ray cluster here: {what}", details=str(error))
-    hint = "Python and Ray must be the same versions here and there"
+    hint = "Python and Ray must be the same versions here and there; Ray's logs on its head node may say more"
     if "grpc" in what:
         hint = "pip install 'distbelief[ray]' brings the Ray client"
     return DistBeliefError(f"cannot connect to the Ray cluster at {address}: {what}", hint=hint, details=str(error))
@@ -196,7 +197,12 @@ def nodes(ours: frozenset[str]) -> list[Node]:
 
 def grows() -> bool:
     """Whether an autoscaler adds nodes when they are asked for."""
-    return False
+    import ray
+
+    try:
+        return bool(ray.get(ray.remote(num_cpus=0)(_is_scaled).remote()))
+    except ray.exceptions.RayError:  # no way to find out: then there is what there is
+        return False
 
 
 def head_node() -> str:
@@ -207,6 +213,20 @@ def head_node() -> str:
         if node["Alive"] and "node:__internal_head__" in node["Resources"]:
             return str(node["NodeID"])
     return ""
+
+
+def _is_scaled() -> bool:
+    """An autoscaler knows the kinds of its nodes by name; without one, each is of a kind of its own. There are two
+    autoscalers in use, and each tells it elsewhere."""
+    import ray
+    from ray.autoscaler.v2.sdk import get_cluster_status
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    kinds = {node.node_id: node.ray_node_type_name for node in [*status.active_nodes, *status.idle_nodes]}
+    if told := _internal_kv_get("__autoscaling_status"):
+        kinds |= (json.loads(told).get("autoscaler_report") or {}).get("node_type_mapping") or {}
+    return any(kind not in ("", f"node_{node}") for node, kind in kinds.items())
 
 
 def _free() -> dict[str, dict[str, float]]:

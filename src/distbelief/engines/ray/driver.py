@@ -92,9 +92,9 @@ class _Driver:
             nodes = cluster.nodes(self._agents.nodes)
             shortage = places.shortage(nodes, self._need, wanted)
             if shortage and not cluster.grows():
-                raise DistBeliefError(
-                    shortage, hint=f"give --workers {self._fitting(nodes)}, or add nodes: `ray start`"
-                )
+                fitting = sum(node.capacity(self._need) for node in nodes)
+                fewer = f"give --workers {fitting}, or " if fitting else ""
+                raise DistBeliefError(shortage, hint=f"{fewer}add nodes with `ray start --address=…`")
             found = places.apart(places.place(nodes, self._need, wanted), self._need)
             if sum(place.workers for place in found) == wanted:
                 self._demand.withdraw()
@@ -110,9 +110,6 @@ class _Driver:
             self._demand.met()
             time.sleep(LOOK_EVERY_S)
         return [], []
-
-    def _fitting(self, nodes: list[places.Node]) -> int:
-        return max(sum(node.capacity(self._need) for node in nodes), 1)
 
     def _lead(self) -> None:
         import ray
