@@ -26,7 +26,7 @@ from distbelief.engines.ray.quiet import quiet
 from distbelief.engines.ray.sight import proof
 from distbelief.engines.rundir import verdict
 from distbelief.engines.signals import Signals
-from distbelief.errors import DistBeliefError, RunFailed
+from distbelief.errors import DistBeliefError, RunFailed, RunInterrupted
 
 REFRESH_S = 0.2
 LOOK_EVERY_S = 1.0
@@ -215,8 +215,12 @@ class _Driver:
     def _outcome(self) -> dict[str, Any]:
         import ray
 
-        if self._coordinator is None or not ray.wait([self._over], timeout=0)[0]:
-            return verdict(self._launch.run_dir, self._signals)  # a signal, before there was anything or by force
+        if self._coordinator is None:
+            error = RunInterrupted("stopped before there was room for the run; nothing was started")
+            error.exit_code = 128 + self._signals.received
+            raise error
+        if not ray.wait([self._over], timeout=0)[0]:
+            return verdict(self._launch.run_dir, self._signals)  # a signal: they did not end by themselves
         try:
             record: dict[str, Any] = ray.get(self._over)
         except ray.exceptions.RayTaskError as error:
