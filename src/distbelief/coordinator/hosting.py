@@ -7,7 +7,7 @@ from dataclasses import replace
 from distbelief.comm import messages as m
 from distbelief.coordinator import hosts
 from distbelief.coordinator.ending import Result, record, say
-from distbelief.coordinator.hiring import free, settle
+from distbelief.coordinator.hiring import free, hire, settle
 from distbelief.coordinator.hosts import Host, Offer
 from distbelief.coordinator.vocabulary import ENGINE, Output, Reply, Send, State
 
@@ -56,12 +56,10 @@ def attached(state: State, event: m.EngineAttached, now: float) -> Result:
     active_at = now if state.phase == "gathering" and not state.workers else state.active_at
     state = replace(state, hired=hired, placed=placed, active_at=active_at, hosts=known)
     state, more = settle(state, now)
-    outputs += more
-    state, more = _grown(state, event.host, now)
     return state, outputs + more
 
 
-def _grown(state: State, host: str, now: float) -> Result:
+def grown(state: State, host: str, now: float) -> Result:
     """One that was started by hand is there for the first time: what it has room for beyond what was waited for, the
     run has more from now on."""
     nonce = next((nonce for nonce, offer in state.offers.items() if offer.host == host and offer.grows), None)
@@ -71,7 +69,9 @@ def _grown(state: State, host: str, now: float) -> Result:
     target = state.target + more
     state = replace(state, offers={**state.offers, nonce: Offer(host)}, target=target)
     text = f"{host} adds {_workers(more)}" if more else f"{host} has the workers that were waited for"
-    return state, [record(state, now, "grown", text, host=host, nonce=nonce, target=target)]
+    written = record(state, now, "grown", text, host=host, nonce=nonce, target=target)
+    state, outputs = hire(state, now)
+    return state, [written, *outputs]
 
 
 def forgotten(state: State, name: str) -> State:

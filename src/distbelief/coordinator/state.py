@@ -133,7 +133,9 @@ def _attached(state: State, event: m.EngineAttached, now: float) -> Result:
         if (known is None or known.exited is None) and state.phase != "ended":
             state, more = faults.exited(state, m.WorkerExited(worker, status), now)
             outputs += more
-    state, more = faults.outstanding(state, now)
+    state, more = faults.outstanding(state, now)  # who is missing is started before the run grows
+    outputs += more
+    state, more = hosting.grown(state, event.host, now)
     outputs += more
     state, more = fleet.attached(state, event, now)
     outputs += more

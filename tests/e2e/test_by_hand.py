@@ -1,0 +1,128 @@
+"""Members started by hand, each agent a host of its own: by address and key, before and after the coordinator."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import JOBS, Run
+
+from distbelief.comm.keys import new_key
+
+Start = Callable[..., Run]
+Wait = Callable[[Callable[[], object]], None]
+SMALL = JOBS / "small.py"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    new_key(tmp_path / "run.key")
+    return tmp_path / "run.key"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("alone")
+    result = Run(folder, "train", SMALL, "--set", "steps=40", "--workers", 1, "--json").wait().json
+    return str(result["weights_sha256"])
+
+
+def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    path = run_dir / "journal.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [entry for line in lines if (entry := json.loads(line))["kind"] == kind]
+
+
+def members(run_dir: Path) -> list[dict[str, Any]]:
+    found = records(run_dir, "generation")
+    return list(found[-1]["members"]) if found else []
+
+
+def test_hosts_join_by_address_members_die_and_a_host_leaves(
+    start: Start, tmp_path: Path, key: Path, wait_until: Wait, alone: str
+) -> None:
+    """The hosts come before the coordinator; a worker is killed; one host leaves and another one comes."""
+    where, run_dir, brake = f"127.0.0.1:{free_port()}", tmp_path / "run", tmp_path / "brake"
+    brake.touch()
+
+    def host(name: str, count: int) -> Run:
+        return start("worker", "--join", where, "--key", key, "--count", count, "--host", name)
+
+    first, second = host("one", 1), host("two", 2)
+    lead = start(
+        *("coordinator", SMALL, "--workers", 3, "--listen", where, "--key", key, "--run-dir", run_dir),
+        *("--set", "steps=40", "--set", "brake_s=0.2", "--json"),
+    )
+    wait_until(lambda: len(members(run_dir)) == 3)
+    assert sorted(member["host"] for member in members(run_dir)) == ["one", "two", "two"]
+    victim = next(member for member in members(run_dir) if member["host"] == "two")
+    os.kill(victim["pid"], signal.SIGKILL)
+    wait_until(lambda: records(run_dir, "lost") and len(members(run_dir)) == 3)
+    assert sorted(member["host"] for member in members(run_dir)) == ["one", "two", "two"], "replaced on its host"
+    first.signal(signal.SIGTERM)
+    left = first.wait()
+    assert left.status == 0, left.stderr
+    assert "has left" in left.stdout
+    wait_until(lambda: {member["host"] for member in members(run_dir)} == {"two"})
+    third = host("three", 1)
+    wait_until(lambda: "three" in {member["host"] for member in members(run_dir)})
+    brake.unlink()
+    assert lead.wait().json["weights_sha256"] == alone
+    for run in (second, third):
+        outcome = run.wait()
+        assert outcome.status == 0, outcome.stderr
+        assert "the run is over: completed" in outcome.stdout
+
+
+def test_a_host_that_does_not_have_the_jobs_files_is_sent_them(start: Start, tmp_path: Path, key: Path) -> None:
+    """Nor does it see the run directory: the leading process runs where the files are, the agent where they are not."""
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "helper.py").write_text("SIZE = 3\n")
+    (there / "job.py").write_text(
+        "import torch\nfrom helper import SIZE\nfrom distbelief import Job\n"
+        "job = Job(model=lambda: torch.nn.Linear(SIZE, 1), loss=torch.nn.functional.mse_loss,\n"
+        "          optimizer=lambda p: torch.optim.SGD(p, lr=0.1), data=(torch.ones(32, SIZE), torch.ones(32, 1)),\n"
+        "          global_batch=8, steps=4)\n"
+    )
+    where = f"127.0.0.1:{free_port()}"
+    lead = start(
+        *("coordinator", there / "job.py", "--workers", 1, "--listen", where, "--key", key),
+        *("--save-every", "never", "--run-dir", there / "run", "--json"),
+    )
+    # In a mount namespace of its own that folder is empty.
+    hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {there} && exec "$@"', "sh"]
+    if os.system("unshare --mount true 2>/dev/null"):
+        pytest.skip("no mount namespaces here")
+    agent = start("worker", "--join", where, "--key", key, prefix=hidden)
+    assert lead.wait().json["steps"] == 4
+    outcome = agent.wait()
+    assert outcome.status == 0, outcome.stdout + outcome.stderr
+
+
+def test_a_host_that_does_not_see_the_run_directory_is_told_what_to_do(start: Start, tmp_path: Path, key: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    where = f"127.0.0.1:{free_port()}"
+    lead = start("coordinator", SMALL, "--workers", 1, "--listen", where, "--key", key, "--run-dir", there / "run")
+    hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {there} && exec "$@"', "sh"]
+    if os.system("unshare --mount true 2>/dev/null"):
+        pytest.skip("no mount namespaces here")
+    outcome = start("worker", "--join", where, "--key", key, prefix=hidden).wait()
+    assert outcome.status != 0
+    assert "does not see the run directory" in outcome.stderr
+    assert "--checkpoints" in outcome.stderr
+    lead.signal(signal.SIGINT)
+    assert lead.wait().status == 130
