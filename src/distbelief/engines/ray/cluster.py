@@ -9,11 +9,8 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import socket
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +24,6 @@ LOOPBACK = "127.0.0.2"
 STORE_BYTES = 128 << 20
 """Ray's object store in a cluster that we start: next to nothing goes through it."""
 _IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # `ray job submit` tells its driver by this which environment it has
-
-
-@dataclass(frozen=True)
-class Cluster:
-    is_ours: bool
-    """We have started it, and end it."""
-    address: str
 
 
 def address_of(on: str) -> str:
@@ -54,35 +44,34 @@ def address_of(on: str) -> str:
 
 
 @contextlib.contextmanager
-def connected(on: str, cpus: int) -> Iterator[Cluster]:
-    """While this lasts, this process is a driver in the cluster. `cpus`: what one that we start must have at least."""
+def connected(on: str, cpus: int) -> Iterator[bool]:
+    """While this lasts, this process is a driver in the cluster. Tells whether we have started it, to end it again.
+    `cpus`: what one that we start must have at least."""
     asked = address_of(on) or os.environ.get("RAY_ADDRESS", "")
+    ray = _import_ray()
+    if ray.is_initialized():  # the user's own program is a driver already
+        yield False
+        return
+    address = asked if asked not in ("", "auto", "local") else _found_here(asked)
+    if address:
+        _reach(address)
+        options: dict[str, Any] = {"address": address} | _our_code()
+    else:
+        options = {
+            "address": "local",
+            "num_cpus": max(os.cpu_count() or 1, cpus),
+            "object_store_memory": STORE_BYTES,
+            "include_dashboard": False,
+            "_node_ip_address": LOOPBACK,
+        }
     with contextlib.ExitStack() as stack:
-        if asked == "local":
-            stack.enter_context(_closed_to_others())
-        ray = _import_ray()
-        if ray.is_initialized():  # the user's own program is a driver already
-            yield Cluster(False, ray.get_runtime_context().gcs_address)
-            return
-        address = asked if asked not in ("", "auto", "local") else _found_here(asked)
-        if address:
-            _reach(address)
-            options: dict[str, Any] = {"address": address} | _our_code()
-        else:
-            stack.enter_context(_closed_to_others())
-            options = {
-                "address": "local",
-                "num_cpus": max(os.cpu_count() or 1, cpus),
-                "object_store_memory": STORE_BYTES,
-                "include_dashboard": False,
-                "_node_ip_address": LOOPBACK,
-            }
         stack.callback(ray.shutdown)
         try:
-            ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **options)
-        except Exception as error:
+            with _as_important_as_others():
+                ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **options)
+        except Exception as error:  # of many kinds, none of which Ray documents
             raise _cannot_connect(address, error) from error
-        yield Cluster(not address, address or str(ray.get_runtime_context().gcs_address))
+        yield not address
 
 
 def _import_ray() -> Any:
@@ -114,22 +103,17 @@ def _found_here(asked: str) -> str:
 
 
 @contextlib.contextmanager
-def _closed_to_others() -> Iterator[None]:
-    """Ray listens on every interface. A cluster of ours takes nobody in who does not have its token, which is made for
-    it alone; and its processes are no less worth than others (Ray would run them at nice 15)."""
-    ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_worker_niceness": "0"}
-    if "RAY_AUTH_MODE" in os.environ or "ray" in sys.modules:  # decided already; it has read that when it was imported
-        ours = {"RAY_worker_niceness": "0"}
-    before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
+def _as_important_as_others() -> Iterator[None]:
+    """Ray runs the processes of a cluster that is started now at nice 15: next to anything else they would starve."""
+    name = "RAY_worker_niceness"
+    ours = name not in os.environ
+    if ours:
+        os.environ[name] = "0"
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        if ours:
+            del os.environ[name]
 
 
 def _our_code() -> dict[str, Any]:

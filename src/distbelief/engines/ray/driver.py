@@ -40,13 +40,13 @@ def run(launch: Launch, observer: Observer) -> dict[str, Any]:
     need = Need(launch.threads, 1 if launch.device.startswith("cuda") else 0)
     # Ray takes SIGTERM for itself when it is initialised, so ours come after it.
     with (
-        cluster.connected(launch.on, need.cpus * launch.workers) as there,
+        cluster.connected(launch.on, need.cpus * launch.workers) as is_ours,
         Signals() as signals,
         quiet(launch.run_dir / "logs" / "ray.log"),
         _Driver(launch, observer, signals, need) as driver,
     ):
         observer.started(launch.run_dir, launch.workers)
-        if there.is_ours:
+        if is_ours:
             observer.log("ray", "started a Ray cluster on this machine for this run")
         return driver.run()
 
@@ -73,19 +73,19 @@ class _Driver:
         return self
 
     def run(self) -> dict[str, Any]:
-        first, groups = self._wait_for_places()
-        if groups:
+        first = self._wait_for_places()
+        if first:
             self._lead()
             invitation = self._invitation()
             if invitation:
                 self._invited = invitation
-                self._agents.start(first, invitation, groups)
+                self._agents.start(first, invitation)
             self._watch()
         return self._outcome()
 
     # --- the start ---------------------------------------------------------------------------------------------------
 
-    def _wait_for_places(self) -> tuple[list[Place], list[Any]]:
+    def _wait_for_places(self) -> list[Place]:
         """All workers at once; nothing is taken before there is room for all. Empty: a signal came first."""
         wanted, said_at = self._launch.workers, 0.0
         while not self._signals.count:
@@ -98,9 +98,8 @@ class _Driver:
             found = places.apart(places.place(nodes, self._need, wanted), self._need)
             if sum(place.workers for place in found) == wanted:
                 self._demand.withdraw()
-                groups = self._agents.reserve(found)
-                if groups:
-                    return found, groups
+                if self._agents.reserve(found):
+                    return found
             elif time.monotonic() - said_at > SAY_AGAIN_S:
                 said_at = time.monotonic()
                 room = places.room(nodes, self._need)
@@ -109,7 +108,7 @@ class _Driver:
                 self._demand.make(wanted)
             self._demand.met()
             time.sleep(LOOK_EVERY_S)
-        return [], []
+        return []
 
     def _lead(self) -> None:
         import ray
@@ -197,18 +196,18 @@ class _Driver:
             return  # it has to let go of what it has before we can take it
         nodes = [node for node in cluster.nodes(self._agents.nodes) if node.id not in self._unusable]
         found = places.apart(places.place(nodes, self._need, missing), self._need)
-        groups = self._agents.reserve(found) if found else []
-        if groups:
+        if found and self._agents.reserve(found):
             for place in found:
                 workers = "1 worker" if place.workers == 1 else f"{place.workers} workers"
                 self._observer.log("ray", f"an agent for {workers} is started on {place.name}")
-            self._agents.start(found, self._invited, groups)
+            self._agents.start(found, self._invited)
         elif not self._agents.workers and self._unusable:
             raise RunFailed(
                 "no node of the Ray cluster can take part", hint="the lines above say why; see also docs/ray.md"
             )
-        else:
-            self._demand.make(missing)
+        elif self._demand.make(missing):
+            workers = f"{missing} of {wanted} workers"
+            self._observer.log("ray", f"there is no room for {workers}; they are started when a node comes")
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
