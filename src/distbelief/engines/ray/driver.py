@@ -23,7 +23,7 @@ from distbelief.engines.ray.demand import Demand
 from distbelief.engines.ray.following import Logs, Target
 from distbelief.engines.ray.places import Need, Place
 from distbelief.engines.ray.quiet import quiet
-from distbelief.engines.ray.sight import proof
+from distbelief.engines.ray.sight import shown
 from distbelief.engines.rundir import verdict
 from distbelief.engines.signals import Signals
 from distbelief.errors import DistBeliefError, RunFailed, RunInterrupted
@@ -43,7 +43,8 @@ def run(launch: Launch, observer: Observer) -> dict[str, Any]:
         cluster.connected(launch.on, need.cpus * launch.workers) as is_ours,
         Signals() as signals,
         quiet(launch.run_dir / "logs" / "ray.log"),
-        _Driver(launch, observer, signals, need) as driver,
+        shown(launch.run_dir) as word,
+        _Driver(launch, observer, signals, need, word) as driver,
     ):
         observer.started(launch.run_dir, launch.workers)
         if is_ours:
@@ -52,13 +53,14 @@ def run(launch: Launch, observer: Observer) -> dict[str, Any]:
 
 
 class _Driver:
-    def __init__(self, launch: Launch, observer: Observer, signals: Signals, need: Need) -> None:
+    def __init__(self, launch: Launch, observer: Observer, signals: Signals, need: Need, word: str) -> None:
         self._launch = replace(
             launch, run_dir=launch.run_dir.resolve(), local_workers=0, room=0, host="coordinator", is_open=True
         )
         self._observer = observer
         self._signals = signals
         self._need = need
+        self._word = word
         self._name = launch.run_dir.resolve().name
         self._agents = Agents(self._name, need)
         self._demand = Demand(need)
@@ -128,7 +130,7 @@ class _Driver:
         )
         try:
             # Its authority is made here, and stays the same whenever Ray starts it again.
-            self._coordinator = actor.remote(self._launch, authority_of(self._launch), proof(self._launch.run_dir))
+            self._coordinator = actor.remote(self._launch, authority_of(self._launch), self._word)
         except ValueError as error:
             raise DistBeliefError(
                 f"a run called {self._name} goes on in this Ray cluster already", hint="give another --run-dir"
