@@ -84,6 +84,7 @@ def train(
     keep_every: int = 0,
     keep_best: str = "",
     begin_from: str | Path = "",
+    on: str = "local",
     quiet: bool = False,
 ) -> Result:
     """Train a job on this machine and return the result. No `if __name__ == "__main__"` is needed around it.
@@ -95,7 +96,7 @@ def train(
     Checkpoints are saved every so many steps (500) or so often ("10m"), and at the end; to `checkpoints`, a folder or
     URL, or else to the run directory. The newest `keep_last` are kept, those whose step is a multiple of `keep_every`,
     and the best one by a metric (`keep_best="accuracy"`). `begin_from`: weights to start with, of a run, a checkpoint
-    or a safetensors file.
+    or a safetensors file. `on`: where to run, as in `distbelief train --on` ("ray").
 
     >>> import torch, tempfile
     >>> from distbelief import Job, train
@@ -122,7 +123,7 @@ def train(
         job.name or "job", strategy, workers, run_dir, shares,
         threads=threads, device=device, min_workers=min_workers, balance=balance, stuck_after_s=stuck_after_s,
         save_every=str(save_every), checkpoints=os.fspath(checkpoints), keep_last=keep_last, keep_every=keep_every,
-        keep_best=keep_best, begin_from=os.fspath(begin_from),
+        keep_best=keep_best, begin_from=os.fspath(begin_from), on=on,
     )  # fmt: skip
     pickled = _pickled(job)
     with _view(quiet) as view:
@@ -135,6 +136,7 @@ def resume(
     *,
     workers: int | None = None,
     strategy: str | AnyStrategy | None = None,
+    on: str = "local",
     quiet: bool = False,
 ) -> Result:
     """Go on with a run that was stopped, or that died, from its newest sound checkpoint.
@@ -143,7 +145,7 @@ def resume(
     where the run was started by `train` with a Job: the same one again. A run that is complete is left alone.
     """
     with _view(quiet) as view:
-        return resume_run(Path(run_dir), workers=workers, strategy=strategy, view=view, job=job)
+        return resume_run(Path(run_dir), workers=workers, strategy=strategy, view=view, job=job, on=on)
 
 
 def run_file(

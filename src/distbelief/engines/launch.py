@@ -215,7 +215,7 @@ def anywhere(launch: Launch) -> Launch:
 
 # --- how it is kept for a resume -------------------------------------------------------------------------------------
 
-FILE = "launch.json"
+_FILE = "launch.json"
 _OF_ONE_START = ("run_dir", "job_pickle", "dial", "resumed", "host")
 
 
@@ -224,12 +224,12 @@ def keep_launch(launch: Launch) -> None:
     if launch.resumed:
         check_idle(launch.run_dir)
     kept = to_data(launch)
-    draft = launch.run_dir / f".{FILE}.draft"
+    draft = launch.run_dir / f".{_FILE}.draft"
     try:
         draft.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n")
-        draft.rename(launch.run_dir / FILE)
+        draft.rename(launch.run_dir / _FILE)
     except OSError as error:
-        raise DistBeliefError(f"cannot write {launch.run_dir / FILE}: {error.strerror}") from error
+        raise DistBeliefError(f"cannot write {launch.run_dir / _FILE}: {error.strerror}") from error
 
 
 def to_data(launch: Launch) -> dict[str, Any]:
@@ -246,12 +246,12 @@ def from_data(run_dir: Path, data: dict[str, Any]) -> Launch:
 
 def read_launch(run_dir: Path) -> Launch:
     """How the run in that directory was started."""
-    file = run_dir / FILE
+    file = run_dir / _FILE
     try:
         return from_data(run_dir, msgspec.json.decode(file.read_bytes(), type=dict[str, Any]))
     except FileNotFoundError:
         raise DistBeliefError(
-            f"{run_dir} is no run directory: there is no {FILE} in it", hint="give the folder that `train` printed"
+            f"{run_dir} is no run directory: there is no {_FILE} in it", hint="give the folder that `train` printed"
         ) from None
     except OSError as error:
         raise DistBeliefError(f"cannot read {file}: {error.strerror}") from error

@@ -73,7 +73,7 @@ class RunSlice:
         self, memory: SliceMemory, job: Job, schedule: Schedule, open_segment: OpenSegment,
         coding: PushCoding | None = None, *, space: SumSpace | None = None,
     ) -> None:  # fmt: skip
-        """`coding`: how partial sums may be compressed. `space`: room that it shares with other slices of the server."""
+        """`coding`: how partial sums may be compressed. `space`: room that it shares with the server's other slices."""
         self.memory = memory
         self.version = 0
         """Steps applied."""

@@ -11,7 +11,7 @@ import pytest
 
 from distbelief.engines.ray.following import Growing, Logs, Target
 from distbelief.engines.ray.quiet import quiet
-from distbelief.engines.ray.sight import proof, sees
+from distbelief.engines.ray.sight import sees, shown
 
 
 def test_each_line_is_read_once_and_whole(tmp_path: Path) -> None:
@@ -57,16 +57,12 @@ def test_how_many_workers_are_wanted_is_in_the_journal(tmp_path: Path) -> None:
 
 
 def test_only_who_sees_the_same_file_sees_the_run_directory(tmp_path: Path) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    for folder in (here, there):
-        folder.mkdir()
-        (folder / "launch.json").write_text("{}")
-    (there / "launch.json").touch()
-    shown = proof(here)
-    assert sees(here, shown)
-    assert not sees(tmp_path, shown), "there is nothing"
-    (there / "launch.json").write_text("{ }")
-    assert not sees(there, shown), "another run of the same name"
+    with shown(tmp_path) as word:
+        assert sees(tmp_path, word)
+        assert not sees(tmp_path / "elsewhere", word)
+        assert not sees(tmp_path, "of another run")
+    assert not sees(tmp_path, word)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_ray_prints_from_its_thread_goes_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

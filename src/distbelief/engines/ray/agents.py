@@ -40,6 +40,8 @@ class Agents:
         self._run = run
         self._need = need
         self._running: list[Running] = []
+        self._reserved: list[Any] = []
+        """Placement groups in which nobody is yet."""
         self._names: set[str] = set()
 
     @property
@@ -51,7 +53,7 @@ class Agents:
     def nodes(self) -> frozenset[str]:
         return frozenset(one.place.node for one in self._running)
 
-    def reserve(self, places: Sequence[Place]) -> list[Any]:
+    def reserve(self, places: Sequence[Place]) -> bool:
         """A placement group for each of them, or nothing: two runs that each hold a half would wait for ever."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -64,17 +66,19 @@ class Agents:
         ]
         deadline = time.monotonic() + PLACED_S
         if all(group.wait(max(deadline - time.monotonic(), 0.0)) for group in groups):
-            return groups
+            self._reserved = groups
+            return True
         for group in groups:  # somebody was faster
             remove_placement_group(group)
-        return []
+        return False
 
-    def start(self, places: Sequence[Place], invitation: Invitation, groups: Sequence[Any]) -> None:
-        """An agent in each place. `groups`: what was reserved for them."""
+    def start(self, places: Sequence[Place], invitation: Invitation) -> None:
+        """An agent in each of the places that were reserved."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         actor = ray.remote(AgentActor)
+        groups, self._reserved = self._reserved, []
         for place, group in zip(places, groups, strict=True):
             host = self._name(place.name)
             bundle = self._need.bundle(place.workers)
@@ -132,7 +136,9 @@ class Agents:
         for one in self._running:
             ray.kill(one.actor)
             remove_placement_group(one.group)
-        self._running = []
+        for group in self._reserved:
+            remove_placement_group(group)
+        self._running, self._reserved = [], []
 
 
 def _brief(error: Exception) -> str:

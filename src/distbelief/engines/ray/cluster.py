@@ -6,13 +6,11 @@ Whatever goes wrong is said in words, and soon: Ray itself tries for minutes to 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
-import secrets
 import socket
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +24,6 @@ LOOPBACK = "127.0.0.2"
 STORE_BYTES = 128 << 20
 """Ray's object store in a cluster that we start: next to nothing goes through it."""
 _IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # `ray job submit` tells its driver by this which environment it has
-
-
-@dataclass(frozen=True)
-class Cluster:
-    is_ours: bool
-    """We have started it, and end it."""
-    address: str
 
 
 def address_of(on: str) -> str:
@@ -53,35 +44,34 @@ def address_of(on: str) -> str:
 
 
 @contextlib.contextmanager
-def connected(on: str, cpus: int) -> Iterator[Cluster]:
-    """While this lasts, this process is a driver in the cluster. `cpus`: what one that we start must have at least."""
+def connected(on: str, cpus: int) -> Iterator[bool]:
+    """While this lasts, this process is a driver in the cluster. Tells whether we have started it, to end it again.
+    `cpus`: what one that we start must have at least."""
     asked = address_of(on) or os.environ.get("RAY_ADDRESS", "")
+    ray = _import_ray()
+    if ray.is_initialized():  # the user's own program is a driver already
+        yield False
+        return
+    address = asked if asked not in ("", "auto", "local") else _found_here(asked)
+    if address:
+        _reach(address)
+        options: dict[str, Any] = {"address": address} | _our_code()
+    else:
+        options = {
+            "address": "local",
+            "num_cpus": max(os.cpu_count() or 1, cpus),
+            "object_store_memory": STORE_BYTES,
+            "include_dashboard": False,
+            "_node_ip_address": LOOPBACK,
+        }
     with contextlib.ExitStack() as stack:
-        if asked == "local":
-            stack.enter_context(_closed_to_others())
-        ray = _import_ray()
-        if ray.is_initialized():  # the user's own program is a driver already
-            yield Cluster(False, ray.get_runtime_context().gcs_address)
-            return
-        address = asked if asked not in ("", "auto", "local") else _found_here(asked)
-        if address:
-            _reach(address)
-            options: dict[str, Any] = {"address": address} | _our_code()
-        else:
-            stack.enter_context(_closed_to_others())
-            options = {
-                "address": "local",
-                "num_cpus": max(os.cpu_count() or 1, cpus),
-                "object_store_memory": STORE_BYTES,
-                "include_dashboard": False,
-                "_node_ip_address": LOOPBACK,
-            }
         stack.callback(ray.shutdown)
         try:
-            ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **options)
-        except Exception as error:
+            with _as_important_as_others():
+                ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **options)
+        except Exception as error:  # of many kinds, none of which Ray documents
             raise _cannot_connect(address, error) from error
-        yield Cluster(not address, address or str(ray.get_runtime_context().gcs_address))
+        yield not address
 
 
 def _import_ray() -> Any:
@@ -113,22 +103,17 @@ def _found_here(asked: str) -> str:
 
 
 @contextlib.contextmanager
-def _closed_to_others() -> Iterator[None]:
-    """Ray listens on every interface. A cluster of ours takes nobody in who does not have its token, which is made for
-    it alone; and its processes are no less worth than others (Ray would run them at nice 15)."""
-    ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_worker_niceness": "0"}
-    if "RAY_AUTH_MODE" in os.environ or "ray" in sys.modules:  # decided already; it has read that when it was imported
-        ours = {"RAY_worker_niceness": "0"}
-    before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
+def _as_important_as_others() -> Iterator[None]:
+    """Ray runs the processes of a cluster that is started now at nice 15: next to anything else they would starve."""
+    name = "RAY_worker_niceness"
+    ours = name not in os.environ
+    if ours:
+        os.environ[name] = "0"
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        if ours:
+            del os.environ[name]
 
 
 def _our_code() -> dict[str, Any]:
@@ -161,7 +146,7 @@ def _cannot_connect(address: str, error: Exception) -> DistBeliefError:
     what = lines[0] if lines else type(error).__name__
     if not address:
         return DistBeliefError(f"cannot start a Ray cluster here: {what}", details=str(error))
-    hint = "Python and Ray must be the same versions here and there"
+    hint = "Python and Ray must be the same versions here and there; Ray's logs on its head node may say more"
     if "grpc" in what:
         hint = "pip install 'distbelief[ray]' brings the Ray client"
     return DistBeliefError(f"cannot connect to the Ray cluster at {address}: {what}", hint=hint, details=str(error))
@@ -196,7 +181,12 @@ def nodes(ours: frozenset[str]) -> list[Node]:
 
 def grows() -> bool:
     """Whether an autoscaler adds nodes when they are asked for."""
-    return False
+    import ray
+
+    try:
+        return bool(ray.get(ray.remote(num_cpus=0)(_is_scaled).remote()))
+    except ray.exceptions.RayError:  # no way to find out: then there is what there is
+        return False
 
 
 def head_node() -> str:
@@ -207,6 +197,20 @@ def head_node() -> str:
         if node["Alive"] and "node:__internal_head__" in node["Resources"]:
             return str(node["NodeID"])
     return ""
+
+
+def _is_scaled() -> bool:
+    """An autoscaler knows the kinds of its nodes by name; without one, each is of a kind of its own. There are two
+    autoscalers in use, and each tells it elsewhere."""
+    import ray
+    from ray.autoscaler.v2.sdk import get_cluster_status
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    kinds = {node.node_id: node.ray_node_type_name for node in [*status.active_nodes, *status.idle_nodes]}
+    if told := _internal_kv_get("__autoscaling_status"):
+        kinds |= (json.loads(told).get("autoscaler_report") or {}).get("node_type_mapping") or {}
+    return any(kind not in ("", f"node_{node}") for node, kind in kinds.items())
 
 
 def _free() -> dict[str, dict[str, float]]:

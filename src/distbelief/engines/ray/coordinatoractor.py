@@ -28,11 +28,11 @@ from distbelief.errors import DistBeliefError
 class CoordinatorActor:
     """Its calls run side by side, each in a thread of its own."""
 
-    def __init__(self, launch: Launch, authority: Authority, proof: str) -> None:
-        """`proof`: see sight.py."""
+    def __init__(self, launch: Launch, authority: Authority, word: str) -> None:
+        """`word`: see sight.py."""
         self._launch = launch
         self._authority = authority
-        self._proof = proof
+        self._word = word
         self._signals = Signals()
         self._over = False
         self._invited = threading.Event()
@@ -41,7 +41,7 @@ class CoordinatorActor:
     def lead(self) -> dict[str, Any]:
         """Run to the end; as `lead` does, it returns the journal's last record or raises."""
         try:
-            if not sees(self._launch.run_dir, self._proof):
+            if not sees(self._launch.run_dir, self._word):
                 raise DistBeliefError(
                     f"the head node of the Ray cluster does not see the run directory {self._launch.run_dir}",
                     hint="give a --run-dir on a folder that all nodes share",

@@ -13,16 +13,17 @@ class Demand:
         self._group: Any = None
         self._workers = 0
 
-    def make(self, workers: int) -> None:
-        """For so many workers, wherever they fit."""
+    def make(self, workers: int) -> bool:
+        """For so many workers, wherever they fit. Whether it is another demand than before."""
         from ray.util.placement_group import placement_group
 
         if workers == self._workers:
-            return
+            return False
         self.withdraw()
         bundles = [self._need.bundle(1)] * workers
         self._group = placement_group(bundles, strategy="PACK")
         self._workers = workers
+        return True
 
     def met(self) -> bool:
         """Whether there is room now. It is given up in the same moment: agents take it, each on its node."""

@@ -23,10 +23,10 @@ from distbelief.engines.ray.demand import Demand
 from distbelief.engines.ray.following import Logs, Target
 from distbelief.engines.ray.places import Need, Place
 from distbelief.engines.ray.quiet import quiet
-from distbelief.engines.ray.sight import proof
+from distbelief.engines.ray.sight import shown
 from distbelief.engines.rundir import verdict
 from distbelief.engines.signals import Signals
-from distbelief.errors import DistBeliefError, RunFailed
+from distbelief.errors import DistBeliefError, RunFailed, RunInterrupted
 
 REFRESH_S = 0.2
 LOOK_EVERY_S = 1.0
@@ -40,25 +40,27 @@ def run(launch: Launch, observer: Observer) -> dict[str, Any]:
     need = Need(launch.threads, 1 if launch.device.startswith("cuda") else 0)
     # Ray takes SIGTERM for itself when it is initialised, so ours come after it.
     with (
-        cluster.connected(launch.on, need.cpus * launch.workers) as there,
+        cluster.connected(launch.on, need.cpus * launch.workers) as is_ours,
         Signals() as signals,
         quiet(launch.run_dir / "logs" / "ray.log"),
-        _Driver(launch, observer, signals, need) as driver,
+        shown(launch.run_dir) as word,
+        _Driver(launch, observer, signals, need, word) as driver,
     ):
         observer.started(launch.run_dir, launch.workers)
-        if there.is_ours:
+        if is_ours:
             observer.log("ray", "started a Ray cluster on this machine for this run")
         return driver.run()
 
 
 class _Driver:
-    def __init__(self, launch: Launch, observer: Observer, signals: Signals, need: Need) -> None:
+    def __init__(self, launch: Launch, observer: Observer, signals: Signals, need: Need, word: str) -> None:
         self._launch = replace(
             launch, run_dir=launch.run_dir.resolve(), local_workers=0, room=0, host="coordinator", is_open=True
         )
         self._observer = observer
         self._signals = signals
         self._need = need
+        self._word = word
         self._name = launch.run_dir.resolve().name
         self._agents = Agents(self._name, need)
         self._demand = Demand(need)
@@ -73,34 +75,33 @@ class _Driver:
         return self
 
     def run(self) -> dict[str, Any]:
-        first, groups = self._wait_for_places()
-        if groups:
+        first = self._wait_for_places()
+        if first:
             self._lead()
             invitation = self._invitation()
             if invitation:
                 self._invited = invitation
-                self._agents.start(first, invitation, groups)
+                self._agents.start(first, invitation)
             self._watch()
         return self._outcome()
 
     # --- the start ---------------------------------------------------------------------------------------------------
 
-    def _wait_for_places(self) -> tuple[list[Place], list[Any]]:
+    def _wait_for_places(self) -> list[Place]:
         """All workers at once; nothing is taken before there is room for all. Empty: a signal came first."""
         wanted, said_at = self._launch.workers, 0.0
         while not self._signals.count:
             nodes = cluster.nodes(self._agents.nodes)
             shortage = places.shortage(nodes, self._need, wanted)
             if shortage and not cluster.grows():
-                raise DistBeliefError(
-                    shortage, hint=f"give --workers {self._fitting(nodes)}, or add nodes: `ray start`"
-                )
+                fitting = sum(node.capacity(self._need) for node in nodes)
+                fewer = f"give --workers {fitting}, or " if fitting else ""
+                raise DistBeliefError(shortage, hint=f"{fewer}add nodes with `ray start --address=…`")
             found = places.apart(places.place(nodes, self._need, wanted), self._need)
             if sum(place.workers for place in found) == wanted:
                 self._demand.withdraw()
-                groups = self._agents.reserve(found)
-                if groups:
-                    return found, groups
+                if self._agents.reserve(found):
+                    return found
             elif time.monotonic() - said_at > SAY_AGAIN_S:
                 said_at = time.monotonic()
                 room = places.room(nodes, self._need)
@@ -109,10 +110,7 @@ class _Driver:
                 self._demand.make(wanted)
             self._demand.met()
             time.sleep(LOOK_EVERY_S)
-        return [], []
-
-    def _fitting(self, nodes: list[places.Node]) -> int:
-        return max(sum(node.capacity(self._need) for node in nodes), 1)
+        return []
 
     def _lead(self) -> None:
         import ray
@@ -132,7 +130,7 @@ class _Driver:
         )
         try:
             # Its authority is made here, and stays the same whenever Ray starts it again.
-            self._coordinator = actor.remote(self._launch, authority_of(self._launch), proof(self._launch.run_dir))
+            self._coordinator = actor.remote(self._launch, authority_of(self._launch), self._word)
         except ValueError as error:
             raise DistBeliefError(
                 f"a run called {self._name} goes on in this Ray cluster already", hint="give another --run-dir"
@@ -200,26 +198,30 @@ class _Driver:
             return  # it has to let go of what it has before we can take it
         nodes = [node for node in cluster.nodes(self._agents.nodes) if node.id not in self._unusable]
         found = places.apart(places.place(nodes, self._need, missing), self._need)
-        groups = self._agents.reserve(found) if found else []
-        if groups:
+        if found and self._agents.reserve(found):
             for place in found:
                 workers = "1 worker" if place.workers == 1 else f"{place.workers} workers"
                 self._observer.log("ray", f"an agent for {workers} is started on {place.name}")
-            self._agents.start(found, self._invited, groups)
+            self._agents.start(found, self._invited)
         elif not self._agents.workers and self._unusable:
             raise RunFailed(
                 "no node of the Ray cluster can take part", hint="the lines above say why; see also docs/ray.md"
             )
-        else:
-            self._demand.make(missing)
+        elif self._demand.make(missing):
+            workers = f"{missing} of {wanted} workers"
+            self._observer.log("ray", f"there is no room for {workers}; they are started when a node comes")
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _outcome(self) -> dict[str, Any]:
         import ray
 
-        if self._coordinator is None or not ray.wait([self._over], timeout=0)[0]:
-            return verdict(self._launch.run_dir, self._signals)  # a signal, before there was anything or by force
+        if self._coordinator is None:
+            error = RunInterrupted("stopped before there was room for the run; nothing was started")
+            error.exit_code = 128 + self._signals.received
+            raise error
+        if not ray.wait([self._over], timeout=0)[0]:
+            return verdict(self._launch.run_dir, self._signals)  # a signal: they did not end by themselves
         try:
             record: dict[str, Any] = ray.get(self._over)
         except ray.exceptions.RayTaskError as error:

@@ -1,22 +1,29 @@
-"""Whether a node sees the run directory: it finds the same file there as the driver."""
+"""Whether another node sees the run directory: it finds there what the driver has put there for it to find."""
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
-from distbelief.engines.launch import FILE
+_FILE = ".seen-by-ray"
 
 
-def proof(run_dir: Path) -> str:
-    """What only somebody who reads this very file knows."""
-    path = run_dir / FILE
-    status = path.stat()
-    return hashlib.blake2b(path.read_bytes() + str(status.st_mtime_ns).encode(), digest_size=16).hexdigest()
-
-
-def sees(run_dir: Path, expected: str) -> bool:
+@contextlib.contextmanager
+def shown(run_dir: Path) -> Iterator[str]:
+    """While this lasts, whoever sees the directory knows the word."""
+    word = secrets.token_hex(8)
+    path = run_dir / _FILE
+    path.write_text(word)
     try:
-        return proof(run_dir) == expected
+        yield word
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def sees(run_dir: Path, word: str) -> bool:
+    try:
+        return (run_dir / _FILE).read_text() == word
     except OSError:
         return False
