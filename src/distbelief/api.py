@@ -114,6 +114,7 @@ def train(
     >>> result.steps, result.loss < 1.0
     (20, True)
     """
+    from distbelief.engines import chosen
     from distbelief.job import Job as JobType
 
     if not isinstance(job, JobType):
@@ -126,6 +127,7 @@ def train(
         keep_best=keep_best, begin_from=os.fspath(begin_from), on=on,
     )  # fmt: skip
     pickled = _pickled(job)
+    chosen.check(on)
     with _view(quiet) as view:
         return _run(launch, view, job_pickle=pickled)
 
@@ -144,6 +146,9 @@ def resume(
     With any number of workers the weights at the end are those of a run that was never interrupted. `job` is needed
     where the run was started by `train` with a Job: the same one again. A run that is complete is left alone.
     """
+    from distbelief.engines import chosen
+
+    chosen.check(on)
     with _view(quiet) as view:
         return resume_run(Path(run_dir), workers=workers, strategy=strategy, view=view, job=job, on=on)
 
@@ -294,7 +299,6 @@ def _run(launch: Launch, view: View, announce: Announce | None = None, **source:
 
     started = time.monotonic()
     launch = replace(launch, **source)
-    chosen.check(launch.on)
     plan = launch.save_plan  # what is wrong with it is said before a directory is made
     if not launch.resumed:
         make_run_dir(launch.run_dir)

@@ -13,12 +13,11 @@ import typer
 from distbelief.cli.failures import UsageError
 from distbelief.engines.allocation import SOURCES
 from distbelief.engines.allocation.asked import Asked
-from distbelief.engines.chosen import check, is_ray
+from distbelief.engines.chosen import LOCAL, check, is_ray
 
 if TYPE_CHECKING:
     from distbelief.engines.allocated import Leading
 
-LOCAL = "local"
 RAY = "ray"
 ENGINES = (LOCAL, *SOURCES, RAY)
 

@@ -11,9 +11,10 @@ import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT
 from distbelief.cli.keys import KeyFile, key_file
-from distbelief.cli.placing import LOCAL, On, placed
+from distbelief.cli.placing import On, placed
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.engines.allocation.asked import Asked
+from distbelief.engines.chosen import LOCAL
 from distbelief.observe.view import open_view
 
 

@@ -17,10 +17,11 @@ import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
 from distbelief.cli.keys import KeyFile, key_file
-from distbelief.cli.placing import LOCAL, On, placed
+from distbelief.cli.placing import On, placed
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.coordinator.detector import STUCK_S
 from distbelief.engines.allocation.asked import Asked
+from distbelief.engines.chosen import LOCAL
 from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST
 from distbelief.errors import JobError
 from distbelief.observe.view import open_view

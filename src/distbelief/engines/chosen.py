@@ -1,20 +1,30 @@
-"""Which engine runs a launch: this process leads it, whoever brings the hosts; on Ray an actor does."""
+"""Which engine runs a launch: this process leads it, whoever brings the hosts; on Ray an actor does.
+
+What is heavy is imported when it is needed: the command line asks here what there is.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from distbelief.engines.launch import Launch, Observer
-from distbelief.engines.lead import Announce, lead
+from distbelief.errors import DistBeliefError
+
+if TYPE_CHECKING:
+    from distbelief.engines.launch import Launch, Observer
+    from distbelief.engines.lead import Announce
+
+LOCAL = "local"
 
 
 def run(launch: Launch, observer: Observer, announce: Announce | None = None) -> dict[str, Any]:
     """Run to the end, as `lead` does."""
-    if not is_ray(launch.on):
-        return lead(launch, observer, announce)
-    from distbelief.engines.ray import driver  # it takes a moment, and few need it
+    if is_ray(launch.on):
+        from distbelief.engines.ray import driver
 
-    return driver.run(launch, observer)
+        return driver.run(launch, observer)
+    from distbelief.engines.lead import lead
+
+    return lead(launch, observer, announce)
 
 
 def is_ray(on: str) -> bool:
@@ -22,8 +32,13 @@ def is_ray(on: str) -> bool:
 
 
 def check(on: str) -> None:
-    """Raises, before anything is made, if that is no address of a Ray cluster."""
+    """Raises, before anything is made, if that is nothing that a process starts runs on by itself."""
     if is_ray(on):
         from distbelief.engines.ray.cluster import address_of
 
         address_of(on)
+    elif on != LOCAL:
+        raise DistBeliefError(
+            f"--on {on}: a program starts a run on this machine or on Ray",
+            hint="use local, ray, ray://HOST:PORT or ray:HOST:PORT; launchers are for `distbelief train --on`",
+        )
