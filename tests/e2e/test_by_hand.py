@@ -35,7 +35,7 @@ def key(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("alone")
-    result = Run(folder, "train", SMALL, "--set", "steps=40", "--workers", 1, "--json").wait().json
+    result = Run(folder, "train", SMALL, "--set", "steps=300", "--workers", 1, "--json").wait().json
     return str(result["weights_sha256"])
 
 
@@ -63,7 +63,7 @@ def test_hosts_join_by_address_members_die_and_a_host_leaves(
     first, second = host("one", 1), host("two", 2)
     lead = start(
         *("coordinator", SMALL, "--workers", 3, "--listen", where, "--key", key, "--run-dir", run_dir),
-        *("--set", "steps=40", "--set", "brake_s=0.2", "--json"),
+        *("--set", "steps=300", "--set", "brake_s=0.2", "--json"),
     )
     wait_until(lambda: len(members(run_dir)) == 3)
     assert sorted(member["host"] for member in members(run_dir)) == ["one", "two", "two"]
