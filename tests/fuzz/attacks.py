@@ -64,15 +64,15 @@ class Attacker:
 
     def raw(self, host: str, port: int, count: int) -> int:
         """Bytes that are no protocol, or almost that of ZeroMQ."""
-        sent = 0
-        while sent < count:
+        sent = tries = 0
+        while sent < count and tries < count:
+            tries += 1
             with contextlib.suppress(OSError):
                 connection = sockets.create_connection((host, port), timeout=2)
                 self.hanging.append(connection)
                 for _ in range(self.random.randrange(1, 6)):
                     connection.sendall(self._raw() or b"\0")
                     sent += 1
-            sent += 1
             while len(self.hanging) > 50:
                 self.hanging.pop(self.random.randrange(len(self.hanging))).close()
         return sent
