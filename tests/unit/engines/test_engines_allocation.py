@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distbelief.engines.allocation import SOURCES, Place
@@ -222,6 +222,7 @@ def test_nonsense_is_one_clear_error(launcher: str, environment: Mapping[str, st
     assert caught.value.hint
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(SOURCES)), st.data())
 def test_no_value_of_a_variable_is_a_traceback(launcher: str, data: Any) -> None:
     base = {"mpi": OPEN_MPI, "slurm": SLURM, "torchrun": TORCHRUN, "tf_config": tf_config("worker")}[launcher]
@@ -255,6 +256,7 @@ def test_more_workers_than_processes() -> None:
         place.with_workers(8)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["a", "node-", "x1y"]), st.integers(0, 300), st.integers(0, 4)), min_size=1))
 def test_a_list_of_nodes_written_short_is_the_list(groups: list[tuple[str, int, int]]) -> None:
     text = ",".join(f"{name}[{first:03}-{first + more:03}]" for name, first, more in groups)
