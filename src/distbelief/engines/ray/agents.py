@@ -33,6 +33,8 @@ class Gone:
     reason: str
     refused: bool
     """The node cannot take part: another agent there would fare no better."""
+    is_certain: bool = True
+    """That the agent alone is gone. Else its node may be."""
 
 
 class Agents:
@@ -115,7 +117,8 @@ class Agents:
                 gone.append(Gone(one.host, one.place.node, reason or "it has ended", bool(reason)))
             except ray.exceptions.RayError as error:
                 ray.kill(one.actor)  # if it is only out of reach, it must not come back beside its successor
-                gone.append(Gone(one.host, one.place.node, _brief(error), False))
+                certain = not isinstance(error, ray.exceptions.ActorUnavailableError)
+                gone.append(Gone(one.host, one.place.node, _brief(error), False, certain))
             self._running.remove(one)
             remove_placement_group(one.group)
         return gone

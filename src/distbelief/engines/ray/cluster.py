@@ -10,7 +10,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +159,7 @@ def nodes(ours: frozenset[str]) -> list[Node]:
     """The nodes that are alive. `ours`: those where an agent of the run is."""
     import ray
 
-    free = ray.get(ray.remote(num_cpus=0)(_free).remote())
+    free = _asked_of_head(_free)
     found = []
     for node in ray.nodes():
         if not node["Alive"] or node["NodeID"] not in free:
@@ -184,12 +184,28 @@ def grows() -> bool:
     import ray
 
     try:
-        return bool(ray.get(ray.remote(num_cpus=0)(_is_scaled).remote()))
+        return bool(_asked_of_head(_is_scaled))
     except ray.exceptions.RayError:  # no way to find out: then there is what there is
         return False
 
 
-def head_node() -> str:
+def _asked_of_head(question: Callable[[], Any]) -> Any:
+    """Asked in the cluster: a driver that came through the Ray client cannot. And of the head node: a node that has
+    just died is taken for alive for some seconds, and would not answer."""
+    import ray
+
+    return ray.get(ray.remote(num_cpus=0)(question).options(**on_head()).remote())
+
+
+def on_head() -> dict[str, Any]:
+    """Options that put an actor or a task on the head node."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    head = _head_node()
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(head, soft=False)} if head else {}
+
+
+def _head_node() -> str:
     """The id of the node that has the cluster's own state: whoever is there lives as long as the cluster does."""
     import ray
 
@@ -214,7 +230,7 @@ def _is_scaled() -> bool:
 
 
 def _free() -> dict[str, dict[str, float]]:
-    """What nobody has taken, by node. In the cluster: a driver that came through the Ray client cannot ask."""
+    """What nobody has taken, by node."""
     from ray._private.state import available_resources_per_node
 
     return dict(available_resources_per_node())

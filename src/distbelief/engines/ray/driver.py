@@ -33,6 +33,8 @@ LOOK_EVERY_S = 1.0
 GRACE_S = 5.0
 """For agents and coordinator to end by themselves."""
 SAY_AGAIN_S = 30.0
+DOUBT_S = 20.0
+"""Within so long Ray finds out that a node is dead."""
 
 
 def run(launch: Launch, observer: Observer) -> dict[str, Any]:
@@ -67,6 +69,8 @@ class _Driver:
         self._logs = Logs(launch.run_dir)
         self._target = Target(launch.run_dir, launch.workers)
         self._unusable: set[str] = set()
+        self._doubtful: dict[str, float] = {}
+        """Nodes that may be dead, and until when that is not known."""
         self._next_look = 0.0
         self._forced_at = float("inf")
         self._coordinator: Any = None
@@ -114,11 +118,7 @@ class _Driver:
 
     def _lead(self) -> None:
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        options: dict[str, Any] = {}
-        if head := cluster.head_node():
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(head, soft=False)
         actor = ray.remote(CoordinatorActor).options(
             name=self._name,
             namespace=cluster.NAMESPACE,
@@ -126,7 +126,7 @@ class _Driver:
             max_restarts=-1,
             max_task_retries=-1,
             max_concurrency=8,
-            **options,
+            **cluster.on_head(),
         )
         try:
             # Its authority is made here, and stays the same whenever Ray starts it again.
@@ -190,13 +190,17 @@ class _Driver:
                 self._observer.log("ray", f"{gone.host} takes no part: {gone.reason}")
             else:
                 self._coordinator.lost.remote(gone.host, gone.reason)
+                if not gone.is_certain:
+                    self._doubtful[gone.node] = time.monotonic() + DOUBT_S
         missing = wanted - self._agents.workers
         if missing <= 0:
             self._demand.withdraw()
             return
         if self._demand.met():
             return  # it has to let go of what it has before we can take it
-        nodes = [node for node in cluster.nodes(self._agents.nodes) if node.id not in self._unusable]
+        self._doubtful = {node: until for node, until in self._doubtful.items() if until > time.monotonic()}
+        without = self._unusable | self._doubtful.keys()
+        nodes = [node for node in cluster.nodes(self._agents.nodes) if node.id not in without]
         found = places.apart(places.place(nodes, self._need, missing), self._need)
         if found and self._agents.reserve(found):
             for place in found:
