@@ -24,6 +24,7 @@ JOB = (JOBS / "small.py", "--set", "steps=40", "--set", "brake_s=0.1")
 
 pytestmark = [
     pytest.mark.timeout(600),  # two turns of a batch system
+    pytest.mark.skipif(os.geteuid() != 0, reason="slurmd wants to be root"),
     pytest.mark.skipif(
         any(shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None for name in PROGRAMS),
         reason="Slurm is not installed (Debian: slurm-wlm)",

@@ -18,13 +18,14 @@ from distbelief.errors import DistBeliefError
 SRUN = """#!/bin/bash
 printf '%s\\n' "$@" > srun.args
 trap 'exit {on_term}' TERM
-touch srun.up
+echo $$ > srun.draft
+mv srun.draft srun.up
 while [ ! -e srun.go ]; do sleep 0.02; done
 exit {at_end}
 """
 SCANCEL = """#!/bin/bash
 printf '%s\\n' "$@" > scancel.args
-kill -TERM "$(pgrep -P "$PPID" -f srun)"
+kill -TERM "$(cat srun.up)"
 """
 NOTES = """#!/bin/bash
 printf '%s\\n' "$@" > scontrol.args
