@@ -78,7 +78,7 @@ def train(cable: Cable, folder: Path, strategy: str, job: Sequence[str], goal: f
         )  # fmt: skip
         guest = None
         try:
-            _until((run_dir / "worker.json").exists, host)
+            _until((run_dir / "parcel.bin").exists, host)
             join = [*cable.inside(2), *command, "worker", "--join", "run", "--host", "host2"]
             guest = subprocess.Popen(join, cwd=folder, stdout=log, stderr=log)
             _until(lambda: bool(_together(run_dir)), host)

@@ -162,15 +162,15 @@ def run_file(
     run_dir: Path | None,
     shares: Sequence[float],
     view: View,
-    announce: Announce | None = None,
     engine: Engine | None = None,
     **options: Any,
 ) -> Result:
     """Train the job of a job file, as `distbelief train` does. `options`: further fields of the engine's Launch.
-    `announce` is told where other hosts' agents are let in. `engine`: what brings them; None: this machine is all."""
+    `engine`: what brings other hosts' agents; None: they come by themselves, or this machine is all."""
     launch = _launch(path.stem, strategy, workers, run_dir, shares, **options)
     if engine:
-        launch, announce = engine.arrange(launch), engine.announce
+        launch = engine.arrange(launch)
+    announce = engine.announce if engine else None
     return _run(launch, view, announce, job_file=str(path.resolve()), settings=settings)
 
 
@@ -184,6 +184,7 @@ def resume_run(
     key_file: str = "",
     engine: Engine | None = None,
     on: str = "local",
+    listen: str = "",
 ) -> Result:
     """Resume the run in that directory, as `distbelief resume` does."""
     from dataclasses import replace
@@ -223,7 +224,9 @@ def resume_run(
         resumed=True,
     )
     if engine or launch.on != on:
-        launch = replace(anywhere(launch), on=on)
+        launch = replace(anywhere(launch), on=on, key_file=key_file)
+    if listen:
+        launch = replace(launch, listen=listen)
     if engine:
         launch = engine.arrange(launch)
     source: dict[str, Any] = {"job_pickle": _pickled(job)} if job is not None else {}

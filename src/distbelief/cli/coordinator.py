@@ -59,14 +59,9 @@ def coordinator(
 
     from distbelief.api import run_file
     from distbelief.comm.routes import endpoint
-    from distbelief.engines.invitation import Invitation
 
     stream = sys.stderr if json else sys.stdout
     view = open_view(stream, plain=plain)
-
-    def announce(invitation: Invitation) -> None:
-        where = invitation.address.removeprefix("tcp://")
-        view.log("coordinator", f"listens at {where}: distbelief worker --join {where}{' --key FILE' if key else ''}")
 
     with contextlib.redirect_stdout(stream), contextlib.closing(view):
         result = run_file(
@@ -77,7 +72,6 @@ def coordinator(
             run_dir=run_dir,
             shares=[],
             view=view,
-            announce=announce,
             threads=threads,
             min_workers=min_workers,
             save_every=save_every,

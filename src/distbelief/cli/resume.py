@@ -30,6 +30,9 @@ def resume(
         typer.Option(help="How to learn it; any strategy that `train` takes. Default: as before.", show_default=False),
     ] = None,
     on: On = LOCAL,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST[:PORT]", help="Where other hosts can join. Default: as before.")
+    ] = "",
     key: KeyFile = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines even on a terminal.")] = False,
@@ -37,6 +40,7 @@ def resume(
     """Go on with a run that was stopped or that died. The result is that of a run that was never interrupted."""
     ctx.meta[MACHINE_OUTPUT] = json
     from distbelief.api import resume_run
+    from distbelief.comm.routes import endpoint
     from distbelief.engines.rundir import is_complete
 
     stream = sys.stderr if json else sys.stdout
@@ -54,6 +58,7 @@ def resume(
                 key_file=key_path,
                 engine=engine,
                 on=on,
+                listen=endpoint(listen) if listen else "",
             )
         if json:
             print_json(result)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from distbelief.comm.seals import OWNER, SERVER, WORKER, Checker, Signer, derived, token_of
+from distbelief.comm.seals import AGENT, OWNER, SERVER, WORKER, Checker, Signer, derived, token_of
 
 BURST = 4000
 PER_S = 1000
@@ -71,6 +71,10 @@ class Authority:
     def owner(self) -> Badge:
         return Badge(OWNER, secrets.randbits(62), token_of(self.secret, OWNER, 0), self.keys()[0])
 
+    def agent(self) -> Badge:
+        """Of a host, in this start of the run: those of an earlier one are not heard."""
+        return Badge(AGENT, secrets.randbits(62), token_of(self._run, AGENT, 0), self.keys()[0])
+
     def worker(self, number: int) -> Badge:
         among = token_of(self._among, WORKER, number)
         return Badge(WORKER, number, token_of(self._run, WORKER, number), self.keys()[0], among, self._servers_door)
@@ -85,7 +89,7 @@ class Authority:
 
     def checker(self) -> Checker:
         """The coordinator's."""
-        return Checker({OWNER: self.secret, WORKER: self._run, SERVER: self._run}, BURST, PER_S)
+        return Checker({OWNER: self.secret, **dict.fromkeys((AGENT, WORKER, SERVER), self._run)}, BURST, PER_S)
 
     @property
     def _run(self) -> bytes:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-OWNER, WORKER, SERVER = "owner", "worker", "server"
-_CODES = {OWNER: 1, WORKER: 2, SERVER: 3}
+OWNER, WORKER, SERVER, AGENT = "owner", "worker", "server", "agent"
+_CODES = {OWNER: 1, WORKER: 2, SERVER: 3, AGENT: 4}
 _ROLES = {code: role for role, code in _CODES.items()}
 _HEAD = struct.Struct(">BqQ")
 _HASH_BYTES = 32
@@ -57,20 +57,25 @@ def derived(key: bytes, purpose: bytes, what: bytes = b"") -> bytes:
 
 
 def token_of(key: bytes, role: str, number: int) -> bytes:
-    """What a member signs with. An owner's number only tells one process from another."""
-    return derived(key, b"distbelief-token", (role if role == OWNER else f"{role} {number}").encode())
+    """What a member signs with. An owner's or agent's number only tells one process from another."""
+    return derived(key, b"distbelief-token", (role if role in (OWNER, AGENT) else f"{role} {number}").encode())
 
 
 class Signer:
+    _newest = 0
+    """Of all in this process: one that is made after the clock was set back is heard all the same."""
+
     def __init__(self, role: str, number: int, token: bytes, clock: Callable[[], int] = time.time_ns) -> None:
         self._code = _CODES[role]
         self._number = number
         self._token = token
         self._clock = clock
-        self._stamp = 0
+        self._stamp = Signer._newest if clock is time.time_ns else 0
 
     def seal(self, message: Any) -> bytes:
         self._stamp = max(self._stamp + 1, self._clock())
+        if self._clock is time.time_ns:
+            Signer._newest = max(Signer._newest, self._stamp)
         head = _HEAD.pack(self._code, self._number, self._stamp)
         return head + _hash(self._token, head, message)
 

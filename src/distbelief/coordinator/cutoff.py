@@ -11,6 +11,7 @@ from dataclasses import replace
 from distbelief.comm import messages as m
 from distbelief.coordinator import fleet, hosting, hosts
 from distbelief.coordinator.ending import Result, record, say, with_worker
+from distbelief.coordinator.hiring import launching
 from distbelief.coordinator.regroup import regroup, start_when_complete
 from distbelief.coordinator.vocabulary import Output, Reply, State, Worker
 
@@ -41,36 +42,56 @@ def lost(state: State, event: m.HostLost, now: float) -> Result:
     """Somebody knows that a host is gone. Should its workers live all the same, they are taken back when heard of."""
     answer = Reply(m.Answer(state.epoch, True, "heard"))
     known = {*state.hosts, *state.placed.values(), *(worker.host for worker in state.workers.values())}
+    known |= {*state.fleet.placed.values(), *(one.host for one in state.fleet.there.values())}
     if event.host not in known or (state.start is not None and state.start.transport == "shm"):
         return state, [answer]
     reason = f"the host {event.host} is lost: {event.reason}"
     state, outputs, there = _without(state, event.host, reason, now)
-    state, more = estrange(state, dict.fromkeys(there, reason), now)
-    return state, [*outputs, *more, answer]
+    for server in [one.number for one in state.fleet.there.values() if one.host == event.host]:
+        state, more = _without_server(state, server, now)
+        outputs += more
+    if state.phase != "ended":
+        state, more = estrange(state, dict.fromkeys(there, reason), now)
+        outputs += more
+    return state, [*outputs, answer]
 
 
 def _without(state: State, name: str, reason: str, now: float) -> tuple[State, list[Output], list[int]]:
     """Nothing is expected of that host any more. The third are the workers that were there."""
-    outputs: list[Output] = [say(reason, now)]
-    state = hosting.forgotten(state, name)
-    for server in [one.number for one in state.fleet.there.values() if one.host == name]:
-        # If it lives, it hears that it is not needed any more as soon as it is heard of.
-        state, more = fleet.exited(state, m.ServerExited(server, m.STATUS_UNKNOWN), now)
-        outputs += more
+    state, outputs = hosting.forgotten(state, name, reason, now)
+    outputs.insert(0, say(reason, now))
     there = [worker.number for worker in state.workers.values() if worker.host == name and not worker.gone]
     return state, outputs, there
 
 
+def _without_server(state: State, server: int, now: float) -> Result:
+    """If it lives, it hears that it is not needed any more as soon as it is heard of."""
+    if state.phase == "ended":
+        return state, []
+    return fleet.exited(state, m.ServerExited(server, m.STATUS_UNKNOWN), now)
+
+
 def ticked(state: State, now: float) -> Result:
-    """Give up hosts that were not heard of for long, with their workers; and frozen members that nobody could kill."""
+    """Give up hosts that were not heard of for long, with their workers; and frozen members that nobody could kill.
+
+    Not the launching process's host: whoever stops that process for a while has stopped nothing else, and the
+    coordinator does not outlive it."""
     outputs: list[Output] = []
     cut: dict[int, str] = {}
-    for name in {*hosts.lost(state.hosts, now, state.pulse.awake_s(now)), *hosting.strangers(state, now)}:
+    awake_s = state.pulse.awake_s(now)
+    gone = {*hosts.lost(state.hosts, now, awake_s), *hosting.strangers(state, now)} - {launching(state)}
+    for name in sorted(gone):
         reason = f"the host {name} has not been heard of for {hosts.LOST_S:.0f} s"
         state, more, there = _without(state, name, reason, now)
         outputs += more
         # Members are judged by their own heartbeats too; the others come back with their next one, if they live.
         cut |= {worker: reason for worker in there if not state.is_member(worker)}
+    for one in list(state.fleet.there.values()) if state.hosts else ():  # judged by their own heartbeats too
+        if one.host not in state.hosts and min(now - one.heard_at, awake_s) > hosts.LOST_S:
+            state, more = _without_server(state, one.number, now)
+            outputs += more
+    if state.phase == "ended":
+        return state, outputs
     mute = {member.host for member in state.members} - {
         name for name in state.hosts if not hosts.is_silent(state.hosts, name, now)
     }

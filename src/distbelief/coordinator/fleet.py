@@ -158,7 +158,7 @@ def _start_over(state: State, reason: str, now: float, outputs: list[Output]) ->
 
 def hire(state: State, now: float) -> Result:
     fleet = state.fleet
-    staying = sum(1 for one in fleet.there.values() if not one.leaving)
+    staying = sum(1 for one in fleet.there.values() if not one.leaving and not is_closing(state, one))
     missing = fleet.target - staying - len(fleet.hired)
     if missing <= 0 or state.phase == "ended":
         return state, []
@@ -167,6 +167,12 @@ def hire(state: State, now: float) -> Result:
         return state, []
     state = replace(state, fleet=replace(fleet, next_server=fleet.next_server + len(placed)), active_at=now)
     return _asked(state, placed, f"{staying} of {fleet.target} servers are there", now)
+
+
+def is_closing(state: State, server: ServerProcess) -> bool:
+    """Its host takes no servers any more: it is about to leave."""
+    host = state.hosts.get(server.host)
+    return host is not None and host.server_room == 0
 
 
 def _asked(state: State, placed: dict[int, str], reason: str, now: float) -> Result:
@@ -191,10 +197,10 @@ def attached(state: State, event: m.EngineAttached, now: float) -> Result:
             hired[server], placed[server] = now, event.host
         elif now - asked_at <= ASK_AGAIN_S:
             continue
-        elif placed.get(server) == event.host:
+        elif placed.get(server) == event.host and event.server_room:
             hired[server] = now
             outputs.append(Send(ENGINE, m.StartServer(state.epoch, server, event.host)))
-        elif placed.get(server) == "":  # the launching process was to start it by itself
+        elif placed.get(server) in ("", event.host):  # the launching process did not, or the host takes nobody now
             del placed[server]
     outputs += [
         Send(ENGINE, m.KillServer(state.epoch, server, "it is frozen"))

@@ -42,7 +42,10 @@ def kept(state: State, now: float) -> Result:
     if state.phase != "training" or state.fleet.placement is None:
         return state, []
     state, outputs = fleet.hire(state, now)
-    for server in _staying(state)[state.fleet.target :]:
+    closing = [server for server in _staying(state) if fleet.is_closing(state, state.fleet.there[server])]
+    others = [server for server in _staying(state) if server not in closing]
+    # One whose host leaves hands over as soon as there is another one to take it.
+    for server in [*(closing if others else ()), *others[state.fleet.target :]]:
         state, more = _leave(state, server, now)
         outputs += more
     return state, outputs

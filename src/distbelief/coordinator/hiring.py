@@ -78,11 +78,11 @@ def _speaking(state: State, now: float) -> hosts.Hosts:
 
 def _held(state: State) -> Counter[str]:
     held = Counter(one.host for one in state.workers.values() if one.exited is None and not one.estranged)
-    held.update(state.placed[worker] or _launching(state) for worker in state.hired if worker in state.placed)
+    held.update(state.placed[worker] or launching(state) for worker in state.hired if worker in state.placed)
     return held
 
 
-def _launching(state: State) -> str:
+def launching(state: State) -> str:
     """The host of the launching process, which starts the first members by itself: the one that was not invited."""
     invited = {offer.host for offer in state.offers.values()}
     return next((name for name in state.hosts if name not in invited), "")
@@ -97,7 +97,7 @@ def place_servers(state: State, numbers: Iterable[int], now: float) -> dict[int,
     rooms = {name: host.server_room for name, host in state.hosts.items()}
     fleet = state.fleet
     held = Counter(one.host for one in fleet.there.values())
-    held.update(fleet.placed[server] or _launching(state) for server in fleet.hired if server in fleet.placed)
+    held.update(fleet.placed[server] or launching(state) for server in fleet.hired if server in fleet.placed)
     return hosts.place(numbers, _speaking(state, now), held, rooms)
 
 

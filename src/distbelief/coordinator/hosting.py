@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from distbelief.comm import messages as m
 from distbelief.coordinator import hosts
-from distbelief.coordinator.ending import Result, record, say
+from distbelief.coordinator.ending import Result, record, say, with_worker
 from distbelief.coordinator.hiring import free, hire, settle
 from distbelief.coordinator.hosts import Host, Offer
-from distbelief.coordinator.vocabulary import ENGINE, Output, Reply, Send, State
+from distbelief.coordinator.vocabulary import ENGINE, Output, Reply, Send, State, Worker
 
 ASK_AGAIN_S = 5.0
 """An agent that has not started a worker after this long is asked again: the message may be lost."""
@@ -67,27 +67,50 @@ def grown(state: State, host: str, now: float) -> Result:
         return state, []
     more = free(state, host)
     target = state.target + more
-    state = replace(state, offers={**state.offers, nonce: Offer(host)}, target=target)
+    state = replace(state, offers={**state.offers, nonce: Offer(host, added=more)}, target=target)
     text = f"{host} adds {_workers(more)}" if more else f"{host} has the workers that were waited for"
-    written = record(state, now, "grown", text, host=host, nonce=nonce, target=target)
+    written = record(state, now, "grown", text, host=host, nonce=nonce, target=target, added=more)
     state, outputs = hire(state, now)
     return state, [written, *outputs]
 
 
-def forgotten(state: State, name: str) -> State:
-    """That host is lost: nothing is expected of it any more."""
-    fleet = state.fleet
-    return replace(
-        state,
-        hosts={known: host for known, host in state.hosts.items() if known != name},
-        placed={worker: host for worker, host in state.placed.items() if host != name},
-        fleet=replace(fleet, placed={server: host for server, host in fleet.placed.items() if host != name}),
-    )
+def forgotten(state: State, name: str, reason: str, now: float) -> Result:
+    """That host is lost: nothing is expected of it any more.
+
+    Members that were being started there may live. So others, with new numbers, take their places, and whoever of them
+    is heard of yet is sent away: no number is ever two processes'."""
+    state = replace(state, hosts={known: host for known, host in state.hosts.items() if known != name})
+    outputs: list[Output] = []
+    if state.phase == "gathering":
+        state, outputs = _shrunk(state, name, now)
+    for worker in [worker for worker in state.hired if state.placed.get(worker) == name]:
+        state = replace(state, hired={one: at for one, at in state.hired.items() if one != worker})
+        state = with_worker(state, replace(state.workers.get(worker, Worker(worker)), leaving=True))
+        outputs.append(record(state, now, "leaves", reason, worker=worker, target=state.target))
+    dropped = [server for server in state.fleet.hired if state.fleet.placed.get(server) == name]
+    if dropped:
+        state = replace(state, fleet=state.fleet.aiming_at(state.fleet.target, dropped))
+        outputs.append(record(state, now, "servers_scaled", reason, target=state.fleet.target, dropped=dropped))
+    return state, outputs
+
+
+def _shrunk(state: State, name: str, now: float) -> Result:
+    """What it had added is not waited for."""
+    added = [(nonce, offer.added) for nonce, offer in state.offers.items() if offer.host == name and offer.added]
+    if not added:
+        return state, []
+    ((nonce, less),) = added
+    target = max(state.target - less, state.config.workers)
+    state = replace(state, offers={**state.offers, nonce: Offer(name)}, target=target)
+    text = f"{name} is lost before the start: {_workers(less)} less"
+    return state, [record(state, now, "grown", text, host=name, nonce=nonce, target=target, added=0)]
 
 
 def strangers(state: State, now: float) -> set[str]:
     """Hosts that were asked for a member and have not been heard of since: an earlier coordinator knew them."""
+    fleet = state.fleet
     asked = [(state.placed[worker], at) for worker, at in state.hired.items() if worker in state.placed]
+    asked += [(fleet.placed[server], at) for server, at in fleet.hired.items() if server in fleet.placed]
     return {host for host, at in asked if host and host not in state.hosts and now - at > hosts.LOST_S}
 
 

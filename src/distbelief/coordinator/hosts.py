@@ -33,6 +33,8 @@ class Offer:
     host: str
     grows: bool = False
     """What it has room for is to be added to the run, as soon as it is there."""
+    added: int = 0
+    """So much was."""
 
 
 Hosts = Mapping[str, Host]

@@ -38,7 +38,7 @@ def replay(state: State, entry: Entry, now: float) -> State:
         case "host":
             return replace(state, offers={**state.offers, entry["nonce"]: Offer(entry["host"], entry["grows"])})
         case "grown":
-            offers = {**state.offers, entry["nonce"]: Offer(entry["host"])}
+            offers = {**state.offers, entry["nonce"]: Offer(entry["host"], added=entry["added"])}
             return replace(state, offers=offers, target=entry["target"])
         case "admitted":
             return _numbered(replace(state, guests=state.guests | {entry["worker"]}), [entry["worker"]])

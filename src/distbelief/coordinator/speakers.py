@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from distbelief.comm import messages as m
-from distbelief.comm.seals import OWNER, SERVER, WORKER, Claim
+from distbelief.comm.seals import AGENT, OWNER, SERVER, WORKER, Claim
 
 FROM_WORKERS = (
     m.WorkerJoined,
@@ -28,6 +28,8 @@ FROM_WORKERS = (
 )
 """What a worker says itself; its exit is told by the engine."""
 _INTRODUCTIONS = (m.WorkerJoined, m.WorkerReady, m.Heartbeat)
+FROM_AGENTS = (m.EngineAttached, m.WorkerExited, m.ServerExited)
+"""What the agents of this start of the run say; an owner has the key, but may be of an earlier start."""
 FROM_SERVERS = (m.ServerReady, m.ServerBeat, m.SliceCopied, m.ServerFailed)
 
 
@@ -38,13 +40,15 @@ def may_say(claim: Claim, event: m.Event) -> bool:
     >>> may_say(Claim(WORKER, 3), m.StopRequested("I do not like it"))
     False
     """
-    if isinstance(event, m.LeaveRequested) and claim.role == OWNER:  # a host that leaves takes its workers along
+    if isinstance(event, m.LeaveRequested) and claim.role == AGENT:  # a host that leaves takes its workers along
         return True
+    if isinstance(event, FROM_AGENTS):
+        return claim.role == AGENT
     if isinstance(event, FROM_WORKERS):
         return claim == (WORKER, event.worker)
     if isinstance(event, FROM_SERVERS):
         return claim == (SERVER, event.server)
-    return claim.role == OWNER
+    return claim.role in (OWNER, AGENT)
 
 
 def is_introduced(workers: Container[int], event: m.Event) -> bool:

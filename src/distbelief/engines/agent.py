@@ -69,7 +69,7 @@ class Agent:
         self.insistence: list[Event] = []
         """What is said again with everything else, since it must be heard."""
         self._launch = launch
-        self._badge = authority.owner()
+        self._badge = authority.agent()
         self._signer = self._badge.signer()
         self._leads = elsewhere is None
         self._show = show

@@ -27,7 +27,7 @@ _SCRIPT = """\
 set -u
 run={run_dir}
 if [ -e "$run/journal.jsonl" ]; then
-    command=({program} resume "$run" --on slurm --plain)
+    command=({program} resume "$run" --on slurm --workers {workers} --plain)
 else
     command=({program} train {arguments})
 fi
@@ -98,6 +98,7 @@ def script(batch: Batch, program: Sequence[str], job_file: str, run_dir: str, op
     arguments = shlex.join([job_file, "--on", "slurm", "--workers", str(batch.workers), "--plain", *options])
     return _SCRIPT.format(
         directives="\n".join(batch.directives()),
+        workers=batch.workers,
         notice_s=NOTICE_S,
         run_dir=folder,
         program=shlex.join(program),

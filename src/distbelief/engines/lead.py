@@ -55,6 +55,10 @@ def lead(
         invitation = run.start()
         if announce:
             announce(invitation)
+        elif launch.takes_hosts:
+            where = invitation.address.removeprefix("tcp://")
+            key = " --key FILE" if launch.key_file else ""
+            observer.log("coordinator", f"listens at {where}: distbelief worker --join {where}{key}")
         run.loop()
     return verdict(launch.run_dir, signals)
 
@@ -89,9 +93,9 @@ class _Lead:
         address = self._coordinator.address()
         self._agent.watching.watch(self._signals.wake_fd, self._stop)
         self._agent.begin(address)
-        self._agent.attach()
         if not launch.resumed:  # then the journal knows who is to be there
             self._start_first()
+        self._agent.attach()
         return Invitation(address, self._authority.secret)
 
     def _start_first(self) -> None:

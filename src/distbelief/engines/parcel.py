@@ -39,7 +39,8 @@ def write(launch: Launch, start: str, store: tuple[str, int] | None) -> Path:
     whole = Parcel(run_dir, to_data(launch), launch.resumed, start, launch.job_pickle, code, store)
     path = launch.run_dir / FILE
     draft = path.with_suffix(".draft")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    draft.unlink(missing_ok=True)  # with whatever rights it had
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with open(fd, "wb") as file:
         file.write(msgspec.msgpack.encode(whole))
     draft.rename(path)

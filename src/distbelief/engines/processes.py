@@ -111,12 +111,6 @@ class CoordinatorProcess:
             raise DistBeliefError(answer["error"], hint=answer.get("hint", "see logs/coordinator.log"))
         return str(answer["address"])
 
-    @property
-    def sentinel(self) -> int:
-        """Readable when the process has ended: nothing more is written to its stdout once it serves."""
-        assert self._process.stdout is not None
-        return self._process.stdout.fileno()
-
     def ended(self) -> bool:
         return self._process.poll() is not None
 

@@ -89,7 +89,7 @@ def coordinator(run_dir: Path, order: dict | None = None, **config: object) -> I
 
 
 _signers: dict[Badge, Signer] = {}
-_owner = AUTHORITY.owner()
+_owner = AUTHORITY.agent()
 
 
 def tell(socket: zmq.Socket, event: m.Event, badge: Badge | None = None) -> None:

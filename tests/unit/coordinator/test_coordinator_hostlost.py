@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator_play import heartbeat, records, replies, starts, texts
+from coordinator_play import heartbeat, records, replies, sends, starts, texts
 from test_coordinator_hosts import offer, placed, spread, trained
 
 from distbelief.comm import messages as m
@@ -38,8 +38,17 @@ def test_workers_that_live_all_the_same_are_taken_back() -> None:
     assert starts(outputs).keys() == {0, 2}
 
 
-def test_before_the_start_their_places_are_given_to_others() -> None:
+def test_before_the_start_others_with_new_numbers_take_their_places() -> None:
+    """Those that were being started may live: no number is ever two processes'."""
     run = spread()
     run.feed(GONE)
     run.feed(offer("c", "nonce c", room=2))
-    assert placed(run.feed(m.EngineAttached("c", room=2))) == {0: "c", 1: "c"}
+    assert placed(run.feed(m.EngineAttached("c", room=2))) == {3: "c", 4: "c"}
+    run.join(2, host="b")
+    run.join(3, 4, host="c")
+    run.join(0, host="a")  # it lives after all
+    run.ready(2, 3, 4)
+    assert run.members == [2, 3, 4]
+    left = [command for to, command in sends(run.ready(0)) if to == 0]
+    assert [type(one) for one in left] == [m.EndRun]
+    assert run.restarted().state.target == 3

@@ -152,7 +152,7 @@ def test_a_lost_host_that_was_asked_for_workers_is_not_waited_for() -> None:
     for tick in range(int(now / 0.2)):
         run.feed(s.Ticked(), m.EngineAttached("a", running={0: 0, 1: 0}, room=2), now=tick * 0.2)
     run.feed(offer("c", "z"), now=now)
-    assert placed(run.feed(m.EngineAttached("c", room=1), now=now)) == {2: "c"}
+    assert placed(run.feed(m.EngineAttached("c", room=1), now=now)) == {3: "c"}
 
 
 def test_servers_are_spread_over_the_hosts_when_all_are_there() -> None:
@@ -174,3 +174,62 @@ def test_what_the_launching_process_starts_by_itself_fills_its_room() -> None:
     assert placed(run.feed(m.EngineAttached("here", room=1))) == {}, "its own worker 0 is not running yet"
     run.feed(offer("a", "x", room=1))
     assert placed(run.feed(m.EngineAttached("a", room=1))) == {1: "a"}
+
+
+def test_the_launching_process_is_never_taken_for_lost() -> None:
+    """Somebody has stopped it, with Ctrl-Z; its servers go on, and say so."""
+    run = Run(workers=1, servers=2, strategy="ps:sync:servers=2")
+    run.feed(m.EngineAttached("here", running={0: 100}, servers={0: 200, 1: 201}))
+    for server in (0, 1):
+        run.feed(m.ServerReady(server, "here", 200 + server, "tcp://127.0.0.1:1", [4, 4], {}))
+    run.arrive(0)
+    assert run.state.phase == "training"
+    for tick in range(10 * int(LOST_S)):
+        run.feed(s.Ticked(), m.ServerBeat(0, 7, 1), m.ServerBeat(1, 7, 1), now=tick * 0.2)
+    assert run.state.fleet.there.keys() == {0, 1}
+    assert "here" in run.state.hosts
+
+
+def with_servers() -> Run:
+    """Two hosts, each with a worker and a server."""
+    run = Run(workers=2, servers=2, transport="gloo", local_workers=0, takes_hosts=True, strategy="ps:sync:servers=2")
+    run.feed(m.EngineAttached("here", room=0, server_room=0))
+    run.feed(offer("a", "x"), offer("b", "y"), m.EngineAttached("a", room=1), m.EngineAttached("b", room=1))
+    for number, host in enumerate("ab"):
+        run.feed(m.ServerReady(number, host, 200 + number, "tcp://10.0.0.1:1", [4, 4], {}))
+        run.join(number, host=host)
+    run.ready(0, 1)
+    assert run.state.phase == "training"
+    return run
+
+
+def test_servers_of_a_lost_host_are_given_up_also_by_a_coordinator_that_never_heard_of_it() -> None:
+    again = with_servers().restarted(now=2.0)
+    outputs: list[s.Output] = []
+    for tick in range(10 * int(LOST_S)):
+        now = 2.0 + tick * 0.2
+        outputs += again.feed(m.EngineAttached("a", running={0: 100}, servers={0: 200}, room=1), now=now)
+        outputs += again.feed(m.ServerBeat(0, 8, 1), s.Ticked(), now=now)
+    assert again.state.fleet.there.keys() == {0}
+    placement = again.state.fleet.placement
+    assert placement is not None
+    assert set(placement.map.primaries) == {0}
+
+
+def test_the_servers_of_a_host_that_leaves_hand_over_what_they_have() -> None:
+    run = with_servers()
+    outputs = run.feed(m.EngineAttached("b", running={1: 101}, servers={1: 201}, room=0, server_room=0))
+    assert run.state.fleet.there[1].leaving
+    assert {c.server: c.host for _, c in sends(outputs) if isinstance(c, m.StartServer)} == {2: "a"}
+
+
+def test_a_host_that_had_added_workers_and_is_lost_before_the_start_is_not_waited_for() -> None:
+    run = Run(workers=1, transport="gloo", local_workers=0, takes_hosts=True)
+    run.feed(offer("a", "x", room=1, grows=True), m.EngineAttached("a", room=1))
+    run.feed(offer("b", "y", room=2, grows=True), m.EngineAttached("b", room=2))
+    assert run.state.target == 3
+    run.feed(m.HostLost("b", "its power has failed"))
+    assert run.state.target == run.restarted().state.target == 1
+    run.join(0, host="a")
+    run.ready(0)
+    assert run.members == [0]

@@ -11,12 +11,10 @@ from distbelief.comm.events import Event
 from distbelief.comm.seals import Claim
 from distbelief.coordinator.speakers import FROM_SERVERS, FROM_WORKERS, is_introduced, may_say
 
+OF_AGENTS = (m.EngineAttached("here"), m.WorkerExited(3, 0), m.ServerExited(3, 0))
 OF_OWNERS = (
-    m.EngineAttached("here"),
     m.HostOffered("there", "nonce"),
     m.HostLost("there", "its actor has died"),
-    m.WorkerExited(3, 0),
-    m.ServerExited(3, 0),
     m.JoinRequested(3),
     m.ScaleRequested(3),
     m.ServersRequested(3),
@@ -24,12 +22,17 @@ OF_OWNERS = (
     m.FactsAsked(),
     m.CheckpointRequested(),
 )
-CLAIMS = [Claim(role, number) for role in ("owner", "worker", "server") for number in (3, 4)]
+CLAIMS = [Claim(role, number) for role in ("owner", "agent", "worker", "server") for number in (3, 4)]
 
 
 @pytest.mark.parametrize("event", OF_OWNERS)
 def test_what_only_owners_say(event: m.Event) -> None:
-    assert [claim.role for claim in CLAIMS if may_say(claim, event)] == ["owner", "owner"]
+    assert [claim.role for claim in CLAIMS if may_say(claim, event)] == ["owner", "owner", "agent", "agent"]
+
+
+@pytest.mark.parametrize("event", OF_AGENTS)
+def test_what_only_agents_of_this_start_say(event: m.Event) -> None:
+    assert [claim.role for claim in CLAIMS if may_say(claim, event)] == ["agent", "agent"]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +45,7 @@ def test_a_worker_speaks_for_itself(event: m.Event) -> None:
 
 def test_a_worker_leaves_by_itself_or_with_its_host() -> None:
     may = [claim for claim in CLAIMS if may_say(claim, m.LeaveRequested(3))]
-    assert may == [("owner", 3), ("owner", 4), ("worker", 3)]
+    assert may == [("agent", 3), ("agent", 4), ("worker", 3)]
 
 
 @pytest.mark.parametrize("event", [m.ServerBeat(3, 1, 1), m.SliceCopied(3, 0, 1, 1)])
@@ -52,7 +55,7 @@ def test_a_server_speaks_for_itself(event: m.Event) -> None:
 
 def test_no_event_is_forgotten() -> None:
     """One that is in neither list is an owner's: the safe side for a new one."""
-    assert set(get_args(Event)) == {*FROM_WORKERS, *FROM_SERVERS, *map(type, OF_OWNERS)}
+    assert set(get_args(Event)) == {*FROM_WORKERS, *FROM_SERVERS, *map(type, OF_OWNERS + OF_AGENTS)}
     assert all("worker" in one.__struct_fields__ for one in FROM_WORKERS)
     assert all("server" in one.__struct_fields__ for one in FROM_SERVERS)
 

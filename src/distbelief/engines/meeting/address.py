@@ -73,7 +73,8 @@ class Board:
                 hint="look at the output of the first host",
             ) from error
         if text.startswith("over "):
-            return Word(over=int(text.removeprefix("over ")))
+            status = text.removeprefix("over ")
+            return Word(over=int(status) if status.isdecimal() else 1)
         return Word(text, run_secret(read_key(self._key)).hex())
 
     def _open(self) -> TCPStore:

@@ -73,7 +73,13 @@ class Folder:
 
     def _found(self) -> Word | None:
         try:
-            note = msgspec.json.decode(self._path.read_bytes(), type=_Note)
+            with self._path.open("rb") as file:
+                about = os.fstat(file.fileno())
+                if (
+                    about.st_uid != os.getuid() or about.st_mode & 0o077
+                ):  # somebody else's: its job would be ours to run
+                    return None
+                note = msgspec.json.decode(file.read(), type=_Note)
         except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError):
             return None
         except OSError as error:

@@ -22,6 +22,9 @@ class Word(msgspec.Struct, frozen=True):
     over: int = -1
     """There is no run to take part in: the exit status to end with."""
 
+    def __repr__(self) -> str:
+        return f"Word({self.address!r}, over={self.over})"  # what is printed is read by others
+
     @property
     def invitation(self) -> Invitation | None:
         return Invitation(self.address, bytes.fromhex(self.secret)) if self.over < 0 else None

@@ -51,6 +51,8 @@ def run(launch: Launch, observer: Observer) -> dict[str, Any]:
         observer.started(launch.run_dir, launch.workers)
         if is_ours:
             observer.log("ray", "started a Ray cluster on this machine for this run")
+        elif clear := replace(launch, listen="tcp://0.0.0.0:*").in_the_clear:
+            observer.log("security", clear)
         return driver.run()
 
 
@@ -207,13 +209,18 @@ class _Driver:
                 workers = "1 worker" if place.workers == 1 else f"{place.workers} workers"
                 self._observer.log("ray", f"an agent for {workers} is started on {place.name}")
             self._agents.start(found, self._invited)
-        elif not self._agents.workers and self._unusable:
+        elif not self._agents.workers and self._nobody_can():
             raise RunFailed(
                 "no node of the Ray cluster can take part", hint="the lines above say why; see also docs/ray.md"
             )
         elif self._demand.make(missing):
             workers = f"{missing} of {wanted} workers"
             self._observer.log("ray", f"there is no room for {workers}; they are started when a node comes")
+
+    def _nobody_can(self) -> bool:
+        """All nodes that have room have said that they cannot take part."""
+        able = {node.id for node in cluster.nodes(self._agents.nodes) if node.capacity(self._need)}
+        return bool(able) and able <= self._unusable
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
