@@ -74,11 +74,13 @@ def test_a_later_turn_resumes(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "my job-slurm-41"
     run.mkdir(parents=True)
     (run / "journal.jsonl").touch()
-    process = start(tmp_path, Batch("my job", nodes=1))
+    process = start(tmp_path, Batch("my job", nodes=1, workers_per_node=8))
     (tmp_path / "srun.go").touch()
     assert process.wait(60) == 0
     words = arguments(tmp_path, "srun")
-    assert words[words.index("resume") :] == ["resume", "runs/my job-slurm-41", "--on", "slurm", "--plain"]
+    assert words[words.index("resume") :] == [
+        *("resume", "runs/my job-slurm-41", "--on", "slurm", "--workers", "8", "--plain"),
+    ]
 
 
 @pytest.mark.parametrize(("status", "requeued"), [(143, True), (0, False), (1, False)])
