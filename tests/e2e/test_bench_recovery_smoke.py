@@ -29,9 +29,9 @@ def check_statistics(found: dict[str, Any], count: int) -> None:
     assert all(math.isfinite(value) for value in found["values"])
 
 
-def test_kills_are_measured_for_us_and_for_torchrun(tmp_path: Path) -> None:
+def test_kills_are_measured(tmp_path: Path) -> None:
     file = tmp_path / "new folder" / "figures.json"
-    done = run("--quick", "--kills", "1", "--peers", "ours,torchrun", "--json", str(file))
+    done = run("--quick", "--kills", "1", "--peers", "ours", "--json", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads(file.read_text())
     assert content["machine"]["versions"]["torch"]
@@ -39,19 +39,18 @@ def test_kills_are_measured_for_us_and_for_torchrun(tmp_path: Path) -> None:
     assert content["problems"] == []
     assert set(content["workloads"]) == {"mlp"}
     found = content["workloads"]["mlp"]
-    assert set(found) == {"ours", "torchrun"}
+    assert set(found) == {"ours"}
     for one in found.values():
         assert one["kills"] == 1
         assert one["step_s"] > 0
         for name in ("next_commit_s", "lost_steps", "lost_until_whole_steps", "redone_steps"):
             check_statistics(one[name], 1)
         assert one["next_commit_s"]["low"] > 0
-    ours, torchrun = found["ours"], found["torchrun"]
+    ours = found["ours"]
     assert ours["redone_steps"]["high"] == 0
     assert ours["shard_s"] > 0
     for name in ("overhead_s", "decided_s", "recomputed_shards"):
         check_statistics(ours[name], 1)
-        assert torchrun[name] is None
     assert 0 <= ours["recomputed_shards"]["high"] <= content["settings"]["shards"]
     for later, earlier in zip(ours["next_commit_s"]["values"], ours["decided_s"]["values"], strict=True):
         assert later > earlier > 0
