@@ -14,7 +14,7 @@ from tests.hosts import Lab, why_not
 Start = Callable[..., Run]
 Wait = Callable[[Callable[[], object]], None]
 
-STEPS = 120  # of 0.6 s each while a test needs time: for a host to be missed, and to come back
+STEPS = 150  # of 0.6 s each while a test needs time: for a host to be missed, and to come back
 MEASURED = 7  # steps: then the coordinator knows how long one takes, and misses a host sooner than in the beginning
 
 
