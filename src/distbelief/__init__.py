@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from distbelief.version import __version__
 
 if TYPE_CHECKING:
-    from distbelief.api import Result, resume, train
+    from distbelief.api import resume, train
     from distbelief.data.idx import idx
     from distbelief.errors import DistBeliefError, JobError, RunFailed
     from distbelief.job import Job
+    from distbelief.result import Result
     from distbelief.strategies.allreduce import AllReduce
     from distbelief.strategies.hybrid import Hybrid, Pipeline, Sharded, Tensor
     from distbelief.strategies.local_sgd import LocalSGD
@@ -31,7 +32,7 @@ _HOME = {
     "JobError": "distbelief.errors",
     "LocalSGD": "distbelief.strategies.local_sgd",
     "Pipeline": "distbelief.strategies.hybrid",
-    "Result": "distbelief.api",
+    "Result": "distbelief.result",
     "RunFailed": "distbelief.errors",
     "Sandblaster": "distbelief.strategies.sandblaster",
     "Sharded": "distbelief.strategies.hybrid",

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,17 @@ def members(run_dir: Path) -> list[dict[str, Any]]:
     return list(found[-1]["members"]) if found else []
 
 
+needs_mounts = pytest.mark.skipif(
+    subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode != 0,
+    reason="only where a process may have mounts of its own can it be one that does not see a folder",
+)
+
+
+def unseen(folder: Path) -> list[str]:
+    """What to put before a command for which that folder is empty."""
+    return ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {folder} && exec "$@"', "sh"]
+
+
 def test_hosts_join_by_address_members_die_and_a_host_leaves(
     start: Start, tmp_path: Path, key: Path, wait_until: Wait, alone: str
 ) -> None:
@@ -86,6 +98,7 @@ def test_hosts_join_by_address_members_die_and_a_host_leaves(
         assert "the run is over: completed" in outcome.stdout
 
 
+@needs_mounts
 def test_a_host_that_does_not_have_the_jobs_files_is_sent_them(start: Start, tmp_path: Path, key: Path) -> None:
     """Nor does it see the run directory: the leading process runs where the files are, the agent where they are not."""
     there = tmp_path / "there"
@@ -102,25 +115,19 @@ def test_a_host_that_does_not_have_the_jobs_files_is_sent_them(start: Start, tmp
         *("coordinator", there / "job.py", "--workers", 1, "--listen", where, "--key", key),
         *("--save-every", "never", "--run-dir", there / "run", "--json"),
     )
-    # In a mount namespace of its own that folder is empty.
-    hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {there} && exec "$@"', "sh"]
-    if os.system("unshare --mount true 2>/dev/null"):
-        pytest.skip("no mount namespaces here")
-    agent = start("worker", "--join", where, "--key", key, prefix=hidden)
+    agent = start("worker", "--join", where, "--key", key, prefix=unseen(there))
     assert lead.wait().json["steps"] == 4
     outcome = agent.wait()
     assert outcome.status == 0, outcome.stdout + outcome.stderr
 
 
+@needs_mounts
 def test_a_host_that_does_not_see_the_run_directory_is_told_what_to_do(start: Start, tmp_path: Path, key: Path) -> None:
     there = tmp_path / "there"
     there.mkdir()
     where = f"127.0.0.1:{free_port()}"
     lead = start("coordinator", SMALL, "--workers", 1, "--listen", where, "--key", key, "--run-dir", there / "run")
-    hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {there} && exec "$@"', "sh"]
-    if os.system("unshare --mount true 2>/dev/null"):
-        pytest.skip("no mount namespaces here")
-    outcome = start("worker", "--join", where, "--key", key, prefix=hidden).wait()
+    outcome = start("worker", "--join", where, "--key", key, prefix=unseen(there)).wait()
     assert outcome.status != 0
     assert "does not see the run directory" in outcome.stderr
     assert "--checkpoints" in outcome.stderr

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from distbelief.api import Result, run_file
+from distbelief.api import run_file
 from distbelief.chaos.inject import Injector
 from distbelief.chaos.relay import Relay
 from distbelief.chaos.schedule import Fault
@@ -18,6 +18,7 @@ from distbelief.coordinator import client, journal
 from distbelief.errors import DistBeliefError, RunInterrupted
 from distbelief.observe.plain import PlainView
 from distbelief.observe.records import Tail
+from distbelief.result import Result
 
 ASK_S = 1.0
 

@@ -19,6 +19,7 @@ import typer
 from distbelief.chaos.randomly import random_schedule
 from distbelief.chaos.schedule import Fault, check, parse
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
+from distbelief.cli.options import JobFile, Settings
 from distbelief.cli.train import check_job_file, parse_settings
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ WORKERS = 4
 
 def chaos(
     ctx: typer.Context,
-    job: Annotated[Path, typer.Argument(help="The job file: Python that defines `job`.", show_default=False)],
+    job: JobFile,
     faults: Annotated[
         str,
         typer.Option(metavar="SENTENCES", help='As in "kill worker every 3s, join at step 80".', show_default=False),
@@ -48,10 +49,7 @@ def chaos(
     ] = 0,
     seed: Annotated[int, typer.Option(help="What random choices follow from.")] = 0,
     strategy: Annotated[str, typer.Option(help="How to learn it.")] = "allreduce",
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="Set a hyper-parameter of the job. May be repeated."),
-    ] = None,
+    settings: Settings = None,
     run_dir: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Where both runs are kept. Default: runs/chaos-NAME-ID.", show_default=False),

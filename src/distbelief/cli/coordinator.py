@@ -11,46 +11,42 @@ import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT
 from distbelief.cli.keys import KeyFile, key_file
+from distbelief.cli.options import (
+    AsJson,
+    Checkpoints,
+    JobFile,
+    Listen,
+    MinWorkers,
+    Plain,
+    SaveEvery,
+    Settings,
+    Strategy,
+    Threads,
+)
 from distbelief.cli.summary import print_json, print_summary
-from distbelief.cli.train import STRATEGY_HELP, check_job_file, parse_settings
+from distbelief.cli.train import check_job_file, parse_settings
 from distbelief.engines.saveplan import DEFAULT_EVERY
 from distbelief.observe.view import open_view
 
 
 def coordinator(
     ctx: typer.Context,
-    job: Annotated[Path, typer.Argument(help="The job file: Python that defines `job`.", show_default=False)],
+    job: JobFile,
     workers: Annotated[int, typer.Option(min=1, help="Begin when so many workers have joined.")],
-    listen: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST[:PORT]",
-            help="Where other hosts reach it: an address or name of this machine, a network card, 0.0.0.0.",
-        ),
-    ] = "127.0.0.1",
+    listen: Listen = "127.0.0.1",
     key: KeyFile = None,
-    strategy: Annotated[str, typer.Option(help=STRATEGY_HELP)] = "allreduce",
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="Set a hyper-parameter of the job. May be repeated."),
-    ] = None,
+    strategy: Strategy = "allreduce",
+    settings: Settings = None,
     run_dir: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Where the run is kept; a folder that all hosts share.", show_default=False),
     ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of each worker; part of the exact result.")] = 1,
-    min_workers: Annotated[
-        int, typer.Option(min=1, metavar="N", help="With fewer workers alive, wait for more instead of going on.")
-    ] = 1,
-    save_every: Annotated[
-        str,
-        typer.Option(metavar="500|10m|end|never", help="Steps or time between two checkpoints; the last state too."),
-    ] = DEFAULT_EVERY,
-    checkpoints: Annotated[
-        str, typer.Option(metavar="URL", help="Where checkpoints go: a folder, s3://… Default: RUN/checkpoints.")
-    ] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Plain lines even on a terminal.")] = False,
+    threads: Threads = 1,
+    min_workers: MinWorkers = 1,
+    save_every: SaveEvery = DEFAULT_EVERY,
+    checkpoints: Checkpoints = "",
+    json: AsJson = False,
+    plain: Plain = False,
 ) -> None:
     """Lead a run whose workers are started by hand on other hosts: `distbelief worker --join ADDRESS` there."""
     ctx.meta[MACHINE_OUTPUT] = json

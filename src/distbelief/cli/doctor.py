@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from pathlib import Path
 from typing import Annotated
 
@@ -49,7 +48,7 @@ def doctor(
         raise UsageError("--listen needs --key FILE", hint=HOW_TO_MAKE_ONE)
     import msgspec
 
-    from distbelief.comm.routes import endpoint
+    from distbelief.comm.routes import endpoint, host_name
     from distbelief.doctor.finding import Host, Report
     from distbelief.doctor.host import examine
     from distbelief.doctor.joining import join as join_others
@@ -68,7 +67,7 @@ def doctor(
         with Door(endpoint(listen), with_key(read_key(key))) as door:
             how = f"distbelief doctor --join {door.address.removeprefix('tcp://')} --key FILE"
             say(f"waiting for {hosts - 1} more: {how}")
-            report = Meeting(door, platform.node() or "localhost", hosts, wait, say).hold(here)
+            report = Meeting(door, host_name(), hosts, wait, say).hold(here)
     elif join:
         report = join_others(join, key, here, say)
     else:

@@ -11,6 +11,7 @@ import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT
 from distbelief.cli.keys import KeyFile, key_file
+from distbelief.cli.options import AsJson, Plain
 from distbelief.cli.placing import On, placed
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.engines.allocation.asked import Asked
@@ -34,8 +35,8 @@ def resume(
         str, typer.Option(metavar="HOST[:PORT]", help="Where other hosts can join. Default: as before.")
     ] = "",
     key: KeyFile = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Plain lines even on a terminal.")] = False,
+    json: AsJson = False,
+    plain: Plain = False,
 ) -> None:
     """Go on with a run that was stopped or that died. The result is that of a run that was never interrupted."""
     ctx.meta[MACHINE_OUTPUT] = json

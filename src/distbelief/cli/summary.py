@@ -15,7 +15,7 @@ from distbelief.comm.seals import described
 from distbelief.observe import text
 
 if TYPE_CHECKING:
-    from distbelief.api import Result
+    from distbelief.result import Result
 
 KEYS = (
     "run_dir",

@@ -17,6 +17,18 @@ import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
 from distbelief.cli.keys import KeyFile, key_file
+from distbelief.cli.options import (
+    AsJson,
+    Checkpoints,
+    JobFile,
+    Listen,
+    MinWorkers,
+    Plain,
+    SaveEvery,
+    Settings,
+    Strategy,
+    Threads,
+)
 from distbelief.cli.placing import On, placed
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.coordinator.detector import STUCK_S
@@ -28,58 +40,35 @@ from distbelief.observe.view import open_view
 from distbelief.worker.jobfile import compile_job
 
 HERE = "127.0.0.1"
-STRATEGY_HELP = (
-    "How to learn it: allreduce, ps:sync, ps:async or ps:ssp:staleness=S (parameter servers), sandblaster (L-BFGS), "
-    "local_sgd:H, pipeline:K, tensor:K, sharded, or degrees such as dp2.tp2.pp2 and dp2.fsdp2; options follow after "
-    "colons, as in allreduce:gloo, ps:sync:servers=3:backups=1, ps:async:adaptive:dc=0.04, pipeline:4:zbv; "
-    "with a compression for slow links as in allreduce:int8, ps:async:int8, local_sgd:8:topk=0.01 or dp2.pp2:bf16."
-)
 
 
 def train(
     ctx: typer.Context,
-    job: Annotated[Path, typer.Argument(help="The job file: Python that defines `job`.", show_default=False)],
+    job: JobFile,
     workers: Annotated[
         int | None,
         typer.Option(min=1, help="Worker processes. Default: chosen for this machine.", show_default=False),
     ] = None,
-    strategy: Annotated[str, typer.Option(help=STRATEGY_HELP)] = "allreduce",
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="Set a hyper-parameter of the job. May be repeated."),
-    ] = None,
+    strategy: Strategy = "allreduce",
+    settings: Settings = None,
     run_dir: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Where the run is kept. Default: runs/NAME-ID.", show_default=False),
     ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of each worker; part of the exact result.")] = 1,
+    threads: Threads = 1,
     device: Annotated[str, typer.Option(help="The device of each worker.")] = "cpu",
     shares: Annotated[
         str, typer.Option(metavar="2,1,1", help="Relative shares of the work, one per worker.", show_default=False)
     ] = "",
-    min_workers: Annotated[
-        int, typer.Option(min=1, metavar="N", help="With fewer workers alive, wait for more instead of going on.")
-    ] = 1,
-    listen: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST[:PORT]",
-            help="Where other hosts can join: an address or name of this machine, a network card, 0.0.0.0.",
-        ),
-    ] = HERE,
+    min_workers: MinWorkers = 1,
+    listen: Listen = HERE,
     balance: Annotated[bool, typer.Option(help="Move shards to faster workers. The result does not change.")] = True,
     stuck_after: Annotated[
         float,
         typer.Option(min=1, metavar="SECONDS", help="Replace a worker that all others have waited for this long."),
     ] = STUCK_S,
-    save_every: Annotated[
-        str,
-        typer.Option(metavar="500|10m|end|never", help="Steps or time between two checkpoints; the last state too."),
-    ] = DEFAULT_EVERY,
-    checkpoints: Annotated[
-        str,
-        typer.Option(metavar="URL", help="Where checkpoints go: a folder, s3://… Default: RUN/checkpoints."),
-    ] = "",
+    save_every: SaveEvery = DEFAULT_EVERY,
+    checkpoints: Checkpoints = "",
     keep_last: Annotated[int, typer.Option(min=1, metavar="K", help="Keep the newest K checkpoints.")] = KEEP_LAST,
     keep_every: Annotated[
         int, typer.Option(min=0, metavar="M", help="Keep also those whose step is a multiple of M.")
@@ -93,8 +82,8 @@ def train(
     ] = "",
     on: On = LOCAL,
     key: KeyFile = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Plain lines even on a terminal.")] = False,
+    json: AsJson = False,
+    plain: Plain = False,
 ) -> None:
     """Train a job on the workers of this machine, or of those that a launcher has given us (--on)."""
     ctx.meta[MACHINE_OUTPUT] = json

@@ -17,7 +17,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from distbelief.comm.network import dial
-from distbelief.comm.routes import bracketed, resolve, route_to, split
+from distbelief.comm.routes import resolve, route_to, split, tcp
 from distbelief.errors import DistBeliefError, JobError
 
 CONNECT_S = 3.0
@@ -72,7 +72,7 @@ def reach(where: str, patience_s: float = 0.0, say: Callable[[str], None] = lamb
         for address in addresses:
             tried.append(attempt(address, int(port)))
             if tried[-1].what == "open":
-                return f"tcp://{bracketed(address)}:{port}"
+                return tcp(address, port)
         told = f"cannot reach {where}: {'; '.join(map(str, tried))}"
         if time.monotonic() >= until:
             raise DistBeliefError(told, hint=_advice(tried))
@@ -86,7 +86,7 @@ def find(where: str, patience_s: float, say: Callable[[str], None]) -> str:
     """Likewise, for somebody who waits by itself for a coordinator that is not there yet: only of a host with several
     addresses it must be seen first at which of them it listens."""
     port, addresses = _resolved(where)
-    return reach(where, patience_s, say) if len(addresses) > 1 else f"tcp://{bracketed(addresses[0])}:{port}"
+    return reach(where, patience_s, say) if len(addresses) > 1 else tcp(addresses[0], port)
 
 
 def _resolved(where: str) -> tuple[str, list[str]]:

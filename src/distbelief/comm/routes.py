@@ -7,6 +7,7 @@ and a wildcard are all turned into such an address here, and what no other host 
 from __future__ import annotations
 
 import ipaddress
+import platform
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def endpoint(listen: str, machine: Machine | None = None) -> str:
     host, port = split(listen)
     if host != "localhost" and not _is_loopback(host):
         host = _own(host, listen, machine or this_machine())
-    return f"tcp://{bracketed(host)}:{port or '*'}"
+    return tcp(host, port)
 
 
 def split(text: str) -> tuple[str, str]:
@@ -98,6 +99,15 @@ def split(text: str) -> tuple[str, str]:
     if not host or not is_one or (colon and not is_number):
         raise JobError(f"{text!r} is no address", hint=_EXAMPLE)
     return host, port
+
+
+def tcp(host: str, port: str | int = "") -> str:
+    """An endpoint; without a port, any that is free.
+
+    >>> tcp("10.0.0.1"), tcp("fd00::1", 5555)
+    ('tcp://10.0.0.1:*', 'tcp://[fd00::1]:5555')
+    """
+    return f"tcp://{bracketed(host)}:{port or '*'}"
 
 
 def bracketed(host: str) -> str:
@@ -156,6 +166,11 @@ def _outward(machine: Machine, family: int, listen: str) -> str:
 def _choices(machine: Machine) -> str:
     known = [f"{card.name} {' '.join(card.usable)}" for card in machine.cards if card.usable]
     return f"this machine has {', '.join(known)}" if known else ""
+
+
+def host_name() -> str:
+    """What this machine is called."""
+    return platform.node() or "localhost"
 
 
 def cards() -> list[Card]:

@@ -13,12 +13,12 @@ from distbelief.coordinator import explain, regroup, serverpauses
 from distbelief.coordinator.ending import Result, fail, record, say
 from distbelief.coordinator.fleetstate import Fleet, ServerProcess
 from distbelief.coordinator.hiring import place_servers
+from distbelief.coordinator.hosts import ASK_AGAIN_S
 from distbelief.coordinator.mapping import decided, found
 from distbelief.coordinator.vocabulary import ENGINE, Output, ProtocolError, Reply, Send, State
 from distbelief.servers import placement
 from distbelief.servers.roles import Placement
 
-ASK_AGAIN_S = 5.0
 SILENT_S = 2.0
 """A server is frozen when nothing was heard of it for so long, and for several times its longest silence until now, and
 the run stands still."""

@@ -8,11 +8,9 @@ from distbelief.comm import messages as m
 from distbelief.coordinator import hosts
 from distbelief.coordinator.ending import Result, record, say, with_worker
 from distbelief.coordinator.hiring import free, hire, settle
-from distbelief.coordinator.hosts import Host, Offer
+from distbelief.coordinator.hosts import ASK_AGAIN_S, Host, Offer
 from distbelief.coordinator.vocabulary import ENGINE, Output, Reply, Send, State, Worker
 
-ASK_AGAIN_S = 5.0
-"""An agent that has not started a worker after this long is asked again: the message may be lost."""
 MOST_ROOM = 10_000
 
 

@@ -12,6 +12,8 @@ SILENT_S = 3.0
 """A host whose agent was not heard of for so long kills nobody for us."""
 LOST_S = 10.0
 """After so long its members are given up: agents speak every second."""
+ASK_AGAIN_S = 5.0
+"""An agent that has not started a member after this long is asked again: the message may be lost."""
 ANY = -1
 """As a room: no limit."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from pathlib import Path
 
+from distbelief.comm.routes import host_name
 from distbelief.doctor.checks import (
     cards,
     disk,
@@ -45,4 +45,4 @@ def examine(run_dir: Path, together: bool, say: Callable[[str], None], name: str
         *gpu.judge(gpus),
         leftovers.judge(leftovers.probe()),
     ]
-    return Host(name or platform.node() or "localhost", {**versions.facts(), **cpu.facts()}, findings)
+    return Host(name or host_name(), {**versions.facts(), **cpu.facts()}, findings)

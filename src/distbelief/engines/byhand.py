@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import select
 import socket
 import threading
@@ -17,6 +16,7 @@ import msgspec
 
 from distbelief.comm.memfd import receive_message, send_message
 from distbelief.comm.network import is_loopback
+from distbelief.comm.routes import host_name
 from distbelief.coordinator.client import ask_for_seat, host_of_run, whereabouts
 from distbelief.engines.guests import SOCKET, short_path
 from distbelief.engines.invitation import Invitation
@@ -30,7 +30,7 @@ _LAST_WORDS_S = 3.0  # an engine that ends in order closes this too; the end of 
 
 def join_run(run_dir: Path, workers: int = 1, host: str = "") -> int:
     """Take part in that run with so many workers until it ends or lets us go. Returns the exit status."""
-    here = host or platform.node() or "localhost"
+    here = host or host_name()
     address, authority = whereabouts(run_dir)
     if here != host_of_run(run_dir):
         if is_loopback(address):

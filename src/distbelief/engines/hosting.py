@@ -7,7 +7,6 @@ Members have numbers, workers and servers each their own. Leaving it leaves no p
 from __future__ import annotations
 
 import contextlib
-import platform
 import signal
 import socket
 from dataclasses import dataclass
@@ -226,7 +225,3 @@ class Hosting:
     def close(self) -> None:
         """Every process that was started here is gone when this returns."""
         self._stack.close()
-
-
-def host_name() -> str:
-    return platform.node() or "localhost"

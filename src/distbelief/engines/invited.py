@@ -16,9 +16,10 @@ from distbelief.comm.badges import Authority
 from distbelief.comm.messages import Answer, EndRun, HostOffered, LeaveRequested, Welcome, decode_command, encode
 from distbelief.comm.network import dial
 from distbelief.comm.reaching import unanswered
+from distbelief.comm.routes import host_name
 from distbelief.engines import parcel
 from distbelief.engines.agent import Agent, Room, signal_name
-from distbelief.engines.hosting import Store, host_name
+from distbelief.engines.hosting import Store
 from distbelief.engines.invitation import Invitation
 from distbelief.engines.signals import Signals
 from distbelief.errors import DistBeliefError, RunInterrupted

@@ -18,9 +18,9 @@ from typing import Any
 from distbelief.comm.badges import Authority
 from distbelief.comm.keys import read_key, run_secret
 from distbelief.comm.messages import SECRET_BYTES, StopRequested
+from distbelief.comm.routes import host_name
 from distbelief.coordinator.saving import STOP_S
 from distbelief.engines.agent import GRACE_S, HASTE_S, Agent, Room, signal_name
-from distbelief.engines.hosting import host_name
 from distbelief.engines.invitation import Invitation
 from distbelief.engines.keeping import CoordinatorKeeping
 from distbelief.engines.launch import Launch, Observer

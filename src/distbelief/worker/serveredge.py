@@ -33,7 +33,7 @@ from distbelief.comm.messages import (
     encode,
 )
 from distbelief.comm.network import dial, dial_server, protect_server
-from distbelief.comm.routes import bracketed, own_address
+from distbelief.comm.routes import own_address, tcp
 from distbelief.comm.seals import NO_MESSAGE, NO_SEAL, NOT_ITS_OWN, Refusals, Refused
 from distbelief.errors import DistBeliefError
 from distbelief.servers.node import Out, ServerNode
@@ -94,7 +94,7 @@ class ServerEdge:
             self._inbox.setsockopt(option, 0)
         self._inbox.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
         self._inbox.setsockopt(zmq.MAXMSGSIZE, max(LEAST_MESSAGE_BYTES, free_memory_bytes() // 4))
-        listen = f"tcp://{bracketed(own_address(spec.address))}:*"
+        listen = tcp(own_address(spec.address))
         protect_server(self._inbox, listen, spec.badge.server_keys())
         if "[" in listen:
             self._inbox.setsockopt(zmq.IPV6, 1)

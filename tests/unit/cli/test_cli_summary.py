@@ -10,8 +10,8 @@ import pty
 
 import pytest
 
-from distbelief.api import Result
 from distbelief.cli.summary import KEYS, print_json, print_summary
+from distbelief.result import Result
 
 HASH = "0123456789abcdef" * 4
 

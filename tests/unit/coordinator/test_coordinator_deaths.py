@@ -21,7 +21,7 @@ from coordinator_play import (
 from distbelief.comm import messages as m
 from distbelief.coordinator import state as s
 from distbelief.coordinator.faults import EXPLAINED_S, MOST_RETRIES
-from distbelief.coordinator.hosting import ASK_AGAIN_S
+from distbelief.coordinator.hosts import ASK_AGAIN_S
 from distbelief.coordinator.regroup import PAST
 from distbelief.coordinator.vocabulary import EXIT_GRACE_S
 

@@ -6,8 +6,7 @@ from coordinator_play import Run, heartbeat, hired, records, replies, report, se
 
 from distbelief.comm import messages as m
 from distbelief.coordinator import state as s
-from distbelief.coordinator.hosting import ASK_AGAIN_S
-from distbelief.coordinator.hosts import LOST_S
+from distbelief.coordinator.hosts import ASK_AGAIN_S, LOST_S
 
 
 def offer(host: str, nonce: str, room: int = 1, grows: bool = False) -> m.HostOffered:

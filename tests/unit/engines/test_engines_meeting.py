@@ -98,9 +98,9 @@ def test_which_address_of_ours_others_reach(monkeypatch: pytest.MonkeyPatch) -> 
     names = {"peer": ["10.1.0.9"], "me": ["127.0.1.1"]}
     mine = ["10.1.0.1", "10.2.0.1"]
     monkeypatch.setattr(ownaddress, "_own_addresses", lambda: mine)
-    monkeypatch.setattr(ownaddress, "_resolved", lambda name: names.get(name, []))
+    monkeypatch.setattr(ownaddress, "resolve", lambda name: names.get(name, []))
     monkeypatch.setattr(ownaddress, "_source_towards", lambda address: routes.get(address, ""))
-    monkeypatch.setattr(ownaddress.platform, "node", lambda: "me")
+    monkeypatch.setattr(ownaddress, "host_name", lambda: "me")
     assert ownaddress.address_for(["me", "unknown", "peer"]) == "10.1.0.1", "that from which the peer is reached"
     assert ownaddress.address_for(["unknown"]) == "10.2.0.1", "that from which the world is reached"
     names["me"] = ["10.1.0.1"]

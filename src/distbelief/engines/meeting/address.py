@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distbelief.comm.keys import read_key, run_secret
+from distbelief.comm.routes import tcp
 from distbelief.engines.meeting.interface import LINGER_S, PATIENCE_S, Word
-from distbelief.engines.meeting.ownaddress import address_behind, as_address
+from distbelief.engines.meeting.ownaddress import address_behind
 from distbelief.errors import DistBeliefError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class Address:
         self._key = key
 
     def listen(self) -> str:
-        return as_address(address_behind(self._host), self._port)
+        return tcp(address_behind(self._host), self._port)
 
     def key_file(self) -> Path:
         return self._key
@@ -33,7 +34,7 @@ class Address:
         """Who is invited finds the coordinator there; who is not finds nobody, and gives up."""
 
     def wait(self) -> Word:
-        return Word(as_address(self._host, self._port), run_secret(read_key(self._key)).hex())
+        return Word(tcp(self._host, self._port), run_secret(read_key(self._key)).hex())
 
     def close(self) -> None:
         pass
@@ -53,7 +54,7 @@ class Board:
 
     def listen(self) -> str:
         self._opened = self._open()  # now: while it leads, the first process has no time for that
-        return as_address(address_behind(self._host))
+        return tcp(address_behind(self._host))
 
     def key_file(self) -> Path:
         return self._key

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import msgspec
 
+from distbelief.comm.routes import tcp
 from distbelief.engines.meeting.interface import LINGER_S, PATIENCE_S, Word
-from distbelief.engines.meeting.ownaddress import address_for, as_address
+from distbelief.engines.meeting.ownaddress import address_for
 from distbelief.errors import DistBeliefError
 
 FILE = "meeting.json"
@@ -36,7 +37,7 @@ class Folder:
         self._called_off = False
 
     def listen(self) -> str:
-        return as_address(address_for(self._peers))
+        return tcp(address_for(self._peers))
 
     def key_file(self) -> None:
         return None

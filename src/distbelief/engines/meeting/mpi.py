@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
+from distbelief.comm.routes import tcp
 from distbelief.engines.allocation import Place
 from distbelief.engines.meeting.interface import Word
-from distbelief.engines.meeting.ownaddress import address_for, as_address
+from distbelief.engines.meeting.ownaddress import address_for
 from distbelief.errors import DistBeliefError
 
 _BYTES = 1024
@@ -53,7 +54,7 @@ class Mpi:
             )
 
     def listen(self) -> str:
-        return as_address(address_for([]))
+        return tcp(address_for([]))
 
     def key_file(self) -> None:
         return None

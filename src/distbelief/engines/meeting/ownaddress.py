@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
-import platform
-import socket
 from collections.abc import Iterable
 
-import psutil
-
+from distbelief.comm.routes import cards, host_name, resolve, route_to
 from distbelief.errors import DistBeliefError
 
 _FAR_AWAY = ("198.51.100.1", "2001:db8::1")  # in no network: kept for documents
@@ -21,10 +17,10 @@ def address_for(peers: Iterable[str]) -> str:
     if not mine:
         return "127.0.0.1"
     for peer in peers:
-        for address in _resolved(peer):
+        for address in resolve(peer):
             if address not in mine and (source := _source_towards(address)) in mine:
                 return source
-    for address in _resolved(platform.node()):
+    for address in resolve(host_name()):
         if address in mine:
             return address
     usual = [source for far in _FAR_AWAY if (source := _source_towards(far)) in mine]
@@ -40,7 +36,7 @@ def address_behind(name: str) -> str:
     """The address of this machine that such a name stands for."""
     if name in ("localhost", "127.0.0.1", "::1"):
         return name.replace("localhost", "127.0.0.1")
-    found = _resolved(name)
+    found = resolve(name)
     mine = _own_addresses()
     for address in found:
         if address in mine:
@@ -51,41 +47,14 @@ def address_behind(name: str) -> str:
     )
 
 
-def as_address(host: str, port: int = 0) -> str:
-    """
-    >>> as_address("10.0.0.1"), as_address("fd00::1", 5555)
-    ('tcp://10.0.0.1:*', 'tcp://[fd00::1]:5555')
-    """
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}"
-
-
 def _own_addresses() -> list[str]:
     """Those that others can reach, IPv4 first."""
-    state = psutil.net_if_stats()
-    there = [
-        one.address
-        for name, addresses in psutil.net_if_addrs().items()
-        for one in addresses
-        if one.family in (socket.AF_INET, socket.AF_INET6) and name in state and state[name].isup
-    ]
-    usable = [text for text in there if "%" not in text and not ipaddress.ip_address(text).is_loopback]
+    usable = [address for card in cards() for address in card.usable]
     return sorted(usable, key=lambda text: ":" in text)
 
 
-def _resolved(name: str) -> list[str]:
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
-
-
 def _source_towards(address: str) -> str:
-    """Sends nothing: it only asks the kernel for the route."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))
-            return str(probe.getsockname()[0])
+        return route_to(address).source
     except OSError:
         return ""

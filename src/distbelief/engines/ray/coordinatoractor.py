@@ -16,6 +16,7 @@ from typing import Any
 from distbelief.comm.badges import Authority
 from distbelief.comm.messages import HostLost
 from distbelief.comm.network import host_of
+from distbelief.comm.routes import tcp
 from distbelief.coordinator.client import ask, whereabouts
 from distbelief.engines.invitation import Invitation
 from distbelief.engines.launch import Launch
@@ -56,7 +57,7 @@ class CoordinatorActor:
         import ray
 
         address = str(ray.util.get_node_ip_address())
-        launch = replace(self._launch, listen=listen_at(address))
+        launch = replace(self._launch, listen=tcp(address))
         if not ray.get_runtime_context().was_current_actor_reconstructed:
             return launch
         before = _left_behind(launch.run_dir)
@@ -90,14 +91,6 @@ class _Silent:
     def log(self, source: str, line: str) -> None: ...
 
     def refresh(self) -> None: ...
-
-
-def listen_at(address: str) -> str:
-    """
-    >>> listen_at("10.0.0.1"), listen_at("fd00::2")
-    ('tcp://10.0.0.1:*', 'tcp://[fd00::2]:*')
-    """
-    return f"tcp://[{address}]:*" if ":" in address else f"tcp://{address}:*"
 
 
 def _left_behind(run_dir: Path) -> str:
