@@ -51,7 +51,8 @@ class Comparison:
             except DriverFailed as error:
                 self._results.fail(name, system_name, str(error))
                 continue
-            self._results.add(key, {**found.as_json(), "problem": problem, "retaken": patience.retaken})
+            more = {"warm_up": cell.warm_up, "problem": problem, "retaken": patience.retaken}
+            self._results.add(key, {**found.as_json(), **more})
 
     def _least_disturbed(self, cell: Cell, system: System, patience: Patience) -> Measurement:
         """Measure, and again while others disturb and patience lasts; what was disturbed least, whoever's it is."""

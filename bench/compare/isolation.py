@@ -23,7 +23,7 @@ END_S = 10.0
 
 
 def own_loopback() -> str:
-    """Move this process, and what it starts from now on, to a network that has nothing but loopback. Empty, or why not."""
+    """Move this process, and what it starts from now on, to a network of loopback alone. Empty, or why not."""
     library = ctypes.CDLL(None, use_errno=True)
     if library.unshare(CLONE_NEWNET):
         return f"no network of our own: {os.strerror(ctypes.get_errno())} (root can make one)"

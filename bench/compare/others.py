@@ -24,13 +24,13 @@ def command(part: str, file: Path, quick: bool) -> list[str]:
 
 
 def measure(part: str, folder: Path, quick: bool) -> dict[str, Any]:
-    """Run a part's program to its end and return what it found. Exit status 1 (something of ours is wrong) stays in it."""
+    """Run a part's program to its end; what it found, with its exit status (1: something of ours is wrong)."""
     file = folder / f"{part}.json"
     told = command(part, file, quick)
     try:
         done = subprocess.run(
-            told, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S,
-            check=False,
+            told, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=LIMIT_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise DriverFailed(f"{' '.join(told)} was not done within {LIMIT_S:.0f} s") from None

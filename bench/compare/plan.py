@@ -111,7 +111,7 @@ QUICK = Size(
 def cells(
     size: Size, parts: Sequence[str], workloads: Sequence[str], systems: Sequence[str], repetitions: int | None
 ) -> list[Cell]:
-    """What to measure. `workloads` and `systems` that are named are taken instead of the plan's; nothing: the plan's."""
+    """What to measure. `workloads` and `systems` that are named are taken instead of the plan's."""
 
     def chosen(workload: str, planned: Sequence[str]) -> tuple[str, ...]:
         named = systems or planned

@@ -12,7 +12,7 @@ from bench import order
 from bench.task import Task
 from bench.workloads import SEED, WORKLOADS
 
-MOST_EVALUATIONS = 40
+MOST_EVALUATIONS = 20
 
 
 class Store:

@@ -135,9 +135,7 @@ def verdicts(content: Content) -> list[Verdict]:
         if others:
             name, soonest = min(others.items(), key=lambda item: item[1].median)
             quicker = soonest.median / first[OURS].median
-            found.append(
-                Verdict(f"time to the first step: {title(name)}'s (the soonest peer's) over ours", quicker, 1.0)
-            )
+            found.append(Verdict(f"first step: {title(name)}'s time (the soonest peer's) over ours", quicker, 1.0))
     return found
 
 

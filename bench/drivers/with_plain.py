@@ -1,4 +1,4 @@
-"""One plain PyTorch process: the loop that everybody begins with. Started N times at once, it is the ideal: nobody waits.
+"""One plain PyTorch process: the loop that everybody begins with. Started N times at once, it is the ideal.
 
 python with_plain.py [RANK]
 """

@@ -1,4 +1,4 @@
-"""The workloads by name. Sizes are those of the issue; where one thread of a CPU would be hopeless, less, and it says so."""
+"""The workloads by name. Where the usual size would be hopeless for one thread of a CPU, it is less and says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small networks on generated vectors and images: where the time of a step goes into parameters (MLP) or pixels (CNN)."""
+"""Small networks on generated vectors and images: a step's time goes into parameters (MLP) or pixels (CNN)."""
 
 from __future__ import annotations
 
