@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ def main() -> int:
     args = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     size = plan.QUICK if args.quick else plan.FULL
+    if args.steps:
+        size = replace(size, steps=dict.fromkeys(WORKLOADS, (1, args.steps - 1)))
     cells = plan.cells(size, args.parts, args.workloads, args.systems, args.repetitions)
     file: Path = args.json or BENCH / "results" / ("quick.json" if args.quick else "full.json")
     console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
@@ -47,7 +50,7 @@ def main() -> int:
         "program": "python -m bench",
         "arguments": sys.argv[1:],
         "machine": machine.facts(),
-        "settings": {"quick": args.quick, "threads": 1},
+        "settings": {"quick": args.quick, "threads": 1, "steps": args.steps},
         "load": {"before": machine.load()},
     }
     only_report = args.parts == ["report"]
@@ -130,6 +133,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="keep what the file of results has, and do the rest")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the file of results; default in bench/results")
     parser.add_argument("--repetitions", type=options.count, help="of every system in every cell")
+    parser.add_argument("--steps", type=_steps, help="of every run, the first one to warm up")
     for name, known in (("workload", list(WORKLOADS)), ("system", list(SYSTEMS))):
         kinds = options.some_of(name, known)
         parser.add_argument(
@@ -147,6 +151,12 @@ def _part(text: str) -> str:
     if text not in PARTS:
         raise argparse.ArgumentTypeError(f"no such part: {text}; choose from {', '.join(PARTS)}")
     return text
+
+
+def _steps(text: str) -> int:
+    if (steps := options.count(text)) < 2:
+        raise argparse.ArgumentTypeError("at least 2: one to warm up, one to be timed")
+    return steps
 
 
 def _has_fashion() -> bool:

@@ -1,6 +1,6 @@
 """What changes cost those who train on: a coordinator that dies again and again, and workers that join.
 
-    .venv/bin/python bench/changes.py [--workers 1] [--times 20] [--joins 10] [--strategy allreduce] [--json FILE]
+    .venv/bin/python -m bench.changes [--workers 1] [--times 20] [--joins 10] [--strategy allreduce] [--json FILE]
 
 Workers with one thread each train the MLP of the data-parallel benchmark. First the coordinator is killed, again
 and again: the step rate while there is none is set against the rate just before, and nobody may be started again, nor a
@@ -48,7 +48,7 @@ def main() -> int:
     args = _arguments()
     console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
     content: dict[str, Any] = {
-        "program": "bench/changes.py",
+        "program": "bench.changes",
         "arguments": sys.argv[1:],
         "machine": machine.facts(),
         "settings": {"workers": args.workers, "threads": 1, "shards": SHARDS, "strategy": args.strategy},

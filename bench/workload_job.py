@@ -8,10 +8,8 @@ from __future__ import annotations
 from bench.workloads import SEED, WORKLOADS
 from distbelief import Job, JobError
 
-WORKERS = 2
 
-
-def job(workload: str = "mlp", steps: int = 100, shards: int = WORKERS, batch: int = 0) -> Job:
+def job(workload: str = "mlp", steps: int = 100, shards: int = 2, batch: int = 0) -> Job:
     """`batch`: samples of a step, if not those of two workers."""
     if workload not in WORKLOADS:
         raise JobError(f"there is no workload '{workload}'", hint=f"one of {', '.join(WORKLOADS)}")
@@ -22,7 +20,7 @@ def job(workload: str = "mlp", steps: int = 100, shards: int = WORKERS, batch: i
         loss=chosen.loss,
         optimizer=chosen.optimizer,
         data=chosen.data(),
-        global_batch=batch or chosen.batch_per_worker * WORKERS,
+        global_batch=batch or chosen.global_batch(),
         steps=steps,
         shards=shards,
         seed=SEED,

@@ -1,8 +1,8 @@
 """One worker is slow: samples per second with load balancing and without, against the sum of the workers' speeds.
 
-    .venv/bin/python bench/balance.py [--json FILE] [--quick] [--only sleep,limit] [--repetitions N]
+    .venv/bin/python -m bench.balance [--json FILE] [--quick] [--only sleep,limit] [--repetitions N]
 
-- sleep: 4 workers, 16 shards whose cost is a sleep (balance_job.py), one worker slowed 3 times while they train. The
+- sleep: 4 workers, 16 shards whose cost is a sleep (balance/job.py), one worker slowed 3 times while they train. The
   sum of speeds is what one worker alone does, 3 times, and what a slowed one does alone. Goal: at least 90 % of it.
 - limit: a real job (the CNN of the data-parallel benchmark, 16 shards) on 2 workers, one of which may run for a third
   of the time only (stopped and continued every few milliseconds). The sum of speeds is taken alone too, without anybody
@@ -28,6 +28,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from bench import machine, options
 from bench import spreads as figures
 from bench import tables as report
@@ -35,7 +37,6 @@ from bench.balance import job as balance_job
 from bench.balance.speed import FACTOR, Size, Slower, Speed, limited, speed
 from bench.running import BENCH, Command, DriverFailed
 from bench.workloads import WORKLOADS
-from rich.console import Console
 
 PARTS = ("sleep", "limit")
 STEPS = 10_000_000
@@ -66,7 +67,7 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     before = machine.load()
     content: dict[str, Any] = {
-        "program": "bench/balance.py",
+        "program": "bench.balance",
         "arguments": sys.argv[1:],
         "machine": machine.facts(),
         "settings": {"slowed": FACTOR, **asdict(size), "threads": 1, "quick": args.quick},
@@ -114,7 +115,7 @@ def measure_sleep(console: Console, size: Size) -> dict[str, Any]:
 
 def measure_limit(console: Console, size: Size) -> dict[str, Any]:
     job = [str(BENCH / "workload_job.py"), "--set", "workload=cnn", "--set", f"shards={balance_job.SHARDS}"]
-    return compare(console, Case("limit", job, 2, WORKLOADS["cnn"].global_batch, limited), size)
+    return compare(console, Case("limit", job, 2, WORKLOADS["cnn"].global_batch(), limited), size)
 
 
 MEASURES = {"sleep": measure_sleep, "limit": measure_limit}

@@ -1,6 +1,6 @@
 """A job whose cost is a sleep, so that a slow worker frees no processor for the others.
 
-    distbelief train bench/balance_job.py --workers 4 --set slow_file=FILE
+    PYTHONPATH=. distbelief train bench/balance/job.py --workers 4 --set slow_file=FILE
 
 Each sample takes `sample_ms`; in the process whose number stands in `slow_file`, `factor` times as long. The file may
 appear, change or vanish while the job runs. The result of training is that of an ordinary small model.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
 from bench.machine import Bystanders
 from bench.recovery.watch import LAUNCH_LIMIT_S, EndedEarly, OurFiles, started, wait_for
 from bench.running import Command, DriverFailed

@@ -12,11 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from bench import machine, options, tables
 from bench.bandwidth import reduce, servers
 from bench.running import DriverFailed
 from bench.spreads import ratio, spread
-from rich.console import Console
 
 PARTS = ("reduce", "servers")
 SIZES_MB = [1, 25, 100]

@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from bench.running import TIMEOUT_S, DriverFailed, environment
 
+from bench.running import TIMEOUT_S, DriverFailed, environment
 from distbelief.comm.exchange import ROW, Geometry, Gift, Source, StepPlan
 from distbelief.comm.keeper import SegmentKeeper
 from distbelief.comm.segment import KeeperClient

@@ -1,6 +1,6 @@
 """What saving costs those who train: DistBelief, torch.save and torch.distributed.checkpoint.async_save, in one run.
 
-    .venv/bin/python bench/checkpoint.py [--json FILE] [--quick] [--only ours,torch.save] [--folder DIR]
+    .venv/bin/python -m bench.checkpoint [--json FILE] [--quick] [--only ours,torch.save] [--folder DIR]
 
 One process (or `--workers`) with one thread each trains a model of 100 million parameters with AdamW, 1.2 GB of state,
 and saves every 16 steps. All are measured in turn, another one first in each repetition. The first saves of a process
@@ -14,7 +14,7 @@ warm up and do not count for anybody: memory that is touched for the first time 
   to the first committed step, less the same of a run from scratch. The files are in the page cache, for all.
 
 torch.save syncs its file, as the others do; the time without that is told too. async_save is held against us with that
-one of its settings (checkpoint_savers.py) that has the lowest stall. The exit status is 2 when something could not be
+one of its settings (checkpoint/savers.py) that has the lowest stall. The exit status is 2 when something could not be
 measured, else 0, whether goals are met or not.
 """
 
@@ -32,6 +32,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from bench import machine, options
 from bench import tables as report
 from bench.checkpoint import ours as checkpoint_ours
@@ -43,7 +45,6 @@ from bench.goals import Goal
 from bench.machine import Bystanders
 from bench.running import BENCH, TIMEOUT_S, Command, DriverFailed, environment
 from bench.spreads import Ratio, spread
-from rich.console import Console
 
 OURS = "ours"
 SYSTEMS = (OURS, *SAVERS)
@@ -82,7 +83,7 @@ def main() -> int:
     size = replace(size, **{name: value for name in asdict(size) if (value := getattr(args, name, None))})
     console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
     content: dict[str, Any] = {
-        "program": "bench/checkpoint.py",
+        "program": "bench.checkpoint",
         "arguments": sys.argv[1:],
         "machine": machine.facts(),
         "settings": {**asdict(size), "parameters": _parameters(size.width), "warm_up": WARM_UP, "threads": 1},

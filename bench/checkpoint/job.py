@@ -1,9 +1,9 @@
 """A model of 100 million parameters with AdamW whose steps are short: wide layers and a tiny batch.
 
-    distbelief train bench/checkpoint_job.py --set steps=40 --save-every 20
+    PYTHONPATH=. distbelief train bench/checkpoint/job.py --set steps=40 --save-every 20
 
 Every parameter gets a gradient in every step, so the optimizer's state is whole after the first: 1.2 GB to save. The
-peers' loop (checkpoint_peer.py) takes model, data, loss and optimizer from here too.
+peers' loop (checkpoint/peer.py) takes model, data, loss and optimizer from here too.
 """
 
 from __future__ import annotations

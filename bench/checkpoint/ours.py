@@ -13,7 +13,6 @@ from pathlib import Path
 from bench.checkpoint.figures import Save, Trace
 from bench.recovery.watch import LAUNCH_LIMIT_S, started, wait_for
 from bench.running import BENCH, Command
-
 from distbelief.checkpoint.reading import list_checkpoints
 from distbelief.observe.records import Tail
 

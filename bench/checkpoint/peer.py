@@ -1,7 +1,7 @@
 """The loop of a careful user of plain PyTorch that saves every so many steps, and the loading of what it saved.
 
-    python bench/checkpoint_peer.py train torch.save --folder DIR --out FILE --every 20 --saves 6
-    python bench/checkpoint_peer.py load  torch.save --folder DIR --out FILE
+    PYTHONPATH=. python bench/checkpoint/peer.py train torch.save --folder DIR --out FILE --every 20 --saves 6
+    PYTHONPATH=. python bench/checkpoint/peer.py load  torch.save --folder DIR --out FILE
 
 Under torchrun it trains with DistributedDataParallel. The clock is stopped while it removes old checkpoints and while
 it looks at what it has saved, which no figure is to contain. Two checkpoints at most lie on the disk.
@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
 from bench.checkpoint import job
 from bench.checkpoint.figures import Save, Trace
 from bench.checkpoint.savers import SAVERS
-from torch.nn.parallel import DistributedDataParallel
 
 KEPT = 2
 

@@ -1,12 +1,13 @@
-"""The figures of bench/checkpoint.py as tables for a terminal. It computes nothing."""
+"""The figures of bench.checkpoint as tables for a terminal. It computes nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from bench import tables as report
 from rich.console import Console
+
+from bench import tables as report
 
 
 def show(console: Console, systems: Mapping[str, Mapping[str, Any]]) -> None:

@@ -14,9 +14,9 @@ from typing import IO
 from bench.compare import isolation
 from bench.compare.system import Commands, Start, System
 from bench.machine import Bystanders
+from bench.memory.watch import first_workers
 from bench.running import TIMEOUT_S, DriverFailed, environment
 from bench.task import VARIABLE, peak_bytes
-from distbelief.coordinator.journal import read as read_journal
 
 POLL_S = 0.02
 LOOK_S = 0.2
@@ -66,7 +66,7 @@ def run(system: System, start: Start, counted: bool, limit_s: float = TIMEOUT_S)
 def _watch(ends: list[subprocess.Popen[bytes]], folder: Path, ran: Ran, counted: bool, limit_s: float) -> None:
     """Until all of these have ended."""
     deadline, next_look = time.monotonic() + limit_s, 0.0
-    workers: list[int] = []
+    journal, workers = folder / "run" / "journal.jsonl", list[int]()
     while any(one.poll() is None for one in ends):
         now = time.monotonic()
         if now > deadline:
@@ -75,21 +75,14 @@ def _watch(ends: list[subprocess.Popen[bytes]], folder: Path, ran: Ran, counted:
             next_look = now + LOOK_S
             if counted:
                 ran.wire.append((time.time(), isolation.loopback_bytes()))
-            workers = workers or _our_workers(folder / "run" / "journal.jsonl")
+            if not workers and journal.exists():
+                workers = list(first_workers(journal))
             for pid in workers:
                 with contextlib.suppress(OSError):  # it has ended
                     ran.peak_bytes = max(ran.peak_bytes, peak_bytes(pid))
         time.sleep(POLL_S)
     if counted:
         ran.wire.append((time.time(), isolation.loopback_bytes()))
-
-
-def _our_workers(journal: Path) -> list[int]:
-    if journal.exists():
-        for record in read_journal(journal):
-            if record["kind"] == "generation":
-                return [member["pid"] for member in record["members"]]
-    return []
 
 
 def _started(

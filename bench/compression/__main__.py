@@ -1,7 +1,7 @@
 """Compressed gradients: bytes on the wire, accuracy after equally many steps, and time to an accuracy on a slow link.
 
-    python bench/compression.py --folder /usr/share/datasets/fashion-mnist
-    python bench/compression.py --of local_sgd --methods none,int8 --results local.json
+    python -m bench.compression --folder /usr/share/datasets/fashion-mnist
+    python -m bench.compression --of local_sgd --methods none,int8 --results local.json
 
 Bytes and accuracies are reliable on a busy machine; times are only good as ratios within one run. It needs root, for
 network namespaces; --only accuracy does without.
@@ -19,13 +19,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench import machine
-from bench.compression.link import Cable, train
-from bench.options import count, some_of
 from rich.console import Console
 from rich.table import Table
 
-HERE = Path(__file__).parent
+from bench import machine
+from bench.compression.link import Cable, train
+from bench.options import count, some_of
+from bench.running import BENCH, ROOT
+
 PLAIN = "none"
 METHODS = (PLAIN, "bf16", "int8", "topk=0.1", "topk=0.01", "powersgd=8", "powersgd=4")
 PARTS = ("link", "accuracy")
@@ -49,7 +50,7 @@ def accuracy(how: str, settings: Sequence[str]) -> dict[str, Any]:
     """examples/fashion on two workers of this host."""
     sets = [part for setting in settings for part in ("--set", setting)]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "distbelief.cli.main", "train", str(HERE.parent / "examples" / "fashion.py")]
+        command = [sys.executable, "-m", "distbelief.cli.main", "train", str(ROOT / "examples" / "fashion.py")]
         options = ["--workers", "2", "--strategy", how, "--save-every", "never", "--no-balance", "--json"]
         found = subprocess.run([*command, *sets, *options], cwd=folder, capture_output=True, text=True, check=False)
     if found.returncode:
@@ -61,7 +62,7 @@ def accuracy(how: str, settings: Sequence[str]) -> dict[str, Any]:
 def link(how: str, mbit: float, settings: Sequence[str], goal: float) -> dict[str, Any]:
     sets = [part for setting in settings for part in ("--set", setting)]
     with tempfile.TemporaryDirectory() as folder, Cable(mbit) as cable:
-        job = [str(HERE / "compression_job.py"), *sets]
+        job = [str(BENCH / "compression" / "job.py"), *sets]
         return asdict(train(cable, Path(folder), how, job, goal))
 
 
@@ -75,7 +76,7 @@ def main() -> None:
     options.add_argument("--goal", type=float, default=0.85, help="accuracy to reach on the link")
     options.add_argument("--steps", type=count, default=300, help="most steps on the link")
     options.add_argument("--set", action="append", default=[], help="of examples/fashion.py, for the accuracies")
-    options.add_argument("--results", type=Path, default=HERE / "results" / "compression.json")
+    options.add_argument("--results", type=Path, default=BENCH / "results" / "compression.json")
     given = options.parse_args()
     console, folder = Console(), f"folder={Path(given.folder).resolve()}"
     facts = {"machine": machine.facts(), "load_before": machine.load(), "mbit": given.mbit, "goal": given.goal}

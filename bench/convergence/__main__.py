@@ -1,9 +1,9 @@
 """Strategies that wait for each other and those that do not: loss against samples and against time, as a figure.
 
-    python bench/convergence.py [--json FILE] [--draw docs/convergence.png] [--only ps:sync,ps:async] [--quick]
-    python bench/convergence.py --from FILE --draw docs/convergence.png          # draw again, without any run
+    python -m bench.convergence [--json FILE] [--draw docs/convergence.png] [--only ps:sync,ps:async] [--quick]
+    python -m bench.convergence --from FILE --draw docs/convergence.png          # draw again, without any run
 
-Every strategy trains the same job (bench/convergence_job.py) twice on three workers: undisturbed, and with one worker
+Every strategy trains the same job (bench/convergence/job.py) twice on three workers: undisturbed, and with one worker
 that gets a quarter of its time from the first step on. Balancing is left on, as users have it: with it even strategies
 that wait give the slow worker less to do. `ps:sync --no-balance` shows what it is worth.
 
@@ -22,16 +22,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import machine
-from bench.convergence.figure import draw
-from bench.options import count, some_of
 from rich.console import Console
 from rich.table import Table
 
+from bench import machine
+from bench.convergence.figure import draw
+from bench.options import count, some_of
+from bench.running import BENCH
 from distbelief.chaos.victims import Throttle, Victim, catch
 from distbelief.observe.records import Tail
 
-HERE = Path(__file__).parent
 DATA = "/usr/share/datasets/fashion-mnist"
 FIXED = "ps:sync, no balancing"
 STRATEGIES: dict[str, list[str]] = {
@@ -65,7 +65,7 @@ def main() -> int:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     content: dict[str, Any] = {
-        "program": "bench/convergence.py", "arguments": sys.argv[1:], "machine": machine.facts(),
+        "program": "bench.convergence", "arguments": sys.argv[1:], "machine": machine.facts(),
         "workers": WORKERS, "slowed_by": FACTOR, "load": {"before": machine.load()}, "runs": {},
     }  # fmt: skip
     sets = ["limit=2000", "epochs=1"] if args.quick else [f"epochs={args.epochs}"]
@@ -84,7 +84,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def train(options: Sequence[str], sets: Sequence[str], slowed: bool) -> dict[str, Any]:
     """One run, and its curve: after so many samples and seconds, this loss and accuracy on images never trained on."""
-    command = [sys.executable, "-m", "distbelief.cli.main", "train", str(HERE / "convergence_job.py")]
+    command = [sys.executable, "-m", "distbelief.cli.main", "train", str(BENCH / "convergence" / "job.py")]
     settings = [part for one in sets for part in ("--set", one)]
     usual = ["--workers", str(WORKERS), "--save-every", "never", "--threads", "1", "--run-dir", "run", "--json"]
     with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "w+") as log:

@@ -1,4 +1,4 @@
-"""The figure of bench/convergence.py: two rows (undisturbed, one worker slowed), two columns (samples, seconds)."""
+"""The figure of bench.convergence: two rows (undisturbed, one worker slowed), two columns (samples, seconds)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
 import torch
 import torch.distributed as dist
-from bench.task import Task
 from torch.nn.parallel import DistributedDataParallel
+
+from bench.task import Task
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

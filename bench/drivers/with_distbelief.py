@@ -1,7 +1,6 @@
 """DistBelief, with any strategy: distbelief train with_distbelief.py --workers 2 --strategy allreduce"""
 
 from bench.task import Task
-
 from distbelief import Job, accuracy
 
 task = Task.load()

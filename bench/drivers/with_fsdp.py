@@ -2,9 +2,10 @@
 
 import torch
 import torch.distributed as dist
-from bench.task import Task
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+
+from bench.task import Task
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

@@ -6,6 +6,7 @@ and receive parameters, each as one message; it adds the gradients of all, then 
 
 import torch
 import torch.distributed as dist
+
 from bench.task import Task
 
 

@@ -6,6 +6,7 @@ python with_plain.py [RANK]
 import sys
 
 import torch
+
 from bench.task import Task
 
 rank = int(sys.argv[1]) if len(sys.argv) > 1 else 0

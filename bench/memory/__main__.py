@@ -1,6 +1,6 @@
 """The peak of memory of a worker under every way of dividing a model, measured, against one process.
 
-    .venv/bin/python bench/memory.py [--json FILE] [--quick] [--only sharded,dp2.pp2] [--width N]
+    .venv/bin/python -m bench.memory [--json FILE] [--quick] [--only sharded,dp2.pp2] [--width N]
 
 Four workers train a GPT of 79 million parameters with AdamW (parameters, gradients and the optimizer's state: 1.26 GB)
 for a few steps through DistBelief's command line; one process trains it with a plain loop over the same shards. What
@@ -28,13 +28,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from bench import machine, options
 from bench import tables as report
 from bench.memory.job import BATCH, LAYERS, SHARDS, WIDTH, parameters
 from bench.memory.watch import LIMIT_S, Lives, watch
 from bench.recovery.watch import EndedEarly, started
 from bench.running import BENCH, TIMEOUT_S, Command, DriverFailed, environment
-from rich.console import Console
 
 WORKERS = 4
 TINY_WIDTH = 16
@@ -74,7 +75,7 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     count = parameters(args.width)
     content: dict[str, Any] = {
-        "program": "bench/memory.py",
+        "program": "bench.memory",
         "arguments": sys.argv[1:],
         "machine": machine.facts(),
         "settings": {

@@ -1,10 +1,10 @@
 """A language model whose state is large and whose steps are short, for looking at memory. Also a job file.
 
-    distbelief train bench/memory_job.py --workers 4 --strategy sharded --set width=640
+    PYTHONPATH=. distbelief train bench/memory/job.py --workers 4 --strategy sharded --set width=640
 
 Without DistBelief it trains in one process, with a plain loop over the same shards, and prints its own peak:
 
-    python bench/memory_job.py --width 640 --steps 3 [--shards 1]
+    PYTHONPATH=. python bench/memory/job.py --width 640 --steps 3 [--shards 1]
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 
 import torch
-from bench.memory.watch import peak_bytes
-from bench.modelparallel.job import CLIP_NORM, GPT, data, loss, optimizer
-from bench.workloads import SEED
 from torch import nn
 
+from bench.modelparallel.job import CLIP_NORM, GPT, data, loss, optimizer
+from bench.task import peak_bytes
+from bench.workloads import SEED
 from distbelief import Job
 
 LAYERS, WIDTH = 16, 640

@@ -45,18 +45,13 @@ class Lives:
     """When each step was committed."""
 
 
-def peak_bytes(pid: int | str = "self") -> int:
-    """The most memory that a process has ever had."""
-    return _status(pid)["VmHWM"]
-
-
 def watch(process: subprocess.Popen[bytes], run_dir: Path) -> Lives:
     """Look at the workers of a run until it ends."""
     journal, lives, commits = run_dir / "journal.jsonl", dict[int, Life](), list[float]()
     tail, deadline = Tail(run_dir / "metrics.jsonl"), time.monotonic() + LIMIT_S
     while process.poll() is None and time.monotonic() < deadline:
         if not lives and journal.exists():
-            lives = {pid: Life() for pid in _workers(journal)}
+            lives = {pid: Life() for pid in first_workers(journal)}
         for pid, life in lives.items():
             life.look(pid)
         commits += [record["at"] for record in tail.read() if record["kind"] == "step"]
@@ -65,14 +60,15 @@ def watch(process: subprocess.Popen[bytes], run_dir: Path) -> Lives:
     return Lives(list(lives.values()), commits)
 
 
-def _workers(journal: Path) -> Iterator[int]:
+def first_workers(journal: Path) -> Iterator[int]:
+    """Their processes, as soon as the journal of a run has them."""
     for record in read_journal(journal):
         if record["kind"] == "generation":
             yield from (member["pid"] for member in record["members"])
             return
 
 
-def _status(pid: int | str) -> dict[str, int]:
+def _status(pid: int) -> dict[str, int]:
     """The sizes in /proc/PID/status, in bytes."""
     found = {}
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():

@@ -1,9 +1,9 @@
 """Divided models: our time for a step over that of the same schedule written with bare torch, in one run.
 
-    .venv/bin/python bench/modelparallel.py [--json FILE] [--quick] [--only 1f1b,sharded] [--repetitions N]
+    .venv/bin/python -m bench.modelparallel [--json FILE] [--quick] [--only 1f1b,sharded] [--repetitions N]
 
 Two members with one thread each, on gloo. Per way of dividing the model: DistBelief (a whole run through its command
-line, with the snapshots that it takes by default) and torchrun with a loop of bare torch (modelparallel_peer.py) train
+line, with the snapshots that it takes by default) and torchrun with a loop of bare torch (modelparallel/peer.py) train
 the same model, cut at the same places, on the same samples in the same micro-batches. They do so in turn, another one
 first in each repetition. The first steps warm up and do not count, for either.
 
@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from bench import machine, options
 from bench import tables as report
 from bench.machine import Bystanders, Patience
@@ -36,8 +38,6 @@ from bench.modelparallel.job import BATCH, SHARDS, TITLE
 from bench.modelparallel.systems import MEMBERS, SYSTEMS
 from bench.running import BENCH, TIMEOUT_S, Command, DriverFailed, environment
 from bench.spreads import spread
-from rich.console import Console
-
 from distbelief.coordinator.journal import read as read_journal
 
 OURS, PEER = "ours", "bare torch"
@@ -63,7 +63,7 @@ def main() -> int:
     size = replace(size, **{name: value for name in asdict(size) if (value := getattr(args, name, None))})
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     content: dict[str, Any] = {
-        "program": "bench/modelparallel.py",
+        "program": "bench.modelparallel",
         "arguments": sys.argv[1:],
         "machine": machine.facts(),
         "settings": {

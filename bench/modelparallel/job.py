@@ -1,7 +1,7 @@
 """A small language model that every way of dividing a model can divide. Also a job file, so that DistBelief trains it
-exactly as a user's job; the peers' loops (modelparallel_peer.py) take model, data, loss and optimizer from here too.
+exactly as a user's job; the peers' loops (modelparallel/peer.py) take model, data, loss and optimizer from here too.
 
-    distbelief train bench/modelparallel_job.py --workers 2 --strategy pipeline:2 --set stages=2 --set steps=20
+    PYTHONPATH=. distbelief train bench/modelparallel/job.py --workers 2 --strategy pipeline:2 --set stages=2
 
 A pipeline is cut at the modules that `boundaries` names, on both sides, and not by measured costs: these would give
 another cut from run to run. It knows nothing of drivers, timing or goals.
@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from bench.workloads import SEED, WORKLOADS
 from torch import nn
 from torch.nn import functional as F
 
+from bench.workloads import SEED, WORKLOADS
 from distbelief import Job
 
 LAYERS, WIDTH, HEADS, LENGTH, SYMBOLS = 4, 128, 4, 128, 256

@@ -1,6 +1,6 @@
 """The loops that a careful user of bare torch writes for a divided model, one per way of dividing it.
 
-    torchrun --standalone --nproc-per-node 2 bench/modelparallel_peer.py 1f1b --steps 20 --out DIR
+    PYTHONPATH=. torchrun --standalone --nproc-per-node 2 bench/modelparallel/peer.py 1f1b --steps 20 --out DIR
 
 Pipelines are torch.distributed.pipelining's own schedules with stages made by hand; `sharded` is FSDP2 around every
 block and the model; `tensor` is parallelize_module with the plan that DistBelief finds by itself. Each trains on the
@@ -20,9 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from bench.modelparallel.job import BATCH, CLIP_NORM, GPT, SHARDS, boundaries, data, loss, optimizer
-from bench.modelparallel.systems import SYSTEMS
-from bench.workloads import SEED
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,6 +27,9 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from bench.modelparallel.job import BATCH, CLIP_NORM, GPT, SHARDS, boundaries, data, loss, optimizer
+from bench.modelparallel.systems import SYSTEMS
+from bench.workloads import SEED
 from distbelief.data.order import positions_to_samples
 from distbelief.shards import Schedule
 

@@ -1,10 +1,10 @@
 """From SIGKILL of a worker to the survivors' next committed step, side by side with peers, in one run.
 
-    .venv/bin/python bench/recovery.py [--kills 30] [--quick] [--json FILE] [--peers ours,torchrun,ray,torchft]
+    .venv/bin/python -m bench.recovery [--kills 30] [--quick] [--json FILE] [--peers ours,torchrun,ray,torchft]
 
 Three workers with one thread each train the MLP of the data-parallel benchmark (and, ours only, the GPT, with a third
 of the kills; peers are killed ten times at most). A random worker is killed at a random moment, again and again; the
-next kill waits until all workers are there again and have committed steps. recovery_figures.py says what each figure
+next kill waits until all workers are there again and have committed steps. recovery/figures.py says what each figure
 is. Peers are extras of the benchmark: one that is not installed is reported as skipped, with the reason. Of fewer than
 100 kills the 99th percentile is the highest value. The exit status is 0 whether goals are met or not, 2 when something
 could not be measured, and 1 when DistBelief's own files show that a step was lost or done twice.
@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from bench import machine, options
 from bench import tables as report
 from bench.goals import Goal
@@ -31,7 +33,6 @@ from bench.recovery.peers import PEERS
 from bench.recovery.watch import OurFiles, PeerFiles, Plan, kill_workers, observed, started
 from bench.running import BENCH, Command, DriverFailed
 from bench.workloads import WORKLOADS
-from rich.console import Console
 
 WORKERS = 3
 SHARDS = 6
@@ -55,7 +56,7 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
     before = machine.load()
     content: dict[str, Any] = {
-        "program": "bench/recovery.py",
+        "program": "bench.recovery",
         "arguments": sys.argv[1:],
         "machine": machine.facts(),
         "settings": {"workers": WORKERS, "threads": 1, "shards": SHARDS, "kills": kills, "quick": args.quick},

@@ -1,9 +1,9 @@
 """What a careful user of plain PyTorch writes so that a killed worker does not lose the training: DDP on gloo, and a
 checkpoint every few steps that every restart begins from.
 
-    torchrun --standalone --nproc-per-node 3 --max-restarts 30 bench/recovery_peer.py mlp --out DIR
+    PYTHONPATH=. torchrun --standalone --nproc-per-node 3 --max-restarts 30 bench/recovery/peer.py mlp --out DIR
 
-Ray Train runs the same loop (recovery_ray.py), with Ray's own way of saving. It goes on until it is ended; each process
+Ray Train runs the same loop (with_ray.py), with Ray's own way of saving. It goes on until it is ended; each process
 writes DIR/<pid>.jsonl, a line per step. It takes the samples that DistBelief's run takes, in the same order.
 """
 
@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from bench.workloads import SEED, WORKLOADS, Data, Workload
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.workloads import SEED, WORKLOADS, Data, Workload
 from distbelief.data.order import positions_to_samples
 from distbelief.shards import Schedule
 
@@ -47,7 +47,7 @@ class Batches:
     """One member's part of each step's batch."""
 
     def __init__(self, workload: Workload, data: Data) -> None:
-        self._batch = workload.global_batch
+        self._batch = workload.global_batch()
         self._x, self._y = data
 
     def part(self, step: int, rank: int, ranks: int) -> Data:

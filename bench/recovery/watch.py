@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
 import psutil
+
 from bench import running as drivers
 from bench.recovery.figures import Commit, Kill, Observed, victims_generation, whole_again
 from bench.running import DriverFailed
-
 from distbelief.coordinator.journal import read as read_journal
 from distbelief.observe.records import Tail
 

@@ -1,7 +1,7 @@
-"""Ray Train under kills: the loop of recovery_peer.py in a TorchTrainer that restarts without limit, with Ray's own
+"""Ray Train under kills: the loop of recovery/peer.py in a TorchTrainer that restarts without limit, with Ray's own
 checkpoints.
 
-    python bench/recovery_ray.py mlp --workers 3 --out DIR
+    PYTHONPATH=. python bench/recovery/with_ray.py mlp --workers 3 --out DIR
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 import ray  # type: ignore[import-not-found]
 import ray.train  # type: ignore[import-not-found]
 import torch
-from bench.recovery import peer as recovery_peer
-from bench.recovery.peer import State, StepLog
-from bench.workloads import WORKLOADS
 from ray.train.torch import TorchConfig, TorchTrainer  # type: ignore[import-not-found]
+
+from bench.recovery.peer import State, StepLog, train
+from bench.workloads import WORKLOADS
 
 FILE = "state.pt"
 
@@ -43,7 +43,7 @@ def save(state: State) -> None:
 
 
 def loop(config: dict[str, str]) -> None:
-    recovery_peer.train(WORKLOADS[config["workload"]], StepLog(Path(config["out"])), load, save)
+    train(WORKLOADS[config["workload"]], StepLog(Path(config["out"])), load, save)
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
         include_dashboard=False,
         _node_ip_address="127.0.0.1",
         _temp_dir=str(args.out / "session"),
-        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).resolve().parent), "OMP_NUM_THREADS": "1"}},
+        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}},
     )
     trainer = TorchTrainer(
         loop,

@@ -1,6 +1,6 @@
 """torchft under kills: one process per replica group, a lighthouse, and somebody who starts again what has died.
 
-    python bench/recovery_torchft.py mlp --workers 3 --out DIR
+    PYTHONPATH=. python bench/recovery/with_torchft.py mlp --workers 3 --out DIR
 
 torchft restarts nothing itself, so this supervisor does, at once. Gradients go through `Manager.allreduce` as one flat
 tensor. The times are tuned for one idle machine, much below torchft's defaults (a replica counts as dead after 5 s
@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.recovery.peer import Batches, StepLog
-from bench.workloads import SEED, WORKLOADS
 from torch._C._distributed_c10d import TCPStore
 from torch.nn.utils import parameters_to_vector
 from torchft import Manager, ProcessGroupGloo  # type: ignore[import-not-found]
 from torchft.coordination import LighthouseServer  # type: ignore[import-not-found]
 
+from bench.recovery.peer import Batches, StepLog
+from bench.workloads import SEED, WORKLOADS
 from distbelief.lifeline import die_with_parent
 
 HEARTBEAT_MS = 50

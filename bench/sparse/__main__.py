@@ -1,9 +1,9 @@
 """Sparse tables on parameter servers: memory by rows touched, latency of pull and push, and scaling with workers.
 
-    .venv/bin/python bench/sparse.py [--json FILE] [--quick] [--only rows,scaling] [--repetitions N]
+    .venv/bin/python -m bench.sparse [--json FILE] [--quick] [--only rows,scaling] [--repetitions N]
 
 Whole runs through the command line. `rows`: a table of 50 million × 16 numbers, Adagrad, 4,096 rows of it per batch,
-one worker (bench/sparse_job.py): what the model waits for its rows; what passes from the gradient to the next batch
+one worker (bench/sparse/job.py): what the model waits for its rows; what passes from the gradient to the next batch
 (push, until every part and its backup has it, and the lease of the next batch); and the memory of the servers before
 the first step and at the end. `scaling`: examples/recommend.py with 50 million users under ps:async on 1, 2 and 4
 workers, one thread each; with fewer cores than processes that are busy, more workers cannot be faster.
@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from rich.console import Console
+from rich.table import Table
+from safetensors import safe_open
+
 from bench import machine, options
 from bench import running as drivers
 from bench import tables as report
 from bench.running import BENCH, DriverFailed
-from rich.console import Console
-from rich.table import Table
-from safetensors import safe_open
 
 PARTS = ("rows", "scaling")
 WARM_UP = 10
@@ -43,7 +44,7 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     before = machine.load()
     content: dict[str, Any] = {
-        "program": "bench/sparse.py",
+        "program": "bench.sparse",
         "arguments": sys.argv[1:],
         "machine": machine.facts(),
         "load": {"before": before},

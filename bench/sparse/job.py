@@ -1,4 +1,4 @@
-"""For bench/sparse.py: a table of 50 million rows, of which each batch wants 4,096, any of them. Forward passes write
+"""For bench.sparse: a table of 50 million rows, of which each batch wants 4,096, any of them. Forward passes write
 down how long the rows took, and when the gradient of the batch before was there."""
 
 import time

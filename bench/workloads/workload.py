@@ -58,6 +58,9 @@ class Workload:
     def optimizer(self, parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
         return self.update.optimizer(parameters, **options)
 
+    def global_batch(self, workers: int = 2) -> int:
+        return self.batch_per_worker * workers
+
     def cuts(self, stages: int) -> list[str]:
         """The modules with which the second and later of so many stages begin.
 

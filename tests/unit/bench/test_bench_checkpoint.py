@@ -3,24 +3,14 @@ a busy machine: that is for people to start.)"""
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from bench.checkpoint import figures
 
 
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    import checkpoint_figures
-
-    return checkpoint_figures
-
-
-def a_trace(figures: ModuleType, durations: list[float], saves: dict[int, tuple[float, float]]) -> Any:
+def a_trace(durations: list[float], saves: dict[int, tuple[float, float]]) -> Any:
     """`saves`: steps in it -> (stall, seconds from the commit before it until it is written)."""
     commits = [sum(durations[: step + 1]) for step in range(len(durations))]
     found = [
@@ -29,10 +19,10 @@ def a_trace(figures: ModuleType, durations: list[float], saves: dict[int, tuple[
     return figures.Trace(commits, found)
 
 
-def test_what_a_save_costs_in_all(figures: ModuleType) -> None:
+def test_what_a_save_costs_in_all() -> None:
     # Steps take 1 s; the one with the save 3 s, for a stall of 1.5 s; one more is slowed down to 1.5 s by the writing.
     cycle = [3.0, 1.5, 1.0, 1.0, 1.0]
-    trace = a_trace(figures, [1.0] * 5 + cycle * 3, {5: (9.0, 4.0), 10: (1.5, 4.0), 15: (1.25, 4.0)})
+    trace = a_trace([1.0] * 5 + cycle * 3, {5: (9.0, 4.0), 10: (1.5, 4.0), 15: (1.25, 4.0)})
     found = figures.costs(trace, every=5, warm_up=1)
     assert found.step_s == pytest.approx(1.0)
     assert found.stall_s == [1.5, 1.25]  # that of the first one is not in it
@@ -51,12 +41,12 @@ def test_what_a_save_costs_in_all(figures: ModuleType) -> None:
         ({15: (1, 2), 20: (1, 2)}, "24 steps were done, too few after the save of step 20"),
     ],
 )
-def test_what_cannot_be_told_apart_is_no_figure(figures: ModuleType, saves: Any, text: str) -> None:
+def test_what_cannot_be_told_apart_is_no_figure(saves: Any, text: str) -> None:
     with pytest.raises(figures.NotMeasurable, match=text):
-        figures.costs(a_trace(figures, [1.0] * 24, saves), every=5, warm_up=1)
+        figures.costs(a_trace([1.0] * 24, saves), every=5, warm_up=1)
 
 
-def test_ratios_are_taken_within_a_repetition(figures: ModuleType) -> None:
+def test_ratios_are_taken_within_a_repetition() -> None:
     ours = [figures.Costs(1.0, [0.1, 0.3, 0.2]), figures.Costs(1.0, [1.0, 1.0, 1.0])]
     theirs = [
         figures.Costs(1.0, [2.0, 2.0, 9.0], without_sync_s=[1.0, 1.0, 1.0]),
