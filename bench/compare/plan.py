@@ -123,13 +123,12 @@ def cells(
 
     found = []
     if "speed" in parts:
-        for name in workloads or size.speed:
-            planned = size.speed.get(name, _MAIN)
-            found.append(cell("speed", name, 2, planned, size.repetitions))
+        names = workloads or size.speed
+        found += [cell("speed", name, 2, size.speed.get(name, _MAIN), size.repetitions) for name in names]
     if "scaling" in parts:
         for name in [one for one in workloads or size.scaling if one in size.scaling]:
             for count in size.counts:
-                planned = size.scaling[name] if count == 1 else [s for s in size.scaling[name] if s != SINGLE]
+                planned = [one for one in size.scaling[name] if count == 1 or one != SINGLE]
                 found.append(cell("scaling", name, count, planned, size.scaling_repetitions))
     if "accuracy" in parts and (not workloads or "fashion" in workloads):
         planned = [one for one in size.accuracy if one in SYSTEMS and SYSTEMS[one].time_to_accuracy]

@@ -29,7 +29,7 @@ WORKLOADS = {
     ),
     "resnet": Workload(
         "ResNet-18 on 3×64×64 (not 224×224: one thread), 100 classes, SGD momentum, 8 samples per worker",
-        8, partial(resnet.resnet18, 100), partial(dense.images, 3, 64, 100, 1024), F.cross_entropy, _MOMENTUM(0.01),
+        8, partial(resnet.resnet18, 100), partial(dense.images, 3, 64, 100, 1024), F.cross_entropy, _MOMENTUM(0.002),
         same_end=0.05,
     ),
     "bert": Workload(
@@ -39,7 +39,7 @@ WORKLOADS = {
     ),
     "wide_deep": Workload(
         "Wide & Deep: 8 fields of 20,000 categories, 16 wide, deep 256-128, SGD momentum, 512 samples per worker",
-        512, wide_deep.WideDeep, wide_deep.clicks, wide_deep.click_loss, _MOMENTUM(0.1), bound_by="communication",
+        512, wide_deep.WideDeep, wide_deep.clicks, wide_deep.click_loss, _MOMENTUM(0.5), bound_by="communication",
     ),
     "fashion": Workload(
         "the CNN on Fashion-MNIST, SGD momentum, 64 samples per worker",
