@@ -78,7 +78,7 @@ TORCH = (
     ),
     System(
         IDEAL,
-        "ideal (N processes, no exchange)",
+        "ideal (no exchange)",
         "with_plain.py",
         lambda start: [[start.python, str(start.driver), str(rank)] for rank in range(start.workers)],
         ends_with_all=True,
