@@ -88,8 +88,8 @@ FULL = Size(
     counts=(1, 2, 4),
     accuracy=(OURS, "ps-sync", "ps-async", SINGLE, DDP, "fsdp", *_PEERS),
     steps=STEPS,
-    repetitions=4,
-    scaling_repetitions=3,
+    repetitions=3,
+    scaling_repetitions=2,
     accuracy_repetitions=2,
 )
 QUICK = Size(
