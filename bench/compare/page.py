@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,8 +141,18 @@ def _cell(content: Content, part: str, workload: str, workers: int) -> list[str]
     lines += _table(MEASURES, [_row(row) for row in rows if not row.problem])
     lines += [f"- not comparable: {row.title}: {row.problem}" for row in rows if row.problem]
     failed = content["failed"].get(f"{part} {workload} ×{workers}", {})
-    lines += [f"- failed: {summary.title(name)}: `{reason.splitlines()[-1][:200]}`" for name, reason in failed.items()]
+    lines += [f"- failed: {summary.title(name)}: `{cause(reason)}`" for name, reason in failed.items()]
     return [*lines, ""]
+
+
+def cause(reason: str) -> str:
+    """One line of why something failed: the first error that it names.
+
+    >>> cause("COMMAND ended with 1:\\nValueError: too small\\n…\\nnoise")
+    'ValueError: too small'
+    """
+    lines = reason.splitlines()
+    return next((line for line in lines if re.search(r"(Error|Exception)\b: ", line)), lines[0])[:200]
 
 
 def _row(row: Row) -> list[str]:
