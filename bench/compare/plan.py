@@ -22,10 +22,10 @@ ACCURACY_GOAL = 0.85
 
 STEPS = {
     "mlp": (10, 100), "cnn": (5, 40), "gpt": (2, 8), "resnet": (2, 10), "bert": (1, 3), "wide_deep": (5, 40),
-    "fashion": (2, 600), "wide": (5, 40), "wide8": (5, 40),
+    "fashion": (2, 900), "wide": (5, 40), "wide8": (5, 40),
 }  # fmt: skip
 """Workload -> (steps of warm-up, timed steps)"""
-QUICK_STEPS = {**STEPS, "mlp": (5, 40), "cnn": (3, 15), "gpt": (1, 4), "wide_deep": (3, 15), "fashion": (2, 250)}
+QUICK_STEPS = {**STEPS, "mlp": (5, 40), "cnn": (3, 15), "gpt": (1, 4), "wide_deep": (3, 15), "fashion": (2, 500)}
 CHECKED_STEPS = 12
 """The losses of the first so many steps are compared with those of one process."""
 MOST_CHECKED_STEPS = 60
