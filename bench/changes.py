@@ -29,8 +29,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import machine
-from bench import tables as report
+from bench import machine, tables
 from bench.machine import Bystanders
 from bench.recovery.figures import Commit
 from bench.recovery.watch import LAUNCH_LIMIT_S, RECOVERY_LIMIT_S, OurFiles, started, wait_for
@@ -54,7 +53,7 @@ def main() -> int:
         "settings": {"workers": args.workers, "threads": 1, "shards": SHARDS, "strategy": args.strategy},
         "load": {"before": machine.load()},
     }
-    report.show_machine(
+    tables.show_machine(
         console, content["machine"], content["load"]["before"], f"Workers: {args.workers}, one thread each."
     )
     try:
@@ -208,7 +207,7 @@ def show(console: Console, content: dict[str, Any]) -> None:
         "from asking to the switch, ms": _row(joined["from_asking_to_the_switch_s"], 1000),
     }
     title = f"\nThe coordinator killed {killed['times']} times, then {joined['joins']} joins"
-    report.show_figures(console, title, ["median", "lowest", "highest"], rows)
+    tables.show_figures(console, title, ["median", "lowest", "highest"], rows)
     for name, part in (("coordinator", killed), ("joins", joined)):
         console.print(f"{name}: others' CPU time {part['others_cpu_share']:.0%}")
         for problem in part["problems"]:

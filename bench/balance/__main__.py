@@ -30,9 +30,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import machine, options
-from bench import spreads as figures
-from bench import tables as report
+from bench import machine, options, spreads, tables
 from bench.balance import job as balance_job
 from bench.balance.speed import FACTOR, Size, Slower, Speed, limited, speed
 from bench.running import BENCH, Command, DriverFailed
@@ -74,7 +72,7 @@ def main() -> int:
         "load": {"before": before},
         "problems": [],
     }
-    report.show_machine(console, content["machine"], before, "One thread each.")
+    tables.show_machine(console, content["machine"], before, "One thread each.")
     began = time.monotonic()
     try:
         for part in args.only:
@@ -134,7 +132,7 @@ def compare(console: Console, case: Case, size: Size) -> dict[str, Any]:
     for repetition in range(size.repetitions):
         names = list(commands)
         for name in names[repetition % 4 :] + names[: repetition % 4]:
-            report.show_progress(console, f"{case.name}, repetition {repetition + 1} of {size.repetitions}: {name}")
+            tables.show_progress(console, f"{case.name}, repetition {repetition + 1} of {size.repetitions}: {name}")
             runs[name].append(speed(commands[name], case.batch, None if name == ALONE else case.slower, size))
         if not runs[BALANCED][-1].changes:
             problems.append(f"repetition {repetition + 1}: no shard was moved, so the gain is chance")
@@ -144,14 +142,14 @@ def compare(console: Console, case: Case, size: Size) -> dict[str, Any]:
     ]
     speeds = {name: [one.samples_per_s for one in found] for name, found in runs.items()}
     ratios = [
-        figures.ratio("with balancing / sum of the workers' speeds", speeds[BALANCED], sums, case.goal),
-        figures.ratio("without balancing / sum of the workers' speeds", speeds[UNBALANCED], sums),
-        figures.ratio("with balancing / without", speeds[BALANCED], speeds[UNBALANCED]),
+        spreads.ratio("with balancing / sum of the workers' speeds", speeds[BALANCED], sums, case.goal),
+        spreads.ratio("without balancing / sum of the workers' speeds", speeds[UNBALANCED], sums),
+        spreads.ratio("with balancing / without", speeds[BALANCED], speeds[UNBALANCED]),
     ]
     for repetition in range(size.repetitions):
         title = f"\n{case.name}: {case.workers} workers, one {FACTOR} times slower; repetition {repetition + 1}"
         show(console, title, {name: found[repetition] for name, found in runs.items()}, sums[repetition])
-    report.show_ratios(console, f"{case.name}: ratios of speeds (repetitions: {size.repetitions})", ratios)
+    tables.show_ratios(console, f"{case.name}: ratios of speeds (repetitions: {size.repetitions})", ratios)
     return {
         "workers": case.workers,
         "runs": {name: [asdict(one) for one in found] for name, found in runs.items()},
@@ -176,7 +174,7 @@ def show(console: Console, title: str, found: Mapping[str, Speed], whole: float)
         rows[name] = [f"{one.samples_per_s:,.1f}", shards, each_ms, first, f"{one.others:.0%}"]
     rows["sum of the workers' speeds"] = [f"{whole:,.1f}", "", "", "", ""]
     columns = ["samples/s", "shards", "ms per shard", "first change", "others' CPU"]
-    report.show_figures(console, title, columns, rows)
+    tables.show_figures(console, title, columns, rows)
 
 
 def _arguments() -> argparse.Namespace:

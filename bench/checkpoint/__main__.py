@@ -34,8 +34,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import machine, options
-from bench import tables as report
+from bench import machine, options, tables
 from bench.checkpoint import ours as checkpoint_ours
 from bench.checkpoint import report as checkpoint_report
 from bench.checkpoint.figures import Costs, NotMeasurable, Save, Trace, costs, pooled, ratio_of_medians
@@ -91,7 +90,7 @@ def main() -> int:
         "failed": {},
     }
     about = f"{_parameters(size.width) / 1e6:.1f} M parameters, AdamW; workers: {size.workers}, one thread each."
-    report.show_machine(console, content["machine"], content["load"]["before"], about)
+    tables.show_machine(console, content["machine"], content["load"]["before"], about)
     began = time.monotonic()
     runs = measure_all(args.only, size, args.folder, content["failed"])
     content["commands"] = _commands(args.only, size)
@@ -105,8 +104,8 @@ def main() -> int:
     console.print(f"\nA save every {size.every} steps; repetitions: {size.repetitions}, saves in each: {size.saves}")
     checkpoint_report.show(console, content["systems"])
     if ratios:
-        report.show_ratios(console, f"Ratios (repetitions: {size.repetitions})", list(ratios.values()))
-        report.show_goals(console, goals)
+        tables.show_ratios(console, f"Ratios (repetitions: {size.repetitions})", list(ratios.values()))
+        tables.show_goals(console, goals)
     for name, reason in content["failed"].items():
         console.print(f"{name} could not be measured: {reason}", markup=False)
     console.print(f"load after: {content['load']['after']}, took {content['took_s']:.0f} s")
@@ -127,7 +126,7 @@ def measure_all(
         for name in [*systems[first:], *systems[:first]]:
             if name in failed:
                 continue
-            report.show_progress(progress, f"repetition {repetition + 1} of {size.repetitions}: {name}")
+            tables.show_progress(progress, f"repetition {repetition + 1} of {size.repetitions}: {name}")
             with tempfile.TemporaryDirectory(dir=folder, prefix="distbelief-bench-") as place:
                 try:
                     runs[name].append(ours(size, Path(place)) if name == OURS else peer(name, size, Path(place)))

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import tables as report
+from bench import tables
 
 
 def show(console: Console, systems: Mapping[str, Mapping[str, Any]]) -> None:
@@ -26,9 +26,9 @@ def show(console: Console, systems: Mapping[str, Mapping[str, Any]]) -> None:
             f"{max(one['others'] for one in found['repetitions']):.0%}",
         ]
     columns = ["stall", "lowest", "highest", "seen", "lowest", "highest"]
-    report.show_figures(console, "Training is blocked per save, ms", columns, stalls)
+    tables.show_figures(console, "Training is blocked per save, ms", columns, stalls)
     columns = ["a step, ms", "in all, ms", "lowest", "highest", "written, s", "MB", "to resume, s", "others' CPU"]
-    report.show_figures(console, "What else a save costs", columns, rest)
+    tables.show_figures(console, "What else a save costs", columns, rest)
 
 
 def _ms(found: Mapping[str, float]) -> list[str]:

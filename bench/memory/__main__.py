@@ -30,8 +30,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import machine, options
-from bench import tables as report
+from bench import machine, options, tables
 from bench.memory.job import BATCH, LAYERS, SHARDS, WIDTH, parameters
 from bench.memory.watch import LIMIT_S, Lives, watch
 from bench.recovery.watch import EndedEarly, started
@@ -87,7 +86,7 @@ def main() -> int:
         "failed": {},
     }  # fmt: skip
     about = f"{count / 1e6:.1f} M parameters, AdamW: {16 * count / 1e6:,.0f} MB of state and gradients."
-    report.show_machine(console, content["machine"], content["load"]["before"], about)
+    tables.show_machine(console, content["machine"], content["load"]["before"], about)
     began = time.monotonic()
     try:
         one = content["one_process_bytes"] = one_process(args.width) - one_process(TINY_WIDTH)
@@ -97,7 +96,7 @@ def main() -> int:
     for layout in args.only:
         found: dict[str, Any] = {}
         for name in args.snapshots:
-            report.show_progress(console, f"{layout}, {name}")
+            tables.show_progress(console, f"{layout}, {name}")
             try:
                 found[name] = _as_json(measure(layout, EVERY[name], args.width), one)
             except DriverFailed as error:
@@ -187,7 +186,7 @@ def _show(console: Console, one: int, layouts: dict[str, dict[str, Any]]) -> Non
         rows[layout] = row
     names = ["largest", "share", f"≤ {GOAL:g}", "mean", "start", "steps", "end", "snapshots", "share"]
     title = f"\nPeak memory of a worker of {WORKERS}, MB, without interpreter and libraries"
-    report.show_figures(console, title, names, rows)
+    tables.show_figures(console, title, names, rows)
     console.print("start, steps, end: the largest worker in these parts of the run, by looks every 20 ms.")
 
 

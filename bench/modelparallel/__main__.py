@@ -29,8 +29,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import machine, options
-from bench import tables as report
+from bench import machine, options, tables
 from bench.machine import Bystanders, Patience
 from bench.modelparallel import figures
 from bench.modelparallel.figures import Measured
@@ -76,7 +75,7 @@ def main() -> int:
         "problems": [],
     }  # fmt: skip
     about = f"{TITLE}; {BATCH} samples in {SHARDS} micro-batches. Two members, one thread each."
-    report.show_machine(console, content["machine"], content["load"]["before"], about)
+    tables.show_machine(console, content["machine"], content["load"]["before"], about)
     began = time.monotonic()
     for name in args.only:
         try:
@@ -88,7 +87,7 @@ def main() -> int:
             continue
         content["problems"] += [f"{name}: {problem}" for problem in found["problems"]]
     _show(console, content["systems"], size)
-    report.show_problems(console, content["problems"])
+    tables.show_problems(console, content["problems"])
     content["load"]["after"] = machine.load()
     content["took_s"] = round(time.monotonic() - began, 1)
     console.print(f"load after: {content['load']['after']}, took {content['took_s']:.0f} s")
@@ -113,7 +112,7 @@ def compare(console: Console, name: str, size: Size, snapshots: int | None) -> d
     before = machine.load()
     for repetition in range(size.repetitions):
         for driver in list(drivers)[:: -1 if repetition % 2 else 1]:
-            report.show_progress(console, f"{name}, repetition {repetition + 1} of {size.repetitions}: {driver}")
+            tables.show_progress(console, f"{name}, repetition {repetition + 1} of {size.repetitions}: {driver}")
             runs[driver].append(_least_disturbed(drivers[driver], patience))
     folder = Path("DIR")
     return {
@@ -222,7 +221,7 @@ def _show(console: Console, systems: dict[str, dict[str, Any]], size: Size) -> N
         rows[found["strategy"]] = [
             *(f"{1000 * found['mean_step_s'][driver]['median']:.0f}" for driver in (OURS, PEER)),
             *(f"{goal[name]:.3f}" for name in ("median", "low", "high")),
-            f"[{report.STYLE[goal['verdict']]}]{goal['verdict']}",
+            f"[{tables.STYLE[goal['verdict']]}]{goal['verdict']}",
             f"{median['median']:.3f}",
             f"{others:.0%}",
         ]
@@ -240,7 +239,7 @@ def _show(console: Console, systems: dict[str, dict[str, Any]], size: Size) -> N
         f"\nA step: medians of {size.repetitions} repetitions; {size.timed} steps after {size.warm_up} of warm-up. "
         "Ratio: ours over bare torch"
     )
-    report.show_figures(console, title, columns, rows)
+    tables.show_figures(console, title, columns, rows)
 
 
 def _arguments() -> argparse.Namespace:

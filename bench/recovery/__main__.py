@@ -23,8 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import machine, options
-from bench import tables as report
+from bench import machine, options, tables
 from bench.goals import Goal
 from bench.machine import Bystanders
 from bench.recovery import figures as recovery_figures
@@ -66,7 +65,7 @@ def main() -> int:
         "skipped": {},
         "failed": {},
     }
-    report.show_machine(console, content["machine"], before, "Three workers, one thread each.")
+    tables.show_machine(console, content["machine"], before, "Three workers, one thread each.")
     began = time.monotonic()
     problems: list[str] = []
     for workload in workloads:
@@ -78,7 +77,7 @@ def main() -> int:
             if name != OURS and (reason := PEERS[name].skipped()):
                 content["skipped"][name] = reason
                 continue
-            report.show_progress(console, f"{workload}: {name}, {plan.kills} kills")
+            tables.show_progress(console, f"{workload}: {name}, {plan.kills} kills")
             try:
                 found[name] = ours(workload, plan, problems) if name == OURS else peer(name, workload, plan)
             except (DriverFailed, NotRecovered) as error:
@@ -89,7 +88,7 @@ def main() -> int:
     content["load"]["after"] = machine.load()
     content["took_s"] = round(time.monotonic() - began, 1)
     if goals:
-        report.show_goals(console, goals)
+        tables.show_goals(console, goals)
     _show_rest(console, content)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -161,13 +160,13 @@ def show(console: Console, workload: str, found: dict[str, Any]) -> None:
         for name, one in found.items()
     }
     title = WORKLOADS[workload].title
-    report.show_figures(
+    tables.show_figures(
         console,
         f"\n{title}: from SIGKILL to the next committed step, ms",
         ["kills", "a step", "median", "99th pct.", "lowest", "highest", "overhead", "99th pct.", "decided"],
         times,
     )
-    report.show_figures(
+    tables.show_figures(
         console,
         f"{workload}: what a kill costs (medians, and 99th percentiles)",
         ["steps lost", "99th", "until whole", "99th", "steps redone", "99th", "shards again", "99th"],

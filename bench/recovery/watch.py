@@ -19,7 +19,7 @@ from typing import IO, Any, Protocol, TypeVar
 
 import psutil
 
-from bench import running as drivers
+from bench import running
 from bench.recovery.figures import Commit, Kill, Observed, victims_generation, whole_again
 from bench.running import DriverFailed
 from distbelief.coordinator.journal import read as read_journal
@@ -168,7 +168,7 @@ def started(
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             command,
-            env={**drivers.environment(), **environment},
+            env={**running.environment(), **environment},
             stdin=subprocess.DEVNULL,
             stdout=errors,
             stderr=errors,

@@ -28,9 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 
-from bench import machine, options
-from bench import running as drivers
-from bench import tables as report
+from bench import machine, options, running, tables
 from bench.running import BENCH, DriverFailed
 
 PARTS = ("rows", "scaling")
@@ -49,7 +47,7 @@ def main() -> int:
         "machine": machine.facts(),
         "load": {"before": before},
     }
-    report.show_machine(console, content["machine"], before, about="One thread per process; medians.")
+    tables.show_machine(console, content["machine"], before, about="One thread per process; medians.")
     repetitions = args.repetitions or (1 if args.quick else 3)
     try:
         if "rows" in args.only:
@@ -158,7 +156,7 @@ def _recommend(workers: int, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         run_dir, bystanders = Path(folder) / "run", machine.Bystanders()
         with _running(_command(EXAMPLE, "ps:async", workers, run_dir, settings), Path(folder)) as process:
-            process.wait(drivers.TIMEOUT_S)
+            process.wait(running.TIMEOUT_S)
         others = bystanders.share()
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     times = [line["at"] for line in lines if line["kind"] == "step"]
@@ -177,7 +175,7 @@ def _command(job: Path, strategy: str, workers: int, run_dir: Path, settings: li
 def _running(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     log = folder / "log"
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=drivers.environment())
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=running.environment())
         try:
             yield process
         finally:
