@@ -9,10 +9,14 @@ from bench.compare.system import Commands, Start, System
 from bench.workloads import WORKLOADS
 
 SINGLE, IDEAL, DDP, OURS = "single", "ideal", "ddp", "allreduce"
-CUTTABLE = tuple(name for name, one in WORKLOADS.items() if one.blocks[1])
-"""Workloads whose model is a row of blocks: what pipelines are for."""
-DIVISIBLE = tuple(name for name, one in WORKLOADS.items() if not one.batch_norm)
-"""Workloads that are the same however a batch is divided."""
+MICRO_BATCHES = 4
+"""Of one worker's part of a batch, where it is divided further."""
+DIVISIBLE = tuple(
+    name for name, one in WORKLOADS.items() if not one.batch_norm and one.batch_per_worker >= MICRO_BATCHES
+)
+"""Workloads that can be divided so, and are the same then."""
+CUTTABLE = tuple(name for name in DIVISIBLE if WORKLOADS[name].blocks[1])
+"""Workloads whose model is a row of blocks, too: what pipelines are for."""
 
 
 def torchrun(start: Start, processes: int) -> list[str]:
@@ -59,14 +63,20 @@ def _distbelief(
 
 OURS_ALL = (
     _distbelief(OURS, "allreduce", "exact mode, atomic commit, one shard per worker; gradients in shared memory"),
-    _distbelief("allreduce-4", "allreduce", "four shards per worker: what elasticity costs", 4),
-    _distbelief("inexact", "allreduce:inexact", "four shards per worker, the result may depend on their number", 4),
+    _distbelief("allreduce-4", "allreduce", "four shards per worker: what elasticity costs", MICRO_BATCHES),
+    _distbelief(
+        "inexact", "allreduce:inexact", "four shards per worker, the result may depend on their number", MICRO_BATCHES
+    ),
     _distbelief("allreduce-gloo", "allreduce:gloo", "the same over torch's gloo instead of shared memory"),
     _distbelief("ps-sync", "ps:sync:servers=1", "one parameter server, bytes in shared memory; the bits of allreduce"),
     _distbelief("ps-sync-tcp", "ps:sync:servers=1:tcp", "the same over TCP"),
     _distbelief("ps-async", "ps:async:servers=1", "Downpour SGD: nobody waits", freely=True),
     _distbelief(
-        "pipeline", "pipeline:{workers}", "one stage per worker, four micro-batches each", 4, workloads=CUTTABLE
+        "pipeline",
+        "pipeline:{workers}",
+        "a stage per worker, four micro-batches each",
+        MICRO_BATCHES,
+        workloads=CUTTABLE,
     ),
     _distbelief("sharded", "sharded", "parameters, gradients and optimizer state divided; as FSDP2"),
 )
