@@ -30,6 +30,7 @@ from bench.compare.comparing import Comparison
 from bench.compare.plan import PARTS, Cell
 from bench.compare.results import Results
 from bench.compare.systems import SYSTEMS
+from bench.recovery import peers as recovery
 from bench.running import BENCH, DriverFailed
 from bench.workloads import WORKLOADS
 
@@ -82,7 +83,10 @@ def _measure(args: argparse.Namespace, console: Console, results: Results, cells
         else:
             console.print(line, markup=False)
 
-    pythons = _interpreters(sorted({name for cell in cells for name in cell.systems}), content, tell)
+    needed = {name for cell in cells for name in cell.systems}
+    if "recovery" in args.parts and not args.quick:
+        needed |= {peer.system for peer in recovery.PEERS.values()} & set(SYSTEMS)
+    pythons = _interpreters(sorted(needed), content, tell)
     isolation.adopt_orphans()
     content["wire"] = isolation.own_loopback()
     try:

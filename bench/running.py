@@ -21,7 +21,7 @@ class DriverFailed(Exception):
 def environment() -> dict[str, str]:
     """One thread everywhere, and gloo on loopback, for all alike."""
     threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))))
     return {**os.environ, **threads, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
 
 

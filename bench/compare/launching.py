@@ -48,7 +48,7 @@ def run(system: System, start: Start, counted: bool, limit_s: float = TIMEOUT_S)
         processes = _started(system.commands(start), variables, start.folder, output)
         first = processes[0]
         try:
-            _watch(processes if system.name == "ideal" else [first], start.folder, ran, counted, limit_s)
+            _watch(processes if system.ends_with_all else [first], start.folder, ran, counted, limit_s)
         finally:
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):

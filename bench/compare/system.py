@@ -33,6 +33,8 @@ class System:
     """A file of bench/drivers: the user's code."""
     commands: Callable[[Start], Commands]
     """Processes that are started together. The run has ended when the first one has; the others are ended then."""
+    ends_with_all: bool = False
+    """The run has ended when all of them have."""
     kind: str = "peer"
     """ours, reference or peer"""
     requirements: tuple[str, ...] = ()

@@ -81,6 +81,7 @@ TORCH = (
         "ideal (N processes, no exchange)",
         "with_plain.py",
         lambda start: [[start.python, str(start.driver), str(rank)] for rank in range(start.workers)],
+        ends_with_all=True,
         kind="reference",
         time_to_accuracy=False,
         first_step=False,

@@ -222,7 +222,7 @@ def _commands(systems: list[str]) -> dict[str, str]:
     """How each system is started, for the record."""
     folder = Path("DIR")
     found = {}
-    for name in systems:
+    for name in [one for one in systems if one == OURS or not PEERS[one].skipped()]:
         command = ours_command("mlp", folder) if name == OURS else PEERS[name].command("mlp", folder, WORKERS)
         extra = {} if name == OURS else PEERS[name].environment
         found[name] = " ".join([*(f"{key}={value}" for key, value in extra.items()), *command])

@@ -59,7 +59,7 @@ def main() -> None:
         include_dashboard=False,
         _node_ip_address="127.0.0.1",
         _temp_dir=str(args.out / "session"),
-        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}},
+        runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"], "OMP_NUM_THREADS": "1"}},
     )
     trainer = TorchTrainer(
         loop,

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_two_systems_do_the_same_work(tmp_path: Path) -> None:
     file = tmp_path / "new folder" / "results.json"
-    options = ["--quick", "--workloads", "wide8", "--systems", "allreduce,ddp", "--repetitions", "1", "--steps", "6"]
+    options = ["--quick", "--workloads", "mlp", "--systems", "allreduce,ddp", "--repetitions", "1", "--steps", "4"]
     command = [sys.executable, "-m", "bench", "speed", *options, "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=230, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -28,7 +28,7 @@ def test_two_systems_do_the_same_work(tmp_path: Path) -> None:
         assert one["samples_per_s"] > 0
         assert one["first_step_s"] > 0
         assert one["peak_bytes"] > 1e7
-        assert one["losses"] == pytest.approx(content["references"]["wide8 ×2"], rel=1e-3)
+        assert one["losses"] == pytest.approx(content["references"]["mlp ×2"], rel=1e-3)
     if not content["wire"]:  # as root: bytes are counted, and DDP's gradients go over loopback, ours do not
-        assert ddp["wire_bytes_per_step"] > 1e7 > ours["wire_bytes_per_step"]
+        assert ddp["wire_bytes_per_step"] > 10 * ours["wire_bytes_per_step"]
     assert "DistBelief allreduce" in done.stdout
