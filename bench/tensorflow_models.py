@@ -33,9 +33,10 @@ def model(task: Task) -> Any:
 
 
 def optimizer(task: Task) -> Any:
+    """The older SGD is one operation where the variable is; the newer one would move the moments to the workers."""
     update = task.update
     if update["kind"] == "sgd":
-        return tf.keras.optimizers.SGD(update["lr"], update["momentum"])
+        return tf.keras.optimizers.legacy.SGD(update["lr"], update["momentum"])
     return tf.keras.optimizers.AdamW(update["lr"], update["weight_decay"], epsilon=1e-8)
 
 

@@ -27,14 +27,17 @@ def samples() -> tf.data.Dataset:
     return batches.map(lambda batch: (tf.gather(x, batch), tf.gather(y, batch))).prefetch(2)
 
 
-@tf.function
-def step(iterator: tf.data.Iterator) -> tf.Tensor:
-    x, y = next(iterator)
+def replica_step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
     with tf.GradientTape() as tape:
         loss = models.loss(y, model(x, training=True))
     gradients = tape.gradient(loss, model.trainable_variables)
     optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
     return loss
+
+
+@tf.function
+def step(iterator: tf.data.Iterator) -> tf.Tensor:
+    return strategy.run(replica_step, args=next(iterator))
 
 
 iterator = iter(coordinator.create_per_worker_dataset(samples))
