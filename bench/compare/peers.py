@@ -20,8 +20,8 @@ PEERS: tuple[System, ...] = (
         launchers.accelerate,
         requirements=("accelerate==1.15.0",),
         check="import accelerate",
-        note="its launcher of several processes (--multi_gpu) with Accelerator(cpu=True): with --cpu it would start one "
-        "worker and not say so",
+        note="its launcher of several processes (--multi_gpu) with Accelerator(cpu=True): with --cpu it would start "
+        "one worker and not say so",
     ),
     System(
         "lightning",
@@ -75,9 +75,9 @@ PEERS: tuple[System, ...] = (
         workloads=("mlp", "cnn", "gpt"),
         time_to_accuracy=False,
         first_step=False,
-        note="synchronous: an update is made as soon as a global batch has been added up, of both peers together, who go "
-        "on adding while they look for each other; groups of all workers, refreshed ten times a second. It is made for "
-        "batches of minutes over the internet",
+        note="synchronous, in groups of all workers, asking for the others' progress ten times a second: an update is "
+        "made when a global batch has been added up, and peers go on adding while they look for each other. It is made "
+        "for batches that take minutes, over the internet",
     ),
     System(
         "horovod",
