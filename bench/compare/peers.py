@@ -71,13 +71,11 @@ PEERS: tuple[System, ...] = (
         requirements=("hivemind==1.1.12",),
         check="import hivemind",
         setup=launchers.hivemind_identity,
-        asynchronous=True,
         workloads=("mlp", "cnn", "gpt"),
         time_to_accuracy=False,
         first_step=False,
-        note="synchronous, in groups of all workers, asking for the others' progress ten times a second: an update is "
-        "made when a global batch has been added up, and peers go on adding while they look for each other. It is made "
-        "for batches that take minutes, over the internet",
+        note="its GradientAverager at every step, in groups of all workers (its Optimizer updates when about a batch "
+        "has been added up, and alone when it finds nobody in time); it is made for steps of minutes over the internet",
     ),
     System(
         "horovod",
@@ -86,7 +84,8 @@ PEERS: tuple[System, ...] = (
         launchers.horovod,
         requirements=("horovod==0.28.1",),
         check="import horovod.torch",
-        note="",
+        note="its last release, built by pip against this torch; where that fails it is left out (with torch 2.13 it "
+        "does: no switches help, it asks for C++14 and torch's headers for C++17)",
     ),
     System(
         "tf_mirrored",

@@ -1,41 +1,39 @@
-"""hivemind, synchronous: hivemind-dht, and for each peer python with_hivemind.py RANK ADDRESS-OF-HIVEMIND-DHT"""
+"""hivemind, averaging at every step: hivemind-dht, and for each peer python with_hivemind.py RANK ADDRESS-OF-IT"""
 
-import itertools
 import sys
 
 import hivemind
 import torch
+from hivemind.optim.grad_averager import GradientAverager
 
 from bench.task import Task
 
 rank, meeting_place = int(sys.argv[1]), sys.argv[2]
 task = Task.load()
 model = task.model()
+optimizer = task.optimizer(model.parameters())
 dht = hivemind.DHT(initial_peers=[meeting_place], host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
-optimizer = hivemind.Optimizer(
+averager = GradientAverager(
+    model.parameters(),
     dht=dht,
-    run_id=task.workload,
-    params=model.parameters(),
-    optimizer=task.optimizer,
-    batch_size_per_step=task.batch_per_worker,
-    target_batch_size=task.global_batch,
-    matchmaking_time=2.0,
-    average_state_every=task.steps + 1,
-    averager_opts={"target_group_size": task.workers, "request_timeout": 1.0},
-    tracker_opts={"min_refresh_period": 0.1, "default_refresh_period": 0.2},
+    prefix=task.workload,
+    reuse_grad_buffers=True,
+    target_group_size=task.workers,
+    min_group_size=task.workers,
+    min_matchmaking_time=2.0,
+    request_timeout=1.0,
+    start=True,
 )
 x, y = task.tensors()
 record = task.record(rank)
-for batch in itertools.cycle(torch.from_numpy(task.batches(rank))):
-    optimizer.zero_grad()
+for batch in torch.from_numpy(task.batches(rank)):
     loss = task.loss(model(x[batch]), y[batch])
     loss.backward()
-    before = optimizer.local_epoch
-    optimizer.step()
-    for _ in range(before, min(optimizer.local_epoch, task.steps)):
-        record.step(loss.detach())
-    if optimizer.local_epoch >= task.steps:
-        break
+    averager.accumulate_grads_(task.batch_per_worker)
+    averager.step(timeout=120.0)
+    with averager.use_averaged_gradients():
+        optimizer.step()
+    record.step(loss.detach(), model=model)
 record.done()
-optimizer.shutdown()
+averager.shutdown()
 dht.shutdown()
