@@ -14,6 +14,7 @@ not do the work is not compared. The exit status is 1 when that happens to us, 2
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 import tempfile
@@ -37,6 +38,8 @@ from bench.workloads import WORKLOADS
 PATIENCE_S = 40.0
 """For each cell: to measure again what was disturbed."""
 
+FILES = {name: BENCH / "results" / f"{name}.json" for name in ("quick", "full")}
+
 
 def main() -> int:
     args = _arguments()
@@ -44,21 +47,14 @@ def main() -> int:
     size = plan.QUICK if args.quick else plan.FULL
     if args.steps:
         size = replace(size, steps=dict.fromkeys(WORKLOADS, (1, args.steps - 1)))
-    cells = plan.cells(size, args.parts, args.workloads, args.systems, args.repetitions)
-    file: Path = args.json or BENCH / "results" / ("quick.json" if args.quick else "full.json")
     console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
-    facts = {
-        "program": "python -m bench",
-        "arguments": sys.argv[1:],
-        "machine": machine.facts(),
-        "settings": {"quick": args.quick, "threads": 1, "steps": args.steps},
-        "load": {"before": machine.load()},
-    }
+    cells = plan.cells(size, args.parts, args.workloads, args.systems, args.repetitions)
     only_report = args.parts == ["report"]
-    results = Results.begin(file, facts, resume=args.resume or only_report)
-    if not only_report:
-        tables.show_machine(console, results.content["machine"], machine.load(), "One thread per worker.")
-        _measure(args, console, results, cells)
+    file: Path = args.json or (_newest() if only_report else FILES["quick" if args.quick else "full"])
+    if only_report and not file.exists():
+        console.print(f"there are no results in {file}: measure first, for example `make bench-quick`", markup=False)
+        return 2
+    results = Results.read(file) if only_report else _measured(args, console, file, cells)
     shown.show(console, results.content)
     if "report" in args.parts:
         for written in page.write(results.content, file):
@@ -67,6 +63,26 @@ def main() -> int:
     tables.show_problems(console, problems)
     ours_failed = any(summary.kind(name) == "ours" for failed in results.content["failed"].values() for name in failed)
     return 2 if ours_failed else 1 if problems else 0
+
+
+def _measured(args: argparse.Namespace, console: Console, file: Path, cells: list[Cell]) -> Results:
+    facts = {
+        "program": "python -m bench",
+        "arguments": sys.argv[1:],
+        "machine": machine.facts(),
+        "settings": {"quick": args.quick, "threads": 1, "steps": args.steps},
+        "load": {"before": machine.load()},
+    }
+    results = Results.begin(file, facts, resume=args.resume)
+    tables.show_machine(console, results.content["machine"], machine.load(), "One thread per worker.")
+    _measure(args, console, results, cells)
+    return results
+
+
+def _newest() -> Path:
+    """The file of results with the latest measurements."""
+    there = [file for file in FILES.values() if file.exists()]
+    return max(there, key=lambda file: json.loads(file.read_text())["machine"]["date"], default=FILES["full"])
 
 
 def _measure(args: argparse.Namespace, console: Console, results: Results, cells: list[Cell]) -> None:
@@ -134,7 +150,11 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("parts", nargs="*", type=_part, metavar="PART", help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--quick", action="store_true", help="fewer systems, workloads and repetitions")
-    parser.add_argument("--resume", action="store_true", help="keep what the file of results has, and do the rest")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep what the file of results has, and do the rest; without it the file is begun anew",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="the file of results; default in bench/results")
     parser.add_argument("--repetitions", type=options.count, help="of every system in every cell")
     parser.add_argument("--steps", type=_steps, help="of every run, the first one to warm up")

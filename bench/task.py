@@ -119,8 +119,8 @@ class Task:
         """Whose items, taken in order, batch_per_worker at a time, are this rank's batches."""
         import torch
 
-        numbers = torch.from_numpy(self.batches(rank).reshape(-1).copy())
-        return torch.utils.data.Subset(torch.utils.data.TensorDataset(*self.tensors()), numbers.tolist())
+        samples: Any = torch.utils.data.TensorDataset(*self.tensors())
+        return torch.utils.data.Subset(samples, self.batches(rank).reshape(-1).tolist())
 
     def cuts(self, stages: int) -> list[str]:
         """Modules with which the second and later stages of a pipeline begin."""
@@ -194,8 +194,9 @@ class Record:
         training = model.training
         model.eval()
         with torch.no_grad():
-            for some, classes in zip(samples.split(EVALUATED_AT_ONCE), wanted.split(EVALUATED_AT_ONCE), strict=True):
-                right += int((model(some).argmax(1) == classes).sum())
+            for first in range(0, each, EVALUATED_AT_ONCE):
+                some = slice(first, first + EVALUATED_AT_ONCE)
+                right += int((model(samples[some]).argmax(1) == wanted[some]).sum())
         model.train(training)
         self.evaluations.append((time.time(), done, right, each))
 

@@ -22,6 +22,9 @@ from bench.machine import Patience
 from bench.running import BENCH, TIMEOUT_S, DriverFailed, environment, free_ports
 from bench.workloads import WORKLOADS
 
+LIMIT_S = {"speed": TIMEOUT_S, "scaling": TIMEOUT_S, "accuracy": 3 * TIMEOUT_S}
+"""For one run, on a busy machine."""
+
 
 class Comparison:
     """`pythons`: system -> its interpreter, for those that can be run here. `tell` is told what happens."""
@@ -70,7 +73,7 @@ class Comparison:
         driver = BENCH / "drivers" / system.driver
         start = Start(self._pythons[system.name], driver, folder, workers, free_ports)
         try:
-            return measurement(system, task, run(system, start, self._counted))
+            return measurement(system, task, run(system, start, self._counted, LIMIT_S[cell.part]))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

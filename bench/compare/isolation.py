@@ -19,7 +19,7 @@ import psutil
 CLONE_NEWNET = 0x40000000
 PR_SET_CHILD_SUBREAPER = 36
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
-END_S = 10.0
+END_S = 5.0
 
 
 def own_loopback() -> str:

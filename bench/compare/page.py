@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,9 +141,17 @@ def _cell(content: Content, part: str, workload: str, workers: int) -> list[str]
     lines = [about, ""]
     lines += _table(MEASURES, [_row(row) for row in rows if not row.problem])
     lines += [f"- not comparable: {row.title}: {row.problem}" for row in rows if row.problem]
-    failed = content["failed"].get(f"{part} {workload} ×{workers}", {})
-    lines += [f"- failed: {summary.title(name)}: `{reason.splitlines()[-1][:200]}`" for name, reason in failed.items()]
     return [*lines, ""]
+
+
+def cause(reason: str) -> str:
+    """One line of why something failed: the first error that it names.
+
+    >>> cause("COMMAND ended with 1:\\nValueError: too small\\n…\\nnoise")
+    'ValueError: too small'
+    """
+    lines = reason.splitlines()
+    return next((line for line in lines if re.search(r"(Error|Exception)\b: ", line)), lines[0])[:200]
 
 
 def _row(row: Row) -> list[str]:
@@ -177,7 +187,7 @@ def _scaling(content: Content) -> list[str]:
             [summary.title(name), *(f"{some[count].median:,.0f}" if count in some else "" for count in counts)]
             for name, some in found.items()
         ]
-        lines += _table((f"{workload}, samples/s", *(f"{count} workers" for count in counts)), rows)
+        lines += _table((f"{workload}, samples/s", *(f"{count} worker{'s' * (count > 1)}" for count in counts)), rows)
     return lines
 
 
@@ -213,14 +223,16 @@ def _other(part: str, found: dict[str, Any]) -> list[str]:
         ]
         lines += _table(("system", "stall, ms", "in all, ms", "written after, ms"), rows)
     else:
-        for mb, methods in found.get("reduce", {}).get("gb_per_s", {}).items():
-            rows = [
-                [name, f"{one['median']:.2f}", f"{one['low']:.2f} – {one['high']:.2f}"] for name, one in methods.items()
-            ]
-            lines += _table((f"sum over two processes, {mb} MB", "GB/s", "range"), rows)
-        for size, ways in found.get("servers", {}).items():
-            rows = [[name, f"{sorted(one['gb_per_s'])[len(one['gb_per_s']) // 2]:.2f}"] for name, one in ways.items()]
-            lines += _table((f"push and pull, {size}", "GB/s"), rows)
+        reduced = found.get("reduce", {}).get("gb_per_s", {})
+        sums = {f"{mb} MB": {name: one["median"] for name, one in some.items()} for mb, some in reduced.items()}
+        moved = {
+            size: {name: statistics.median(one["gb_per_s"]) for name, one in some.items()}
+            for size, some in found.get("servers", {}).items()
+        }
+        for about, sizes in (("sum over two processes, GB/s", sums), ("push and pull, GB/s", moved)):
+            names = list(next(iter(sizes.values()), {}))
+            rows = [[name, *(f"{some[name]:.2f}" for some in sizes.values())] for name in names]
+            lines += _table((about, *sizes), rows)
     return [*lines, ""]
 
 
@@ -230,6 +242,10 @@ def _systems(content: Content) -> list[str]:
     lines += [
         f"- {one.title} (`{one.name}`): {one.note}" for one in SYSTEMS.values() if one.name in measured and one.note
     ]
+    failed = [(cell, name, why) for cell, some in content["failed"].items() for name, why in some.items()]
+    if failed:
+        lines += ["", "Failed:", ""]
+        lines += [f"- {cell}: {summary.title(name)}: `{cause(why)}`" for cell, name, why in failed]
     if content["skipped"]:
         lines += ["", "Skipped:", ""]
         lines += [f"- {summary.title(name)}: {reason}" for name, reason in content["skipped"].items()]

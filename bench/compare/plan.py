@@ -22,10 +22,10 @@ ACCURACY_GOAL = 0.85
 
 STEPS = {
     "mlp": (10, 100), "cnn": (5, 40), "gpt": (2, 8), "resnet": (2, 10), "bert": (1, 3), "wide_deep": (5, 40),
-    "fashion": (2, 600), "wide": (5, 40), "wide8": (5, 40),
+    "fashion": (2, 900), "wide": (5, 40), "wide8": (5, 40),
 }  # fmt: skip
 """Workload -> (steps of warm-up, timed steps)"""
-QUICK_STEPS = {**STEPS, "mlp": (5, 40), "cnn": (3, 15), "gpt": (1, 4), "wide_deep": (3, 15), "fashion": (2, 250)}
+QUICK_STEPS = {**STEPS, "mlp": (5, 40), "cnn": (3, 15), "gpt": (1, 4), "wide_deep": (3, 15), "fashion": (2, 500)}
 CHECKED_STEPS = 12
 """The losses of the first so many steps are compared with those of one process."""
 MOST_CHECKED_STEPS = 60
@@ -88,8 +88,8 @@ FULL = Size(
     counts=(1, 2, 4),
     accuracy=(OURS, "ps-sync", "ps-async", SINGLE, DDP, "fsdp", *_PEERS),
     steps=STEPS,
-    repetitions=4,
-    scaling_repetitions=3,
+    repetitions=3,
+    scaling_repetitions=2,
     accuracy_repetitions=2,
 )
 QUICK = Size(
@@ -123,13 +123,12 @@ def cells(
 
     found = []
     if "speed" in parts:
-        for name in workloads or size.speed:
-            planned = size.speed.get(name, _MAIN)
-            found.append(cell("speed", name, 2, planned, size.repetitions))
+        names = workloads or size.speed
+        found += [cell("speed", name, 2, size.speed.get(name, _MAIN), size.repetitions) for name in names]
     if "scaling" in parts:
         for name in [one for one in workloads or size.scaling if one in size.scaling]:
             for count in size.counts:
-                planned = size.scaling[name] if count == 1 else [s for s in size.scaling[name] if s != SINGLE]
+                planned = [one for one in size.scaling[name] if count == 1 or one != SINGLE]
                 found.append(cell("scaling", name, count, planned, size.scaling_repetitions))
     if "accuracy" in parts and (not workloads or "fashion" in workloads):
         planned = [one for one in size.accuracy if one in SYSTEMS and SYSTEMS[one].time_to_accuracy]

@@ -31,6 +31,10 @@ class Results:
                 return Results(file, {**old, "arguments": facts["arguments"], "resumed": True})
         return Results(file, empty)
 
+    @staticmethod
+    def read(file: Path) -> Results:
+        return Results(file, json.loads(file.read_text()))
+
     def has(self, key: Key) -> bool:
         return any(tuple(one[name] for name in _KEY) == key for one in self.content["measurements"])
 

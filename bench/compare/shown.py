@@ -34,7 +34,7 @@ def show(console: Console, content: Content) -> None:
         console.print(f"skipped: {summary.title(name)}: {reason}", markup=False)
     for cell, failed in content["failed"].items():
         for name, reason in failed.items():
-            console.print(f"failed: {cell}: {summary.title(name)}: {reason}", markup=False)
+            console.print(f"failed: {cell}: {summary.title(name)}: {reason}\n", markup=False)
 
 
 def accuracy_times(curves: list[list[tuple[float, float]]]) -> str:

@@ -12,7 +12,7 @@ from bench import order
 from bench.task import Task
 from bench.workloads import SEED, WORKLOADS
 
-MOST_EVALUATIONS = 20
+MOST_EVALUATIONS = 12
 
 
 class Store:
@@ -49,5 +49,5 @@ class Store:
         folder.mkdir(parents=True)
         for name, array in arrays.items():
             np.save(folder / f"{name}.npy", array.numpy())
-        np.savez(folder / "initial.npz", **weights)  # type: ignore[arg-type]
+        np.savez(folder / "initial.npz", **weights)
         return folder

@@ -11,6 +11,8 @@ from bench.workloads import WORKLOADS
 SINGLE, IDEAL, DDP, OURS = "single", "ideal", "ddp", "allreduce"
 CUTTABLE = tuple(name for name, one in WORKLOADS.items() if one.blocks[1])
 """Workloads whose model is a row of blocks: what pipelines are for."""
+DIVISIBLE = tuple(name for name, one in WORKLOADS.items() if not one.batch_norm)
+"""Workloads that are the same however a batch is divided."""
 
 
 def torchrun(start: Start, processes: int) -> list[str]:
@@ -40,6 +42,8 @@ def _ours(strategy: str, shards_per_worker: int = 1, *, freely: bool = False) ->
 def _distbelief(
     name: str, strategy: str, note: str, shards: int = 1, *, freely: bool = False, workloads: tuple[str, ...] = ()
 ) -> System:
+    if shards > 1 and not workloads:
+        workloads = DIVISIBLE
     return System(
         name,
         f"DistBelief {strategy.replace(':{workers}', '').replace(':servers=1', '')}"
@@ -78,7 +82,7 @@ TORCH = (
     ),
     System(
         IDEAL,
-        "ideal (N processes, no exchange)",
+        "ideal (no exchange)",
         "with_plain.py",
         lambda start: [[start.python, str(start.driver), str(rank)] for rank in range(start.workers)],
         ends_with_all=True,

@@ -29,8 +29,8 @@ WORKLOADS = {
     ),
     "resnet": Workload(
         "ResNet-18 on 3×64×64 (not 224×224: one thread), 100 classes, SGD momentum, 8 samples per worker",
-        8, partial(resnet.resnet18, 100), partial(dense.images, 3, 64, 100, 1024), F.cross_entropy, _MOMENTUM(0.01),
-        same_end=0.05,
+        8, partial(resnet.resnet18, 100), partial(dense.images, 3, 64, 100, 1024), F.cross_entropy, _MOMENTUM(0.002),
+        same_end=0.05, batch_norm=True,
     ),
     "bert": Workload(
         "BERT-base (12 layers, 768 wide, 30,522 symbols; 64 long, not 512: one thread), AdamW, 1 sequence per worker",
@@ -39,11 +39,11 @@ WORKLOADS = {
     ),
     "wide_deep": Workload(
         "Wide & Deep: 8 fields of 20,000 categories, 16 wide, deep 256-128, SGD momentum, 512 samples per worker",
-        512, wide_deep.WideDeep, wide_deep.clicks, wide_deep.click_loss, _MOMENTUM(0.1), bound_by="communication",
+        512, wide_deep.WideDeep, wide_deep.clicks, wide_deep.click_loss, _MOMENTUM(0.5), bound_by="communication",
     ),
     "fashion": Workload(
         "the CNN on Fashion-MNIST, SGD momentum, 64 samples per worker",
-        64, dense.cnn, dense.clothes, F.cross_entropy, _MOMENTUM(0.03), test=dense.test_clothes, same_end=0.1,
+        64, dense.cnn, dense.clothes, F.cross_entropy, _MOMENTUM(0.05), test=dense.test_clothes, same_end=0.1,
     ),
     "wide": Workload(  # many parameters and few samples: what servers and networks have to do is most of a step
         "MLP 784-2048-2048-10, SGD momentum, 16 samples per worker",

@@ -52,6 +52,8 @@ class Workload:
     same_end: float = 0.02
     """How far the losses of two systems may be apart after the last compared step, relatively. (A few operations of
     rounding at the start grow with every step; other data or other arithmetic would show at once.)"""
+    batch_norm: bool = False
+    """What is learnt depends on how a batch is divided: only systems that divide it by workers can be compared."""
     bound_by: str = "compute"
     """compute or communication: what most of a step's time is, with two workers."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from bench.compare.charts.style import FAINT, OTHER, OURS, Dot, dots
+from bench.compare.charts.style import FAINT, OTHER, OURS, Dot, dots, named, short
 from bench.compare.summary import Content
 from bench.spreads import Spread, spread
 
@@ -37,13 +37,12 @@ def recovery(content: Content) -> Any | None:
             f"{one['median']:.2g} s", (one["high"], place), xytext=(8, 0), textcoords="offset points", va="center",
             color=hue, fontweight="bold" if name == "ours" else "normal", fontsize=9,
         )  # fmt: skip
-    axes.set_yticks(range(len(names)), [RECOVERY_TITLES.get(name, name) for name in names])
-    axes.set_ylim(len(names) - 0.4, -0.6)
+    kinds = ["ours" if name == "ours" else "peer" for name in names]
+    named(axes, list(zip([RECOVERY_TITLES.get(name, name) for name in names], kinds, strict=True)))
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlim(None, 2.2 * max(found[name]["next_commit_s"]["high"] for name in names))
     axes.grid(axis="x", which="both", color=FAINT, linewidth=0.5)
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
     axes.set_xlabel(
         "seconds from SIGKILL of one of three workers to the next step (each dot is a kill; the bar is the median)"
     )
@@ -61,7 +60,7 @@ def checkpoint(content: Content) -> Any | None:
         rows = [
             Dot(
                 CHECKPOINT_TITLES.get(system, system), _spread(one[name]), "ours" if system == "ours" else "peer",
-                f"{MILLI * one[name]['median']:,.3g} ms",
+                f"{short(MILLI * one[name]['median'])} ms",
             )
             for system, one in found.items()
         ]  # fmt: skip
@@ -97,7 +96,7 @@ def bandwidth(content: Content) -> Any | None:
             label = (
                 name if "server" in name or who != "ours" else f"DistBelief, {name.replace('shared', 'shared memory')}"
             )
-            rows.append(Dot(label, one, who, f"{one.median:.2g}"))
+            rows.append(Dot(label, one, who, short(one.median)))
         rows.sort(key=lambda row: -row.value.median)
         dots(axes, rows)
         axes.set_xlim(0, 1.2 * max(row.value.high for row in rows))

@@ -48,26 +48,40 @@ def dots(axes: Any, rows: Sequence[Dot], line_at: float | None = None, line_labe
         axes.plot([row.value.low, row.value.high], [place, place], color=hue, linewidth=2.2, alpha=0.45, zorder=2)
         hollow = row.kind == "reference"
         axes.plot(
-            row.value.median, place, "o", color=hue, markerfacecolor="white" if hollow else hue, markersize=6, zorder=3
-        )
+            row.value.median, place, "o", color=hue, markerfacecolor="white" if hollow else hue, markersize=6, zorder=3,
+            clip_on=False,
+        )  # fmt: skip
         axes.annotate(
             row.text, (row.value.high, place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8,
             color=hue, fontweight="bold" if row.kind == "ours" else "normal",
         )  # fmt: skip
-    axes.set_yticks(range(len(rows)), [row.label for row in rows])
-    for label, row in zip(axes.get_yticklabels(), rows, strict=True):
-        label.set_color(colour(row.kind))
-        label.set_fontweight("bold" if row.kind == "ours" else "normal")
-    axes.set_ylim(len(rows) - 0.4, -0.6)
+    named(axes, [(row.label, row.kind) for row in rows])
     axes.grid(axis="x", color=FAINT, linewidth=0.6)
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
     if line_at is not None:
         axes.axvline(line_at, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
         axes.annotate(
             line_label, (line_at, 1), xycoords=("data", "axes fraction"), xytext=(3, 1), textcoords="offset points",
             fontsize=7.5, color=INK,
         )  # fmt: skip
+
+
+def named(axes: Any, rows: Sequence[tuple[str, str]]) -> None:
+    """(label, kind) of each row, the first on top."""
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows])
+    for label, (_, kind) in zip(axes.get_yticklabels(), rows, strict=True):
+        label.set_color(colour(kind))
+        label.set_fontweight("bold" if kind == "ours" else "normal")
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def short(value: float) -> str:
+    """
+    >>> short(1234.5), short(0.003), short(14.26)
+    ('1,234', '0.003', '14.3')
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def end_labels(axes: Any, labels: Sequence[tuple[float, float, str, str, bool]], gap: float) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib import pyplot as plt
 
 from bench.compare import summary
-from bench.compare.charts.style import IDEAL, INK, OTHER, OURS, OURS_TOO, Dot, dots, end_labels
+from bench.compare.charts.style import IDEAL, INK, OTHER, OURS, OURS_TOO, Dot, dots, end_labels, short
 from bench.compare.plan import ACCURACY_GOAL
 from bench.compare.summary import Content, Row, kind, title
 from bench.compare.systems import IDEAL as IDEAL_SYSTEM
@@ -147,7 +147,7 @@ def costs(content: Content) -> Any | None:
         Dot(row.title, _one(row.peak_bytes / 1e6), kind(row.system), f"{row.peak_bytes / 1e6:.0f}") for row in rows
     ]
     wire = [
-        Dot(row.title, _one(row.wire_bytes_per_step / 1e6), kind(row.system), f"{row.wire_bytes_per_step / 1e6:.2f}")
+        Dot(row.title, _one(row.wire_bytes_per_step / 1e6), kind(row.system), short(row.wire_bytes_per_step / 1e6))
         for row in rows
         if row.wire_bytes_per_step is not None and kind(row.system) != "reference"
     ]
