@@ -57,7 +57,7 @@ def versions(python: str, names: list[str]) -> dict[str, str]:
 
 
 def _made(system: System, limit_s: float) -> Path:
-    folder = FOLDER / system.name
+    folder = FOLDER / (system.environment or system.name)
     python = folder / "bin" / "python"
     wanted = json.dumps([sys.version, sys.prefix, system.shares_torch, *system.requirements])
     if (folder / STAMP).exists() and (folder / STAMP).read_text() == wanted:

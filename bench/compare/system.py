@@ -39,6 +39,8 @@ class System:
     """ours, reference or peer"""
     requirements: tuple[str, ...] = ()
     """What pip installs into an environment of its own; nothing: the one that the program runs in is used."""
+    environment: str = ""
+    """The name of that environment, where it is not the system's: two systems of one package need it once."""
     shares_torch: bool = True
     """That environment sees the packages of the program's: torch costs no gigabytes again."""
     check: str = ""

@@ -19,7 +19,7 @@ FOLDER = Path(bench.__file__).parent
 EXAMPLES = [
     ".".join(("bench", *file.relative_to(FOLDER).with_suffix("").parts)).removesuffix(".__init__")
     for file in sorted(FOLDER.rglob("*.py"))
-    if ">>> " in file.read_text()
+    if environments.FOLDER not in file.parents and ">>> " in file.read_text()
 ]
 
 
