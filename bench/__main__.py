@@ -190,4 +190,8 @@ def _has_fashion() -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("\nbroken off; what was measured is kept, and --resume goes on from there", file=sys.stderr)
+        sys.exit(130)

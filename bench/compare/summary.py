@@ -148,6 +148,9 @@ def problems_of_ours(content: Content) -> list[str]:
             found += [
                 f"{workload} ×{workers}: {row.title}: {row.problem}" for row in some if row.is_ours and row.problem
             ]
+    for part, other in content["others"].items():
+        if other.get("status") == 1:
+            found += [f"{part}: {problem}" for problem in other.get("problems") or ["its program ended with 1"]]
     return found
 
 

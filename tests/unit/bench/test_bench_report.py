@@ -60,7 +60,11 @@ def test_who_is_not_comparable_comes_last_and_ours_is_a_problem() -> None:
         *TWO, measured("ps-sync", 0, 999.0, problem="its loss is 9"), measured("fsdp", 0, 9e9, problem="no")
     )
     assert [row.system for row in summary.rows(wrong, "speed", "mlp", 2)][-2:] == ["fsdp", "ps-sync"]
-    assert summary.problems_of_ours(wrong) == ["mlp ×2: DistBelief ps:sync: its loss is 9"]
+    wrong["others"] = {"recovery": {"status": 1, "problems": ["a step was done twice"]}, "bandwidth": {"status": 0}}
+    assert summary.problems_of_ours(wrong) == [
+        "mlp ×2: DistBelief ps:sync: its loss is 9",
+        "recovery: a step was done twice",
+    ]
 
 
 def test_two_repetitions_of_an_exact_job_have_the_same_weights() -> None:
