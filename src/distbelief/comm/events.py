@@ -58,6 +58,8 @@ class WorkerReady(Struct, frozen=True, tag=True):
     worker: int
     job: JobFacts
     canary: Canary
+    gpu: str = ""
+    """Which accelerator it computes on, of all in the world; nothing for a processor."""
 
 
 class Heartbeat(Struct, frozen=True, tag=True):

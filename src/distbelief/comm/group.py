@@ -57,12 +57,14 @@ class TorchGroup:
     waiting = False
     backups: Backups | None = None
 
-    def __init__(self, meeting: Rendezvous, rank: int, size: int, abort: Abort) -> None:
+    def __init__(self, meeting: Rendezvous, rank: int, size: int, abort: Abort, backend: str = "gloo") -> None:
+        """`backend`: torch's name of it; one that differs by device says so, as in "cpu:gloo,cuda:nccl"."""
         self.rank = rank
         self.size = size
         self._abort = abort
         timeout = datetime.timedelta(seconds=meeting.timeout_s)
         self._waits = 0
+        self._backend = backend
         self._before = _open_sockets()
         self._sockets: set[tuple[int, int]] | None = None
         abort.wake = self._hang_up
@@ -73,7 +75,7 @@ class TorchGroup:
             dist.distributed_c10d._world.group_count = 0
             try:
                 dist.init_process_group(
-                    "gloo",
+                    backend,
                     store=PrefixStore(meeting.name, self._store),
                     rank=rank,
                     world_size=size,
@@ -91,6 +93,9 @@ class TorchGroup:
     def _hang_up(self) -> None:
         """From the control thread: end whatever the training thread waits for."""
         threading.Thread(target=self._insist, args=[self._waits], daemon=True).start()
+        if "nccl" in self._backend:  # its kernels wait on the device, and know nothing of sockets
+            with contextlib.suppress(RuntimeError, ValueError):
+                dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).abort()
         present = _open_sockets()
         for descriptor, identity in present - self._before if self._sockets is None else present & self._sockets:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:

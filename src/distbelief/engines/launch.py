@@ -125,9 +125,19 @@ class Launch:
 
     @property
     def usable_transport(self) -> str:
-        """`auto` stays so only where members can share memory and nobody else can come."""
-        alone = words.supported and not self.takes_hosts
+        """`auto` stays so only where members can share memory and nobody else can come, or where each has its own state
+        anyway."""
+        alone = words.supported and (not self.takes_hosts or self.on_accelerators)
         return "gloo" if self.transport == "auto" and not alone else self.transport
+
+    @property
+    def on_accelerators(self) -> bool:
+        return self.device.partition(":")[0] != "cpu"
+
+    @property
+    def needs_store(self) -> bool:
+        """Whether members may have to meet in torch groups."""
+        return self.usable_transport in ("gloo", "nccl") or self.on_accelerators
 
     @property
     def takes_hosts(self) -> bool:
@@ -170,9 +180,10 @@ class Launch:
         }
 
     def worker_spec(
-        self, worker: int, host: str, address: str, badge: Badge, store: tuple[str, int] | None = None
+        self, worker: int, host: str, address: str, badge: Badge, store: tuple[str, int] | None = None, place: int = 0
     ) -> WorkerSpec:
-        """What a worker is told. `address`: the coordinator's; `store`: the rendezvous, where torch groups are used."""
+        """What a worker is told. `address`: the coordinator's; `store`: the rendezvous, where torch groups are used;
+        `place`: which of its host's workers it is."""
         return WorkerSpec(
             worker=worker,
             host=host,
@@ -190,6 +201,7 @@ class Launch:
             most_steps=self.most_steps,
             saves=self.save_plan,
             origin=self.origin,
+            place=place,
         )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from distbelief.comm.devicegroup import DeviceGroup
 from distbelief.comm.exchange import Geometry, Group
 from distbelief.comm.group import Rendezvous, TorchGroup
 from distbelief.comm.ledger import Past
@@ -34,11 +35,13 @@ from distbelief.comm.messages import (
     WorkerReady,
 )
 from distbelief.comm.networked import networked
+from distbelief.comm.ondevice import OnDevice
 from distbelief.comm.routes import interface_to
-from distbelief.comm.segment import KeeperClient, Segment
+from distbelief.comm.segment import KeeperClient, Memory, Segment
 from distbelief.comm.served import ServedGroup
 from distbelief.comm.serverclient import ServerClient
 from distbelief.comm.shared import SharedExchange
+from distbelief.comm.sharedslots import SharedSlots
 from distbelief.comm.words import Abort, Aborted
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.base import Replica, Saved, Seat, Seated
@@ -47,6 +50,7 @@ from distbelief.strategies.ps.asynchronous import AsynchronousReplica
 from distbelief.strategies.sandblaster import Sandblaster
 from distbelief.worker.asynchronous import train_freely
 from distbelief.worker.control import Leave, StandDown, TrainGeneration
+from distbelief.worker.devices import identity
 from distbelief.worker.failure import describe_failure
 from distbelief.worker.link import ControlLink
 from distbelief.worker.loading import Loaded, load, write_job_json
@@ -70,6 +74,8 @@ class Place:
     saver: Saver | None = None
     own_memory: dict[str, Segment] = field(default_factory=dict)
     """What it keeps for itself from one generation to the next."""
+    device_memory: dict[str, Memory] = field(default_factory=dict)
+    """The same, on its accelerator."""
     client: ServerClient | None = None
     """Of the parameter servers, where there are any."""
 
@@ -97,7 +103,7 @@ def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: b
         link.send(WorkerJoined(spec.worker, spec.host, os.getpid()))
         if loaded is not None:
             gc.freeze()  # what is loaded stays: a collection between generations looks at what those have made only
-            link.send(WorkerReady(spec.worker, loaded.facts(), loaded.canary))
+            link.send(WorkerReady(spec.worker, loaded.facts(), loaded.canary, identity(loaded.device)))
             try:
                 saver = Saver(spec.saves, spec.worker, link.send) if spec.saves else None
                 return _obey(Place(spec, link, keeper, saver, client=_client(spec, loaded, link)), loaded)
@@ -314,18 +320,32 @@ def _exchange(place: Place, loaded: Loaded, action: TrainGeneration, abort: Abor
 
 def _members(
     place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort, geometry: Geometry | None
-) -> SharedExchange | TorchGroup:
+) -> SharedExchange | TorchGroup | OnDevice:
     name = _group_name(action.generation)
-    if geometry is not None and action.transport == "shm" and place.keeper is not None:
-        past = [
-            Past(_group_name(one.generation), before)
-            for one in action.past
-            if (before := loaded.prepared.geometry([member.shards for member in one.members]))
-        ]
-        return SharedExchange(place.keeper, name, action.rank, geometry, abort, past)
     if geometry is None:
         return _torch_group(place, action, abort)
-    return networked(_meeting(place, action), action.rank, geometry, abort, place.own_memory)
+    if action.transport == "shm" and place.keeper is not None:
+        return SharedExchange(place.keeper, name, action.rank, geometry, abort, _past(loaded, action))
+    if action.transport == "nccl":
+        given = _meeting(place, action), action.rank, geometry, abort, loaded.device, loaded.strategy.exact
+        return DeviceGroup(*given, place.own_memory, place.device_memory)
+    if action.transport == "slots" and place.keeper is not None:
+        past = _past(loaded, action)
+        slots = SharedSlots(place.keeper, name, action.rank, geometry, abort, past, place.own_memory)
+        if loaded.device.type == "cpu":
+            return slots
+        return OnDevice(slots, geometry, loaded.device, place.device_memory, slots.where)
+    group = networked(_meeting(place, action), action.rank, geometry, abort, place.own_memory)
+    return group if loaded.device.type == "cpu" else OnDevice(group, geometry, loaded.device, place.device_memory)
+
+
+def _past(loaded: Loaded, action: TrainGeneration) -> list[Past]:
+    """What earlier generations may have left in shared memory."""
+    return [
+        Past(_group_name(one.generation), before)
+        for one in action.past
+        if (before := loaded.prepared.geometry([member.shards for member in one.members]))
+    ]
 
 
 def _torch_group(place: Place, action: TrainGeneration, abort: Abort) -> TorchGroup:

@@ -54,3 +54,5 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """Whether all workers and parameter servers of the run are on one host."""
     saves: SavePlan | None = None
     origin: Origin | None = None
+    place: int = 0
+    """Among the workers of its host: the smallest number that none of the others has."""
