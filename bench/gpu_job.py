@@ -82,9 +82,7 @@ def flops_per_symbol(parameters: int, layers: int = LAYERS) -> float:
     return 6 * (parameters - LENGTH * WIDTH) + 12 * layers * WIDTH * LENGTH
 
 
-def job(
-    steps: int = 30, batch: int = BATCH, shards: int = SHARDS, compiled: bool = True, layers: int = LAYERS
-) -> Any:
+def job(steps: int = 30, batch: int = BATCH, shards: int = SHARDS, compiled: bool = True, layers: int = LAYERS) -> Any:
     from distbelief import Job  # not where a peer imports this
 
     return Job(

@@ -187,7 +187,9 @@ def reduce_steps(keeper: KeeperClient, seat: Seat) -> dict[int, str]:
             found.mul_(0.5)  # a commit scales its gradients, and some optimizers write into them
         squares = exchange.share_squares({index: step + index / 8 for index in exchange.tiles})
         assert squares == [step + tile.index / 8 for tile in geometry(seat).tiles]
-        if not isinstance(exchange, OnDevice) or len(plan(seat, step, occupied).sources) > 1:  # else the only partial sum there is may be the sum
+        if (
+            not isinstance(exchange, OnDevice) or len(plan(seat, step, occupied).sources) > 1
+        ):  # else the only partial sum there is may be the sum
             assert snapshot(exchange, seat) == before, "a partial sum was written to"
         exchange.applied()
         exchange.settle()

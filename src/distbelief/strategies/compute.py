@@ -128,7 +128,7 @@ class ShardComputer:
         slot: Memory,
         committed: Sequence[torch.Tensor],
         tile_ready: Callable[[int], None],
-        loss_known: Callable[[float, float], None] = lambda loss_sum, weight: None,
+        loss_known: Callable[[float, float], None] | None = None,
     ) -> ShardResult:
         """Forward and backward of one shard of `samples` samples into `slot`; buffers start from `committed`.
         `loss_known(sum, weight)` is called between the two."""
@@ -156,7 +156,7 @@ class ShardComputer:
             args, kwargs, target = split_batch(move(batch, self.device))
             total, weight = loss_sum(self.job.loss(self._forward(*args, **kwargs), target), samples)
         if loss_known:
-            loss_known(float(total), float(weight))
+            loss_known(total.item(), float(weight))
         total.backward()  # type: ignore[no-untyped-call]
         touched = self._capture.finish()
         self._rebind_buffers()
