@@ -90,8 +90,7 @@ def join(keeper: KeeperClient, seat: Seat, abort: Abort | None = None) -> Exchan
     if seat.kind == "torch on device":
         return OnDevice(TorchExchange(meeting, seat.rank, geometry(seat), abort or Abort()), geometry(seat), DEVICE)
     if seat.kind == "device group":
-        group = DeviceGroup(meeting, seat.rank, geometry(seat), abort or Abort(), DEVICE, exact=True, backend="gloo")
-        return group
+        return DeviceGroup(meeting, seat.rank, geometry(seat), abort or Abort(), DEVICE, exact=True, backend="gloo")
     if seat.kind == "torch":
         return TorchExchange(meeting, seat.rank, geometry(seat), abort or Abort())
     compression = Compression(seat.kind, frozenset({0}), (Place(0, 0, (25, 40)),), seed=1)

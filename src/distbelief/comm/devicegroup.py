@@ -62,7 +62,7 @@ class DeviceGroup(OnDevice):
         self._travels.clear()
 
     def publish(self, tile: int) -> None:
-        number = next(n for n, stretch in enumerate(self.stretches) if tile in stretch.tiles)
+        number = self.stretch_of[tile]
         self._missing[number] -= 1
         # The same order on every member, from the last layer to the first, as backward passes go.
         while self._next >= 0 and not self._missing[self._next]:

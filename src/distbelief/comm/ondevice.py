@@ -88,8 +88,11 @@ class OnDevice:
         self.size = inner.size
         self.tiles: Sequence[int] = range(len(geometry.tiles))
         self.stretches = stretches(geometry.tiles, geometry.gradient_tiles)
+        self.stretch_of = [number for number, stretch in enumerate(self.stretches) for _ in stretch.tiles]
+        """By tile."""
         self._inner = inner
         self._geometry = geometry
+        self._unpublished: list[int] = []
         self._memory = {} if memory is None else memory
         self._where = where
         self._out_lane = Lane(device)
@@ -105,6 +108,10 @@ class OnDevice:
 
     def slot(self, index: int) -> Memory:
         return self._slot(index).memory
+
+    def in_slot(self, index: int) -> list[torch.Tensor]:
+        """That slot, stretch by stretch."""
+        return self._slot(index).stretches
 
     def _slot(self, index: int) -> Slot:
         if index not in self._slots:
@@ -140,19 +147,22 @@ class OnDevice:
     def begin(self, plan: StepPlan) -> None:
         self._plan = plan
         self._result = None
+        self._unpublished = [len(stretch.tiles) for stretch in self.stretches]
         self._inner.begin(plan)
 
     def publish(self, tile: int) -> None:
-        if self.size == 1:
+        number = self.stretch_of[tile]
+        self._unpublished[number] -= 1
+        if self.size == 1 or self._unpublished[number]:
             return
-        shape = self._geometry.tiles[tile]
+        shape = self.stretches[number]
         with self._out_lane.after(self._out_lane.mark()):
             for source in self._plan.sources:
                 if self._is_mine(source):
                     host = self._inner.slot(source.slot)
                     self._pin(host)
                     to = host.tensor(shape.dtype, shape.offset_bytes, shape.numel)
-                    to.copy_(self._slot(source.slot).tiles[tile], non_blocking=True)
+                    to.copy_(self.in_slot(source.slot)[number], non_blocking=True)
 
     def _is_mine(self, source: Source) -> bool:
         return source.rank == self.rank and source.back == 0

@@ -56,6 +56,28 @@ class ShardResult:
     """Of every table that is on servers."""
 
 
+class Told:
+    """A shard's loss and weight on their way from an accelerator to the host. They are there as soon as the forward
+    pass is: whoever asks does not wait for what the device was asked to do after it."""
+
+    def __init__(self, loss_sum: torch.Tensor, weight: torch.Tensor | float) -> None:
+        self._there = None
+        self._loss_sum, self._weight = loss_sum, weight
+        if loss_sum.is_cuda:
+            self._loss_sum = _to_host(loss_sum)
+            self._weight = _to_host(weight) if isinstance(weight, torch.Tensor) else weight
+            self._there = torch.cuda.current_stream().record_event()
+
+    def numbers(self) -> tuple[float, float]:
+        if self._there is not None:
+            self._there.synchronize()
+        return float(self._loss_sum), float(self._weight)
+
+
+def _to_host(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+
+
 class ShardComputer:
     """A model, ready to compute shards of a job into slots."""
 
@@ -155,8 +177,9 @@ class ShardComputer:
         with self.forward_context():
             args, kwargs, target = split_batch(move(batch, self.device))
             total, weight = loss_sum(self.job.loss(self._forward(*args, **kwargs), target), samples)
+        told = Told(total.detach(), weight)
         if loss_known:
-            loss_known(total.item(), float(weight))
+            loss_known(*told.numbers())
         total.backward()  # type: ignore[no-untyped-call]
         touched = self._capture.finish()
         self._rebind_buffers()
@@ -167,8 +190,7 @@ class ShardComputer:
         marks = np.concatenate([touched, self._changed_buffers(committed)])
         integers = zlib.crc32(self.integer_bytes())
         rows = [table.gradients() for table in self.tables]
-        loss = total.detach()
-        return lambda: ShardResult(float(loss), float(weight), integers, marks, rows)
+        return lambda: ShardResult(*told.numbers(), integers, marks, rows)
 
     def touched_so_far(self) -> np.ndarray:
         """Which parameters have a gradient of the shard under way: final for the tiles that are ready."""

@@ -20,6 +20,7 @@ from distbelief.comm.segment import Segment
 from distbelief.strategies.base import BeginFrom, Division, Fetch, Seat, StepResult, nothing_saved
 from distbelief.strategies.compute import ShardComputer, ShardResult, move
 from distbelief.strategies.copying import Copy
+from distbelief.strategies.partials import ShardWork
 from distbelief.strategies.replica import DataParallelReplica
 from distbelief.strategies.tileoptimizer import Recipe
 from distbelief.strategies.updating import set_buffers
@@ -56,6 +57,23 @@ class DeviceReplica(DataParallelReplica):
 
     def _computed(self, shard: int, samples: int, result: Callable[[], ShardResult]) -> None:
         self._under_way.append((shard, samples, result))
+
+    def _when_ready(self, unit: ShardWork, last: bool) -> Callable[[int], None]:
+        """The same, for whole stretches: a launch costs as much for a tile as for a hundred."""
+        missing = [len(stretch.tiles) for stretch in self.exchange.stretches]
+
+        def tile_ready(tile: int) -> None:
+            number = self.exchange.stretch_of[tile]
+            missing[number] -= 1
+            if missing[number]:
+                return
+            for into, other in unit.additions:
+                self.exchange.in_slot(into)[number].add_(self.exchange.in_slot(other)[number])
+            if last:
+                for one in self.exchange.stretches[number].tiles:
+                    self.exchange.publish(one)
+
+        return tile_ready
 
     def commit(self, step: int) -> StepResult:
         for one in self._under_way:  # all have been asked for: now wait for what they gave

@@ -95,6 +95,7 @@ def job(steps: int = 30, batch: int = BATCH, shards: int = SHARDS, compiled: boo
         steps=steps,
         shards=shards,
         seed=SEED,
+        shuffle=False,  # the peers take the samples in this order too
         precision="bf16",
         compile=compiled,
     )
