@@ -38,7 +38,7 @@ class SharedSlots(SharedExchange):
         self.tiles = range(len(geometry.tiles))
         self.backups = None  # a late member's shard would be computed into another device's memory
         self._memory = {} if memory is None else memory
-        self._transfers = 0
+        self._between: Segment | None = None
 
     def state(self, size_bytes: int, name: str = "state") -> Segment:
         if name not in self._memory:
@@ -53,17 +53,14 @@ class SharedSlots(SharedExchange):
 
     def transfer(self, block: torch.Tensor, source: int, receivers: Sequence[int]) -> None:
         """Through memory that all can see, piece by piece."""
-        self._transfers += 1
-        name = f"{self._name}/transfer {self._transfers}"
-        between = self._keeper.segment(name, min(block.numel(), _CHUNK_BYTES)).tensor
+        if self._between is None:
+            self._between = self._keeper.segment(f"{self._name}/transfer", _CHUNK_BYTES)
         for first in range(0, block.numel(), _CHUNK_BYTES):
             part = block[first : first + _CHUNK_BYTES]
-            room = between(torch.uint8, 0, part.numel())
+            room = self._between.tensor(torch.uint8, 0, part.numel())
             if self.rank == source:
                 room.copy_(part)
             self._meet()
             if self.rank in receivers:
                 part.copy_(room)
             self._meet()
-        if self.rank == source:
-            self._keeper.drop(name)

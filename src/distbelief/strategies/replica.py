@@ -66,6 +66,7 @@ class DataParallelReplica:
         computer.bind_parameters(self._state.memory, self._state.values_at)
         computer.commit_integers(self._state.integers(self._state.steps_applied))
         self._takeover = self._plan_takeover(self._state.steps_applied)
+        self._mixed = self._is_mixed()
         self._committed = computer.committed_buffers(self._state.memory, self._state.values_at)
         self._whole = CommittedModel(computer, self._committed)
         self._tiles = [t for t in exchange.tiles if t < computer.layout.parameter_tiles]
@@ -89,6 +90,18 @@ class DataParallelReplica:
     def _agree(self, begin_from: BeginFrom) -> None:
         """Before anything is made of the state: have the one that the generation goes on from."""
         agree_on_state(self._state, self.exchange, self._computer, self._recipe, begin_from)
+
+    def _is_mixed(self) -> bool:
+        """Whether members compute on different kinds of devices, which round differently."""
+        if self._exact or self.exchange.shares_state:
+            return False
+        return len(set(self.exchange.gather(self._computer.device.type.encode()))) > 1
+
+    def _take_one_state(self) -> None:
+        """Where the members round differently, all go on from what the first of them has made of the step: else their
+        states would drift apart."""
+        if self._mixed:
+            self.exchange.transfer(self._state.blocks()[0], 0, range(1, self.exchange.size))
 
     def steps_applied(self) -> int:
         return self._state.steps_applied
@@ -243,6 +256,7 @@ class DataParallelReplica:
             self._state.write_integers(step + 1, shared.integers)
         units = int(np.count_nonzero(shared.rows[:, COUNTS]))
         self._update(step, 1.0 / weight if weight else 0.0, units, untouched)
+        self._take_one_state()
         self.exchange.applied()
         self._look_ahead(step + 1)
         started = time.perf_counter()
