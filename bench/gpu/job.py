@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 SEED = 7
 SYMBOLS, LENGTH, LAYERS, WIDTH, HEADS = 50304, 1024, 12, 768, 12
-BATCH, SHARDS = 32, 8
+BATCH, SHARDS = 64, 4
 
 
 class Block(nn.Module):

@@ -101,14 +101,19 @@ def _kill_one(process: subprocess.Popen[str], run_dir: Path, step: int) -> None:
     """The last of the workers, when the run has come so far."""
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
-        metrics = run_dir / "metrics.jsonl"
-        if metrics.exists() and metrics.read_text().count('"kind": "step"') >= step:
+        if _steps_of(run_dir) >= step:
             break
         time.sleep(0.02)
     members = [r["members"] for r in read_journal(run_dir / "journal.jsonl") if r.get("members")][-1]
     victim = psutil.Process(members[-1]["pid"])
     assert process.pid in {parent.pid for parent in victim.parents()}, "only what was started here is killed"
     victim.kill()
+
+
+def _steps_of(run_dir: Path) -> int:
+    metrics = run_dir / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    return sum(1 for line in lines if line.endswith("\n") and json.loads(line)["kind"] == "step")
 
 
 def _start(command: list[str]) -> subprocess.Popen[str]:

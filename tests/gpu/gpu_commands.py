@@ -16,6 +16,12 @@ JOB = Path(__file__).parent / "jobs" / "small.py"
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def steps_of(run_dir: Path) -> int:
+    metrics = run_dir / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    return sum(1 for line in lines if line.endswith("\n") and json.loads(line)["kind"] == "step")
+
+
 class Command:
     """A command of ours that runs."""
 
@@ -45,8 +51,7 @@ class Command:
     def wait_for(self, run_dir: Path, steps: int) -> None:
         """Until the run has applied so many steps."""
         deadline = time.monotonic() + 150
-        metrics = run_dir / "metrics.jsonl"
-        while not metrics.exists() or metrics.read_text().count('"kind": "step"') < steps:
+        while steps_of(run_dir) < steps:
             assert self.process.poll() is None, self.output()
             assert time.monotonic() < deadline, "it does not come so far"
             time.sleep(0.01)
