@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import random
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,21 +17,6 @@ from distbelief.checkpoint.reading import list_checkpoints
 JOB = JOBS / "stored.py"
 SLOW = ["--set", "brake_s=0.02"]  # a shard, while there is a file `brake` in the folder in which the run was started
 LARGE = ["--set", "wide=400000"]  # a checkpoint of 3 MB
-
-
-def undisturbed(job: object, *settings: str) -> str:
-    """The weights of a run of that job to which nothing happens, on one worker. How slow it is makes no difference."""
-    values = [text for text in settings if text != "--set" and not text.startswith("brake_s=")]
-    return _undisturbed(job, *(part for value in sorted(values) for part in ("--set", value)))
-
-
-@functools.cache
-def _undisturbed(*arguments: object) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        run = Run(Path(folder), "train", *arguments, "--workers", 1, "--save-every", "never", "--json")
-        weights: str = run.wait().json["weights_sha256"]
-        assert run.leftovers() == []
-    return weights
 
 
 def until(condition: Callable[[], object], run: Run, limit_s: float = 120) -> None:
