@@ -171,11 +171,6 @@ def test_servers_come_and_go_by_command_and_late_workers_are_helped(
     check_whole(run.folder, result)
 
 
-def test_verify(distbelief: Cli) -> None:
-    outcome = distbelief("verify", TINY, "--set", "steps=2", "--strategy", "ps:sync", "--workers", 2)
-    assert outcome.status == 0, outcome.stderr
-
-
 def test_more_servers_than_parameters_and_a_worker_without_samples_and_a_replay(
     watched: Callable[..., Served], start: Start
 ) -> None:
