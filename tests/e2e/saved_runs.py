@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 
 import psutil
 from conftest import JOBS, Run, processes_of
+from watched import of_kinds, steps_of
 
 from distbelief.checkpoint.reading import list_checkpoints
 
@@ -29,14 +29,12 @@ def until(condition: Callable[[], object], run: Run, limit_s: float = 120) -> No
 
 
 def records(run_dir: Path, kind: str, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    path = run_dir / name
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [entry for entry in map(json.loads, filter(None, lines)) if entry["kind"] == kind]
+    return list(of_kinds(run_dir / name, kind))
 
 
 def step(run_dir: Path) -> int:
     """How many steps are reported."""
-    return len(records(run_dir, "step"))
+    return steps_of(run_dir)
 
 
 def notices(run_dir: Path) -> list[str]:

@@ -12,16 +12,15 @@ import os
 import resource
 import socket as sockets
 import stat
-import struct
 from urllib.parse import urlsplit
 
 import zmq
 
+from distbelief.comm.network import hear_event
 from distbelief.comm.seals import TURNED_AWAY, Refusals
 
 MOST_STRANGERS = 1000
 LEAST_STRANGERS = 16
-_EVENT = struct.Struct("=Hi")
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
@@ -90,10 +89,9 @@ class Doorkeeper:
         unwanted: list[int] = []
         for _ in range(1000):  # a flood does not stop the rest
             try:
-                head, _endpoint = self.events.recv_multipart(zmq.NOBLOCK)
+                event, connection = hear_event(self.events)
             except zmq.Again:
                 break
-            event, connection = _EVENT.unpack(head)
             if event == zmq.EVENT_DISCONNECTED:
                 self._strangers.gone(connection)
                 unwanted = [one for one in unwanted if one != connection]

@@ -31,7 +31,7 @@ class House:
         self.doorkeeper = Doorkeeper(self.socket, self.refusals, MOST)
         self.said: list[bytes] = []
 
-    def serve(self, until: Callable[[], object], limit_s: float = 20) -> None:
+    def serve(self, until: Callable[[], object], limit_s: float = 100) -> None:
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self.doorkeeper.events, zmq.POLLIN)
@@ -116,14 +116,16 @@ def test_a_member_gets_in_while_strangers_stand_there_and_come_on(house: House, 
                 stack.enter_context(sockets.create_connection(("127.0.0.1", house.port)))
 
         crowd(3 * MOST)
+        house.serve(lambda: house.refusals.counts[TURNED_AWAY] == 2 * MOST)
         friend = stack.enter_context(member(house, authority))
         friend.send(b"member")
-
-        def is_in() -> bool:
-            crowd(1)
-            return b"member" in house.said
-
-        house.serve(is_in)
+        crowd(MOST - 1)  # not enough to make it the oldest
+        house.serve(lambda: b"member" in house.said)
+        crowd(3 * MOST)
+        house.serve(lambda: house.refusals.counts[TURNED_AWAY] == 6 * MOST - 1)
+        friend.send(b"again")
+        house.serve(lambda: b"again" in house.said)
+        assert house.refusals.counts[TURNED_AWAY] == 6 * MOST - 1, "it did not have to come again"
 
 
 def test_who_leaves_makes_room(house: House) -> None:
