@@ -48,8 +48,8 @@ def processes_of(mark: str) -> list[psutil.Process]:
 
 
 def left_in_shared_memory(before: set[str], patience_s: float = 10) -> set[str]:
-    """What is new there and stays, and is nobody's any more. What other programs of this machine have is in use, or goes
-    again."""
+    """What is new there and stays, and is nobody's any more. What other programs of this machine have is in use, or
+    goes again."""
     deadline = time.monotonic() + patience_s
     left = set(os.listdir("/dev/shm")) - before
     while left and time.monotonic() < deadline:
