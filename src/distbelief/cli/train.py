@@ -30,10 +30,12 @@ from distbelief.cli.options import (
     Threads,
 )
 from distbelief.cli.placing import On, placed
+from distbelief.cli.profile import Profile, ProfileSteps, print_profile
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.coordinator.detector import STUCK_S
 from distbelief.engines.allocation.asked import Asked
 from distbelief.engines.chosen import LOCAL
+from distbelief.engines.profileplan import USUAL
 from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST
 from distbelief.errors import JobError
 from distbelief.observe.view import open_view
@@ -82,6 +84,8 @@ def train(
     ] = "",
     on: On = LOCAL,
     key: KeyFile = None,
+    profile: Profile = False,
+    profile_steps: ProfileSteps = "",
     json: AsJson = False,
     plain: Plain = False,
 ) -> None:
@@ -129,11 +133,14 @@ def train(
                 listen=where,
                 key_file=key_path,
                 on=on,
+                profile=profile_steps or (USUAL if profile else ""),
             )
         if json:
             print_json(result)
         else:
             print_summary(result, stream, plain=plain)
+        if result.profile:
+            print_profile(result.profile["trace"], stream)
 
 
 def check_job_file(path: Path) -> None:

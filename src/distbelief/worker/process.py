@@ -51,6 +51,7 @@ from distbelief.worker.failure import describe_failure
 from distbelief.worker.link import ControlLink
 from distbelief.worker.loading import Loaded, load, write_job_json
 from distbelief.worker.origin import frozen_of, newest_saved, opened_at, weights_of
+from distbelief.worker.profiling.profiler import Profiler
 from distbelief.worker.saving import Saver
 from distbelief.worker.spec import WorkerSpec
 from distbelief.worker.training import Assignment, report_again, train
@@ -72,6 +73,7 @@ class Place:
     """What it keeps for itself from one generation to the next."""
     client: ServerClient | None = None
     """Of the parameter servers, where there are any."""
+    profile: Profiler | None = None
 
 
 def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: bool = False) -> int:
@@ -100,7 +102,8 @@ def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: b
             link.send(WorkerReady(spec.worker, loaded.facts(), loaded.canary))
             try:
                 saver = Saver(spec.saves, spec.worker, link.send) if spec.saves else None
-                return _obey(Place(spec, link, keeper, saver, client=_client(spec, loaded, link)), loaded)
+                client, profile = _client(spec, loaded, link), _profiler(spec, loaded, link)
+                return _obey(Place(spec, link, keeper, saver, client=client, profile=profile), loaded)
             except BaseException as error:
                 failure = describe_failure(spec, error, loaded.watch.step, loaded.watch.shard)
             finally:
@@ -121,6 +124,12 @@ def _client(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> ServerClient
     link.progress.learn = client.learn
     link.progress.servers = lambda: client.version
     return client
+
+
+def _profiler(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> Profiler | None:
+    if spec.profile is None:
+        return None
+    return Profiler(spec, loaded.steps, loaded.strategy.stride, torch.device(spec.device), link.send)
 
 
 def _obey(place: Place, loaded: Loaded) -> int:
@@ -187,7 +196,11 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             loaded.checkpoint_facts,
             lambda lines: link.send(PlanShown(spec.worker, action.generation, list(lines))),
             loaded.strategy.stride,
+            place.profile,
         )
+        if place.profile:
+            sharing = len(action.members) if _is_free(loaded) else 1
+            place.profile.seated(action.members[action.rank].place, sharing)
         try:
             if isinstance(replica, AsynchronousReplica):
                 finished = train_freely(loaded.job, replica, loaded.evaluator, loaded.watch, link.progress, task)
@@ -200,9 +213,13 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             # The run ends with whoever says first that it failed: so that one says also what was committed before.
             report_again(replica, link.progress, max(0, replica.steps_applied() - _UNHEARD))
             raise
+        if place.profile:
+            place.profile.finish()
         link.send(finished)
         link.finished(action.generation)
     finally:
+        if place.profile:
+            place.profile.left()
         if place.saver:
             place.saver.let_go()
         exchange.close()
