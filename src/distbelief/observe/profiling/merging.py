@@ -44,13 +44,28 @@ def merge(parts: Sequence[Part], together: bool, notes: Iterable[str] = ()) -> T
             "strategy": first.strategy if first else "",
             "steps": list(first.steps) if first else [],
             "workers": [
-                {"pid": number, "worker": part.worker, "host": part.host, "place": part.place, "whole": part.is_whole}
+                {
+                    "pid": number,
+                    "worker": part.worker,
+                    "host": part.host,
+                    "place": part.place,
+                    "whole": part.is_whole,
+                    "operators_s": _covered_s(part),
+                }
                 for number, part in enumerate(parts, start=1)
             ],
             "notes": said,
         },
         "traceEvents": events,
     }
+
+
+def _covered_s(part: Part) -> float:
+    """For how long of its steps its operators were recorded."""
+    if not part.operators or not part.spans:
+        return 0.0
+    until = part.operators_until or max(start + took for _, start, took, _, _ in part.spans)
+    return max(until - min(span[1] for span in part.spans), 0) / 1e9
 
 
 def _of_clocks(clocks: Mapping[str, int | None], parts: Sequence[Part]) -> list[str]:

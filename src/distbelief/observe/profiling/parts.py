@@ -8,12 +8,13 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 SPANS, OPERATORS = ".spans", ".operators.gz"
+_KEPT = ("ph", "cat", "name", "pid", "tid", "ts", "dur", "id", "bp")
 
 Span = tuple[str, int, int, int, int]
 """As worker/profiling/spans.py has it: (phase, start, duration, CPU time, thread), by the worker's own clock."""
@@ -38,6 +39,8 @@ class Part:
     spans: Sequence[Span] = ()
     operators: Sequence[dict[str, Any]] = ()
     """Events of torch's profiler, in microseconds of the worker's clock."""
+    operators_until: int = 0
+    """When they were enough, by the worker's clock; 0: not before the end."""
     is_whole: bool = True
     """Whether it had recorded all, and said so."""
     notes: Sequence[str] = field(default_factory=tuple)
@@ -47,8 +50,8 @@ def read_parts(folder: Path) -> list[Part]:
     """By worker, then by age. A file in which not even the first line is whole is left out."""
     found = []
     for path in sorted(folder.glob(f"*{SPANS}")):
-        operators, problem = _read_operators(path.with_name(path.name.removesuffix(SPANS) + OPERATORS))
-        part = parse(path.name.removesuffix(SPANS), path.read_bytes(), operators, problem)
+        found_by_torch, problem = _read_operators(path.with_name(path.name.removesuffix(SPANS) + OPERATORS))
+        part = parse(path.name.removesuffix(SPANS), path.read_bytes(), found_by_torch, problem)
         if part:
             found.append(part)
     return sorted(
@@ -56,33 +59,37 @@ def read_parts(folder: Path) -> list[Part]:
     )
 
 
-def parse(name: str, content: bytes, operators: Sequence[dict[str, Any]] = (), problem: str = "") -> Part | None:
-    """A part from the lines of its file; the last one may be torn."""
+def parse(name: str, content: bytes, torch_trace: Mapping[str, Any] | None = None, problem: str = "") -> Part | None:
+    """A part from the lines of its file, of which the last one may be torn, and from torch's trace."""
     lines = [line for line in map(_line, content.split(b"\n")) if line is not None]
     if not lines or not isinstance(lines[0], dict) or "worker" not in lines[0]:
         return None
     head, place, is_whole = lines[0], lines[0]["place"], False
     spans: list[Span] = []
+    until = 0
     for line in lines[1:]:
         if isinstance(line, list):
             spans += [(str(one[0]), int(one[1]), int(one[2]), int(one[3]), int(one[4])) for one in line]
         else:
             place = line.get("place", place)
             is_whole = is_whole or bool(line.get("over"))
+            until = (line.get("operators") or (0, 0))[1]
     worker = int(head["worker"])
     notes = []
     if not is_whole:
         last = max((int(span[0].removeprefix("step ")) for span in spans if span[0].startswith("step ")), default=None)
-        until = f"up to step {last}" if last is not None else "before its first step was done"
-        notes.append(f"worker {worker} on {head['host']} ended while it was recorded: this is what it had {until}")
+        known = f"up to step {last}" if last is not None else "before its first step was done"
+        notes.append(f"worker {worker} on {head['host']} ended while it was recorded: this is what it had {known}")
     elif not spans:
         notes.append(f"worker {worker} on {head['host']} did none of these steps")
     if problem:
         notes.append(f"worker {worker} on {head['host']} has no operators: {problem}")
     wall, own = head["clock"]
+    shift_ns = (torch_trace or {}).get("baseTimeNanoseconds", 0) - (int(wall) - int(own))
+    operators = on_our_clock((torch_trace or {}).get("traceEvents", ()), shift_ns)
     return Part(
         name, worker, str(head["host"]), str(place), str(head["strategy"]), (head["steps"][0], head["steps"][1]),
-        int(head["thread"]), int(wall) - int(own), spans, operators, is_whole, tuple(notes),
+        int(head["thread"]), int(wall) - int(own), spans, operators, until, is_whole, tuple(notes),
     )  # fmt: skip
 
 
@@ -93,11 +100,26 @@ def _line(text: bytes) -> Any:
         return None
 
 
-def _read_operators(path: Path) -> tuple[list[dict[str, Any]], str]:
+def on_our_clock(events: Iterable[dict[str, Any]], shift_ns: int) -> list[dict[str, Any]]:
+    """The events that say what was done, at the times of the worker's own clock.
+
+    >>> about = {"ph": "M", "name": "process_name", "pid": 1, "ts": 0.0, "args": {"name": "python"}}
+    >>> add = {"ph": "X", "cat": "cpu_op", "name": "aten::add", "pid": 1, "tid": 1, "ts": 95.0, "dur": 2.0, "args": {}}
+    >>> on_our_clock([about, add], -85_000)
+    [{'ph': 'X', 'cat': 'cpu_op', 'name': 'aten::add', 'pid': 1, 'tid': 1, 'ts': 10.0, 'dur': 2.0}]
+    """
+    return [
+        {key: one[key] for key in _KEPT if key in one} | {"ts": one["ts"] + shift_ns / 1000}
+        for one in events
+        if one.get("ph") in ("X", "s", "f") and one.get("cat") not in ("Trace", None)
+    ]
+
+
+def _read_operators(path: Path) -> tuple[dict[str, Any] | None, str]:
     try:
         with gzip.open(path, "rb") as file:
-            return list(json.loads(file.read())), ""
+            return dict(json.loads(file.read())), ""
     except FileNotFoundError:
-        return [], "it had not written them"
+        return None, "it had not written them"
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        return [], f"the file is damaged ({error})"
+        return None, f"the file is damaged ({error})"

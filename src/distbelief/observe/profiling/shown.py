@@ -26,12 +26,18 @@ def lines(summary: Summary, trace: str = "") -> list[str]:
         )
     for title, some in (("operators", summary.operators), ("kernels", summary.kernels)):
         if some:
-            found.append(f"{title}, by their own time:")
+            found.append(f"{title}, by their own time{_of(summary)}:")
             found += [f"  {_operator(one)}" for one in some]
     found += [f"note: {note}" for note in summary.notes]
     if trace:
         found.append(f"the trace: {trace} (open it in https://ui.perfetto.dev or chrome://tracing)")
     return found
+
+
+def _of(summary: Summary) -> str:
+    whole = sum(one.wall_s for one in summary.workers)
+    covered = sum(one.operators_s for one in summary.workers)
+    return "" if covered >= 0.95 * whole else f" (recorded in the first {_percent(covered / whole)} of these steps)"
 
 
 def _table(summary: Summary) -> list[str]:

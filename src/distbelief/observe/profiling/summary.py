@@ -41,13 +41,15 @@ class WorkerTime:
     step_s: float
     """Of the median step."""
     phases: dict[str, Spent]
+    operators_s: float = 0.0
+    """So much of its time has its operators in the trace."""
 
 
 @dataclass(frozen=True)
 class Operator:
     name: str
     share: float
-    """Of the workers' time, without the operators that it calls."""
+    """Of the time in which operators were recorded, without those that it calls."""
     seconds_per_step: float
     calls_per_step: float
 
@@ -111,7 +113,7 @@ def _worker(facts: dict[str, Any], events: Iterable[Event]) -> WorkerTime:
     return WorkerTime(
         facts["worker"], facts["host"], facts["place"], facts["whole"], len(steps), wall_s,
         statistics.median(event["dur"] for event in steps) / 1e6 if steps else 0.0,
-        {phase: Spent(*numbers) for phase, numbers in found.items()},
+        {phase: Spent(*numbers) for phase, numbers in found.items()}, min(facts["operators_s"], wall_s),
     )  # fmt: skip
 
 
@@ -146,8 +148,9 @@ def _top(events: Iterable[Event], workers: Sequence[WorkerTime]) -> list[Operato
         for event, own, _ in own_times(line):
             seconds[event["name"]] += own / 1e6
             calls[event["name"]] += 1
-    wall_s, steps = sum(one.wall_s for one in workers), sum(one.steps for one in workers)
-    if not wall_s:
+    wall_s = sum(one.operators_s for one in workers)
+    steps = sum(one.steps * one.operators_s / one.wall_s for one in workers if one.wall_s)
+    if not wall_s or not steps:
         return []
     names = sorted(seconds, key=lambda name: -seconds[name])[:MOST_OPERATORS]
     return [Operator(name, seconds[name] / wall_s, seconds[name] / steps, calls[name] / steps) for name in names]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from distbelief.worker.profiling.spans import Spans
 
@@ -90,7 +90,7 @@ def places(instrument: Instrument, module: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _family(head: type[Any]) -> list[type[Any]]:
-    found, children = [head], cast(list[type[Any]], head.__subclasses__())
-    for child in children:
+    found = [head]
+    for child in type.__subclasses__(head):
         found += [one for one in _family(child) if one not in found]
     return found

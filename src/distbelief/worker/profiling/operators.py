@@ -1,25 +1,26 @@
 """What torch did meanwhile: its operators, and its kernels where there is a GPU, by torch's own profiler.
 
-Its clock is not ours. Two marks whose times are known on both tell the difference.
+When torch stops recording, it works on what it has for some microseconds an event, and no other thread of the process
+runs meanwhile: not the one either that tells the coordinator that this worker is alive. So no more than a bounded
+number of events is recorded, by how many there were in a rehearsal.
 """
 
 from __future__ import annotations
 
 import gzip
-import json
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
-ANCHOR = "distbelief: a mark for the clocks"
-_MARKS = 3
-"""The first one is late: it sets things up."""
-_KEPT = ("ph", "cat", "name", "pid", "tid", "ts", "dur", "id", "bp")
+MOST_EVENTS = 30_000
+"""About half a second's silence on a slow machine; after a whole one a worker is taken for dead."""
+REHEARSAL_S = 0.1
+"""CPU time of a rehearsal. The quickest operators take 10 µs when they are recorded."""
 _QUIET = {"KINETO_LOG_LEVEL": "99"}
 
 
@@ -27,48 +28,55 @@ class Operators:
     def __init__(self, device: torch.device) -> None:
         for name, value in _QUIET.items():  # it talks on stderr otherwise, which is the worker's log
             os.environ.setdefault(name, value)
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-        self._profile = profile(activities=activities, acc_events=True)
-        self._marked: list[int] = []
+        self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        self._profile: profile | None = None
+        self._began = (0, 0)
+        """Wall clock and CPU time."""
+        self._budget_ns = 0
+        self.recorded_ns = (0, 0)
+        """From when to when, by `time.perf_counter_ns`; the end is 0 while it goes on."""
+        self._per_s = MOST_EVENTS / REHEARSAL_S
+        """Events in a second of CPU time."""
 
-    def start(self) -> None:
+    def set_up(self) -> None:
+        """The first start takes seconds: now, that nobody waits."""
+        self.start(REHEARSAL_S)
+        self.stop()
+
+    def start(self, budget_s: float = 0.0) -> None:
+        """Record from here on, for so much CPU time of this thread; 0: as much as the last rehearsal allows."""
+        self._budget_ns = int((budget_s or MOST_EVENTS / self._per_s) * 1e9)
+        self._profile = profile(activities=self._activities, acc_events=False)
         self._profile.start()
-        for _ in range(_MARKS):
-            before = time.perf_counter_ns()
-            with record_function(ANCHOR):
-                self._marked.append((before + time.perf_counter_ns()) // 2)
+        self._began = (time.perf_counter_ns(), time.thread_time_ns())
+        self.recorded_ns = (self._began[0], 0)
+
+    def look(self) -> None:
+        """Now and then, by the thread that has started it: whether it is enough."""
+        if self._profile and not self.recorded_ns[1] and time.thread_time_ns() - self._began[1] > self._budget_ns:
+            self._end()
+
+    def _end(self) -> None:
+        assert self._profile is not None
+        self._profile.toggle_collection_dynamic(False, self._activities)
+        self.recorded_ns = (self._began[0], time.perf_counter_ns())
 
     def stop(self) -> None:
+        assert self._profile is not None
+        if not self.recorded_ns[1]:
+            self._end()
+        cpu_ns = min(time.thread_time_ns() - self._began[1], self._budget_ns)
         self._profile.stop()
+        results = self._profile.profiler.kineto_results if self._profile.profiler else None
+        if results is not None and cpu_ns > 0:
+            self._per_s = max(len(results.events()), 1) / (cpu_ns / 1e9)
 
     def write(self, path: Path) -> None:
-        """In a file of events whose times are `time.perf_counter_ns` in microseconds."""
+        """As torch has it, compressed."""
+        assert self._profile is not None
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            raw = Path(folder) / "raw.json"
+            raw, packed = Path(folder) / "raw.json", Path(folder) / "packed.gz"
             self._profile.export_chrome_trace(str(raw))
-            found = json.loads(raw.read_bytes())
-        events = on_our_clock(found["traceEvents"], self._marked)
-        draft = path.with_suffix(".draft")
-        with gzip.open(draft, "wb", compresslevel=3) as file:
-            file.write(json.dumps(events).encode())
-        draft.rename(path)
-
-
-def on_our_clock(events: list[dict[str, Any]], marked_ns: list[int]) -> list[dict[str, Any]]:
-    """The events that say what was done, without the marks. `marked_ns`: when the marks were made, by our clock.
-
-    >>> mark = {"ph": "X", "cat": "user_annotation", "name": ANCHOR, "pid": 1, "tid": 1, "ts": 90.0, "dur": 1.0}
-    >>> add = {"ph": "X", "cat": "cpu_op", "name": "aten::add", "pid": 1, "tid": 1, "ts": 95.0, "dur": 2.0, "args": {}}
-    >>> on_our_clock([mark, add], [5_000])
-    [{'ph': 'X', 'cat': 'cpu_op', 'name': 'aten::add', 'pid': 1, 'tid': 1, 'ts': 10.0, 'dur': 2.0}]
-    """
-    marks = sorted(one["ts"] for one in events if one.get("name") == ANCHOR and one.get("cat") == "user_annotation")
-    if len(marks) != len(marked_ns):
-        raise ValueError(f"torch's profiler has {len(marks)} of {len(marked_ns)} marks")
-    # A mark is made after its time is taken, never before: the least difference is the one with the least delay.
-    ahead_us = min(theirs - ours / 1000 for theirs, ours in zip(marks, marked_ns, strict=True))
-    return [
-        {key: one[key] for key in _KEPT if key in one} | {"ts": one["ts"] - ahead_us}
-        for one in events
-        if one.get("ph") in ("X", "s", "f") and one.get("cat") not in ("Trace", None) and one.get("name") != ANCHOR
-    ]
+            with raw.open("rb") as source, gzip.open(packed, "wb", compresslevel=3) as target:
+                shutil.copyfileobj(source, target, 1 << 16)
+            packed.rename(path)

@@ -21,7 +21,7 @@ import torch
 
 from distbelief.comm.messages import TracePart
 from distbelief.worker.profiling.instruments import REGROUP, Instruments
-from distbelief.worker.profiling.operators import Operators
+from distbelief.worker.profiling.operators import REHEARSAL_S, Operators
 from distbelief.worker.profiling.spans import Spans
 from distbelief.worker.profiling.window import window
 from distbelief.worker.spec import WorkerSpec
@@ -40,14 +40,14 @@ class Profiler:
         self._first, self._end = window(spec.profile.first, spec.profile.end, steps, stride)
         self._stride = stride
         self._spec = spec
-        self._device = device
         self._send = send
         self._folder = Path(spec.run_dir) / FOLDER
         self._name = f"worker-{spec.worker}-{os.getpid()}"
-        self._state = "before"  # ready · during · over
+        self._state = "before"  # rehearsing · ready · during · over
         self._spans = Spans()
         self._instruments = Instruments(self._spans)
-        self._operators: Operators | None = None
+        self._operators: Operators | None = Operators(device)
+        self._with_operators(Operators.set_up)
         self._file: BinaryIO | None = None
         self._step = -1
         self._since = (0, 0)
@@ -59,8 +59,8 @@ class Profiler:
     # --- what the training thread tells ------------------------------------------------------------------------------
 
     def seated(self, place: str, sharing: int) -> None:
-        """A generation is about to train. `place`: which part of the model this member has, for people. `sharing`: among
-        so many the steps are divided, where members do none in common; then each counts its own."""
+        """A generation is about to train. `place`: which part of the model this member has, for people. `sharing`: so
+        many members have the steps among themselves, where they do none in common; then each counts its own."""
         self._place = place
         asked = self._spec.profile
         if self._state == "before" and asked and not asked.end:
@@ -76,13 +76,7 @@ class Profiler:
             return
         try:
             self._leave_step()
-            if self._state in ("ready", "during") and step >= self._end:
-                self._close()
-            elif self._state == "before" and self._first - self._stride <= step < self._end:
-                self._get_ready()
-            if self._state == "ready" and step >= self._first:
-                self._spans.take()
-                self._state = "during"
+            self._state = self._next_state(step)
             if self._state == "during":
                 self._step, self._since = step, (time.perf_counter_ns(), time.thread_time_ns())
         except Exception:
@@ -95,18 +89,43 @@ class Profiler:
 
     def finish(self) -> None:
         """The run's steps are done: what is not written yet is written now."""
-        if self._state in ("ready", "during"):
+        if self._state in ("rehearsing", "ready", "during"):
             try:
                 self._leave_step()
                 self._close()
+                self._state = "over"
             except Exception:
                 self._give_up()
 
     # --- the window --------------------------------------------------------------------------------------------------
 
-    def _get_ready(self) -> None:
-        """One step early, where there is one: it takes seconds, and others, who are done with it, wait meanwhile."""
-        self._state = "ready"
+    def _next_state(self, step: int) -> str:
+        """Two steps early the operators are rehearsed, and one step early all is set up: that takes time, and others,
+        who are done with it, wait meanwhile. Where the window begins with the run, there is not so much time."""
+        state = self._state
+        if state == "before":
+            if not self._first - 2 * self._stride <= step < self._end:
+                return state
+            self._begin()
+            state = "rehearsing"
+            if step < self._first - self._stride:
+                self._with_operators(lambda operators: operators.start(REHEARSAL_S))
+                return state
+            self._with_operators(Operators.start)
+            state = "ready"
+        if step >= self._end:
+            self._close()
+            return "over"
+        if state == "rehearsing" and step >= self._first - self._stride:
+            self._with_operators(Operators.stop)
+            self._with_operators(Operators.start)
+            state = "ready"
+        if state == "ready" and step >= self._first:
+            self._spans.take()
+            state = "during"
+        return state
+
+    def _begin(self) -> None:
         self._folder.mkdir(exist_ok=True)
         self._file = (self._folder / f"{self._name}.spans").open("ab", buffering=0)
         spec = self._spec
@@ -121,13 +140,19 @@ class Profiler:
                 "clock": [time.time_ns(), time.perf_counter_ns()],
             }
         )
+        if self._operators:
+            self._spans.at_end = self._operators.look
+        self._instruments.attach()
+
+    def _with_operators(self, do: Callable[[Operators], None]) -> None:
+        """They are worth having, but without them there is still all the rest."""
         try:
-            self._operators = Operators(self._device)
-            self._operators.start()
+            if self._operators:
+                do(self._operators)
         except Exception as error:
             self._operators = None
-            print(f"the profile has no operators: torch's profiler does not start: {error}", flush=True)
-        self._instruments.attach()
+            self._spans.at_end = lambda: None
+            print(f"the profile has no operators: {type(error).__name__}: {error}", flush=True)
 
     def _leave_step(self) -> None:
         if self._step < 0 or self._state != "during":
@@ -139,14 +164,11 @@ class Profiler:
         self._write_line([*self._spans.take(), ended])
 
     def _close(self) -> None:
-        self._state = "over"
         self._instruments.detach()
-        if self._operators:
-            self._operators.stop()
-            self._operators.write(self._folder / f"{self._name}.operators.gz")
-            self._operators = None
+        self._with_operators(Operators.stop)
+        self._with_operators(lambda operators: operators.write(self._folder / f"{self._name}.operators.gz"))
         self._write_line([*self._spans.take()])
-        self._write_line({"over": True})
+        self._write_line({"over": True, "operators": self._operators.recorded_ns if self._operators else None})
         assert self._file is not None
         self._file.close()
         if self._spec.profile and self._spec.profile.is_sent:
