@@ -65,7 +65,7 @@ def test_workers_are_processes_of_one_trace() -> None:
     )
     lines_of = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["ph"] == "X"}
     assert len({tid for _, tid in lines_of}) == len(lines_of), "no two processes have a thread number in common"
-    assert next(e for e in trace["traceEvents"] if e["ph"] == "s")["id"] == "1.4"
+    assert next(e for e in trace["traceEvents"] if e["ph"] == "s")["id"] == (1 << 32) + 4
     assert json.loads(json.dumps(trace)) == trace
 
 

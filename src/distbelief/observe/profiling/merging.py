@@ -21,6 +21,8 @@ _PHASES, _TRAINING = 1, 2
 """Numbers of lines within a process."""
 _LINES = 100
 _DEVICES = 10_000
+_ARROWS = 1 << 32
+"""Arrows between events of one process have numbers too, and Perfetto wants whole ones."""
 
 
 def merge(parts: Sequence[Part], together: bool, notes: Iterable[str] = ()) -> Trace:
@@ -147,7 +149,7 @@ def _operators(number: int, part: Part, shift_ns: int) -> list[Event]:
             continue
         event = {**one, "pid": pid, "tid": tid, "ts": one["ts"] + shift_ns / 1000}
         if "id" in one:
-            event["id"] = f"{number}.{one['id']}"
+            event["id"] = number * _ARROWS + int(one["id"])
         events.append(event)
     return threads.names + named + events
 

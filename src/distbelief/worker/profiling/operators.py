@@ -2,7 +2,8 @@
 
 When torch stops recording, it works on what it has for some microseconds an event, and no other thread of the process
 runs meanwhile: not the one either that tells the coordinator that this worker is alive. So no more than a bounded
-number of events is recorded, by how many there were in a rehearsal.
+number of events is recorded, by how many there were in a rehearsal. (It is the profiler of torch.autograd: that of
+torch.profiler is the same, and imports the compiler first, for seconds.)
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import time
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
+from torch.profiler import ProfilerActivity
 
 MOST_EVENTS = 30_000
 """About half a second's silence on a slow machine; after a whole one a worker is taken for dead."""
@@ -28,7 +30,8 @@ class Operators:
     def __init__(self, device: torch.device) -> None:
         for name, value in _QUIET.items():  # it talks on stderr otherwise, which is the worker's log
             os.environ.setdefault(name, value)
-        self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        self._device = device.type if device.type == "cuda" else None
+        self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device is not None)
         self._profile: profile | None = None
         self._began = (0, 0)
         """Wall clock and CPU time."""
@@ -46,8 +49,8 @@ class Operators:
     def start(self, budget_s: float = 0.0) -> None:
         """Record from here on, for so much CPU time of this thread; 0: as much as the last rehearsal allows."""
         self._budget_ns = int((budget_s or MOST_EVENTS / self._per_s) * 1e9)
-        self._profile = profile(activities=self._activities, acc_events=False)
-        self._profile.start()
+        self._profile = profile(use_device=self._device, use_kineto=True)
+        self._profile.__enter__()
         self._began = (time.perf_counter_ns(), time.thread_time_ns())
         self.recorded_ns = (self._began[0], 0)
 
@@ -66,10 +69,15 @@ class Operators:
         if not self.recorded_ns[1]:
             self._end()
         cpu_ns = min(time.thread_time_ns() - self._began[1], self._budget_ns)
-        self._profile.stop()
-        results = self._profile.profiler.kineto_results if self._profile.profiler else None
-        if results is not None and cpu_ns > 0:
-            self._per_s = max(len(results.events()), 1) / (cpu_ns / 1e9)
+        self._profile.__exit__(None, None, None)
+        if cpu_ns > 0:
+            self._per_s = max(self.count, 1) / (cpu_ns / 1e9)
+
+    @property
+    def count(self) -> int:
+        """Events that it has recorded."""
+        assert self._profile is not None
+        return len(self._profile.kineto_results.events())
 
     def write(self, path: Path) -> None:
         """As torch has it, compressed."""
