@@ -11,6 +11,7 @@ import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT
 from distbelief.cli.options import AsJson
+from distbelief.engines.profileplan import USUAL, profile_plan
 
 Profile = Annotated[
     bool,
@@ -29,6 +30,10 @@ ProfileSteps = Annotated[
 def profile(
     ctx: typer.Context,
     run: Annotated[Path, typer.Argument(help="The run directory, or a trace of a run.", show_default=False)],
+    cpu: Annotated[
+        bool,
+        typer.Option("--cpu", help="Shares of CPU time, not of time: the work itself, where cores are shared."),
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Say where the time went in a run that was trained with --profile: by phase and worker, and the top operators."""
@@ -40,7 +45,18 @@ def profile(
     if json:
         typer.echo(json_text.dumps(as_data(summary, str(trace)), allow_nan=False))
     else:
-        print("\n".join(lines(summary, str(trace))))
+        print("\n".join(lines(summary, str(trace), cpu=cpu)))
+
+
+def asked_steps(usual: bool, steps: str) -> str:
+    """What both options together ask for; an error now, if it is none.
+
+    >>> asked_steps(False, ""), asked_steps(True, ""), asked_steps(False, "3:5")
+    ('', 'auto', '3:5')
+    """
+    asked = steps or (USUAL if usual else "")
+    profile_plan(asked)
+    return asked
 
 
 def print_profile(trace: str, stream: TextIO = sys.stdout) -> None:

@@ -30,12 +30,11 @@ from distbelief.cli.options import (
     Threads,
 )
 from distbelief.cli.placing import On, placed
-from distbelief.cli.profile import Profile, ProfileSteps, print_profile
+from distbelief.cli.profile import Profile, ProfileSteps, asked_steps, print_profile
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.coordinator.detector import STUCK_S
 from distbelief.engines.allocation.asked import Asked
 from distbelief.engines.chosen import LOCAL
-from distbelief.engines.profileplan import USUAL
 from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST
 from distbelief.errors import JobError
 from distbelief.observe.view import open_view
@@ -133,7 +132,7 @@ def train(
                 listen=where,
                 key_file=key_path,
                 on=on,
-                profile=profile_steps or (USUAL if profile else ""),
+                profile=asked_steps(profile, profile_steps),
             )
         if json:
             print_json(result)

@@ -143,6 +143,9 @@ def test_as_people_and_programs_see_it() -> None:
     assert shown[1].split() == ["data", "forward", "wait", "other", "CPU"]
     assert shown[2].split() == ["worker", "0", "10", "%", "25", "%", "25", "%", "40", "%", "60", "%"]
     assert "note: something was odd" in shown
+    by_cpu = lines(summary, cpu=True)
+    assert by_cpu[0].startswith("where the CPU time went")
+    assert by_cpu[2].split() == ["worker", "0", "8.3", "%", "42", "%", "0", "%", "50", "%", "60", "%"]
     data = json.loads(json.dumps(as_data(summary, "x"), allow_nan=False))
     assert data["workers"][0]["phases"]["data"] == pytest.approx({"share": 0.1, "s": 0.01, "cpu_s": 0.005})
     assert data["slowest"] is None

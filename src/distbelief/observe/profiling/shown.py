@@ -8,16 +8,16 @@ from distbelief.observe import text
 from distbelief.observe.profiling.summary import Operator, Summary, WorkerTime
 
 
-def lines(summary: Summary, trace: str = "") -> list[str]:
-    """`trace`: the file that it is of."""
+def lines(summary: Summary, trace: str = "", *, cpu: bool = False) -> list[str]:
+    """`trace`: the file that it is of. `cpu`: shares of the training threads' CPU time."""
     if not summary.workers:
         return ["the profile is empty", *summary.notes]
     first, end = summary.steps
-    step_s = max(one.step_s for one in summary.workers)
+    what = "CPU time" if cpu else "time"
+    workers, step = text.count(len(summary.workers), "worker"), _time(max(one.step_s for one in summary.workers))
     found = [
-        f"where the time went: steps {first} to {end - 1} of {text.count(len(summary.workers), 'worker')}, "
-        f"{summary.strategy}, {_time(step_s)} a step",
-        *_table(summary),
+        f"where the {what} went: steps {first} to {end - 1} of {workers}, {summary.strategy}, {step} a step",
+        *_table(summary, cpu),
     ]
     if summary.slowest:
         found.append(
@@ -40,9 +40,9 @@ def _of(summary: Summary) -> str:
     return "" if covered >= 0.95 * whole else f" (recorded in the first {_percent(covered / whole)} of these steps)"
 
 
-def _table(summary: Summary) -> list[str]:
+def _table(summary: Summary, cpu: bool) -> list[str]:
     phases = summary.phases
-    rows = [["", *phases, "CPU"], *([_title(one), *_shares(one, phases), _busy(one)] for one in summary.workers)]
+    rows = [["", *phases, "CPU"], *([_title(one), *_shares(one, phases, cpu), _busy(one)] for one in summary.workers)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  "
@@ -55,8 +55,10 @@ def _title(one: WorkerTime) -> str:
     return f"worker {one.worker}" + (f" ({one.place})" if one.place else "")
 
 
-def _shares(one: WorkerTime, phases: list[str]) -> list[str]:
-    return [_percent(one.phases[phase].seconds / one.wall_s) for phase in phases]
+def _shares(one: WorkerTime, phases: list[str], cpu: bool) -> list[str]:
+    spent = [one.phases[phase].cpu_s if cpu else one.phases[phase].seconds for phase in phases]
+    whole = sum(each.cpu_s for each in one.phases.values()) if cpu else one.wall_s
+    return [_percent(each / whole if whole else 0.0) for each in spent]
 
 
 def _busy(one: WorkerTime) -> str:
