@@ -45,7 +45,8 @@ def test_what_is_attached_is_detached() -> None:
 
 
 def test_spans_within_spans() -> None:
-    spans = Spans()
+    spans, looked = Spans(), []
+    spans.at_end = lambda: looked.append(spans.ended[-1][0])
     inner = spans.timed("wait", lambda: 1)
     same = spans.timed("reduce", inner)
 
@@ -56,6 +57,7 @@ def test_spans_within_spans() -> None:
     with pytest.raises(ValueError, match="boom"):
         spans.timed("data", fails)()
     ended = spans.take()
+    assert looked == ["reduce", "data"], "only where nothing is under way"
     assert [span[0] for span in ended] == ["wait", "reduce", "data"], "one of the same phase is not told"
     (_, start, took, _, _), (_, outer_start, outer_took, cpu, _) = ended[:2]
     assert outer_start <= start

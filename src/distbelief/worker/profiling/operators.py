@@ -50,12 +50,13 @@ class Operators:
         """Record from here on, for so much CPU time of this thread; 0: as much as the last rehearsal allows."""
         self._budget_ns = int((budget_s or MOST_EVENTS / self._per_s) * 1e9)
         self._profile = profile(use_device=self._device, use_kineto=True)
-        self._profile.__enter__()
+        self._profile.__enter__()  # type: ignore[no-untyped-call]
         self._began = (time.perf_counter_ns(), time.thread_time_ns())
         self.recorded_ns = (self._began[0], 0)
 
     def look(self) -> None:
-        """Now and then, by the thread that has started it: whether it is enough."""
+        """Now and then, by the thread that has started it: whether it is enough. Not in the middle of a backward pass,
+        at whose end autograd puts back what it had found."""
         if self._profile and not self.recorded_ns[1] and time.thread_time_ns() - self._began[1] > self._budget_ns:
             self._end()
 
@@ -69,22 +70,22 @@ class Operators:
         if not self.recorded_ns[1]:
             self._end()
         cpu_ns = min(time.thread_time_ns() - self._began[1], self._budget_ns)
-        self._profile.__exit__(None, None, None)
+        self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if cpu_ns > 0:
             self._per_s = max(self.count, 1) / (cpu_ns / 1e9)
 
     @property
     def count(self) -> int:
         """Events that it has recorded."""
-        assert self._profile is not None
-        return len(self._profile.kineto_results.events())
+        results = self._profile.kineto_results if self._profile else None
+        return len(results.events()) if results else 0
 
     def write(self, path: Path) -> None:
         """As torch has it, compressed."""
         assert self._profile is not None
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             raw, packed = Path(folder) / "raw.json", Path(folder) / "packed.gz"
-            self._profile.export_chrome_trace(str(raw))
+            self._profile.export_chrome_trace(str(raw))  # type: ignore[no-untyped-call]
             with raw.open("rb") as source, gzip.open(packed, "wb", compresslevel=3) as target:
                 shutil.copyfileobj(source, target, 1 << 16)
             packed.rename(path)

@@ -23,7 +23,7 @@ class Spans:
     def __init__(self) -> None:
         self.ended: list[Span] = []
         self.at_end: Callable[[], None] = lambda: None
-        """Called after each span of the thread that has made this."""
+        """Called after each span that lies in no other, by the thread that has made this."""
         self._thread = threading.get_ident()
         self._own = threading.local()
 
@@ -41,7 +41,7 @@ class Spans:
             took = time.perf_counter_ns() - started
             self.ended.append((phase, started, took, time.thread_time_ns() - cpu, threading.get_native_id()))
             under_way.pop()
-            if threading.get_ident() == self._thread:
+            if not under_way and threading.get_ident() == self._thread:
                 self.at_end()
 
     def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
