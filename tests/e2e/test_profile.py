@@ -26,7 +26,9 @@ def test_a_profile_through_a_kill(start: Start, tmp_path: Path, wait_until: Wait
     run.signal(1, signal.SIGKILL)
     run.after(22)
     result = run.result()
-    plain = start("train", *SMALL, "--workers", 1, "--run-dir", "plain", "--json")
+    plain = start("train", *SMALL, "--workers", 1, "--run-dir", "plain", "--json").wait().json
+    assert plain["weights_sha256"] == result["weights_sha256"]
+    assert plain["profile"] is None
     found: dict[str, Any] = result["profile"]
     trace = json.loads(gzip.decompress(Path(tmp_path / found["trace"]).read_bytes()))
     spans = [event for event in trace["traceEvents"] if event.get("cat") == "phase"]
@@ -44,10 +46,9 @@ def test_a_profile_through_a_kill(start: Start, tmp_path: Path, wait_until: Wait
     assert any(note.startswith("worker 1 on") and "ended while it was recorded" in note for note in found["notes"])
     first = next(one for one in found["workers"] if one["worker"] == 0)
     assert first["whole"]
-    assert first["steps"] == 34
+    assert first["steps"] in (33, 34), "the one that was under way when the other died may have been applied"
     assert abs(sum(one["share"] for one in first["phases"].values()) - 1) < 1e-6
     assert any(one["name"] == "aten::addmm" for one in found["operators"])
     assert sorted(path.name for path in (run.folder / "profile").iterdir()) == ["trace.json.gz"]
     again, _ = read_summary(run.folder)
     assert [one.steps for one in again.workers] == [one["steps"] for one in found["workers"]]
-    assert plain.wait().json["weights_sha256"] == result["weights_sha256"]

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity
 
 MOST_EVENTS = 30_000
 """About half a second's silence on a slow machine; after a whole one a worker is taken for dead."""
-REHEARSAL_S = 0.1
+REHEARSAL_S = 0.3
 """CPU time of a rehearsal. The quickest operators take 10 µs when they are recorded."""
 _QUIET = {"KINETO_LOG_LEVEL": "99"}
 
@@ -35,7 +35,8 @@ class Operators:
         self._profile: profile | None = None
         self._began = (0, 0)
         """Wall clock and CPU time."""
-        self._budget_ns = 0
+        self._budget_ns = self._spent_ns = 0
+        """CPU time that it may record, and has recorded."""
         self.recorded_ns = (0, 0)
         """From when to when, by `time.perf_counter_ns`; the end is 0 while it goes on."""
         self._per_s = MOST_EVENTS / REHEARSAL_S
@@ -43,8 +44,10 @@ class Operators:
 
     def set_up(self) -> None:
         """The first start takes seconds: now, that nobody waits."""
+        usual = self._per_s
         self.start(REHEARSAL_S)
         self.stop()
+        self._per_s = usual
 
     def start(self, budget_s: float = 0.0) -> None:
         """Record from here on, for so much CPU time of this thread; 0: as much as the last rehearsal allows."""
@@ -64,15 +67,15 @@ class Operators:
         assert self._profile is not None
         self._profile.toggle_collection_dynamic(False, self._activities)
         self.recorded_ns = (self._began[0], time.perf_counter_ns())
+        self._spent_ns = time.thread_time_ns() - self._began[1]
 
     def stop(self) -> None:
         assert self._profile is not None
         if not self.recorded_ns[1]:
             self._end()
-        cpu_ns = min(time.thread_time_ns() - self._began[1], self._budget_ns)
         self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        if cpu_ns > 0:
-            self._per_s = max(self.count, 1) / (cpu_ns / 1e9)
+        if self._spent_ns > 0:
+            self._per_s = max(self.count, 1) / (self._spent_ns / 1e9)
 
     @property
     def count(self) -> int:
