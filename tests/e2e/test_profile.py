@@ -49,6 +49,6 @@ def test_a_profile_through_a_kill(start: Start, tmp_path: Path, wait_until: Wait
     assert first["steps"] in (33, 34), "the one that was under way when the other died may have been applied"
     assert abs(sum(one["share"] for one in first["phases"].values()) - 1) < 1e-6
     assert any(one["name"] == "aten::addmm" for one in found["operators"])
-    assert sorted(path.name for path in (run.folder / "profile").iterdir()) == ["trace.json.gz"]
+    assert sorted(path.name for path in (run.folder / "profile").iterdir()) == ["workers.pt.trace.json.gz"]
     again, _ = read_summary(run.folder)
     assert [one.steps for one in again.workers] == [one["steps"] for one in found["workers"]]

@@ -162,7 +162,7 @@ def test_collecting_a_run(tmp_path: Path) -> None:
     record = {"kind": "workers", "at": 1.0, "workers": [{"worker": 0}, {"worker": 1}]}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     summary, trace = read_summary(tmp_path)
-    assert [path.name for path in folder.iterdir()] == ["trace.json.gz"]
+    assert [path.name for path in folder.iterdir()] == ["workers.pt.trace.json.gz"]
     assert summary.workers[0].steps == 2
     assert any("nothing came from worker 1" in note for note in summary.notes)
     assert any("no operators: the file is damaged" in note for note in summary.notes)
@@ -184,7 +184,7 @@ def test_collecting_a_run(tmp_path: Path) -> None:
 def test_what_is_no_profile_is_one_error(tmp_path: Path, content: bytes | None, why: str) -> None:
     (tmp_path / "profile").mkdir()
     if content is not None:
-        (tmp_path / "profile" / "trace.json.gz").write_bytes(content)
+        (tmp_path / "profile" / "workers.pt.trace.json.gz").write_bytes(content)
     with pytest.raises(DistBeliefError, match=why):
         read_summary(tmp_path)
     if content is None:

@@ -16,7 +16,8 @@ from distbelief.observe.records import Tail
 from distbelief.strategies import waits
 
 FOLDER = "profile"
-TRACE = "trace.json.gz"
+TRACE = "workers.pt.trace.json.gz"
+"""So TensorBoard finds it, too."""
 
 
 def trace_of(run_dir: Path) -> Path:
@@ -63,7 +64,7 @@ def read_summary(where: Path) -> tuple[Summary, Path]:
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
         what = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
         raise DistBeliefError(
-            f"{path} cannot be read as a profile: {what}", hint="give a run directory, or its profile/trace.json.gz"
+            f"{path} cannot be read as a profile: {what}", hint="give a run directory, or its profile/workers.pt.trace.json.gz"
         ) from error
 
 
