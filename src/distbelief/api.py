@@ -261,6 +261,7 @@ def _launch(
 def _run(launch: Launch, view: View, announce: Announce | None = None, **source: Any) -> Result:
     from dataclasses import replace
 
+    from distbelief.comm.messages import PROFILE_FOLDER
     from distbelief.engines import chosen
     from distbelief.engines.launch import keep_launch
     from distbelief.engines.rundir import make_run_dir
@@ -278,7 +279,7 @@ def _run(launch: Launch, view: View, announce: Announce | None = None, **source:
     keep_launch(launch)
     if not profiled:
         return result_of(chosen.run(launch, view, announce), launch.run_dir, started)
-    (launch.run_dir / "profile").mkdir(exist_ok=True)
+    (launch.run_dir / PROFILE_FOLDER).mkdir(exist_ok=True)
     found: dict[str, Any] = {}
     try:
         record = chosen.run(launch, view, announce)

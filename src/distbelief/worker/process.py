@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -51,10 +52,12 @@ from distbelief.worker.failure import describe_failure
 from distbelief.worker.link import ControlLink
 from distbelief.worker.loading import Loaded, load, write_job_json
 from distbelief.worker.origin import frozen_of, newest_saved, opened_at, weights_of
-from distbelief.worker.profiling.profiler import Profiler
 from distbelief.worker.saving import Saver
 from distbelief.worker.spec import WorkerSpec
 from distbelief.worker.training import Assignment, report_again, train
+
+if TYPE_CHECKING:
+    from distbelief.worker.profiling.profiler import Profiler
 
 LEAVE_AFTER_S = 0.3
 _UNHEARD = 256  # steps: more than are committed between two heartbeats
@@ -129,6 +132,8 @@ def _client(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> ServerClient
 def _profiler(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> Profiler | None:
     if spec.profile is None:
         return None
+    from distbelief.worker.profiling.profiler import Profiler
+
     return Profiler(spec, loaded.steps, loaded.strategy.stride, torch.device(spec.device), link.send)
 
 

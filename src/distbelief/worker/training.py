@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distbelief.checkpoint.manifest import Facts
 from distbelief.comm.messages import Evaluation, StepReport, Timing, WorkerFinished
@@ -17,8 +17,10 @@ from distbelief.worker.evaluate import Evaluator
 from distbelief.worker.feed import Feed
 from distbelief.worker.link import Progress
 from distbelief.worker.origin import facts_at
-from distbelief.worker.profiling.profiler import Profiler
 from distbelief.worker.saving import Saver
+
+if TYPE_CHECKING:
+    from distbelief.worker.profiling.profiler import Profiler  # it is loaded where a profile is taken
 
 
 @dataclass

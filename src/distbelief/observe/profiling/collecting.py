@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from distbelief.comm.messages import PROFILE_FOLDER
 from distbelief.errors import DistBeliefError
 from distbelief.observe.profiling.merging import Trace, merge
 from distbelief.observe.profiling.parts import OPERATORS, SPANS, read_parts
@@ -15,18 +16,17 @@ from distbelief.observe.profiling.summary import Summary, summarise
 from distbelief.observe.records import Tail
 from distbelief.strategies import waits
 
-FOLDER = "profile"
 TRACE = "workers.pt.trace.json.gz"
 """So TensorBoard finds it, too."""
 
 
 def trace_of(run_dir: Path) -> Path:
-    return run_dir / FOLDER / TRACE
+    return run_dir / PROFILE_FOLDER / TRACE
 
 
 def collect(run_dir: Path) -> Path | None:
     """Merge what the workers have left, and clear it up. Returns the trace; None when nobody has recorded anything."""
-    folder, path = run_dir / FOLDER, trace_of(run_dir)
+    folder, path = run_dir / PROFILE_FOLDER, trace_of(run_dir)
     parts = read_parts(folder)
     if not parts:
         return path if path.exists() else None
@@ -64,7 +64,8 @@ def read_summary(where: Path) -> tuple[Summary, Path]:
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
         what = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
         raise DistBeliefError(
-            f"{path} cannot be read as a profile: {what}", hint="give a run directory, or its profile/workers.pt.trace.json.gz"
+            f"{path} cannot be read as a profile: {what}",
+            hint="give a run directory, or its profile/workers.pt.trace.json.gz",
         ) from error
 
 

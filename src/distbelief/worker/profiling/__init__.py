@@ -1,1 +1,1 @@
-"""Where a worker's time goes, recorded for some steps of a run. Nothing of it exists in a run that is not profiled."""
+"""Where a worker's time goes, recorded for some steps of a run. Nothing of it is loaded where no profile is taken."""

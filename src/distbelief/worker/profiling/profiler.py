@@ -19,14 +19,13 @@ from typing import Any, BinaryIO
 import msgspec
 import torch
 
-from distbelief.comm.messages import TracePart
+from distbelief.comm.messages import PROFILE_FOLDER, TracePart
 from distbelief.worker.profiling.instruments import REGROUP, Instruments
 from distbelief.worker.profiling.operators import REHEARSAL_S, Operators
 from distbelief.worker.profiling.spans import Spans
 from distbelief.worker.profiling.window import window
 from distbelief.worker.spec import WorkerSpec
 
-FOLDER = "profile"
 STEP = "step"
 _CHUNK_BYTES = 1 << 20
 
@@ -41,7 +40,7 @@ class Profiler:
         self._stride = stride
         self._spec = spec
         self._send = send
-        self._folder = Path(spec.run_dir) / FOLDER
+        self._folder = Path(spec.run_dir) / PROFILE_FOLDER
         self._name = f"worker-{spec.worker}-{os.getpid()}"
         self._state = "before"  # rehearsing · ready · during · over
         self._spans = Spans()
