@@ -94,7 +94,8 @@ def test_hosts_join_by_address_members_die_and_a_host_leaves(
 
 @needs_mounts
 def test_a_host_that_does_not_have_the_jobs_files_is_sent_them(start: Start, tmp_path: Path, key: Path) -> None:
-    """Nor does it see the run directory: the leading process runs where the files are, the agent where they are not."""
+    """Nor does it see the run directory: the leading process runs where the files are, the agent where they are not.
+    What its worker records of its steps comes back all the same."""
     there = tmp_path / "there"
     there.mkdir()
     (there / "helper.py").write_text("SIZE = 3\n")
@@ -107,10 +108,13 @@ def test_a_host_that_does_not_have_the_jobs_files_is_sent_them(start: Start, tmp
     where = f"127.0.0.1:{free_port()}"
     lead = start(
         *("coordinator", there / "job.py", "--workers", 1, "--listen", where, "--key", key),
-        *("--save-every", "never", "--run-dir", there / "run", "--json"),
+        *("--save-every", "never", "--profile-steps", "1:4", "--run-dir", there / "run", "--json"),
     )
     agent = start("worker", "--join", where, "--key", key, prefix=unseen(there))
-    assert lead.wait().json["steps"] == 4
+    result = lead.wait().json
+    assert result["steps"] == 4
+    assert [one["steps"] for one in result["profile"]["workers"]] == [3]
+    assert "aten::addmm" in [one["name"] for one in result["profile"]["operators"]]
     outcome = agent.wait()
     assert outcome.status == 0, outcome.stdout + outcome.stderr
 

@@ -153,6 +153,16 @@ class PlanShown(Struct, frozen=True, tag=True):
     lines: list[str]
 
 
+class TracePart(Struct, frozen=True, tag=True):
+    """A stretch of a file that belongs into the run directory's `profile` folder, from a host that does not see it."""
+
+    worker: int
+    name: str
+    at: int
+    """Where in the file it begins, bytes."""
+    content: bytes
+
+
 class PeerDied(Struct, frozen=True, tag=True):
     """A member saw the training thread of another die, in shared memory. Its process may still be coming to its end."""
 
@@ -332,6 +342,7 @@ Event = (
     | StepTakenOver
     | RolledBack
     | PlanShown
+    | TracePart
     | PeerDied
     | CollectiveFailed
     | LeaveRequested

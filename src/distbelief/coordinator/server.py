@@ -27,6 +27,7 @@ from distbelief.comm.doorkeeper import Doorkeeper
 from distbelief.comm.network import protect
 from distbelief.comm.seals import NO_MESSAGE, NO_SEAL, NOT_ITS_OWN, OUT_OF_PLACE, Checker, Refusals, Refused
 from distbelief.coordinator import state as s
+from distbelief.coordinator import traceparts
 from distbelief.coordinator.journal import Journal
 from distbelief.coordinator.progress import REMEMBERED, Seen
 from distbelief.coordinator.speakers import FROM_SERVERS, FROM_WORKERS, is_introduced, may_say
@@ -203,6 +204,10 @@ def handle(server: Server, event: s.Input, identity: bytes = b"") -> bool:
     try:
         if isinstance(event, FROM_WORKERS) and not is_introduced(server.state.workers, event):
             raise s.ProtocolError(f"{type(event).__name__} of worker {event.worker}, which has not joined")
+        if isinstance(event, m.TracePart):  # nothing is decided by it
+            if why_not := traceparts.keep(server.metrics.path.parent, event):
+                _complain(server, why_not)
+            return False
         server.state, outputs = s.step(server.state, event, server.clock())
     except s.ProtocolError as error:
         _complain(server, error.message)

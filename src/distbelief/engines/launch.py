@@ -14,6 +14,7 @@ from distbelief.comm import words
 from distbelief.comm.badges import Badge
 from distbelief.comm.network import is_loopback
 from distbelief.coordinator.detector import STUCK_S
+from distbelief.engines.profileplan import profile_plan
 from distbelief.engines.rundir import check_idle
 from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST, best, interval
 from distbelief.errors import DistBeliefError, JobError
@@ -85,6 +86,10 @@ class Launch:
     keep_best: str = ""
     begin_from: str = ""
     """Weights to begin with; empty: the job's own."""
+    profile: str = ""
+    """The steps to profile, or "auto"; empty: none."""
+    is_away: bool = False
+    """This host does not see the run directory; `run_dir` is a folder of its own."""
     resumed: bool = False
     """Go on with the run that is in the run directory."""
 
@@ -202,6 +207,7 @@ class Launch:
             saves=self.save_plan,
             origin=self.origin,
             place=place,
+            profile=profile_plan(self.profile, self.is_away),
         )
 
 
@@ -228,7 +234,7 @@ def anywhere(launch: Launch) -> Launch:
 # --- how it is kept for a resume -------------------------------------------------------------------------------------
 
 _FILE = "launch.json"
-_OF_ONE_START = ("run_dir", "job_pickle", "dial", "resumed", "host")
+_OF_ONE_START = ("run_dir", "job_pickle", "dial", "resumed", "host", "is_away")
 
 
 def keep_launch(launch: Launch) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -59,6 +60,9 @@ from distbelief.worker.saving import Saver
 from distbelief.worker.spec import WorkerSpec
 from distbelief.worker.training import Assignment, report_again, train
 
+if TYPE_CHECKING:
+    from distbelief.worker.profiling.profiler import Profiler
+
 LEAVE_AFTER_S = 0.3
 _UNHEARD = 256  # steps: more than are committed between two heartbeats
 
@@ -78,6 +82,7 @@ class Place:
     """The same, on its accelerator."""
     client: ServerClient | None = None
     """Of the parameter servers, where there are any."""
+    profile: Profiler | None = None
 
 
 def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: bool = False) -> int:
@@ -106,7 +111,8 @@ def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: b
             link.send(WorkerReady(spec.worker, loaded.facts(), loaded.canary, identity(loaded.device)))
             try:
                 saver = Saver(spec.saves, spec.worker, link.send) if spec.saves else None
-                return _obey(Place(spec, link, keeper, saver, client=_client(spec, loaded, link)), loaded)
+                client, profile = _client(spec, loaded, link), _profiler(spec, loaded, link)
+                return _obey(Place(spec, link, keeper, saver, client=client, profile=profile), loaded)
             except BaseException as error:
                 failure = describe_failure(spec, error, loaded.watch.step, loaded.watch.shard)
             finally:
@@ -127,6 +133,14 @@ def _client(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> ServerClient
     link.progress.learn = client.learn
     link.progress.servers = lambda: client.version
     return client
+
+
+def _profiler(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> Profiler | None:
+    if spec.profile is None:
+        return None
+    from distbelief.worker.profiling.profiler import Profiler
+
+    return Profiler(spec, loaded.steps, loaded.strategy.stride, torch.device(spec.device), link.send)
 
 
 def _obey(place: Place, loaded: Loaded) -> int:
@@ -193,7 +207,11 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             loaded.checkpoint_facts,
             lambda lines: link.send(PlanShown(spec.worker, action.generation, list(lines))),
             loaded.strategy.stride,
+            place.profile,
         )
+        if place.profile:
+            sharing = len(action.members) if _is_free(loaded) else 1
+            place.profile.seated(action.members[action.rank].place, sharing)
         try:
             if isinstance(replica, AsynchronousReplica):
                 finished = train_freely(loaded.job, replica, loaded.evaluator, loaded.watch, link.progress, task)
@@ -206,9 +224,13 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             # The run ends with whoever says first that it failed: so that one says also what was committed before.
             report_again(replica, link.progress, max(0, replica.steps_applied() - _UNHEARD))
             raise
+        if place.profile:
+            place.profile.finish()
         link.send(finished)
         link.finished(action.generation)
     finally:
+        if place.profile:
+            place.profile.left()
         if place.saver:
             place.saver.let_go()
         exchange.close()
