@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SEEDS ?= 1-1000
 FRAMES ?= 1000000
 
-.PHONY: setup setup-dev launchers demo test test-ray test-gpu lint sim fuzz bench clean
+.PHONY: setup setup-dev launchers demo test test-ray test-gpu lint sim fuzz bench bench-quick clean
 
 setup: .venv/.core
 setup-dev: .venv/.dev
@@ -64,8 +64,9 @@ fuzz: setup-dev
 	PYTHONPATH=tests $(BIN)/python -m fuzz --frames $(FRAMES)
 	PYTHONPATH=tests $(BIN)/python -m fuzz --frames $(FRAMES) --kv
 
-bench: setup-dev
-	$(BIN)/python bench/dataparallel.py --json bench/results/dataparallel.json
+# Side by side with peers. The first: everything, for hours; broken off, it goes on where it was with `make bench RESUME=1`.
+bench bench-quick: setup-dev
+	$(BIN)/python -m bench $(if $(filter bench-quick,$@),--quick) $(if $(RESUME),--resume)
 
 clean:
 	rm -rf .venv runs build dist src/*.egg-info

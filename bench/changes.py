@@ -1,6 +1,6 @@
 """What changes cost those who train on: a coordinator that dies again and again, and workers that join.
 
-    .venv/bin/python bench/changes.py [--workers 1] [--times 20] [--joins 10] [--strategy allreduce] [--json FILE]
+    .venv/bin/python -m bench.changes [--workers 1] [--times 20] [--joins 10] [--strategy allreduce] [--json FILE]
 
 Workers with one thread each train the MLP of the data-parallel benchmark. First the coordinator is killed, again
 and again: the step rate while there is none is set against the rate just before, and nobody may be started again, nor a
@@ -29,13 +29,13 @@ from typing import Any
 
 from rich.console import Console
 
-import machine
-import report
+from bench import machine
+from bench import tables as report
+from bench.machine import Bystanders
+from bench.recovery.figures import Commit
+from bench.recovery.watch import LAUNCH_LIMIT_S, RECOVERY_LIMIT_S, OurFiles, started, wait_for
+from bench.running import BENCH, Command, DriverFailed
 from distbelief.coordinator.journal import read as read_journal
-from drivers import BENCH, Command, DriverFailed
-from machine import Bystanders
-from recovery_figures import Commit
-from recovery_watch import LAUNCH_LIMIT_S, RECOVERY_LIMIT_S, OurFiles, started, wait_for
 
 SHARDS = 6
 STEPS = 10_000_000
@@ -48,7 +48,7 @@ def main() -> int:
     args = _arguments()
     console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
     content: dict[str, Any] = {
-        "program": "bench/changes.py",
+        "program": "bench.changes",
         "arguments": sys.argv[1:],
         "machine": machine.facts(),
         "settings": {"workers": args.workers, "threads": 1, "shards": SHARDS, "strategy": args.strategy},
@@ -114,7 +114,7 @@ def _measured(args: argparse.Namespace, measure: Callable[[Run], dict[str, Any]]
 
 def _command(run_dir: Path, args: argparse.Namespace) -> Command:
     return [
-        sys.executable, "-m", "distbelief.cli.main", "train", str(BENCH / "workloads.py"),
+        sys.executable, "-m", "distbelief.cli.main", "train", str(BENCH / "workload_job.py"),
         "--workers", str(args.workers), "--threads", "1", "--run-dir", str(run_dir), "--json", "--no-balance",
         "--strategy", args.strategy,
         "--set", "workload=mlp", "--set", f"steps={STEPS}", "--set", f"shards={SHARDS}",
