@@ -18,6 +18,7 @@ from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 
 AHEAD = 2  # steps that are being read while one is computed
+TOGETHER = 1024  # samples that are numbered in one call: 128 take 0.15 ms, 1024 take 0.2 ms
 
 
 class Feed:
@@ -57,17 +58,35 @@ class Feed:
         _, _, high = self._schedule.shard(step, end - 1)
         group = next((g for g in self._groups if g and g[0][0] <= first and end <= g[-1][1]), None)
         if group is None:
-            return epoch, self._permuted(epoch, low, high)
-        key = step, group[0]
-        if key not in self._spans:  # one permutation for all of a step's units
-            _, start, _ = self._schedule.shard(step, group[0][0])
-            _, _, stop = self._schedule.shard(step, group[-1][1] - 1)
-            self._spans = {key: (start, self._permuted(epoch, start, stop))}
-        start, span = self._spans[key]
+            return epoch, self._permuted(epoch, np.arange(low, high))
+        if (step, group[0]) not in self._spans:
+            self._number(step, group)
+        start, span = self._spans[step, group[0]]
         return epoch, span[low - start : high - start]
 
-    def _permuted(self, epoch: int, low: int, high: int) -> npt.NDArray[np.int64]:
-        positions = np.arange(low, high, dtype=np.int64)
+    def _number(self, step: int, group: Sequence[Range]) -> None:
+        """One permutation for all units of this step, and of steps after it in the same epoch."""
+        epoch, positions = self._positions(step, group)
+        found = {step: positions}
+        for later in range(step + 1, min(step + TOGETHER // max(len(positions), 1), self._until)):
+            its_epoch, its_positions = self._positions(later, group)
+            if its_epoch != epoch:
+                break
+            found[later] = its_positions
+        numbers = self._permuted(epoch, np.concatenate(list(found.values())))
+        ends = np.cumsum([len(one) for one in found.values()])
+        self._spans = {
+            (its_step, group[0]): (int(its_positions[0]) if len(its_positions) else 0, span)
+            for (its_step, its_positions), span in zip(found.items(), np.split(numbers, ends[:-1]), strict=True)
+        }
+
+    def _positions(self, step: int, group: Sequence[Range]) -> tuple[int, npt.NDArray[np.int64]]:
+        """(epoch, positions in it) of a group's units."""
+        epoch, start, _ = self._schedule.shard(step, group[0][0])
+        _, _, stop = self._schedule.shard(step, group[-1][1] - 1)
+        return epoch, np.arange(start, stop, dtype=np.int64)
+
+    def _permuted(self, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return positions_to_samples(positions, self._schedule.samples, self._seed, epoch, self._shuffle)
 
     def fetch(self, step: int, first: int, end: int) -> tuple[Any, int]:

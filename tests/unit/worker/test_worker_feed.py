@@ -198,3 +198,20 @@ def test_a_unit_that_grows_or_shrinks_is_read_anew(before: Range, after: Range) 
         for step in (1, 2, 3):
             if after[0] < SCHEDULE.occupied(step):
                 check(it.fetch(step, *after), expected(step, after))
+
+
+def test_the_samples_of_several_steps_are_numbered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counted(positions: Any, *rest: Any, **more: Any) -> Any:
+        calls.append(len(positions))
+        return positions_to_samples(positions, *rest, **more)
+
+    monkeypatch.setattr("distbelief.worker.feed.positions_to_samples", counted)
+    units: list[Range] = [(1, 2), (2, 3)]
+    with feed((X, Y)) as it:
+        it.expect(units, until=5)  # of an epoch's three steps the last has three samples
+        for step in range(6):
+            for unit in units:
+                check(it.fetch(step, *unit), expected(step, unit))
+    assert calls == [11, 10, 1], "the first epoch, the second until step 5, and what nobody expected"
