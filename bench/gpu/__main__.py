@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.gpu import job, kernels, running
-from bench.gpu.running import EXACT, INEXACT, Run
 from rich.console import Console
 from rich.table import Table
+
+from bench.gpu import job, kernels, running
+from bench.gpu.running import EXACT, INEXACT, Run
 
 PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0, "NVIDIA A100-SXM4-80GB": 312.0}
 """Dense bf16, by the maker's data sheets."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from bench.gpu import job
 
 DEVICE = torch.device("cuda")

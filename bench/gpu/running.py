@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 import torch
-from bench.gpu import job
 
+from bench.gpu import job
 from distbelief.coordinator.journal import read as read_journal
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -25,6 +25,7 @@ from distbelief.job import Job
 from distbelief.shards import shard_seed
 from distbelief.strategies.capture import GradientCapture
 from distbelief.strategies.layout import Layout, trainable
+from distbelief.strategies.slotlinear import placeable
 from distbelief.strategies.tables.embedding import RowGradients, settle, tables_of
 
 
@@ -89,7 +90,8 @@ class ShardComputer:
         self.device = device
         self.parameters = [p for _, p in trainable(model)]
         self.tables = [table for _, table in tables_of(model)]
-        self._capture = GradientCapture(self.parameters, layout)
+        placed = placeable(model, self.parameters) if device.type == "cpu" and not job.compile else []
+        self._capture = GradientCapture(self.parameters, layout, placed)
         self._live = memory_on(device, layout.size_bytes)  # float buffers of the model, at their places in the layout
         self._buffers = _bind_buffers(model, layout, self._live)
         self._integers = [b for _, b in model.named_buffers() if not b.is_floating_point()]
