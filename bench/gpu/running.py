@@ -18,12 +18,11 @@ import psutil
 import torch
 
 from bench.gpu import job
+from bench.running import ROOT, TIMEOUT_S, DriverFailed, environment
 from distbelief.coordinator.journal import read as read_journal
 
-ROOT = Path(__file__).resolve().parents[2]
 INEXACT, EXACT = "ours, inexact", "ours, exact"
 PEERS = {"accelerate": "accelerate", "lightning": "pytorch_lightning"}
-TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
@@ -117,9 +116,8 @@ def _steps_of(run_dir: Path) -> int:
 
 
 def _start(command: list[str]) -> subprocess.Popen[str]:
-    path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))))
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, env=environment(), stdout=pipe, stderr=pipe, text=True)
 
 
 def _finish(process: subprocess.Popen[str]) -> str:
@@ -130,7 +128,7 @@ def _finish(process: subprocess.Popen[str]) -> str:
             process.kill()
             process.wait()
     if process.returncode:
-        raise RuntimeError(f"{process.args!r} ended with {process.returncode}:\n{output[-2000:]}\n{errors[-4000:]}")
+        raise DriverFailed(f"{process.args!r} ended with {process.returncode}:\n{output[-2000:]}\n{errors[-4000:]}")
     return output
 
 
