@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SEEDS ?= 1-1000
 FRAMES ?= 1000000
 
-.PHONY: setup setup-dev launchers demo test test-ray lint sim fuzz bench bench-quick clean
+.PHONY: setup setup-dev launchers demo test test-ray test-gpu lint sim fuzz bench bench-quick clean
 
 setup: .venv/.core
 setup-dev: .venv/.dev
@@ -50,6 +50,11 @@ test: lint
 test-ray: setup-dev
 	$(INSTALL) -e '.[ray]'
 	$(BIN)/python -m pytest tests/e2e/test_ray.py
+
+# For a machine with a CUDA device. Whatever Python has torch there will do: make test-gpu GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
+test-gpu:
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/gpu
 
 sim: setup-dev
 	PYTHONPATH=tests $(BIN)/python -m sim.run --seeds $(SEEDS) --jobs 2 $(if $(MEMBERS),--members $(MEMBERS)) --keep-going

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distbelief.coordinator.detector import STUCK_S
+from distbelief.engines.profileplan import as_text, profile_plan
 from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.result import Result, result_of
@@ -46,6 +47,7 @@ def train(
     keep_best: str = "",
     begin_from: str | Path = "",
     on: str = "local",
+    profile: bool | str | tuple[int, int] = False,
     quiet: bool = False,
 ) -> Result:
     """Train a job on this machine and return the result. No `if __name__ == "__main__"` is needed around it.
@@ -57,7 +59,8 @@ def train(
     Checkpoints are saved every so many steps (500) or so often ("10m"), and at the end; to `checkpoints`, a folder or
     URL, or else to the run directory. The newest `keep_last` are kept, those whose step is a multiple of `keep_every`,
     and the best one by a metric (`keep_best="accuracy"`). `begin_from`: weights to start with, of a run, a checkpoint
-    or a safetensors file. `on`: where to run, as in `distbelief train --on` ("ray").
+    or a safetensors file. `on`: where to run, as in `distbelief train --on` ("ray"). `profile`: record where the
+    time of some steps goes, the usual ones (True) or "10:20"; the result says it, and where the trace is.
 
     >>> import torch, tempfile
     >>> from distbelief import Job, train
@@ -85,7 +88,7 @@ def train(
         job.name or "job", strategy, workers, run_dir, shares,
         threads=threads, device=device, min_workers=min_workers, balance=balance, stuck_after_s=stuck_after_s,
         save_every=str(save_every), checkpoints=os.fspath(checkpoints), keep_last=keep_last, keep_every=keep_every,
-        keep_best=keep_best, begin_from=os.fspath(begin_from), on=on,
+        keep_best=keep_best, begin_from=os.fspath(begin_from), on=on, profile=as_text(profile),
     )  # fmt: skip
     pickled = _pickled(job)
     chosen.check(on)
@@ -182,6 +185,7 @@ def resume_run(
         exact=how.exact,
         transport=how.transport,
         key_file=key_file or launch.key_file,
+        profile="",
         resumed=True,
     )
     if engine or launch.on != on:
@@ -257,6 +261,7 @@ def _launch(
 def _run(launch: Launch, view: View, announce: Announce | None = None, **source: Any) -> Result:
     from dataclasses import replace
 
+    from distbelief.comm.messages import PROFILE_FOLDER
     from distbelief.engines import chosen
     from distbelief.engines.launch import keep_launch
     from distbelief.engines.rundir import make_run_dir
@@ -264,6 +269,7 @@ def _run(launch: Launch, view: View, announce: Announce | None = None, **source:
     started = time.monotonic()
     launch = replace(launch, **source)
     plan = launch.save_plan  # what is wrong with it is said before a directory is made
+    profiled = profile_plan(launch.profile) is not None
     if not launch.resumed:
         make_run_dir(launch.run_dir)
     if plan:
@@ -271,8 +277,29 @@ def _run(launch: Launch, view: View, announce: Announce | None = None, **source:
     if launch.begin_from and not launch.resumed:
         launch = replace(launch, begin_from=_pinned(launch, view))
     keep_launch(launch)
-    record = chosen.run(launch, view, announce)
-    return result_of(record, launch.run_dir, started)
+    if not profiled:
+        return result_of(chosen.run(launch, view, announce), launch.run_dir, started)
+    (launch.run_dir / PROFILE_FOLDER).mkdir(exist_ok=True)
+    found: dict[str, Any] = {}
+    try:
+        record = chosen.run(launch, view, announce)
+    finally:  # also of a run that failed, or was stopped
+        found = _profile(launch.run_dir, view)
+    return replace(result_of(record, launch.run_dir, started), profile=found)
+
+
+def _profile(run_dir: Path, view: View) -> dict[str, Any]:
+    """Where the time went. Whatever is wrong with it is said, and is nobody's failure."""
+    from distbelief.observe.profiling.collecting import read_summary
+    from distbelief.observe.profiling.shown import as_data
+
+    try:
+        summary, trace = read_summary(run_dir)
+    except Exception as error:
+        why = error.message if isinstance(error, DistBeliefError) else f"{type(error).__name__}: {error}"
+        view.log("profile", f"there is none: {why}")
+        return {"trace": "", "notes": [why]}
+    return as_data(summary, str(trace))
 
 
 def _pinned(launch: Launch, view: View) -> str:

@@ -60,6 +60,8 @@ class Job:
     """Largest global norm of the gradient."""
     precision: Precision = "fp32"
     """"bf16" runs forward and loss under autocast."""
+    compile: bool = False
+    """Run the model through torch.compile. The first step of every worker waits for the compiler."""
     validation: Any = None
     """Data to evaluate on, in any form that `data` may have."""
     metrics: Mapping[str, Any] = field(default_factory=dict)

@@ -40,6 +40,9 @@ class Result:
     refused: dict[str, int] = field(default_factory=dict)
     """Messages that the coordinator did not hear, by reason: strangers, replays, members in another's name."""
 
+    profile: dict[str, Any] | None = None
+    """Where the time went, if a profile was taken: `trace` is the file to look at."""
+
     def state_dict(self) -> dict[str, Any]:
         """The trained weights, for `model.load_state_dict`."""
         from safetensors.torch import load_file

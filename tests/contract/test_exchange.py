@@ -19,9 +19,10 @@ from torch.distributed import TCPStore
 MEMBER = str(Path(__file__).with_name("exchange_member.py"))
 TAKEOVER = str(Path(__file__).with_name("takeover_member.py"))
 KINDS = ["shared", "torch"]
+ON_DEVICE = ["slots", "slots on device", "torch on device", "device group"]
 COMPRESSED = ["int8", "powersgd=2"]
 MEMBERS = [1, 2, 3, 5]
-GROUPS = [("alone", 1), *itertools.product(KINDS, MEMBERS)]
+GROUPS = [("alone", 1), *itertools.product(KINDS, MEMBERS), *itertools.product(ON_DEVICE, [1, 3])]
 
 _names = itertools.count()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -44,6 +45,25 @@ def processes_of(mark: str) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
+
+
+def left_in_shared_memory(before: set[str], patience_s: float = 10) -> set[str]:
+    """What is new there and stays, and is nobody's any more. What other programs of this machine have is in use, or
+    goes again."""
+    deadline = time.monotonic() + patience_s
+    left = set(os.listdir("/dev/shm")) - before
+    while left and time.monotonic() < deadline:
+        left = {name for name in left if Path("/dev/shm", name).exists() and not is_in_use(name)}
+        time.sleep(0.2 * bool(left))
+    return left
+
+
+def is_in_use(segment: str) -> bool:
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if f"/dev/shm/{segment}\n" in maps.read_text():
+                return True
+    return False
 
 
 class Run:
@@ -98,7 +118,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     try:
         for run in runs:
             assert run.leftovers() == []
-        assert set(os.listdir("/dev/shm")) <= shared_memory
+        assert left_in_shared_memory(shared_memory) == set()
     finally:
         for run in runs:
             run.kill()

@@ -8,10 +8,13 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import zmq
+
+from distbelief.comm.doorkeeper import MOST_STRANGERS
 
 NOBODY = 65534
 
@@ -46,6 +49,9 @@ def main() -> None:
     for host, port in doors:
         if heard(f"tcp://{host}:{port}"):
             got.append(f"is answered at port {port}")
+    for host, port in doors:
+        if (standing := crowd(host, port)) > MOST_STRANGERS:
+            got.append(f"has {standing} connections at port {port}")
     print(json.dumps(got))
 
 
@@ -63,6 +69,29 @@ def heard(address: str) -> bool:
             with contextlib.suppress(zmq.Again):
                 door.send_multipart(frames, zmq.NOBLOCK)
         return bool(door.poll(300))
+
+
+def crowd(host: str, port: int) -> int:
+    """Connect very often and say nothing: how many of the connections are left after a while."""
+    with contextlib.ExitStack() as stack:
+        crowd = []
+        for _ in range(MOST_STRANGERS + 300):
+            crowd.append(stack.enter_context(socket.socket()))
+            crowd[-1].connect((host, port))
+            crowd[-1].setblocking(False)
+        deadline = time.monotonic() + 10  # before who shakes no hands is disconnected anyway
+        while (standing := sum(map(is_open, crowd))) > MOST_STRANGERS and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return standing
+
+
+def is_open(connection: socket.socket) -> bool:
+    try:
+        return bool(connection.recv(1000))  # a greeting
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
 
 
 if __name__ == "__main__":

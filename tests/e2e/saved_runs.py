@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import random
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,27 +10,13 @@ from typing import Any
 
 import psutil
 from conftest import JOBS, Run, processes_of
+from watched import of_kinds, steps_of
 
 from distbelief.checkpoint.reading import list_checkpoints
 
 JOB = JOBS / "stored.py"
 SLOW = ["--set", "brake_s=0.02"]  # a shard, while there is a file `brake` in the folder in which the run was started
 LARGE = ["--set", "wide=400000"]  # a checkpoint of 3 MB
-
-
-def undisturbed(job: object, *settings: str) -> str:
-    """The weights of a run of that job to which nothing happens, on one worker. How slow it is makes no difference."""
-    values = [text for text in settings if text != "--set" and not text.startswith("brake_s=")]
-    return _undisturbed(job, *(part for value in sorted(values) for part in ("--set", value)))
-
-
-@functools.cache
-def _undisturbed(*arguments: object) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        run = Run(Path(folder), "train", *arguments, "--workers", 1, "--save-every", "never", "--json")
-        weights: str = run.wait().json["weights_sha256"]
-        assert run.leftovers() == []
-    return weights
 
 
 def until(condition: Callable[[], object], run: Run, limit_s: float = 120) -> None:
@@ -46,14 +29,12 @@ def until(condition: Callable[[], object], run: Run, limit_s: float = 120) -> No
 
 
 def records(run_dir: Path, kind: str, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    path = run_dir / name
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [entry for entry in map(json.loads, filter(None, lines)) if entry["kind"] == kind]
+    return list(of_kinds(run_dir / name, kind))
 
 
 def step(run_dir: Path) -> int:
     """How many steps are reported."""
-    return len(records(run_dir, "step"))
+    return steps_of(run_dir)
 
 
 def notices(run_dir: Path) -> list[str]:

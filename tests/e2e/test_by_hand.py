@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import JOBS, Run
+from reference import undisturbed
 
 from distbelief.comm.keys import new_key
 
@@ -31,13 +32,6 @@ def free_port() -> int:
 def key(tmp_path: Path) -> Path:
     new_key(tmp_path / "run.key")
     return tmp_path / "run.key"
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("alone")
-    result = Run(folder, "train", SMALL, "--set", "steps=300", "--workers", 1, "--json").wait().json
-    return str(result["weights_sha256"])
 
 
 def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
@@ -63,7 +57,7 @@ def unseen(folder: Path) -> list[str]:
 
 
 def test_hosts_join_by_address_members_die_and_a_host_leaves(
-    start: Start, tmp_path: Path, key: Path, wait_until: Wait, alone: str
+    start: Start, tmp_path: Path, key: Path, wait_until: Wait
 ) -> None:
     """The hosts come before the coordinator; a worker is killed; one host leaves and another one comes."""
     where, run_dir, brake = f"127.0.0.1:{free_port()}", tmp_path / "run", tmp_path / "brake"
@@ -91,7 +85,7 @@ def test_hosts_join_by_address_members_die_and_a_host_leaves(
     third = host("three", 1)
     wait_until(lambda: "three" in {member["host"] for member in members(run_dir)})
     brake.unlink()
-    assert lead.wait().json["weights_sha256"] == alone
+    assert lead.wait().json["weights_sha256"] == undisturbed(SMALL, "--set", "steps=300")
     for run in (second, third):
         outcome = run.wait()
         assert outcome.status == 0, outcome.stderr
@@ -100,7 +94,8 @@ def test_hosts_join_by_address_members_die_and_a_host_leaves(
 
 @needs_mounts
 def test_a_host_that_does_not_have_the_jobs_files_is_sent_them(start: Start, tmp_path: Path, key: Path) -> None:
-    """Nor does it see the run directory: the leading process runs where the files are, the agent where they are not."""
+    """Nor does it see the run directory: the leading process runs where the files are, the agent where they are not.
+    What its worker records of its steps comes back all the same."""
     there = tmp_path / "there"
     there.mkdir()
     (there / "helper.py").write_text("SIZE = 3\n")
@@ -113,10 +108,13 @@ def test_a_host_that_does_not_have_the_jobs_files_is_sent_them(start: Start, tmp
     where = f"127.0.0.1:{free_port()}"
     lead = start(
         *("coordinator", there / "job.py", "--workers", 1, "--listen", where, "--key", key),
-        *("--save-every", "never", "--run-dir", there / "run", "--json"),
+        *("--save-every", "never", "--profile-steps", "1:4", "--run-dir", there / "run", "--json"),
     )
     agent = start("worker", "--join", where, "--key", key, prefix=unseen(there))
-    assert lead.wait().json["steps"] == 4
+    result = lead.wait().json
+    assert result["steps"] == 4
+    assert [one["steps"] for one in result["profile"]["workers"]] == [3]
+    assert "aten::addmm" in [one["name"] for one in result["profile"]["operators"]]
     outcome = agent.wait()
     assert outcome.status == 0, outcome.stdout + outcome.stderr
 

@@ -91,22 +91,16 @@ def test_random_schedules(distbelief: Cli) -> None:
     assert len(shown["runs"]["faults"]) == 1
 
 
-def test_the_table_for_people_and_a_fault_that_comes_to_nothing(distbelief: Cli) -> None:
-    outcome = distbelief("chaos", *small(40), "--faults", "kill worker 0 at step 5, join at step 9000", "--workers", 2)
+def test_an_inexact_strategy_the_table_for_people_and_a_fault_that_comes_to_nothing(distbelief: Cli) -> None:
+    """It is not held to equal weights. For the table of an exact one see unit/chaos."""
+    faults = ["--faults", "kill worker 0 at step 5, join at step 9000"]
+    outcome = distbelief("chaos", *small(60), *faults, "--workers", 2, "--strategy", "allreduce:inexact")
     assert outcome.status == 0, outcome.stderr
     lines = outcome.stdout.splitlines()
     assert any(line.startswith("fault: kill worker 0 at step 5 (worker 0, process ") for line in lines)
     assert "steps lost: 0" in lines
     assert "not carried out: join at step 9000 (the run ended before)" in lines
-    assert lines[-1].startswith("After 1 fault the run came to the weights of its twin")
-
-
-def test_an_inexact_strategy_is_not_held_to_equal_weights(distbelief: Cli) -> None:
-    outcome = distbelief(
-        "chaos", *small(), "--faults", "kill worker 1 at step 20", "--workers", 3, "--strategy", "allreduce:inexact"
-    )
-    assert outcome.status == 0, outcome.stderr
-    assert "steps lost: 0" in outcome.stdout
+    assert lines[-1].startswith("After 1 fault the run came to")
 
 
 def test_a_run_that_fails_under_faults_says_what_was_done_to_it(distbelief: Cli, tmp_path: Path) -> None:

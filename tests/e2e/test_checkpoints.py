@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Outcome, Run, processes_of
+from reference import undisturbed
 from saved_runs import (
     JOB,
     LARGE,
@@ -23,7 +24,6 @@ from saved_runs import (
     saved,
     sealed,
     step,
-    undisturbed,
     unsealed,
     until,
 )

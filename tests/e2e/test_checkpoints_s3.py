@@ -11,7 +11,8 @@ import fsspec
 import pytest
 import s3fs
 from conftest import REPOSITORY, Outcome, Run
-from saved_runs import JOB, LARGE, check_whole, kill_everything, notices, saved, step, undisturbed, until
+from reference import undisturbed
+from saved_runs import JOB, LARGE, check_whole, kill_everything, notices, saved, step, until
 
 from distbelief.checkpoint.reading import list_checkpoints, verify
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, Outcome, Run
+from conftest import JOBS, Outcome, Run
 from saved_runs import JOB, LARGE, SLOW, kill_everything, records, sealed, until
 from watched import Watched
 
@@ -21,7 +21,7 @@ Start = Callable[..., Run]
 Cli = Callable[..., Outcome]
 Wait = Callable[[Callable[[], object]], None]
 
-DIGITS = [REPOSITORY / "examples" / "digits.py", "--set", "epochs=8", "--workers", 2, "--save-every", "never"]
+DIGITS = [JOBS / "digits.py", "--set", "epochs=5", "--workers", 2, "--save-every", "never"]
 METHODS = {
     "int8": 0.27,
     "powersgd=4": 0.15,

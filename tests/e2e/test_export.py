@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import JOBS, REPOSITORY, Outcome
+from conftest import JOBS, Outcome
 from safetensors.torch import load_file
 
 Cli = Callable[..., Outcome]
@@ -37,7 +37,7 @@ def test_a_small_run_exported_and_read_without_distbelief(distbelief: Cli, tmp_p
 def test_the_average_of_two_seeds_of_the_digits_as_onnx(distbelief: Cli, tmp_path: Path) -> None:
     import onnxruntime
 
-    digits = REPOSITORY / "examples" / "digits.py"
+    digits = JOBS / "digits.py"
     for seed in (0, 1):
         settings = ["--set", "epochs=1", "--set", f"seed={seed}", "--set", "width=8"]
         assert distbelief("train", digits, "--workers", 1, *settings, "--run-dir", f"run{seed}").status == 0

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import JOBS, Outcome, Run
+from reference import undisturbed
 from watched import Start, Wait, Watched
 
 from distbelief.comm.keys import new_key
@@ -24,13 +25,6 @@ MPIRUN = ("env", "OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
 needs_mpirun = pytest.mark.skipif(
     shutil.which("mpirun.openmpi") is None, reason="Open MPI is not installed (Debian: openmpi-bin)"
 )
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of one worker on this machine."""
-    run = Run(tmp_path_factory.mktemp("alone"), "train", *JOB, "--workers", 1, "--json")
-    return str(run.wait().json["weights_sha256"])
 
 
 @pytest.fixture
@@ -47,23 +41,19 @@ def launched(start: Start, tmp_path: Path, wait_until: Wait) -> Callable[..., Wa
 
 
 @needs_mpirun
-def test_mpirun_does_not_notice_that_a_member_dies(
-    launched: Callable[..., Watched], wait_until: Wait, weights: str
-) -> None:
+def test_mpirun_does_not_notice_that_a_member_dies(launched: Callable[..., Watched], wait_until: Wait) -> None:
     watched = launched((*MPIRUN, "-n", 2), "--on", "mpi")
     watched.after(2)
     watched.signal(1, signal.SIGKILL)
     wait_until(lambda: 2 in watched.members())  # the one that was started in its place
     result = watched.result()
-    assert result["weights_sha256"] == weights
+    assert result["weights_sha256"] == undisturbed(*JOB)
     assert result["recoveries"] == 1
     assert result["workers"] == 2
 
 
 @needs_mpirun
-def test_two_hosts_of_mpirun_meet_in_the_run_directory(
-    launched: Callable[..., Watched], tmp_path: Path, weights: str
-) -> None:
+def test_two_hosts_of_mpirun_meet_in_the_run_directory(launched: Callable[..., Watched], tmp_path: Path) -> None:
     agent = tmp_path / "beside"
     agent.write_text(BESIDE)
     agent.chmod(0o700)
@@ -71,7 +61,7 @@ def test_two_hosts_of_mpirun_meet_in_the_run_directory(
     watched = launched(launcher, "--on", "mpi", "--workers", 4)
     watched.release()
     outcome = watched.run.wait()
-    assert outcome.json["weights_sha256"] == weights
+    assert outcome.json["weights_sha256"] == undisturbed(*JOB)
     assert outcome.json["workers"] == 4
     assert len({member["host"] for member in watched.journal("generation")[0]["members"]}) == 2
     assert not (watched.folder / "meeting.json").exists()
@@ -88,16 +78,16 @@ def test_sigterm_to_mpirun_ends_everything(launched: Callable[..., Watched]) -> 
     assert "stopped by SIGTERM; the newest checkpoint is of step" in outcome.stderr
 
 
-def test_torchrun(launched: Callable[..., Watched], weights: str) -> None:
+def test_torchrun(launched: Callable[..., Watched]) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", 2, "--no-python")
     watched = launched(torchrun, "--on", "torchrun")
     watched.release()
     result = watched.run.wait().json
-    assert result["weights_sha256"] == weights
+    assert result["weights_sha256"] == undisturbed(*JOB)
     assert result["workers"] == 2
 
 
-def test_a_cluster_described_by_tf_config(start: Start, tmp_path: Path, weights: str) -> None:
+def test_a_cluster_described_by_tf_config(start: Start, tmp_path: Path) -> None:
     """The chief on one host; a worker and a parameter server on another."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -111,13 +101,31 @@ def test_a_cluster_described_by_tf_config(start: Start, tmp_path: Path, weights:
 
     chief, worker, server = (task(kind) for kind in ("chief", "worker", "ps"))
     result: dict[str, Any] = chief.wait().json
-    assert result["weights_sha256"] == weights
+    assert result["weights_sha256"] == undisturbed(*JOB)
     assert (result["workers"], result["servers"]) == (2, 2)
     records = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
     (placement,) = [entry["placement"] for entry in records if entry["kind"] == "servers"]
     assert set(placement["hosts"].values()) == {"other"}
     silent = Outcome(0, "", "")
     assert [worker.wait(), server.wait()] == [silent, silent], "only the first process has something to say"
+
+
+def test_a_host_that_waits_at_an_address_hears_what_was_wrong(start: Start, tmp_path: Path) -> None:
+    """Nobody starts a coordinator there."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    cluster = {"chief": [f"127.0.0.1:{port}"], "worker": ["other:1"]}
+    new_key(tmp_path / "key")
+
+    def task(kind: str) -> Run:
+        config = json.dumps({"cluster": cluster, "task": {"type": kind, "index": 0}})
+        return start("train", "nowhere.py", "--on", "tf_config", "--key", "key", prefix=["env", f"TF_CONFIG={config}"])
+
+    worker, chief = task("worker"), task("chief")
+    assert "no such job file: nowhere.py" in chief.wait().stderr
+    outcome = worker.wait()
+    assert outcome.status == 1
+    assert f"the run at tcp://127.0.0.1:{port} is over: no such job file: nowhere.py" in outcome.stderr
 
 
 def test_what_is_wrong_is_said_once_and_ends_all(start: Start) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import JOBS, Outcome, Run
+from reference import undisturbed
 from safetensors.torch import load_file
 from test_against_plain_torch import samples_of, seed_all, tree_sum
 from torch.nn import functional as F
@@ -33,22 +34,13 @@ def watched(start: Start, tmp_path: Path, wait_until: Wait) -> Callable[..., Wat
     return lambda *arguments: Watched(start, tmp_path, wait_until, *arguments)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The weights of a run to which nothing happens, on one worker."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    run = Run(folder, "train", *SMALL, "--strategy", "local_sgd:8:nesterov", "--workers", 1, "--json")
-    return str(run.wait().json["weights_sha256"])
-
-
 @pytest.mark.parametrize(
     ("ways", "evaluated"),
     [
         # Due every 6 steps and at the end; there is a state after every 4.
-        ([["--workers", number, "--strategy", "local_sgd:4"] for number in (1, 3)], [8, 12, 15]),
+        ([["--workers", 3, "--strategy", "local_sgd:4"]], [8, 12, 15]),
         (
             [
-                ["--workers", 3, "--strategy", "local_sgd:4:nesterov:gloo"],
                 ["--shares", "1,3", "--strategy", "local_sgd:4:nesterov:gloo"],
                 ["--workers", 5, "--strategy", "local_sgd:4:nesterov"],  # one is a spare
             ],
@@ -79,10 +71,14 @@ def test_same_weights_on_any_number_of_workers(
         folder = tmp_path / str(number)
         result = distbelief("train", JOBS / "everything.py", *way, "--run-dir", folder, "--json").json
         hashes.add((result["weights_sha256"], str(result["metrics"]), result["steps"]))
+        sends = "bf16:gloo" in str(way) and 1 not in way
+        assert (result["wire_ratio"] is not None) == sends, "neither one worker sends anything, nor do some that share"
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(15))
         assert [line["step"] for line in lines if line["kind"] == "evaluation"] == evaluated
     assert len(hashes) == 1, hashes
+    strategy = str(ways[0][-1]).removesuffix(":gloo")
+    assert hashes.pop()[0] == undisturbed(JOBS / "everything.py", strategy=strategy)
 
 
 def plain_local_loop(model: torch.nn.Module, local: int, replicas: int) -> list[float]:
@@ -158,9 +154,7 @@ def test_the_same_bits_as_a_plain_loop(distbelief: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_the_same_weights_when_workers_are_killed(
-    watched: Callable[..., Watched], undisturbed: str, transport: str
-) -> None:
+def test_the_same_weights_when_workers_are_killed(watched: Callable[..., Watched], transport: str) -> None:
     run = watched(*SMALL, "--strategy", f"local_sgd:8:nesterov:{transport}", "--workers", 3)
     for steps, place in ((8, 1), (32, 0), (56, 2)):
         run.after(steps)
@@ -168,7 +162,7 @@ def test_the_same_weights_when_workers_are_killed(
         run.signal(run.living()[place], signal.SIGKILL)
         run.after(steps + 16)
     result = run.result()
-    assert result["weights_sha256"] == undisturbed
+    assert result["weights_sha256"] == undisturbed(*SMALL, strategy="local_sgd:8:nesterov")
     assert result["recoveries"] >= 2
     said = [notice["text"] for notice in run.metrics("notice")]
     back = [text for text in said if text.startswith("goes back to the last outer step, after step ")]
@@ -177,19 +171,17 @@ def test_the_same_weights_when_workers_are_killed(
     assert result["reexecuted"] == 0  # no step that was committed
 
 
-def test_all_workers_of_the_host_killed_at_once(watched: Callable[..., Watched], undisturbed: str) -> None:
+def test_all_workers_of_the_host_killed_at_once(watched: Callable[..., Watched]) -> None:
     """The engine keeps their memory, so nothing but the present round is lost."""
     run = watched(*SMALL, "--strategy", "local_sgd:8:nesterov:shm", "--workers", 3)
     run.after(24)
     run.kill_all()
     result = run.result()
-    assert result["weights_sha256"] == undisturbed
+    assert result["weights_sha256"] == undisturbed(*SMALL, strategy="local_sgd:8:nesterov")
     assert result["reexecuted"] == 0
 
 
-def test_two_neighbours_without_shared_memory_go_back_to_a_checkpoint(
-    watched: Callable[..., Watched], undisturbed: str
-) -> None:
+def test_two_neighbours_without_shared_memory_go_back_to_a_checkpoint(watched: Callable[..., Watched]) -> None:
     """They alone had a replica's optimizer state."""
     how = ["--strategy", "local_sgd:8:nesterov:gloo", "--workers", 3, "--save-every", 16]
     run = watched(*SMALL, *how)
@@ -198,25 +190,25 @@ def test_two_neighbours_without_shared_memory_go_back_to_a_checkpoint(
     for worker in sorted(members)[:2]:
         run.signal(worker, signal.SIGKILL)
     result = run.result()
-    assert result["weights_sha256"] == undisturbed
+    assert result["weights_sha256"] == undisturbed(*SMALL, strategy="local_sgd:8:nesterov")
     (back,) = run.metrics("rollback")
     assert (back["source"], back["step"] % 16) == ("checkpoint", 0)
 
 
-def test_without_copies_one_death_goes_back_and_says_so(watched: Callable[..., Watched], undisturbed: str) -> None:
+def test_without_copies_one_death_goes_back_and_says_so(watched: Callable[..., Watched]) -> None:
     how = ["--strategy", "local_sgd:8:nesterov:gloo:nocopies", "--workers", 2, "--save-every", "never"]
     run = watched(*SMALL, *how)
     run.after(24)
     run.signal(min(run.members()), signal.SIGKILL)
     result = run.result()
-    assert result["weights_sha256"] == undisturbed
+    assert result["weights_sha256"] == undisturbed(*SMALL, strategy="local_sgd:8:nesterov")
     (back,) = run.metrics("rollback")
     assert (back["source"], back["step"], back["reached"] >= 24) == ("where the run began", 0, True)
 
 
 @pytest.mark.parametrize(("first", "then"), [("shm", "gloo"), ("gloo", "shm")])
 def test_a_stopped_run_is_resumed_to_the_same_weights(
-    watched: Callable[..., Watched], start: Start, undisturbed: str, first: str, then: str
+    watched: Callable[..., Watched], start: Start, first: str, then: str
 ) -> None:
     run = watched(*SMALL, "--strategy", f"local_sgd:8:nesterov:{first}", "--workers", 2)
     run.after(24)
@@ -226,7 +218,7 @@ def test_a_stopped_run_is_resumed_to_the_same_weights(
     assert checkpoint["step"] % 8 == 0, outcome
     run.release()
     again = start("resume", "run", "--workers", 3, "--strategy", f"local_sgd:8:nesterov:{then}", "--json").wait()
-    assert again.json["weights_sha256"] == undisturbed
+    assert again.json["weights_sha256"] == undisturbed(*SMALL, strategy="local_sgd:8:nesterov")
     assert sorted(run.lasting_steps()) == list(range(203))
 
 
@@ -236,8 +228,6 @@ def test_compressed_differences_survive_a_kill_and_a_resume(
     """What replicas owe is taken over (over gloo by way of copies) and saved: the weights are those of one worker."""
     job = [JOBS / "small.py", "--set", "brake_s=0.02", "--set", "shards=8", "--set", "steps=96"]
     strategy = "local_sgd:8:nesterov:replicas=3:int8"
-    one = Run(tmp_path, "train", *job, "--strategy", strategy, "--workers", 1, "--run-dir", "one", "--json").wait().json
-    assert one["wire_ratio"] is None  # nothing travels
     run = watched(*job, "--strategy", f"{strategy}:gloo:copies", "--workers", 3)
     run.after(16)
     run.has_members(3)
@@ -248,7 +238,7 @@ def test_compressed_differences_survive_a_kill_and_a_resume(
     assert run.metrics("rollback") == []
     run.release()
     again = start("resume", "run", "--workers", 2, "--strategy", f"{strategy}:gloo", "--json").wait().json
-    assert again["weights_sha256"] == one["weights_sha256"]
+    assert again["weights_sha256"] == undisturbed(*job, strategy=strategy)
     assert 0 < again["wire_ratio"] < 0.5, "three replicas' codes of a quarter, where two partial sums went"
 
 
@@ -258,8 +248,6 @@ def test_verify(distbelief: Cli) -> None:
     assert against_plain.json["verdict"] == "identical"
     one = ["--strategy", "local_sgd:1:replicas=1", "--against", "allreduce", "--tolerance", "1e-6"]
     assert distbelief("verify", *job, *one, "--json").json["verdict"] in ("identical", "equal")
-    other = distbelief("verify", *job, "--strategy", "local_sgd:4", "--against", "allreduce")
-    assert (other.status, "by their nature" in other.stdout) == (1, True), other
 
 
 def test_more_replicas_than_shards_is_one_clear_error(distbelief: Cli) -> None:

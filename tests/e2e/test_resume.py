@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Outcome, Run, processes_of
+from reference import undisturbed
 from saved_runs import (
     JOB,
     LARGE,
@@ -27,7 +28,6 @@ from saved_runs import (
     records,
     sealed,
     step,
-    undisturbed,
     unsealed,
     until,
 )

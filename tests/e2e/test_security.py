@@ -18,9 +18,10 @@ from watched import Watched
 
 from distbelief.comm.badges import Authority
 from distbelief.comm.keys import new_key, read_key
+from distbelief.comm.seals import TURNED_AWAY
 
 INTRUDER = Path(__file__).parent / "intruder.py"
-STEPS = 40
+STEPS = 200
 
 
 @pytest.fixture
@@ -55,7 +56,8 @@ def _another_user_gets_at_nothing(run: Watched, tmp_path: Path) -> None:
     doors, pids = listening(processes), [one.pid for one in processes]
     assert len(doors) >= 3
     arguments = [sys.executable, str(INTRUDER), str(run.folder), json.dumps(pids), json.dumps(doors)]
-    outcome = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=True)
+    outcome = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=False)
+    assert outcome.returncode == 0, outcome.stderr
     assert json.loads(outcome.stdout) == []
 
 
@@ -89,6 +91,8 @@ def _secrets_are_nowhere(run: Watched, tmp_path: Path) -> None:
     assert shown("there", (run.folder / "coordinator.json").read_bytes()), "it would be found if it were there"
     result = run.result()
     assert result["recoveries"] == 0
+    if os.geteuid() == 0:
+        assert result["refused"][TURNED_AWAY] >= 300, "the coordinator has counted those that it turned away"
     left = [path for path in run.folder.rglob("*") if path.is_file() and shown(str(path), path.read_bytes())]
     assert left == [], "when the run is over, nothing of it is left"
     assert shown("summary", json.dumps(result).encode()) == []

@@ -23,6 +23,7 @@ from distbelief.cli.options import (
     Strategy,
     Threads,
 )
+from distbelief.cli.profile import Profile, ProfileSteps, asked_steps, print_profile
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.cli.train import check_job_file, parse_settings
 from distbelief.engines.saveplan import DEFAULT_EVERY
@@ -45,6 +46,8 @@ def coordinator(
     min_workers: MinWorkers = 1,
     save_every: SaveEvery = DEFAULT_EVERY,
     checkpoints: Checkpoints = "",
+    profile: Profile = False,
+    profile_steps: ProfileSteps = "",
     json: AsJson = False,
     plain: Plain = False,
 ) -> None:
@@ -77,8 +80,11 @@ def coordinator(
             local_workers=0,
             room=0,
             is_open=True,
+            profile=asked_steps(profile, profile_steps),
         )
     if json:
         print_json(result)
     else:
         print_summary(result, stream, plain=plain)
+    if result.profile:
+        print_profile(result.profile["trace"], stream)

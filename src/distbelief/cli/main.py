@@ -19,6 +19,7 @@ from distbelief.cli.failures import Commands
 from distbelief.cli.keys import keys
 from distbelief.cli.kv import kv
 from distbelief.cli.new import new
+from distbelief.cli.profile import profile
 from distbelief.cli.replay import replay
 from distbelief.cli.resume import resume
 from distbelief.cli.scale import scale
@@ -44,6 +45,7 @@ app.command()(slurm)
 app.command()(chaos)
 app.command()(verify)
 app.command()(replay)
+app.command()(profile)
 app.command()(export)
 app.command()(average)
 app.command()(kv)

@@ -54,5 +54,5 @@ def placed(asked: Asked) -> Iterator[Leading | None]:
         raise typer.Exit
     if not place.leads:
         raise typer.Exit(follow(asked, place))
-    with leading(asked, place) as lead:
+    with leading(asked, place, lambda text: typer.echo(text, err=True)) as lead:
         yield lead

@@ -39,6 +39,9 @@ def replay(
     step: Annotated[int | None, typer.Option(min=0, metavar="N", help=_STEP_HELP, show_default=False)] = None,
     shard: Annotated[int | None, typer.Option(min=0, metavar="V", help=_SHARD_HELP, show_default=False)] = None,
     debug: Annotated[bool, typer.Option("--debug", help=_DEBUG_HELP)] = False,
+    device: Annotated[
+        str, typer.Option(help="Where to replay it. Default: as the run; elsewhere other bits are to be expected.")
+    ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print what was found as one JSON object on stdout.")] = False,
 ) -> None:
     """Execute one step of a run again, in one process, from the nearest checkpoint, and show what is in it.
@@ -53,7 +56,7 @@ def replay(
     from distbelief.replaying.records import chosen_step, read_run  # after the checks, which need none of it
 
     chosen_step(read_run(run), step)
-    _start_as_workers_do(run, step, shard, debug, json)
+    _start_as_workers_do(run, step, shard, debug, device, json)
 
     from distbelief.replaying.progress import WayShown
     from distbelief.replaying.replay import Asked
@@ -66,7 +69,7 @@ def replay(
         contextlib.closing(WayShown(sys.stderr)) as way,
     ):
         try:
-            found = execute(Asked(run, step, shard, debug), way)
+            found = execute(Asked(run, step, shard, debug, device), way)
         except bdb.BdbQuit:
             typer.echo("left the debugger; the step was not executed to its end")
             raise typer.Exit from None
@@ -78,12 +81,13 @@ def replay(
         raise typer.Exit(1)
 
 
-def _start_as_workers_do(run: Path, step: int | None, shard: int | None, debug: bool, json: bool) -> None:
+def _start_as_workers_do(run: Path, step: int | None, shard: int | None, debug: bool, device: str, json: bool) -> None:
     """Does not return, unless this process has that environment already."""
     environment = {"PYTHONHASHSEED": "0", **os.environ, **WORKER_ENVIRONMENT}
     if environment == dict(os.environ):
         return
     options = [f"--{name}={value}" for name, value in (("step", step), ("shard", shard)) if value is not None]
+    options += [f"--device={device}"] if device else []
     options += [f"--{name}" for name, wanted in (("debug", debug), ("json", json)) if wanted]
     command = [sys.executable, "-P", "-m", "distbelief.cli.main", "replay", *options, "--", str(run)]
     os.execve(sys.executable, command, environment)

@@ -36,6 +36,7 @@ KEYS = (
     "pace",
     "wire_ratio",
     "refused",
+    "profile",
 )
 
 

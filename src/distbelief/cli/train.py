@@ -30,6 +30,7 @@ from distbelief.cli.options import (
     Threads,
 )
 from distbelief.cli.placing import On, placed
+from distbelief.cli.profile import Profile, ProfileSteps, asked_steps, print_profile
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.coordinator.detector import STUCK_S
 from distbelief.engines.allocation.asked import Asked
@@ -82,6 +83,8 @@ def train(
     ] = "",
     on: On = LOCAL,
     key: KeyFile = None,
+    profile: Profile = False,
+    profile_steps: ProfileSteps = "",
     json: AsJson = False,
     plain: Plain = False,
 ) -> None:
@@ -129,11 +132,14 @@ def train(
                 listen=where,
                 key_file=key_path,
                 on=on,
+                profile=asked_steps(profile, profile_steps),
             )
         if json:
             print_json(result)
         else:
             print_summary(result, stream, plain=plain)
+        if result.profile:
+            print_profile(result.profile["trace"], stream)
 
 
 def check_job_file(path: Path) -> None:

@@ -18,6 +18,9 @@ def worker(
         ),
     ],
     count: Annotated[int, typer.Option(min=1, metavar="N", help="Workers on this host.")] = 1,
+    device: Annotated[
+        str, typer.Option(help="The device of each of them. Default: as the run's; others only where it is not exact.")
+    ] = "",
     key: KeyFile = None,
     host: Annotated[
         str,
@@ -31,7 +34,7 @@ def worker(
     if Path(join).is_dir():
         from distbelief.engines.byhand import join_run
 
-        raise typer.Exit(join_run(Path(join), count, host))
+        raise typer.Exit(join_run(Path(join), count, host, device))
 
     from distbelief.comm.keys import required_key, run_secret
     from distbelief.comm.reaching import find
@@ -40,4 +43,4 @@ def worker(
 
     address = find(join, PATIENCE_S, print)
     invitation = Invitation(address, run_secret(required_key(key, address)))
-    raise typer.Exit(serve_host(invitation, count, host, grows=True))
+    raise typer.Exit(serve_host(invitation, count, host, grows=True, device=device))

@@ -13,7 +13,7 @@ class StartGeneration(Struct, frozen=True, tag=True):
     members: list[Member]
     """In the order of their ranks. A worker that is not among them is a spare and waits."""
     transport: str
-    """shm · gloo"""
+    """shm · slots · gloo · nccl"""
     past: list[PastGeneration] = []
     """The newest first."""
     reported: int = 0

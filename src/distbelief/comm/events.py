@@ -58,6 +58,8 @@ class WorkerReady(Struct, frozen=True, tag=True):
     worker: int
     job: JobFacts
     canary: Canary
+    gpu: str = ""
+    """Which accelerator it computes on, of all in the world; nothing for a processor."""
 
 
 class Heartbeat(Struct, frozen=True, tag=True):
@@ -149,6 +151,16 @@ class PlanShown(Struct, frozen=True, tag=True):
     worker: int
     generation: int
     lines: list[str]
+
+
+class TracePart(Struct, frozen=True, tag=True):
+    """A stretch of a file that belongs into the run directory's `profile` folder, from a host that does not see it."""
+
+    worker: int
+    name: str
+    at: int
+    """Where in the file it begins, bytes."""
+    content: bytes
 
 
 class PeerDied(Struct, frozen=True, tag=True):
@@ -330,6 +342,7 @@ Event = (
     | StepTakenOver
     | RolledBack
     | PlanShown
+    | TracePart
     | PeerDied
     | CollectiveFailed
     | LeaveRequested

@@ -2,8 +2,8 @@
 
 Partial sums live in *slots*: one slot is the whole flat layout of the model (gradients, then float buffers), cut into
 fixed *tiles*. An exchange knows bytes, tiles and the order of addition; it knows nothing of models or optimizers.
-Three implementations pass one contract suite: shared memory (one host), torch.distributed (any hosts), and one
-process alone.
+All implementations pass one contract suite: shared memory (one host), torch.distributed (any hosts), one process
+alone, and any of these under members that compute on accelerators.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from distbelief.comm.compression.subject import Compression
-from distbelief.comm.segment import Segment
+from distbelief.comm.segment import Memory, Segment
 from distbelief.shards import Program, Range
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ class Geometry:
     """The size of the model's integer buffers."""
     row: int = ROW
     """Numbers that travel per shard and step."""
+    gradient_tiles: int = 0
+    """The first so many tiles hold gradients, the rest float buffers."""
     compression: Compression | None = None
     """How gradients are made smaller on their way, over a network."""
 
@@ -157,7 +159,8 @@ class Exchange(Group, Protocol):
     tiles: Sequence[int]
     """The tiles that this member brings up to date: its own ones in shared memory, all of them otherwise."""
 
-    def slot(self, index: int) -> Segment: ...
+    def slot(self, index: int) -> Memory:
+        """Where I compute: on my device."""
 
     def state(self, size_bytes: int, name: str = "state") -> Segment:
         """Memory for parameters and optimizer state, or other memory that lasts from one generation to the next: one
@@ -182,7 +185,8 @@ class Exchange(Group, Protocol):
         """
 
     def reduced(self, tile: int) -> torch.Tensor:
-        """The sum of the step's partial sums for one of `tiles`, in private memory; the partial sums stay intact."""
+        """The sum of the step's partial sums for one of `tiles`, in private memory; the partial sums stay intact as far
+        as others could see them."""
 
     def share_squares(self, mine: dict[int, float]) -> list[float]:
         """Every member gives a number for each of its tiles; returns the numbers of all tiles."""

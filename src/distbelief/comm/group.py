@@ -29,6 +29,7 @@ from distbelief.comm.words import Abort, Aborted
 
 _CHUNK_BYTES = 64 << 20
 _TRANSFER = (1 << 31) - 1  # a tag that no partial sum has: some may be on their way meanwhile
+_AGAIN_S = 0.1
 _MISSED_S = 5.0  # a wait whose sockets are closed ends within milliseconds, if it ends
 
 
@@ -57,12 +58,14 @@ class TorchGroup:
     waiting = False
     backups: Backups | None = None
 
-    def __init__(self, meeting: Rendezvous, rank: int, size: int, abort: Abort) -> None:
+    def __init__(self, meeting: Rendezvous, rank: int, size: int, abort: Abort, backend: str = "gloo") -> None:
+        """`backend`: torch's name of it; one that differs by device says so, as in "cpu:gloo,cuda:nccl"."""
         self.rank = rank
         self.size = size
         self._abort = abort
         timeout = datetime.timedelta(seconds=meeting.timeout_s)
         self._waits = 0
+        self._backend = backend
         self._before = _open_sockets()
         self._sockets: set[tuple[int, int]] | None = None
         abort.wake = self._hang_up
@@ -73,7 +76,7 @@ class TorchGroup:
             dist.distributed_c10d._world.group_count = 0
             try:
                 dist.init_process_group(
-                    "gloo",
+                    backend,
                     store=PrefixStore(meeting.name, self._store),
                     rank=rank,
                     world_size=size,
@@ -91,6 +94,12 @@ class TorchGroup:
     def _hang_up(self) -> None:
         """From the control thread: end whatever the training thread waits for."""
         threading.Thread(target=self._insist, args=[self._waits], daemon=True).start()
+        if "nccl" in self._backend:  # its kernels wait on the device, and know nothing of sockets
+            with contextlib.suppress(RuntimeError, ValueError):
+                dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).abort()
+        self._shut_down()
+
+    def _shut_down(self) -> None:
         present = _open_sockets()
         for descriptor, identity in present - self._before if self._sockets is None else present & self._sockets:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
@@ -100,12 +109,18 @@ class TorchGroup:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def _insist(self, wait: int) -> None:
-        """gloo sometimes sleeps on although its sockets are closed. Then only the end of this process helps: the
-        coordinator takes it for a death, and others have the state."""
-        time.sleep(_MISSED_S)
-        if self.waiting and self._waits == wait:
-            print("gloo has missed that the group is over: this worker ends, to be replaced", flush=True)
-            os._exit(1)
+        """While members meet, gloo tries a connection that has failed some times more, each time with a new socket:
+        so it is told again. Sometimes it sleeps on even so. Then only the end of this process helps: the coordinator
+        takes it for a death, and others have the state."""
+        until = time.monotonic() + _MISSED_S
+        while True:
+            time.sleep(_AGAIN_S)
+            if not self.waiting or self._waits != wait:
+                return
+            if time.monotonic() > until:
+                print("gloo has missed that the group is over: this worker ends, to be replaced", flush=True)
+                os._exit(1)
+            self._shut_down()
 
     @contextmanager
     def network(self) -> Iterator[None]:

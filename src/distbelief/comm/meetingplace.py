@@ -8,15 +8,17 @@ its own, so that no member's death takes it away.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 
 import msgspec
 import zmq
 
 from distbelief.comm.badges import Badge
+from distbelief.comm.doorkeeper import Doorkeeper
 from distbelief.comm.meetingwords import Add, Found, Look, Put, Remove, Request, Swap, Want, decode_request, encode
 from distbelief.comm.network import protect
-from distbelief.comm.seals import NO_MESSAGE, NO_SEAL, Refusals, Refused
+from distbelief.comm.seals import NO_MESSAGE, NO_SEAL, Checker, Refusals, Refused
 
 MAX_MESSAGE_BYTES = 1 << 20
 KEPT = 100_000
@@ -96,16 +98,36 @@ def serve(host: str, port: int, badge: Badge, listening: Callable[[int], None]) 
             port = socket.bind_to_random_port(where)
         listening(port)
         place, checker, refusals = Place(), badge.checker(), Refusals()
-        while True:
-            identity, *frames = socket.recv_multipart()
-            try:
-                if len(frames) != 2:
-                    raise Refused(NO_SEAL)
-                checker.check(frames[0], frames[1])
-                request = decode_request(frames[1])
-            except (Refused, msgspec.MsgspecError) as error:
-                refusals.add(error.reason if isinstance(error, Refused) else NO_MESSAGE)
-                continue
-            for asker, found in place.hear(identity, request):
-                with contextlib.suppress(zmq.ZMQError):  # it is gone
-                    socket.send_multipart([asker, encode(found)], zmq.NOBLOCK)
+        with contextlib.closing(Doorkeeper(socket, refusals)) as doorkeeper:
+            poller = zmq.Poller()
+            poller.register(socket, zmq.POLLIN)
+            poller.register(doorkeeper.events, zmq.POLLIN)
+            while True:
+                there = dict(poller.poll())
+                if socket in there:
+                    identity, request = socket.recv(copy=False), _heard(socket.recv_multipart(), checker, refusals)
+                    if request is not None:
+                        doorkeeper.know(identity)
+                        _answer(socket, place.hear(identity.bytes, request))
+                if doorkeeper.events in there:
+                    doorkeeper.attend()
+                if news := refusals.news(time.monotonic()):
+                    print(news, flush=True)
+
+
+def _heard(frames: list[bytes], checker: Checker, refusals: Refusals) -> Request | None:
+    """None: it counts for nothing."""
+    try:
+        if len(frames) != 2:
+            raise Refused(NO_SEAL)
+        checker.check(frames[0], frames[1])
+        return decode_request(frames[1])
+    except (Refused, msgspec.MsgspecError) as error:
+        refusals.add(error.reason if isinstance(error, Refused) else NO_MESSAGE)
+        return None
+
+
+def _answer(socket: zmq.Socket[bytes], answers: list[tuple[bytes, Found]]) -> None:
+    for asker, found in answers:
+        with contextlib.suppress(zmq.ZMQError):  # it is gone
+            socket.send_multipart([asker, encode(found)], zmq.NOBLOCK)

@@ -20,6 +20,8 @@ STATUS_UNKNOWN = -1000
 """In place of an exit status: it is dead, and of what will be known later."""
 RUN_ENDS = "the run ends"
 """Why a worker gives up what it does: the one reason for which nothing is worth finishing."""
+PROFILE_FOLDER = "profile"
+"""In the run directory: what workers record of some steps. It is there where a profile was asked for."""
 EXIT_REPORTED = 3
 """A worker ends with this status when it has said why in a WorkerFailed, which may still be on its way."""
 

@@ -7,6 +7,7 @@ servers move tensors at the speed of memory, what is said is signed (seals.py), 
 
 from __future__ import annotations
 
+import struct
 from urllib.parse import urlsplit
 
 import zmq
@@ -16,6 +17,13 @@ from distbelief.comm.badges import Keys
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 HANDSHAKE_MS = 15_000
 """Who connects and has not said who it is for so long is disconnected."""
+_EVENT = struct.Struct("=Hi")
+
+
+def hear_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
+    """What a socket's monitor tells next: which event, and its number. (zmq.utils.monitor imports asyncio.)"""
+    event, value = _EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
+    return int(event), int(value)
 
 
 def host_of(address: str) -> str:

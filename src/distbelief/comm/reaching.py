@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from distbelief.comm.network import dial
+from distbelief.comm.network import dial, hear_event
 from distbelief.comm.routes import resolve, route_to, split, tcp
 from distbelief.errors import DistBeliefError, JobError
 
@@ -186,7 +185,7 @@ def handshake(endpoint: str, door: bytes) -> Speaks:
         try:
             while (left_s := until - time.monotonic()) > 0:
                 if monitor.poll(int(left_s * 1000) + 1):  # it is told of nothing but success
-                    recv_monitor_message(monitor)
+                    hear_event(monitor)
                     return "ours"
         finally:
             socket.disable_monitor()

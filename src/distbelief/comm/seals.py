@@ -35,6 +35,9 @@ NOT_ITS_OWN = "in another's name"
 NO_MESSAGE = "not a message"
 OUT_OF_PLACE = "out of place"
 
+TURNED_AWAY = "connections of strangers"
+"""Why a connection is closed (doorkeeper.py): there were too many."""
+
 
 class Claim(NamedTuple):
     """Who the sender is."""
@@ -139,7 +142,7 @@ def _hash(token: bytes, head: bytes, message: Any) -> bytes:
 
 
 class Refusals:
-    """How many messages were refused, and why. Said now and then, however many there are."""
+    """How many messages were refused, and why, and how many connections. Said now and then, however many there are."""
 
     EVERY_S = 5.0
 
@@ -164,9 +167,15 @@ def described(counts: Mapping[str, int]) -> str:
     """
     >>> described({"with a wrong seal": 3, "not a message": 1})
     'refused 4 messages: 3 with a wrong seal, 1 not a message'
+    >>> described({TURNED_AWAY: 7})
+    'refused 7 connections of strangers'
     """
-    total = sum(counts.values())
-    reasons = ", ".join(
-        f"{count} {reason}" for reason, count in sorted(counts.items(), key=lambda one: (-one[1], one[0]))
-    )
-    return f"refused {total} message{'s' * (total != 1)}: {reasons}"
+    messages = {reason: count for reason, count in counts.items() if reason != TURNED_AWAY}
+    said = []
+    if total := sum(messages.values()):
+        order = sorted(messages.items(), key=lambda one: (-one[1], one[0]))
+        reasons = ", ".join(f"{count} {reason}" for reason, count in order)
+        said.append(f"{total} message{'s' * (total != 1)}: {reasons}")
+    if away := counts.get(TURNED_AWAY, 0):
+        said.append(f"{away} {TURNED_AWAY}")
+    return f"refused {'; '.join(said)}"

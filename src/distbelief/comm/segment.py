@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import socket
+from typing import Protocol
 
 import torch
 
@@ -16,6 +17,14 @@ _MAP_FIXED = 0x10
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+
+
+class Memory(Protocol):
+    """A block of bytes, on the host or on a device, seen as tensors."""
+
+    size_bytes: int
+
+    def tensor(self, dtype: torch.dtype, offset_bytes: int, numel: int) -> torch.Tensor: ...
 
 
 class Segment:

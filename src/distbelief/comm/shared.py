@@ -62,7 +62,7 @@ class SharedExchange:
         self.backups: Backups | None = Backups(self._ledger, rank)
         self._before = list(past)
         self._found: dict[int, Ledger] | None = None
-        self._out = {i: torch.empty(geometry.tiles[i].numel, dtype=geometry.tiles[i].dtype) for i in self.tiles}
+        self._out: dict[int, torch.Tensor] = {}
         self._scratch: dict[torch.dtype, list[torch.Tensor]] = {}
         self._ready: deque[int] = deque()
         """Tiles of mine that I have published, in that order, and not reduced yet."""
@@ -137,7 +137,7 @@ class SharedExchange:
 
     def publish(self, tile: int) -> None:
         self._words.set(TILES + tile, self._stamp)
-        if tile in self._out:
+        if tile % self.size == self.rank:
             self._ready.append(tile)
         while self._ready and self._everybody_published(self._ready[0]):
             self._reduce(self._ready.popleft())
@@ -149,8 +149,15 @@ class SharedExchange:
     def _reduce(self, tile: int) -> None:
         self._reduced.add(tile)
         parts = [self._of(source).tiles(source.rank, source.slot)[tile] for source in self._plan.sources]
+        if tile not in self._out:
+            shape = self._geometry.tiles[tile]
+            self._out[tile] = torch.empty(shape.numel, dtype=shape.dtype)
         out = self._out[tile]
         tree_add(self._plan.program, parts, out, self._scratch_for(out.dtype))
+
+    def where(self, source: Source) -> Segment:
+        """The slot that holds a partial sum of the step, whoever made it."""
+        return self._of(source).slot(source.rank, source.slot)
 
     def _of(self, source: Source) -> Ledger:
         return self._past[source.back] if source.back else self._ledger

@@ -29,6 +29,7 @@ class TorchExchange(TorchGroup):
         geometry: Geometry,
         abort: Abort,
         memory: dict[str, Segment] | None = None,
+        backend: str = "gloo",
     ) -> None:
         """`memory`: what this process keeps from one generation to the next."""
         self.tiles: Sequence[int] = range(len(geometry.tiles))
@@ -47,7 +48,7 @@ class TorchExchange(TorchGroup):
         self._plan = StepPlan(-1, [], 0)
         size = len(geometry.slots)
         self._owner = [tile.index * size // len(geometry.tiles) for tile in geometry.tiles]
-        super().__init__(meeting, rank, size, abort)
+        super().__init__(meeting, rank, size, abort, backend)
 
     def slot(self, index: int) -> Segment:
         return self._slots[index]

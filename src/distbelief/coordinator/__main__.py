@@ -20,7 +20,9 @@ import zmq
 from msgspec import Struct
 
 from distbelief.comm.badges import Authority
+from distbelief.comm.doorkeeper import Doorkeeper
 from distbelief.comm.messages import SECRET_BYTES
+from distbelief.comm.seals import Refusals
 from distbelief.coordinator import client
 from distbelief.coordinator import server as edge
 from distbelief.coordinator.journal import Journal
@@ -92,7 +94,8 @@ def _run(order: Order, engine: EngineLink) -> int:
     ):
         authority = Authority(bytes.fromhex(order.secret), order.start)
         socket, address = edge.bind(context, authority.keys(), order.listen)
-        with socket:
+        refusals = Refusals()
+        with socket, contextlib.closing(Doorkeeper(socket, refusals)) as door:
             known = edge.reported(metrics.path)
             records, now = journal.replayed, time.time()
             if order.resume:
@@ -102,7 +105,9 @@ def _run(order: Order, engine: EngineLink) -> int:
             with client.advertised(run_dir, address, authority, journal.epoch, order.host):
                 _answer({"address": address, "epoch": journal.epoch})
                 server = edge.Server(
-                    socket, journal, metrics, authority.checker(), state, parcel=lambda: _parcel(run_dir)
+                    *(socket, door, journal, metrics, authority.checker(), state),
+                    parcel=lambda: _parcel(run_dir),
+                    refusals=refusals,
                 )
                 return edge.serve(server, engine)
 

@@ -12,6 +12,7 @@ from distbelief.comm import messages as m
 from distbelief.coordinator import fleet, hosting, hosts
 from distbelief.coordinator.ending import Result, record, say, with_worker
 from distbelief.coordinator.hiring import launching
+from distbelief.coordinator.membership import SHARING
 from distbelief.coordinator.regroup import regroup, start_when_complete
 from distbelief.coordinator.vocabulary import Output, Reply, State, Worker
 
@@ -19,7 +20,7 @@ from distbelief.coordinator.vocabulary import Output, Reply, State, Worker
 def is_out_of_reach(state: State, worker: Worker, now: float) -> bool:
     """Whether nobody can kill it. In shared memory somebody must; and a coordinator that has just come up does not know
     its hosts yet."""
-    apart = state.start is not None and state.start.transport != "shm"
+    apart = state.start is not None and state.start.transport not in SHARING
     return apart and bool(state.hosts) and hosts.is_silent(state.hosts, worker.host, now)
 
 
@@ -43,7 +44,7 @@ def lost(state: State, event: m.HostLost, now: float) -> Result:
     answer = Reply(m.Answer(state.epoch, True, "heard"))
     known = {*state.hosts, *state.placed.values(), *(worker.host for worker in state.workers.values())}
     known |= {*state.fleet.placed.values(), *(one.host for one in state.fleet.there.values())}
-    if event.host not in known or (state.start is not None and state.start.transport == "shm"):
+    if event.host not in known or (state.start is not None and state.start.transport in SHARING):
         return state, [answer]
     reason = f"the host {event.host} is lost: {event.reason}"
     state, outputs, there = _without(state, event.host, reason, now)

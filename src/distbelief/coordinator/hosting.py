@@ -28,7 +28,7 @@ def offered(state: State, event: m.HostOffered, now: float) -> Result:
     name = hosts.unique(event.host or "host", taken)
     state = replace(state, offers={**state.offers, event.nonce: Offer(name, event.grows)}, active_at=now)
     text = f"the host {name} has come, with room for {_workers(event.room)}"
-    facts = {"host": name, "nonce": event.nonce, "grows": event.grows}
+    facts = {"host": name, "nonce": event.nonce, "room": event.room, "grows": event.grows}
     return state, [record(state, now, "host", text, **facts), say(text, now), Reply(m.Welcome(state.epoch, name))]
 
 

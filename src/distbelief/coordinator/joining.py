@@ -57,7 +57,7 @@ def ready(state: State, event: m.WorkerReady, now: float) -> Result:
         reason = reason or _out_of_reach(state, worker)
         if reason:
             return _refuse(state, worker, reason, now)
-    worker = replace(worker, ready=True)
+    worker = replace(worker, ready=True, gpu=event.gpu)
     state = replace(with_worker(state, worker), active_at=now, troubles=replace(state.troubles, failed_hires=0))
     if worker.leaving:
         state, more = release(state, worker, now)

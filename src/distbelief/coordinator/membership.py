@@ -12,6 +12,9 @@ from distbelief.coordinator.vocabulary import RunConfig, State, Worker
 from distbelief.shards import Range
 from distbelief.strategies.degrees import Degrees, fit, ranges
 
+SHARING = ("shm", "slots")
+"""Transports in shared memory: whoever does not answer must be killed before others go on."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -31,18 +34,32 @@ def plan(config: RunConfig, shards: int, workers: Sequence[Worker], cut: Sequenc
     if cut is None:
         cut = _ranges(config, shards, seated)
     hosts = sorted({worker.host for worker in seated})
-    transport = config.transport
-    problem = ""
-    if transport == "auto":
-        transport = "shm" if len(hosts) == 1 else "gloo"
-    elif transport == "shm" and len(hosts) > 1:
-        problem = f"shared memory was asked for, but the workers are on {len(hosts)} hosts: {', '.join(hosts)}"
+    transport, problem = _transport(config.transport, hosts, [worker.gpu for worker in seated])
     return Plan(
         members=[Member(w.number, w.host, mine, w.pid) for w, mine in zip(seated, cut, strict=True)],
         spares=[worker.number for worker in workers[shards:]],
         transport=transport,
         problem=problem,
     )
+
+
+def _transport(wished: str, hosts: Sequence[str], gpus: Sequence[str]) -> tuple[str, str]:
+    """(how gradients travel, why they cannot). shm: one state for all members, in memory that they share; slots: there
+    is a state for each, and shared memory carries gradients only.
+
+    >>> _transport("auto", ["a"], ["", ""]), _transport("auto", ["a"], ["gpu 0", "gpu 0"])
+    (('shm', ''), ('slots', ''))
+    >>> _transport("auto", ["a", "b"], ["gpu 0", "gpu 1"])
+    ('nccl', '')
+    """
+    each_its_own = len(gpus) > 1 and all(gpus) and len(set(gpus)) == len(gpus)
+    if wished == "auto":
+        wished = "nccl" if each_its_own else "shm" if len(hosts) == 1 else "gloo"
+    if wished == "shm" and len(hosts) > 1:
+        return wished, f"shared memory was asked for, but the workers are on {len(hosts)} hosts: {', '.join(hosts)}"
+    if wished == "nccl" and len(gpus) > 1 and not each_its_own:
+        return wished, "NCCL was asked for, and it wants a GPU for each worker: here some share one, or have none"
+    return ("slots" if wished == "shm" and any(gpus) else wished), ""
 
 
 def plan_mesh(state: State, shards: int, workers: Sequence[Worker]) -> Plan:

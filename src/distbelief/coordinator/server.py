@@ -23,9 +23,11 @@ import zmq
 
 from distbelief.comm import messages as m
 from distbelief.comm.badges import Keys
+from distbelief.comm.doorkeeper import Doorkeeper
 from distbelief.comm.network import protect
 from distbelief.comm.seals import NO_MESSAGE, NO_SEAL, NOT_ITS_OWN, OUT_OF_PLACE, Checker, Refusals, Refused
 from distbelief.coordinator import state as s
+from distbelief.coordinator import traceparts
 from distbelief.coordinator.journal import Journal
 from distbelief.coordinator.progress import REMEMBERED, Seen
 from distbelief.coordinator.speakers import FROM_SERVERS, FROM_WORKERS, is_introduced, may_say
@@ -136,6 +138,7 @@ class Server:
     """Everything the loop holds. Construct it, then `serve`."""
 
     socket: zmq.Socket[bytes]
+    door: Doorkeeper
     journal: Journal
     metrics: MetricsFile
     checker: Checker
@@ -152,6 +155,7 @@ class Server:
     encoded: tuple[m.Command | None, bytes] = (None, b"")
     """The last command and its bytes: one and the same goes to many members."""
     refusals: Refusals = field(default_factory=Refusals)
+    """Those of the door too."""
     broken: bool = False
     """The journal or the metrics file could not be written."""
 
@@ -163,6 +167,7 @@ def serve(server: Server, wakeup: Wakeup) -> int:
     """
     poller = zmq.Poller()
     poller.register(server.socket, zmq.POLLIN)
+    poller.register(server.door.events, zmq.POLLIN)
     poller.register(wakeup.fileno(), zmq.POLLIN | zmq.POLLERR)
     next_tick = next_flush = time.monotonic()
     done = False
@@ -172,6 +177,7 @@ def serve(server: Server, wakeup: Wakeup) -> int:
             done = handle(server, event, identity)
             if done:
                 break
+        server.door.attend()
         reason = wakeup.read()
         if reason and not done:
             done = handle(server, m.StopRequested(reason, at_once=True))
@@ -198,6 +204,10 @@ def handle(server: Server, event: s.Input, identity: bytes = b"") -> bool:
     try:
         if isinstance(event, FROM_WORKERS) and not is_introduced(server.state.workers, event):
             raise s.ProtocolError(f"{type(event).__name__} of worker {event.worker}, which has not joined")
+        if isinstance(event, m.TracePart):  # nothing is decided by it
+            if why_not := traceparts.keep(server.metrics.path.parent, event):
+                _complain(server, why_not)
+            return False
         server.state, outputs = s.step(server.state, event, server.clock())
     except s.ProtocolError as error:
         _complain(server, error.message)
@@ -298,15 +308,16 @@ def _received(server: Server) -> Iterable[tuple[bytes, m.Event]]:
     """The messages that are waiting, less those that are not ours. Bounded, so that a flood does not stop the clock."""
     for _ in range(1000):
         try:
-            identity, *frames = server.socket.recv_multipart(flags=zmq.DONTWAIT)
+            identity = server.socket.recv(zmq.DONTWAIT, copy=False)
         except zmq.Again:
             return
         try:
-            event = _heard(server.checker, frames)
+            event = _heard(server.checker, server.socket.recv_multipart())
         except Refused as refused:
             server.refusals.add(refused.reason)
             continue
-        yield identity, event
+        server.door.know(identity)
+        yield identity.bytes, event
 
 
 def _heard(checker: Checker, frames: list[bytes]) -> m.Event:

@@ -14,6 +14,7 @@ FROM_WORKERS = (
     m.StepTakenOver,
     m.RolledBack,
     m.PlanShown,
+    m.TracePart,
     m.PeerDied,
     m.CollectiveFailed,
     m.LeaveRequested,

@@ -54,7 +54,7 @@ class RunConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Whether agents of other hosts may come."""
     shares: list[float] = []
     """One number per worker, in the order of their numbers; empty: all equal."""
-    transport: Literal["auto", "shm", "gloo"] = "auto"
+    transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"
     exact: bool = True
     gather_timeout_s: float = 300.0
     """The longest time without any worker joining or becoming ready."""
@@ -178,6 +178,8 @@ class Worker:
     host: str = ""
     pid: int = 0
     """0 when its exit was seen before it joined."""
+    gpu: str = ""
+    """The accelerator that it computes on."""
     ready: bool = False
     refused: bool = False
     leaving: bool = False

@@ -11,13 +11,14 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from distbelief.engines.allocation import SOURCES, Environment, Place
 from distbelief.engines.allocation.asked import Asked
 from distbelief.engines.allocation.hydra import launch_named_by
+from distbelief.engines.farewell import still_missing, turn_away
 from distbelief.engines.house import House, Lodger
 from distbelief.engines.invitation import Invitation
 from distbelief.engines.launch import LOOPBACK_ONLY, Launch
@@ -26,11 +27,17 @@ from distbelief.engines.meeting.address import Address, Board
 from distbelief.engines.meeting.folder import Folder
 from distbelief.engines.meeting.interface import Meeting, Word, invited
 from distbelief.engines.signals import shelter
-from distbelief.errors import DistBeliefError
+from distbelief.errors import DistBeliefError, RunInterrupted
 from distbelief.strategies import servers_of
 
 LINGER_S = 5.0
 """A launcher ends all processes when one has failed: the first one, which says why, is to be the first to end."""
+FAREWELL_S = 60.0
+"""How long hosts that have not come yet are told, when they come, that there is no run any more."""
+INTERRUPTED_S = 5.0
+"""Likewise when somebody wants it to end now."""
+
+Say = Callable[[str], None]
 
 
 def find_place(asked: Asked, environment: Environment) -> Place | None:
@@ -99,14 +106,16 @@ def _take_part(asked: Asked, place: Place) -> int:
 class Leading:
     """What the first process's run has of its launcher."""
 
-    def __init__(self, asked: Asked, place: Place, meeting: Meeting | None) -> None:
+    def __init__(self, asked: Asked, place: Place, meeting: Meeting | None, say: Say) -> None:
         self.on = asked.on
         self.run_dir = run_folder(asked, place)
         self.workers = place.workers
         self._listen = asked.listen
         self._place = place
         self._meeting = meeting
-        self._told = False
+        self._say = say
+        self._since = time.time()
+        self._invitation: Invitation | None = None
 
     def arrange(self, launch: Launch) -> Launch:
         place, meeting = self._place, self._meeting
@@ -126,32 +135,46 @@ class Leading:
     def announce(self, invitation: Invitation) -> None:
         if self._meeting:
             self._meeting.tell(invited(invitation))
-            self._told = True
+            self._invitation = invitation
 
-    def end(self, status: int) -> None:
-        if self._meeting and not self._told:
-            with contextlib.suppress(DistBeliefError):  # what was wrong before is what matters
+    def end(self, status: int, error: DistBeliefError | None = None) -> None:
+        """Whoever of the others has not come yet hears of it."""
+        if self._meeting is None:
+            return
+        with contextlib.suppress(DistBeliefError):  # what was wrong before is what matters
+            invitation = self._invitation or self._meeting.known()
+            if status and invitation:
+                self._turn_away(invitation, error)
+            elif self._invitation is None:
                 self._meeting.tell(Word(over=status))
-        if self._meeting:
-            self._meeting.close()
+        self._meeting.close()
+
+    def _turn_away(self, invitation: Invitation, error: DistBeliefError | None) -> None:
+        missing = still_missing(self._place, self.run_dir, self._since)
+        if missing.is_nobody:
+            return
+        reason = error.message if error else "the process that led it has failed"
+        patience_s = INTERRUPTED_S if isinstance(error, RunInterrupted) else FAREWELL_S
+        self._say(f"{reason}; waiting up to {patience_s:.0f} s to tell {missing.in_words}")
+        turn_away(invitation, missing, reason, patience_s)
 
 
 @contextlib.contextmanager
-def leading(asked: Asked, place: Place) -> Iterator[Leading]:
+def leading(asked: Asked, place: Place, say: Say = print) -> Iterator[Leading]:
     """Whatever happens inside, the other processes hear of it and end."""
-    status = 1
+    status, failure = 1, None
     house = House(place)
     try:
         os.sched_setaffinity(0, house.cores)
-        lead = Leading(asked, place, _meeting(asked, place))
+        lead = Leading(asked, place, _meeting(asked, place), say)
         try:
             yield lead
             status = 0
         except DistBeliefError as error:
-            status = error.exit_code
+            status, failure = error.exit_code, error
             raise
         finally:
-            lead.end(status)
+            lead.end(status, failure)
     finally:
         house.tell(status)
 

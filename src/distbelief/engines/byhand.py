@@ -28,8 +28,9 @@ from distbelief.worker.spec import WorkerSpec
 _LAST_WORDS_S = 3.0  # an engine that ends in order closes this too; the end of the run is then on its way to us
 
 
-def join_run(run_dir: Path, workers: int = 1, host: str = "") -> int:
-    """Take part in that run with so many workers until it ends or lets us go. Returns the exit status."""
+def join_run(run_dir: Path, workers: int = 1, host: str = "", device: str = "") -> int:
+    """Take part in that run with so many workers until it ends or lets us go. Returns the exit status. `device`: of
+    these workers, if not the run's."""
     here = host or host_name()
     address, authority = whereabouts(run_dir)
     if here != host_of_run(run_dir):
@@ -38,7 +39,7 @@ def join_run(run_dir: Path, workers: int = 1, host: str = "") -> int:
                 f"the run's coordinator listens on {address}, which cannot be reached from the host {here}",
                 hint="start the run with --listen and an address of its machine",
             )
-        return serve_host(Invitation(address, authority.secret), workers, here, grows=True)
+        return serve_host(Invitation(address, authority.secret), workers, here, grows=True, device=device)
     if workers != 1:
         raise DistBeliefError(
             "on the run's own machine one worker joins at a time",
@@ -50,7 +51,7 @@ def join_run(run_dir: Path, workers: int = 1, host: str = "") -> int:
     with _engine(run_dir) as engine:
         spec = _introduce(engine, run_dir, number, authority.secret.hex())
         threading.Thread(target=_end_with, args=[engine.dup()], daemon=True).start()
-        return _work(spec, engine)
+        return _work(msgspec.structs.replace(spec, device=device or spec.device), engine)
 
 
 def _end_with(engine: socket.socket) -> None:

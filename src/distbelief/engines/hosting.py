@@ -7,6 +7,7 @@ Members have numbers, workers and servers each their own. Leaving it leaves no p
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import socket
 from dataclasses import dataclass
@@ -69,6 +70,8 @@ class Hosting:
         self._wanted: list[Member] = []
         """Members that we were asked to start before we could."""
         self._members: dict[int, Member] = {}  # by process
+        self._places: dict[int, int] = {}
+        """Of workers, among those of this host: accelerators are taken in turn."""
         self._alive: set[int] = set()
         self._exits: dict[Member, int] = {}
         self._address = ""
@@ -95,7 +98,7 @@ class Hosting:
         self._zygote.wait_ready()
         self._can_fork = True
         self._watching.watch(self._zygote.socket, self._zygote_event)
-        if self._leads and self._launch.usable_transport == "gloo":
+        if self._leads and self._launch.needs_store:
             host = host_of(self._address)
             # Members of a launching process that died and was started again (Ray does that) still look for it there.
             before = parcel.store_left_behind(self._launch.run_dir)
@@ -110,7 +113,13 @@ class Hosting:
 
     def _spec(self, role: Role, number: int) -> WorkerSpec:
         badge = self._authority.worker(number) if role == "worker" else self._authority.server(number)
-        return self._launch.worker_spec(number, self._host, self._address, badge, self._store)
+        return self._launch.worker_spec(number, self._host, self._address, badge, self._store, self._place(number))
+
+    def _place(self, worker: int) -> int:
+        """The smallest number that no other worker here has."""
+        taken = {place for number, place in self._places.items() if number in self.running("worker")}
+        self._places[worker] = next(place for place in itertools.count() if place not in taken)
+        return self._places[worker]
 
     # --- what it is told ---------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -43,19 +44,21 @@ def serve_host(
     *,
     servers: int | None = None,
     grows: bool = False,
+    device: str = "",
     patience_s: float = PATIENCE_S,
     say: Say = print,
 ) -> int:
     """Host up to so many workers of the run until it ends, or until a signal. Returns the exit status.
 
     `servers`: how many parameter servers, None: as the run likes. `grows`: the run is to have these workers in addition
-    to those that it waits for.
+    to those that it waits for. `device`: theirs, if not the run's.
     """
     with Signals() as signals, parcel.private_folder() as folder:
         offer = HostOffered(host or host_name(), secrets.token_hex(16), workers, grows)
         name, content = _offered(invitation, offer, signals, patience_s, say)
         sent = parcel.read(content)
         launch = parcel.open_here(sent, content, Path(folder))
+        launch = replace(launch, device=device or launch.device)
         if servers is None:
             servers = -1 if launch.local_workers == 0 else 0
         say(f"{name}: takes part in {sent.run_dir} with up to {workers} worker{'s' if workers != 1 else ''}")

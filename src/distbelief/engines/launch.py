@@ -14,6 +14,7 @@ from distbelief.comm import words
 from distbelief.comm.badges import Badge
 from distbelief.comm.network import is_loopback
 from distbelief.coordinator.detector import STUCK_S
+from distbelief.engines.profileplan import profile_plan
 from distbelief.engines.rundir import check_idle
 from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST, best, interval
 from distbelief.errors import DistBeliefError, JobError
@@ -85,6 +86,10 @@ class Launch:
     keep_best: str = ""
     begin_from: str = ""
     """Weights to begin with; empty: the job's own."""
+    profile: str = ""
+    """The steps to profile, or "auto"; empty: none."""
+    is_away: bool = False
+    """This host does not see the run directory; `run_dir` is a folder of its own."""
     resumed: bool = False
     """Go on with the run that is in the run directory."""
 
@@ -125,9 +130,19 @@ class Launch:
 
     @property
     def usable_transport(self) -> str:
-        """`auto` stays so only where members can share memory and nobody else can come."""
-        alone = words.supported and not self.takes_hosts
+        """`auto` stays so only where members can share memory and nobody else can come, or where each has its own state
+        anyway."""
+        alone = words.supported and (not self.takes_hosts or self.on_accelerators)
         return "gloo" if self.transport == "auto" and not alone else self.transport
+
+    @property
+    def on_accelerators(self) -> bool:
+        return self.device.partition(":")[0] != "cpu"
+
+    @property
+    def needs_store(self) -> bool:
+        """Whether members may have to meet in torch groups."""
+        return self.usable_transport in ("gloo", "nccl") or self.on_accelerators
 
     @property
     def takes_hosts(self) -> bool:
@@ -170,9 +185,10 @@ class Launch:
         }
 
     def worker_spec(
-        self, worker: int, host: str, address: str, badge: Badge, store: tuple[str, int] | None = None
+        self, worker: int, host: str, address: str, badge: Badge, store: tuple[str, int] | None = None, place: int = 0
     ) -> WorkerSpec:
-        """What a worker is told. `address`: the coordinator's; `store`: the rendezvous, where torch groups are used."""
+        """What a worker is told. `address`: the coordinator's; `store`: the rendezvous, where torch groups are used;
+        `place`: which of its host's workers it is."""
         return WorkerSpec(
             worker=worker,
             host=host,
@@ -190,6 +206,8 @@ class Launch:
             most_steps=self.most_steps,
             saves=self.save_plan,
             origin=self.origin,
+            place=place,
+            profile=profile_plan(self.profile, self.is_away),
         )
 
 
@@ -216,7 +234,7 @@ def anywhere(launch: Launch) -> Launch:
 # --- how it is kept for a resume -------------------------------------------------------------------------------------
 
 _FILE = "launch.json"
-_OF_ONE_START = ("run_dir", "job_pickle", "dial", "resumed", "host")
+_OF_ONE_START = ("run_dir", "job_pickle", "dial", "resumed", "host", "is_away")
 
 
 def keep_launch(launch: Launch) -> None:

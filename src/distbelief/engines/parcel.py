@@ -75,6 +75,7 @@ def open_here(parcel: Parcel, content: bytes, folder: Path) -> Launch:
                 hint="give a --run-dir on a folder that all hosts share, or --checkpoints s3://… when starting the run",
             )
         run_dir = folder / "run"
+        launch = replace(launch, is_away=True)
         (run_dir / "logs").mkdir(parents=True)
     launch = replace(launch, run_dir=run_dir, job_pickle=parcel.job_pickle, resumed=parcel.resumed)
     if launch.job_file and not jobcode.is_here(Path(launch.job_file), parcel.code):

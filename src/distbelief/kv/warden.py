@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from distbelief.comm.badges import Authority
+from distbelief.comm.doorkeeper import Doorkeeper
 from distbelief.comm.keeper import SegmentKeeper
 from distbelief.comm.memfd import free_memory_bytes, receive_message
 from distbelief.comm.messages import SECRET_BYTES, EndRun, Serve, ServerBeat, ServerFailed, ServerReady, SliceCopied
@@ -99,9 +100,12 @@ class Warden:
         except DistBeliefError as error:
             raise DistBeliefError(error.message.replace("the coordinator", "the service"), hint=error.hint) from error
         stack.callback(self._socket.close, 500)
+        self._doorkeeper = Doorkeeper(self._socket, self._refusals)
+        stack.callback(self._doorkeeper.close)
         self._listener = self._listen(order.folder / "keeper.sock")
         stack.callback(self._listener.close)
         self._watching.watch(self._socket, self._receive)
+        self._watching.watch(self._doorkeeper.events, self._doorkeeper.attend)
         self._watching.watch(self._listener, self._accept)
         self._zygote = Zygote(self._log("starter"), _WARM)
         stack.callback(self._zygote.close)
@@ -246,15 +250,16 @@ class Warden:
     def _receive(self) -> None:
         for _ in range(1000):
             try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                identity = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             try:
-                message = self._heard(frames)
+                message = self._heard(self._socket.recv_multipart())
             except Refused as refused:
                 self._refusals.add(refused.reason)
                 continue
-            self._hear(identity, message)
+            self._doorkeeper.know(identity)
+            self._hear(identity.bytes, message)
 
     def _heard(self, frames: list[bytes]) -> words.Heard:
         if len(frames) != 2:

@@ -66,7 +66,8 @@ def pass_through(job: Job, model: torch.nn.Module, work: ShardWork, debug: bool)
         try:
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=job.precision == "bf16"):
                 value = forward(job, model, batch, work.step, work.shard, work.indices, debug)
-                total, weight = loss_sum(value, len(work.indices))
+                total, told = loss_sum(value, len(work.indices))
+                weight = float(told)
             trace.watch_backward(total)
             total.backward()  # type: ignore[no-untyped-call]
         except bdb.BdbQuit:

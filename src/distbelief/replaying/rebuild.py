@@ -13,7 +13,9 @@ from distbelief.checkpoint.reading import newest_sound
 from distbelief.checkpoint.storage import Where
 from distbelief.comm.alone import AloneExchange
 from distbelief.comm.badges import NOBODY
-from distbelief.comm.segment import Segment
+from distbelief.comm.devicememory import memory_on
+from distbelief.comm.ondevice import OnDevice
+from distbelief.comm.segment import Memory, Segment
 from distbelief.errors import DistBeliefError, RunFailed
 from distbelief.replaying.records import RecordedRun
 from distbelief.strategies import parse
@@ -134,27 +136,38 @@ class Rebuilt:
         self._loaded = loaded
         self._ranges = [(0, loaded.schedule.shards)]
         self._seat = Seat(0, self._ranges, min(until, loaded.steps))
-        self._kept: Segment | None = None
+        self._kept: list[Memory] = []
         loaded.feed.expect([(v, v + 1) for v in range(loaded.schedule.shards)], until=self._seat.steps)
         assert isinstance(loaded.prepared, PreparedAllReduce)  # whatever the run's own strategy was
         self._prepared = loaded.prepared
-        self._exchange = AloneExchange(self._prepared.geometry(self._ranges))
+        self._exchange = self._alone()
         self.replica = self._build(lambda step=-1: saved)
+
+    def _alone(self, state: Segment | None = None, numbers: Memory | None = None) -> AloneExchange | OnDevice:
+        """`state`, `numbers`: what to go on from; the parameters are in the second where there is an accelerator."""
+        geometry, device = self._prepared.geometry(self._ranges), self._loaded.device
+        alone = AloneExchange(geometry, state)
+        if device.type == "cpu":
+            return alone
+        return OnDevice(alone, geometry, device, {"numbers": numbers} if numbers else None)
 
     def _build(self, begin_from: BeginFrom = nothing_saved) -> DataParallelReplica:
         return self._prepared.build(self._seat, self._exchange, self._loaded.watch.fetch, begin_from)
 
     def keep(self) -> None:
         """Remember the present state, in place of the one that was remembered before."""
-        state = self._exchange.state(0)  # it is there already, as large as it is
-        if self._kept is None:
-            self._kept = Segment.private(state.size_bytes)
-        into, source = (segment.tensor(torch.uint8, 0, state.size_bytes) for segment in (self._kept, state))
-        into.copy_(source)
+        present: list[Memory] = [self._exchange.state(0)]  # it is there already, as large as it is
+        if isinstance(self._exchange, OnDevice):
+            present.append(self._exchange.numbers(0))
+        devices = [torch.device("cpu"), self._loaded.device]
+        self._kept = self._kept or [memory_on(d, one.size_bytes) for d, one in zip(devices, present, strict=False)]
+        for into, source in zip(self._kept, present, strict=True):
+            into.tensor(torch.uint8, 0, source.size_bytes).copy_(source.tensor(torch.uint8, 0, source.size_bytes))
 
     def rewind(self) -> None:
         """Go back to the state that was kept."""
-        assert self._kept is not None
-        kept, self._kept = self._kept, None
-        self._exchange = AloneExchange(self._prepared.geometry(self._ranges), kept)
+        state, *numbers = self._kept
+        assert isinstance(state, Segment)
+        self._kept = []
+        self._exchange = self._alone(state, *numbers)
         self.replica = self._build()

@@ -45,6 +45,8 @@ class Asked:
     """None: the step at which the run failed, or the one that is to blame for it."""
     shard: int | None = None
     debug: bool = False
+    device: str = ""
+    """Where to replay it; empty: on a device of the kind that the run was on."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ class Replayed:
 
 def replay(asked: Asked, progress: Progress) -> Replayed:
     run = read_run(asked.run_dir)
+    if asked.device:
+        run = replace(run, launch=replace(run.launch, device=asked.device))
     target = chosen_step(run, asked.step)
     with loaded_here(run) as loaded:
         _check(run, loaded, target, asked.shard)

@@ -119,7 +119,7 @@ def _allreduce(text: str, options: Sequence[str]) -> AllReduce:
     for option in options:
         if option == "inexact":
             values["exact"] = False
-        elif option in ("auto", "shm", "gloo"):
+        elif option in ("auto", "shm", "gloo", "nccl"):
             values["transport"] = option
         elif option == "always":
             values["always"] = True

@@ -56,18 +56,18 @@ def _agree_on_many(
     behind = [rank for rank, position in enumerate(positions) if position != positions[source]]
     if not behind:
         return
-    first, rest = state.blocks()
+    mine = state.blocks()
     # Somebody who is merely behind keeps what it has until all of the other is there: the giver may die meanwhile, and
-    # then this is the furthest state of all.
-    aside = exchange.rank in behind and state.initialised
-    into_rest = torch.empty_like(rest) if aside else rest
-    into_first = torch.empty_like(first) if exchange.rank in behind else first
-    exchange.transfer(into_rest, source, behind)
-    exchange.transfer(into_first, source, behind)  # with the stamps, last: half a copy is no state
-    if aside:
-        rest.copy_(into_rest)
-    if exchange.rank in behind:
-        first.copy_(into_first)
+    # then this is the furthest state of all. Half a copy is no state: the stamps, which are last, are set at the end.
+    behind_too = exchange.rank in behind
+    aside = behind_too and state.initialised
+    into = [torch.empty_like(block) if aside or (behind_too and block is mine[-1]) else block for block in mine]
+    for block in into:
+        exchange.transfer(block, source, behind)
+    if behind_too:
+        for block, given in zip(mine, into, strict=True):
+            if given is not block:
+                block.copy_(given)
 
 
 def _positions(state: ReplicaState, exchange: Exchange) -> list[tuple[bool, int, bytes]]:
@@ -85,6 +85,6 @@ def _load(state: ReplicaState, computer: ShardComputer, recipe: Recipe, begin_fr
 
 
 def _write_initial(state: ReplicaState, computer: ShardComputer) -> None:
-    computer.write_values(state.segment, state.values_at)
+    computer.write_values(state.memory, state.values_at)
     state.write_integers(0, computer.integer_bytes())
     state.begin_at(0)

@@ -35,8 +35,9 @@ class AllReduce:
     exact: bool = _UNSAID
     """Off: a worker fuses its shards into one batch, and sums may be taken in any order. Faster, not reproducible. It
     is on, unless gradients are compressed."""
-    transport: Literal["auto", "shm", "gloo"] = "auto"
-    """How gradients travel: shared memory on one host, gloo across hosts; auto chooses."""
+    transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"
+    """How gradients travel: shared memory on one host, gloo across hosts, nccl where every worker has a GPU of its own;
+    auto chooses."""
     compression: str = ""
     """How gradients are made smaller on their way: bf16, int8, topk=0.01 or powersgd=4. They then go over gloo."""
     always: bool = False
@@ -76,6 +77,9 @@ class AllReduce:
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedAllReduce:
         from distbelief.strategies.prepared import PreparedAllReduce
 
-        if device.type != "cpu":
-            raise JobError(f"allreduce does not run on '{device}' yet", hint="use --device cpu")
+        if device.type != "cpu" and self.compression:
+            raise JobError(
+                f"gradients are compressed in the host's memory, and the workers compute on {device}",
+                hint=f"leave {self.compression} out, or use --device cpu",
+            )
         return PreparedAllReduce(job, schedule, device, self.exact, self.compression, self.always)

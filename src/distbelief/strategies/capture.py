@@ -1,7 +1,8 @@
 """Gradients go from autograd straight into a slot of the flat layout, parameter by parameter, as they are ready.
 
 autograd makes its own tensor for each gradient and it is copied once, while it is still in the cache. (Accumulating
-into zeroed views would read and write more, and gives another sign of zero: one way, always.)
+into zeroed views would read and write more, and gives another sign of zero: one way, always.) The gradients of large
+linear layers are made in the slot (slotlinear.py).
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import torch
 
 from distbelief.errors import JobError
 from distbelief.strategies.layout import Layout
+from distbelief.strategies.slotlinear import slot_linear
 
 
 class GradientCapture:
     """Hooks on the parameters of one model. Between `start` and `finish` one backward pass fills one slot."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], layout: Layout) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], layout: Layout, placed: Sequence[torch.nn.Linear] = ()
+    ) -> None:
+        """`placed`: layers that make their weight's gradient in the slot."""
         self._names = [layout.entries[i].name for i in layout.entries_of("parameter")]
         self._tiles: list[list[int]] = [[] for _ in parameters]
         self._pieces = [0] * layout.parameter_tiles
@@ -31,6 +36,11 @@ class GradientCapture:
         self._touched = np.zeros(len(parameters), np.uint8)
         self._views: Sequence[torch.Tensor] = []
         self._tile_ready: Callable[[int], None] = lambda tile: None
+        self._placed = placed
+        self._slot_linear = slot_linear(self._place)
+        self._numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._given: set[int] = set()
+        """Parameters whose place autograd has."""
         for index, parameter in enumerate(parameters):
             hook = partial(self._captured, index)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -41,6 +51,17 @@ class GradientCapture:
         self._tile_ready = tile_ready
         self._pending = list(self._pieces)
         self._touched.fill(0)
+        self._given.clear()
+        for layer in self._placed:
+            layer.__class__ = self._slot_linear
+
+    def _place(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """Its place in the slot, once: what is there then is autograd's."""
+        index = self._numbers.get(id(weight))
+        if index is None or index in self._given or not self._views:
+            return None
+        self._given.add(index)
+        return self._views[index].detach()
 
     @property
     def touched_so_far(self) -> np.ndarray:
@@ -57,7 +78,8 @@ class GradientCapture:
             self._again(index, gradient)
             return
         self._touched[index] = 1
-        self._views[index].copy_(gradient)
+        if gradient.data_ptr() != self._views[index].data_ptr():
+            self._views[index].copy_(gradient)
         self._count(index)
 
     def _count(self, index: int) -> None:
@@ -80,4 +102,6 @@ class GradientCapture:
             self._views[index].zero_()
             self._count(index)
         self._views = []
+        for layer in self._placed:
+            layer.__class__ = torch.nn.Linear
         return self._touched.copy()

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from distbelief.comm.segment import Segment
+from distbelief.comm.devicememory import memory_on
+from distbelief.comm.segment import Memory
 from distbelief.data.seeding import seed_everything
 from distbelief.data.sources import split_batch
 from distbelief.errors import JobError
@@ -24,6 +25,7 @@ from distbelief.job import Job
 from distbelief.shards import shard_seed
 from distbelief.strategies.capture import GradientCapture
 from distbelief.strategies.layout import Layout, trainable
+from distbelief.strategies.slotlinear import placeable
 from distbelief.strategies.tables.embedding import RowGradients, settle, tables_of
 
 
@@ -55,18 +57,42 @@ class ShardResult:
     """Of every table that is on servers."""
 
 
+class Told:
+    """A shard's loss and weight on their way from an accelerator to the host. They are there as soon as the forward
+    pass is: whoever asks does not wait for what the device was asked to do after it."""
+
+    def __init__(self, loss_sum: torch.Tensor, weight: torch.Tensor | float) -> None:
+        self._there = None
+        self._loss_sum, self._weight = loss_sum, weight
+        if loss_sum.is_cuda:
+            self._loss_sum = _to_host(loss_sum)
+            self._weight = _to_host(weight) if isinstance(weight, torch.Tensor) else weight
+            self._there = torch.cuda.current_stream().record_event()
+
+    def numbers(self) -> tuple[float, float]:
+        if self._there is not None:
+            self._there.synchronize()
+        return float(self._loss_sum), float(self._weight)
+
+
+def _to_host(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+
+
 class ShardComputer:
     """A model, ready to compute shards of a job into slots."""
 
     def __init__(self, job: Job, model: torch.nn.Module, layout: Layout, device: torch.device) -> None:
         self.job = job
         self.model = model
+        self._forward = compiled(model) if job.compile else model
         self.layout = layout
         self.device = device
         self.parameters = [p for _, p in trainable(model)]
         self.tables = [table for _, table in tables_of(model)]
-        self._capture = GradientCapture(self.parameters, layout)
-        self._live = Segment.private(layout.size_bytes)  # float buffers of the model, at their places in the layout
+        placed = placeable(model, self.parameters) if device.type == "cpu" and not job.compile else []
+        self._capture = GradientCapture(self.parameters, layout, placed)
+        self._live = memory_on(device, layout.size_bytes)  # float buffers of the model, at their places in the layout
         self._buffers = _bind_buffers(model, layout, self._live)
         self._integers = [b for _, b in model.named_buffers() if not b.is_floating_point()]
         self._committed_integers = [b.clone() for b in self._integers]
@@ -74,7 +100,7 @@ class ShardComputer:
         self._live_tiles = _tile_views(self._live, self._buffer_tiles)
         self._views: dict[int, _SlotViews] = {}
 
-    def bind_parameters(self, values: Segment, offset_bytes: int) -> None:
+    def bind_parameters(self, values: Memory, offset_bytes: int) -> None:
         """Let the model's parameters live at their places in `values`. The contents there count, not the model's."""
         self._views.clear()  # a new generation has new slots; the old ones' memory goes with their last view
         for index, parameter in zip(self.layout.entries_of("parameter"), self.parameters, strict=True):
@@ -82,7 +108,7 @@ class ShardComputer:
             at = values.tensor(entry.dtype, offset_bytes + entry.offset_bytes, entry.numel)
             parameter.data = at.view(entry.shape)
 
-    def write_values(self, values: Segment, offset_bytes: int) -> None:
+    def write_values(self, values: Memory, offset_bytes: int) -> None:
         """Write the model's present parameters and float buffers to their places in `values`."""
         for index, parameter in zip(self.layout.entries_of("parameter"), self.parameters, strict=True):
             entry = self.layout.entries[index]
@@ -91,7 +117,7 @@ class ShardComputer:
         for tile, live in zip(self._buffer_tiles, self._live_tiles, strict=True):
             values.tensor(tile.dtype, offset_bytes + tile.offset_bytes, tile.numel).copy_(live)
 
-    def committed_buffers(self, values: Segment, offset_bytes: int) -> list[torch.Tensor]:
+    def committed_buffers(self, values: Memory, offset_bytes: int) -> list[torch.Tensor]:
         return [values.tensor(t.dtype, offset_bytes + t.offset_bytes, t.numel) for t in self._buffer_tiles]
 
     def restore_buffers(self, committed: Sequence[torch.Tensor]) -> None:
@@ -123,13 +149,27 @@ class ShardComputer:
         batch: Any,
         samples: int,
         seed: int,
-        slot: Segment,
+        slot: Memory,
         committed: Sequence[torch.Tensor],
         tile_ready: Callable[[int], None],
-        loss_known: Callable[[float, float], None] = lambda loss_sum, weight: None,
+        loss_known: Callable[[float, float], None] | None = None,
     ) -> ShardResult:
         """Forward and backward of one shard of `samples` samples into `slot`; buffers start from `committed`.
         `loss_known(sum, weight)` is called between the two."""
+        return self.begin(batch, samples, seed, slot, committed, tile_ready, loss_known)()
+
+    def begin(
+        self,
+        batch: Any,
+        samples: int,
+        seed: int,
+        slot: Memory,
+        committed: Sequence[torch.Tensor],
+        tile_ready: Callable[[int], None],
+        loss_known: Callable[[float, float], None] | None = None,
+    ) -> Callable[[], ShardResult]:
+        """The same; an accelerator may still be at it when this returns. What is returned waits for it and tells its
+        result; the next shard may be begun before."""
         views = self._slot_views(slot)
         seed_everything(seed)
         self.restore_buffers(committed)
@@ -138,9 +178,10 @@ class ShardComputer:
             table.forget()
         with self.forward_context():
             args, kwargs, target = split_batch(move(batch, self.device))
-            total, weight = loss_sum(self.job.loss(self.model(*args, **kwargs), target), samples)
-        loss = total.item()
-        loss_known(loss, weight)
+            total, weight = loss_sum(self.job.loss(self._forward(*args, **kwargs), target), samples)
+        told = Told(total.detach(), weight)
+        if loss_known:
+            loss_known(*told.numbers())
         total.backward()  # type: ignore[no-untyped-call]
         touched = self._capture.finish()
         self._rebind_buffers()
@@ -149,8 +190,9 @@ class ShardComputer:
         for tile in self._buffer_tiles:
             tile_ready(tile.index)
         marks = np.concatenate([touched, self._changed_buffers(committed)])
+        integers = zlib.crc32(self.integer_bytes())
         rows = [table.gradients() for table in self.tables]
-        return ShardResult(loss, weight, zlib.crc32(self.integer_bytes()), marks, rows)
+        return lambda: ShardResult(*told.numbers(), integers, marks, rows)
 
     def touched_so_far(self) -> np.ndarray:
         """Which parameters have a gradient of the shard under way: final for the tiles that are ready."""
@@ -170,12 +212,13 @@ class ShardComputer:
 
     def rehearse(self, batch: Any, samples: int) -> tuple[str, ShardResult]:
         """The canary, and what that shard told of itself. Nothing is left of it."""
-        slot = Segment.private(self.layout.size_bytes)
+        slot = memory_on(self.device, self.layout.size_bytes)
         before = [live.clone() for live in self._live_tiles]
         result = self.run(batch, samples, shard_seed(self.job.seed, 0, 0), slot, before, lambda tile: None)
         self.restore_buffers(before)
         self._views.clear()
-        digest = hashlib.blake2b(slot.view(0, self.layout.size_bytes), digest_size=16)
+        content = slot.tensor(torch.uint8, 0, self.layout.size_bytes).cpu().numpy()
+        digest = hashlib.blake2b(content.data, digest_size=16)
         digest.update(repr((result.loss_sum, result.weight, result.integers)).encode())
         for one in result.rows:
             digest.update(one.rows.tobytes() + one.gradients.tobytes())
@@ -192,7 +235,7 @@ class ShardComputer:
                     changed[piece.entry - len(self.parameters)] |= not torch.equal(live[part], value[part])
         return changed
 
-    def _slot_views(self, slot: Segment) -> _SlotViews:
+    def _slot_views(self, slot: Memory) -> _SlotViews:
         if id(slot) not in self._views:
             self._views[id(slot)] = _SlotViews(
                 slot,
@@ -218,7 +261,7 @@ class ShardComputer:
 
 @dataclass(frozen=True)
 class _SlotViews:
-    slot: Segment
+    slot: Memory
     parameters: list[torch.Tensor]
     buffers: list[torch.Tensor]
 
@@ -227,12 +270,12 @@ def _joined(integers: Sequence[torch.Tensor]) -> bytes:
     return b"".join(one.cpu().contiguous().numpy().tobytes() for one in integers)
 
 
-def _tile_views(segment: Segment, tiles: Sequence[Any]) -> list[torch.Tensor]:
-    return [segment.tensor(t.dtype, t.offset_bytes, t.numel) for t in tiles]
+def _tile_views(memory: Memory, tiles: Sequence[Any]) -> list[torch.Tensor]:
+    return [memory.tensor(t.dtype, t.offset_bytes, t.numel) for t in tiles]
 
 
 def _bind_buffers(
-    model: torch.nn.Module, layout: Layout, live: Segment
+    model: torch.nn.Module, layout: Layout, live: Memory
 ) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
     places = {layout.entries[i].name: layout.entries[i] for i in layout.entries_of("buffer")}
     moved = {}
@@ -253,19 +296,35 @@ def _bind_buffers(
     return bound
 
 
+def compiled(model: torch.nn.Module) -> Callable[..., Any]:
+    """The model's forward pass (and with it the backward pass) through torch's compiler, at its first use."""
+    forward: Callable[..., Any] = torch.compile(model)
+    return forward
+
+
 def move(batch: Any, device: torch.device) -> Any:
     if device.type == "cpu":
         return batch
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), batch)
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: _sent(t, device), batch)
 
 
-def loss_sum(value: Any, samples: int) -> tuple[torch.Tensor, float]:
-    """(sum, weight) of what the loss returned: a mean over the samples, or (sum, weight) itself."""
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """From pinned memory the device fetches it by itself, and the host goes on."""
+    if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def loss_sum(value: Any, samples: int) -> tuple[torch.Tensor, float | torch.Tensor]:
+    """(sum, weight) of what the loss returned: a mean over the samples, or (sum, weight) itself. A weight that is still
+    being computed is left to be: nobody is to wait for it before it is wanted."""
+    weight: float | torch.Tensor
     if isinstance(value, tuple):
         if len(value) != 2:
             raise JobError(f"`loss` returned a tuple of {len(value)}: return a mean, or (sum, weight)")
         total, weight = value
-        weight = float(weight)
+        if not isinstance(weight, torch.Tensor):
+            weight = float(weight)
     else:
         total, weight = value, float(samples)
         if isinstance(total, torch.Tensor):
@@ -273,4 +332,4 @@ def loss_sum(value: Any, samples: int) -> tuple[torch.Tensor, float]:
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
         what = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
         raise JobError(f"`loss` must return one number (a mean over the samples) or (sum, weight), not {what}")
-    return total, weight
+    return total, weight.detach() if isinstance(weight, torch.Tensor) else weight

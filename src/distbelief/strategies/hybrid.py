@@ -56,6 +56,14 @@ class Meshed(ABC):
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedMesh:
         from distbelief.strategies.mesh.prepared import PreparedMesh
 
+        if device.type != "cpu":
+            raise JobError(
+                f"a model is not divided among several '{device}' yet", hint="use allreduce, or --device cpu"
+            )
+        if job.compile:
+            raise JobError(
+                "a model that is divided is not compiled", hint="leave `compile` out of the job, or use allreduce"
+            )
         return PreparedMesh(job, schedule, device, self.wish(), self)
 
     def _check(self, **degrees: int | None) -> None:

@@ -14,11 +14,13 @@ import torch
 
 from distbelief.comm.compressed import CompressedExchange
 from distbelief.comm.exchange import Exchange, Geometry
+from distbelief.comm.ondevice import OnDevice
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
 from distbelief.strategies.compressed import CompressedReplica, compressing
 from distbelief.strategies.compute import ShardComputer, make_model
+from distbelief.strategies.devicereplica import DeviceReplica
 from distbelief.strategies.layout import lay_out, trainable
 from distbelief.strategies.named import frozen, set_frozen
 from distbelief.strategies.partials import slots_needed
@@ -105,12 +107,15 @@ class PreparedAllReduce(PreparedModel):
             marks=len(self._layout.entries),
             integer_bytes=len(self._computer.integer_bytes()),
             compression=self._compression,
+            gradient_tiles=self._layout.parameter_tiles,
         )
 
     def build(
         self, seat: Seat, exchange: Exchange, fetch: Fetch, begin_from: BeginFrom = nothing_saved
     ) -> DataParallelReplica:
         given = self._computer, self._recipe, self._schedule, seat
+        if isinstance(exchange, OnDevice):
+            return DeviceReplica(*given, exchange, fetch, self._exact, begin_from)
         if isinstance(exchange, CompressedExchange):
             return CompressedReplica(*given, exchange, fetch, self._exact, begin_from)
         return DataParallelReplica(*given, exchange, fetch, self._exact, begin_from)

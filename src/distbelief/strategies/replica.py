@@ -32,7 +32,7 @@ from distbelief.strategies.base import (
     nothing_saved,
 )
 from distbelief.strategies.committed import CommittedModel
-from distbelief.strategies.compute import ShardComputer
+from distbelief.strategies.compute import ShardComputer, ShardResult
 from distbelief.strategies.copying import Copy
 from distbelief.strategies.helping import Helper
 from distbelief.strategies.named import TilePortion, outside_of_tiles, whole_entries
@@ -63,10 +63,11 @@ class DataParallelReplica:
         self._writes_for_all = exchange.rank == 0 or not exchange.shares_state
         self._recipe = recipe
         self._agree(begin_from)
-        computer.bind_parameters(self._state.segment, self._state.values_at)
+        computer.bind_parameters(self._state.memory, self._state.values_at)
         computer.commit_integers(self._state.integers(self._state.steps_applied))
         self._takeover = self._plan_takeover(self._state.steps_applied)
-        self._committed = computer.committed_buffers(self._state.segment, self._state.values_at)
+        self._mixed = self._is_mixed()
+        self._committed = computer.committed_buffers(self._state.memory, self._state.values_at)
         self._whole = CommittedModel(computer, self._committed)
         self._tiles = [t for t in exchange.tiles if t < computer.layout.parameter_tiles]
         self._buffer_tiles = [t for t in exchange.tiles if t >= computer.layout.parameter_tiles]
@@ -89,6 +90,18 @@ class DataParallelReplica:
     def _agree(self, begin_from: BeginFrom) -> None:
         """Before anything is made of the state: have the one that the generation goes on from."""
         agree_on_state(self._state, self.exchange, self._computer, self._recipe, begin_from)
+
+    def _is_mixed(self) -> bool:
+        """Whether members compute on different kinds of devices, which round differently."""
+        if self._exact or self.exchange.shares_state:
+            return False
+        return len(set(self.exchange.gather(self._computer.device.type.encode()))) > 1
+
+    def _take_one_state(self) -> None:
+        """Where the members round differently, all go on from what the first of them has made of the step: else their
+        states would drift apart."""
+        if self._mixed:
+            self.exchange.transfer(self._state.blocks()[0], 0, range(1, self.exchange.size))
 
     def steps_applied(self) -> int:
         return self._state.steps_applied
@@ -162,13 +175,14 @@ class DataParallelReplica:
         self.exchange.working(first)
         batch, samples = ahead[1] if ahead[0] == step else self._fetch(step, first, end)
         tile_ready = self._when_ready(unit, last)
-        result = self._computer.run(
-            batch, samples, shard_seed(self._job.seed, step, first), self.exchange.slot(unit.slot), self._committed,
-            tile_ready,
-        )  # fmt: skip
+        seed, slot = shard_seed(self._job.seed, step, first), self.exchange.slot(unit.slot)
+        self._computed(first, samples, self._computer.begin(batch, samples, seed, slot, self._committed, tile_ready))
+
+    def _computed(self, shard: int, samples: int, result: Callable[[], ShardResult]) -> None:
+        found = result()
         self.exchange.working(-1)
-        self._rows[first] = (result.loss_sum, result.weight, result.integers, samples)
-        self._touched |= result.touched
+        self._rows[shard] = (found.loss_sum, found.weight, found.integers, samples)
+        self._touched |= found.touched
 
     def _when_ready(self, unit: ShardWork, last: bool) -> Callable[[int], None]:
         """What happens to a tile of this shard when it is there: it is added to its neighbours, and published."""
@@ -242,6 +256,7 @@ class DataParallelReplica:
             self._state.write_integers(step + 1, shared.integers)
         units = int(np.count_nonzero(shared.rows[:, COUNTS]))
         self._update(step, 1.0 / weight if weight else 0.0, units, untouched)
+        self._take_one_state()
         self.exchange.applied()
         self._look_ahead(step + 1)
         started = time.perf_counter()

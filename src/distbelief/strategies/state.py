@@ -2,6 +2,9 @@
 
     | stamps | history | note | integers, twice | values: parameters, float buffers | optimizer state | undo copy |
 
+On an accelerator the values and the optimizer state are in its own memory; there is no undo copy, since nobody else has
+this state, and who dies takes it along.
+
 Before a tile is updated its old bytes are copied to the undo part and its stamp says so; after the update the stamp
 says that too. So whoever dies in the middle of a commit, the old values are there: `repair` puts them back, as if the
 step had not begun to be applied. (docs/decisions/0001) The integer buffers of before and after a step lie in two
@@ -18,7 +21,8 @@ import numpy as np
 import torch
 
 from distbelief.comm.exchange import Exchange
-from distbelief.comm.segment import Segment
+from distbelief.comm.ondevice import OnDevice
+from distbelief.comm.segment import Memory, Segment
 from distbelief.strategies.base import Applied
 from distbelief.strategies.layout import Layout
 from distbelief.strategies.tileoptimizer import Recipe, state_bytes
@@ -49,27 +53,33 @@ class ReplicaState:
         self._note_at = history_at + _pages(_REMEMBERED * _STEP.itemsize)
         self._integers_at = self._note_at + _NOTE_BYTES
         self._integer_bytes = integer_bytes
-        self.values_at = self._integers_at + _pages(2 * integer_bytes)
+        records_bytes = self._integers_at + _pages(2 * integer_bytes)
+        numbers_bytes = _pages(layout.size_bytes) + _pages(sum(sizes))
+        undo_bytes = numbers_bytes if exchange.shares_state else 0
+        if isinstance(exchange, OnDevice):
+            self.segment: Segment = exchange.state(records_bytes)
+            self.memory: Memory = exchange.numbers(numbers_bytes)
+            self.values_at = 0
+        else:
+            self.segment = self.memory = exchange.state(records_bytes + numbers_bytes + undo_bytes)
+            self.values_at = records_bytes
+        self._records_bytes = records_bytes
+        self._numbers_bytes = numbers_bytes
         optimizer_at = self.values_at + _pages(layout.size_bytes)
-        undo_at = optimizer_at + _pages(sum(sizes))
-        self.size_bytes = undo_at
-        """Without the undo part: what another replica must be given to be the same."""
-        undo_bytes = undo_at - self.values_at if exchange.shares_state else 0
-        self.segment: Segment = exchange.state(undo_at + undo_bytes)
         self._stamps = np.frombuffer(self.segment.buffer, np.int64, 1 + len(layout.tiles))
         self._history = np.frombuffer(self.segment.buffer, _STEP, _REMEMBERED, history_at)
-        self.values = [self.segment.tensor(t.dtype, self.values_at + t.offset_bytes, t.numel) for t in layout.tiles]
+        self.values = [self.memory.tensor(t.dtype, self.values_at + t.offset_bytes, t.numel) for t in layout.tiles]
         self.optimizer = []
         self._current: list[list[torch.Tensor]] = []
         self._undo: list[list[torch.Tensor]] = []
-        shift = undo_at - self.values_at
+        shift = numbers_bytes
         for tile, size_bytes in zip(layout.tiles, sizes, strict=True):
-            self.optimizer.append(self.segment.tensor(torch.uint8, optimizer_at, size_bytes))
+            self.optimizer.append(self.memory.tensor(torch.uint8, optimizer_at, size_bytes))
             stretches = [(self.values_at + tile.offset_bytes, tile.size_bytes), (optimizer_at, size_bytes)]
             stretches = [(at, size) for at, size in stretches if size]
-            self._current.append([self.segment.tensor(torch.uint8, at, size) for at, size in stretches])
+            self._current.append([self.memory.tensor(torch.uint8, at, size) for at, size in stretches])
             if undo_bytes:
-                self._undo.append([self.segment.tensor(torch.uint8, at + shift, size) for at, size in stretches])
+                self._undo.append([self.memory.tensor(torch.uint8, at + shift, size) for at, size in stretches])
             optimizer_at += size_bytes
 
     @property
@@ -89,15 +99,19 @@ class ReplicaState:
 
     def copy_tile(self, tile: int, into: Segment, at_bytes: int) -> None:
         """Copy a tile's values, then its optimizer state."""
-        to = into.tensor(torch.uint8, 0, into.size_bytes).data_ptr() + at_bytes
+        to = into.tensor(torch.uint8, 0, into.size_bytes)[at_bytes:]
         for current in self._current[tile]:
-            ctypes.memmove(to, current.data_ptr(), current.numel())
-            to += current.numel()
+            if current.is_cuda:
+                to[: current.numel()].copy_(current, non_blocking=True)
+            else:
+                ctypes.memmove(to.data_ptr(), current.data_ptr(), current.numel())
+            to = to[current.numel() :]
 
-    def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the page that begins with the stamps, all that follows): what another replica needs to be the same."""
-        bytes_of = self.segment.tensor
-        return bytes_of(torch.uint8, 0, _PAGE), bytes_of(torch.uint8, _PAGE, self.size_bytes - _PAGE)
+    def blocks(self) -> list[torch.Tensor]:
+        """What another replica needs to be the same. The page that begins with the stamps is the last of them."""
+        first = self.segment.tensor(torch.uint8, 0, _PAGE)
+        rest = self.segment.tensor(torch.uint8, _PAGE, self._records_bytes - _PAGE)
+        return [self.memory.tensor(torch.uint8, self.values_at, self._numbers_bytes), rest, first]
 
     @property
     def steps_applied(self) -> int:
@@ -114,6 +128,13 @@ class ReplicaState:
 
     def close(self, tile: int, step: int) -> None:
         self._stamps[1 + tile] = 2 * step + 2
+
+    def open_all(self, step: int) -> None:
+        """The same for all tiles, where there is no undo copy."""
+        self._stamps[1:] = 2 * step + 1
+
+    def close_all(self, step: int) -> None:
+        self._stamps[1:] = 2 * step + 2
 
     def repair(self) -> list[int]:
         """Undo a step that was applied in part: put back the old bytes of every tile that is torn or ahead.

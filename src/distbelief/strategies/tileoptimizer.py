@@ -50,6 +50,8 @@ class Field:
     shape: tuple[int, ...]
     number: type | None = None
     """int, float or bool where the optimizer keeps a plain Python number."""
+    on_host: bool = False
+    """A tensor that the optimizer wants in the host's memory, though its parameters are on a device."""
 
     @property
     def numel(self) -> int:
@@ -86,7 +88,8 @@ class Recipe:
                 if id(parameter) not in numbers:
                     raise JobError("`optimizer` was given parameters that are not among those it was called with")
                 self.group_of[numbers[id(parameter)]] = number
-        self.fused = self.kind in FUSED and all(_may_fuse(g) for g in self.groups)
+        fusable = FUSED if parameters[0].device.type == "cpu" else FUSED - {optim.Adagrad}
+        self.fused = self.kind in fusable and all(_may_fuse(g) for g in self.groups)
         if self.kind is optim.SGD and any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters):
             self.fused = False  # torch 2.13's kernel gives other numbers for these than SGD is defined to give
         self._fields = self._probe(parameters)
@@ -99,7 +102,7 @@ class Recipe:
         found = self._fields.get(parameter, [])
         if not self.elementwise:
             return found
-        return [Field(f.key, f.dtype, (numel,) if f.shape else (), f.number) for f in found]
+        return [Field(f.key, f.dtype, (numel,) if f.shape else (), f.number, f.on_host) for f in found]
 
     def make(self, pieces: Sequence[tuple[int, torch.nn.Parameter]]) -> optim.Optimizer:
         """An optimizer over (parameter number, piece)."""
@@ -149,7 +152,7 @@ class Recipe:
         probe.grad = torch.full_like(value, 1e-3)
         optimizer = self.make([(number, probe)])
         eager_step(optimizer)()
-        return [field for key, entry in optimizer.state[probe].items() if (field := _field(key, entry))]
+        return [field for key, entry in optimizer.state[probe].items() if (field := _field(key, entry, value.device))]
 
 
 def _may_fuse(group: dict[str, Any]) -> bool:
@@ -157,11 +160,11 @@ def _may_fuse(group: dict[str, Any]) -> bool:
     return group.get("fused") is not False and not group.get("foreach") and not group.get("differentiable")
 
 
-def _field(key: str, entry: Any) -> Field | None:
+def _field(key: str, entry: Any, device: torch.device) -> Field | None:
     if entry is None:
         return None
     if isinstance(entry, torch.Tensor):
-        return Field(key, entry.dtype, tuple(entry.shape))
+        return Field(key, entry.dtype, tuple(entry.shape), on_host=entry.device.type != device.type)
     if type(entry) in (int, float, bool):
         return Field(key, torch.float64, (), type(entry))
     raise JobError(
@@ -206,8 +209,7 @@ class TileOptimizer:
             for held in self._held:
                 if held.begun:
                     self._optimizer.state[held.parameter] = {
-                        key: field.number(view.item()) if field.number else view
-                        for key, (field, view) in held.views.items()
+                        key: _restored(field, view) for key, (field, view) in held.views.items()
                     }
 
     def update(self, gradients: dict[int, torch.Tensor], factor: float, untouched: np.ndarray | None) -> None:
@@ -267,12 +269,20 @@ class TileOptimizer:
                 field, view = held.views[key]
                 if field.number:
                     view.fill_(entry)
+                elif field.on_host:
+                    view.copy_(entry)
                 else:
                     view.copy_(entry)
                     state[key] = view
             if not held.begun:
                 held.begun = True
                 held.flag.fill_(1)
+
+
+def _restored(field: Field, view: torch.Tensor) -> Any:
+    if field.number:
+        return field.number(view.item())
+    return view.cpu() if field.on_host else view
 
 
 @dataclass(frozen=True)

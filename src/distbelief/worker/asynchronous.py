@@ -106,6 +106,8 @@ def _work(
             replica.gate(wish)
         what = replica.next()
         progress.step = replica.steps_applied()
+        if task.profile:
+            task.profile.at(replica.spent.updates)
         if leads:
             reporter.tell()
         match what:
@@ -115,7 +117,7 @@ def _work(
                 if adapter:
                     replica.pace = adapter.look(replica.spent)
             case Wait():
-                time.sleep(nap_s)
+                _nap(nap_s)
                 nap_s = min(2 * nap_s, LONGEST_NAP_S)
             case Gathered(step=step, last=last):
                 # Nobody goes on before all know; the first one decides, for others may not have heard of a wish yet.
@@ -136,6 +138,11 @@ def _work(
         if leads and evaluator and due > evaluated:
             evaluated = due
             metrics = _evaluate_alone(evaluator, replica, progress, due)
+
+
+def _nap(seconds: float) -> None:
+    """There is nothing to do yet. A function of its own for whoever measures it."""
+    time.sleep(seconds)
 
 
 def _finish(

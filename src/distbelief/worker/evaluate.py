@@ -34,7 +34,7 @@ class Evaluator:
         self._feed = Feed(source, self._schedule, job, shuffle=False)
         self._job = job
         self._device = device
-        self._metrics = ShardMetrics(job.metrics)
+        self._metrics = ShardMetrics(job.metrics, device)
 
     def rehearse(self, model: torch.nn.Module) -> None:
         """Measure one shard and forget it: a metric that fails does so before the training, not after it."""
@@ -79,7 +79,7 @@ class Evaluator:
 
     def _measure(self, task: Task, output: Any, target: Any) -> dict[str, torch.Tensor]:
         total, weight = loss_sum(self._job.loss(output, target), task.samples)
-        return self._metrics.measure(task.number, output, target, (float(total), weight))
+        return self._metrics.measure(task.number, output, target, (float(total), float(weight)))
 
     def close(self) -> None:
         self._feed.close()

@@ -19,6 +19,7 @@ def describe_failure(spec: WorkerSpec, error: BaseException, step: int, shard: i
         (NonFiniteLoss, "loss"),
         (ReaderError, "data"),
         (NotEnoughMemory, "memory"),
+        (torch.OutOfMemoryError, "memory"),
         (JobError, "job"),
         (DistBeliefError, "internal"),
     ]
@@ -28,10 +29,20 @@ def describe_failure(spec: WorkerSpec, error: BaseException, step: int, shard: i
     else:
         message = f"{type(error).__name__}: {error}"
         details, shown = _user_traceback(error)
-        hint = "the traceback shows where in the job's code it happened" if shown else ""
+        hint = _hint(error) or ("the traceback shows where in the job's code it happened" if shown else "")
     if isinstance(error, NonFiniteLoss):
         step, shard = error.step, error.shard
     return WorkerFailed(spec.worker, spec.host, kind, message, hint, details, step, shard)
+
+
+def _hint(error: BaseException) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "more shards make smaller ones; fewer workers on one device, or a smaller model, need less memory"
+    if "does not have a deterministic implementation" in str(error):
+        return (
+            "exact mode needs kernels that give the same bits every time: use another operation, or allreduce:inexact"
+        )
+    return ""
 
 
 def _user_traceback(error: BaseException) -> tuple[str, bool]:

@@ -18,6 +18,7 @@ from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 
 AHEAD = 2  # steps that are being read while one is computed
+TOGETHER = 4096  # positions that are put in order by one call, which costs as much as some hundreds of them
 
 
 class Feed:
@@ -57,17 +58,46 @@ class Feed:
         _, _, high = self._schedule.shard(step, end - 1)
         group = next((g for g in self._groups if g and g[0][0] <= first and end <= g[-1][1]), None)
         if group is None:
-            return epoch, self._permuted(epoch, low, high)
+            return epoch, self._permuted(epoch, np.arange(low, high, dtype=np.int64))
         key = step, group[0]
-        if key not in self._spans:  # one permutation for all of a step's units
-            _, start, _ = self._schedule.shard(step, group[0][0])
-            _, _, stop = self._schedule.shard(step, group[-1][1] - 1)
-            self._spans = {key: (start, self._permuted(epoch, start, stop))}
+        if key not in self._spans:
+            self._spans = self._spans_from(step, group)
         start, span = self._spans[key]
         return epoch, span[low - start : high - start]
 
-    def _permuted(self, epoch: int, low: int, high: int) -> npt.NDArray[np.int64]:
-        positions = np.arange(low, high, dtype=np.int64)
+    def _spans_from(
+        self, step: int, group: Sequence[Range]
+    ) -> dict[tuple[int, Range], tuple[int, npt.NDArray[np.int64]]]:
+        """(first position, samples) of all of a group's units in that step, and in some after it, permuted at once."""
+        epoch, low, high = self._stretch(step, group)
+        last = min(step + max(TOGETHER // max(high - low, 1), 1), self._end_of(step))
+        found = {step: (low, high)}
+        for later in range(step + 1, last):
+            its_epoch, low, high = self._stretch(later, group)
+            if its_epoch != epoch:
+                break
+            found[later] = low, high
+        positions = np.concatenate([np.arange(low, high, dtype=np.int64) for low, high in found.values()])
+        order, at = self._permuted(epoch, positions), 0
+        spans = {}
+        for later, (low, high) in found.items():
+            spans[later, group[0]] = low, order[at : at + high - low]
+            at += high - low
+        return spans
+
+    def _stretch(self, step: int, group: Sequence[Range]) -> tuple[int, int, int]:
+        """(epoch, first, end): the positions of all of a group's units."""
+        epoch, low, _ = self._schedule.shard(step, group[0][0])
+        _, _, high = self._schedule.shard(step, group[-1][1] - 1)
+        return epoch, low, high
+
+    def _end_of(self, step: int) -> int:
+        """Before this step, those after that one are gone through with the same group."""
+        if len(self._groups) > 1:  # then comes another group, with the same steps
+            return min(self._until, (step // self._stride + 1) * self._stride)
+        return self._until
+
+    def _permuted(self, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return positions_to_samples(positions, self._schedule.samples, self._seed, epoch, self._shuffle)
 
     def fetch(self, step: int, first: int, end: int) -> tuple[Any, int]:
@@ -79,10 +109,7 @@ class Feed:
         self._ask(step, first, end)
         # Not for a shard that is computed for somebody else: mine of this step have been taken.
         group = next((group for group in self._groups if (first, end) in group), ())
-        until = self._until
-        if len(self._groups) > 1:  # then comes another group, with the same steps
-            until = min(until, (step // self._stride + 1) * self._stride)
-        for later in range(step, min(step + 1 + AHEAD, until)):
+        for later in range(step, min(step + 1 + AHEAD, self._end_of(step))):
             for unit in group:
                 if later > step or unit[0] > first:  # those before it in this step have been taken
                     self._ask(later, *unit)

@@ -17,7 +17,6 @@ from queue import SimpleQueue
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from distbelief.comm.badges import Badge
 from distbelief.comm.messages import (
@@ -31,7 +30,7 @@ from distbelief.comm.messages import (
     decode_command,
     encode,
 )
-from distbelief.comm.network import dial
+from distbelief.comm.network import dial, hear_event
 from distbelief.comm.words import Abort
 from distbelief.worker import control
 from distbelief.worker.control import (
@@ -147,7 +146,7 @@ class ControlLink:
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 if contact in ready:
-                    connected = recv_monitor_message(contact)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                    connected = hear_event(contact)[0] == zmq.EVENT_HANDSHAKE_SUCCEEDED
                     # It is also told of every attempt that fails: what counts is since when there is nobody.
                     alone_since = None if connected else alone_since or time.monotonic()
                 if alone_since is not None and time.monotonic() - alone_since > LEASE_S:

@@ -30,6 +30,7 @@ from distbelief.strategies.base import Prepared, Strategy
 from distbelief.strategies.named import tied, transient
 from distbelief.strategies.sandblaster import Sandblaster
 from distbelief.version import __version__
+from distbelief.worker.devices import describe, named_device, open_device, require_device_memory
 from distbelief.worker.evaluate import Evaluator
 from distbelief.worker.feed import Feed
 from distbelief.worker.jobfile import load_job
@@ -51,6 +52,7 @@ class Loaded:
     feed: Feed
     evaluator: Evaluator | None
     canary: Canary
+    device: torch.device
 
     def facts(self) -> JobFacts:
         return JobFacts(
@@ -83,7 +85,8 @@ def load_for_server(spec: WorkerSpec, keeper: KeeperClient | None) -> tuple[Job,
     source = as_source(job.data, job.collate)
     strategy = parse(spec.strategy)
     schedule = _schedule(job, strategy, len(source))
-    return job, schedule, _steps(job, schedule, spec), strategy.prepare(job, schedule, _device(spec.device))
+    # The servers' numbers are in the host's memory, wherever the workers compute.
+    return job, schedule, _steps(job, schedule, spec), strategy.prepare(job, schedule, torch.device("cpu"))
 
 
 def _schedule(job: Job, strategy: Strategy, samples: int) -> Schedule:
@@ -112,7 +115,7 @@ def _job(spec: WorkerSpec, keeper: KeeperClient | None) -> Job:
 def load(spec: WorkerSpec, keeper: KeeperClient | None) -> Loaded:
     job = _job(spec, keeper)
     strategy = parse(spec.strategy)
-    device = _device(spec.device)
+    kind = named_device(spec.device)
     source = as_source(job.data, job.collate)
     check_metrics(job.metrics)
     if job.resolved_shards > len(source) and not isinstance(strategy, Sandblaster):
@@ -125,22 +128,24 @@ def load(spec: WorkerSpec, keeper: KeeperClient | None) -> Loaded:
     feed = Feed(source, schedule, job, shuffle=job.shuffle)
     evaluator = None
     if job.validation is not None:
-        evaluator = Evaluator(job, _validation(job), device)
+        evaluator = Evaluator(job, _validation(job), kind)
+    device = open_device(kind, spec.place, strategy.exact)  # the readers have been forked: none of them has it
     watch = Stopwatch(feed)
     prepared = strategy.prepare(job, schedule, device)
-    require_memory("gradients, parameters and optimizer state", prepared.least_bytes())
-    canary = Canary(prepared.canary(watch.fetch), prepared.facts())
+    _require_memory(prepared, device)
+    canary = Canary(prepared.canary(watch.fetch), {**prepared.facts(), **describe(device)})
     if evaluator and not next(prepared.model.parameters()).is_meta:
         evaluator.rehearse(prepared.model)
     watch.data_s, watch.shards, watch.step, watch.shard = 0.0, 0, -1, -1  # the canary's do not count
-    return Loaded(job, schedule, steps, strategy, prepared, watch, feed, evaluator, canary)
+    return Loaded(job, schedule, steps, strategy, prepared, watch, feed, evaluator, canary, device)
 
 
-def _device(name: str) -> torch.device:
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise JobError(f"unknown device '{name}'", hint="a device is cpu, cuda or cuda:0") from error
+def _require_memory(prepared: Prepared, device: torch.device) -> None:
+    what = "gradients, parameters and optimizer state"
+    if device.type == "cuda":
+        require_device_memory(device, what, prepared.least_bytes())
+    else:
+        require_memory(what, prepared.least_bytes())
 
 
 def _validation(job: Job) -> InMemory | MapStyle:

@@ -51,8 +51,10 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
 class ShardMetrics:
     """Measures single shards of an evaluation and combines what all members measured."""
 
-    def __init__(self, metrics: Mapping[str, Any]) -> None:
+    def __init__(self, metrics: Mapping[str, Any], device: torch.device | None = None) -> None:
+        """`device`: where outputs and targets are."""
         check_metrics(metrics)
+        self._device = device or torch.device("cpu")
         self._functions = {n: m for n, m in metrics.items() if not is_metric_object(m)}
         self._objects = {n: copy.deepcopy(m) for n, m in metrics.items() if is_metric_object(m)}
 
@@ -64,6 +66,7 @@ class ShardMetrics:
                 _sum_and_weight(name, function(output, target)), dtype=torch.float64
             )
         for name, metric in self._objects.items():
+            metric.to(self._device)
             metric.reset()
             metric.update(output, target)
             for key in metric._defaults:
@@ -88,7 +91,7 @@ class ShardMetrics:
     def _compute(self, name: str, metric: Any, shards: int, measured: Mapping[str, torch.Tensor]) -> dict[str, float]:
         whole: Any = None
         for shard in range(shards):
-            part = copy.deepcopy(metric)
+            part = copy.deepcopy(metric).to("cpu")  # where what was measured is
             part.reset()
             for key, default in metric._defaults.items():
                 prefix = f"{shard}/{name}/{key}/"

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from distbelief.comm.devicegroup import DeviceGroup
 from distbelief.comm.exchange import Geometry, Group
 from distbelief.comm.group import Rendezvous, TorchGroup
 from distbelief.comm.ledger import Past
@@ -34,11 +36,13 @@ from distbelief.comm.messages import (
     WorkerReady,
 )
 from distbelief.comm.networked import networked
+from distbelief.comm.ondevice import OnDevice
 from distbelief.comm.routes import interface_to
-from distbelief.comm.segment import KeeperClient, Segment
+from distbelief.comm.segment import KeeperClient, Memory, Segment
 from distbelief.comm.served import ServedGroup
 from distbelief.comm.serverclient import ServerClient
 from distbelief.comm.shared import SharedExchange
+from distbelief.comm.sharedslots import SharedSlots
 from distbelief.comm.words import Abort, Aborted
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.base import Replica, Saved, Seat, Seated
@@ -47,6 +51,7 @@ from distbelief.strategies.ps.asynchronous import AsynchronousReplica
 from distbelief.strategies.sandblaster import Sandblaster
 from distbelief.worker.asynchronous import train_freely
 from distbelief.worker.control import Leave, StandDown, TrainGeneration
+from distbelief.worker.devices import identity
 from distbelief.worker.failure import describe_failure
 from distbelief.worker.link import ControlLink
 from distbelief.worker.loading import Loaded, load, write_job_json
@@ -54,6 +59,9 @@ from distbelief.worker.origin import frozen_of, newest_saved, opened_at, weights
 from distbelief.worker.saving import Saver
 from distbelief.worker.spec import WorkerSpec
 from distbelief.worker.training import Assignment, report_again, train
+
+if TYPE_CHECKING:
+    from distbelief.worker.profiling.profiler import Profiler
 
 LEAVE_AFTER_S = 0.3
 _UNHEARD = 256  # steps: more than are committed between two heartbeats
@@ -70,8 +78,11 @@ class Place:
     saver: Saver | None = None
     own_memory: dict[str, Segment] = field(default_factory=dict)
     """What it keeps for itself from one generation to the next."""
+    device_memory: dict[str, Memory] = field(default_factory=dict)
+    """The same, on its accelerator."""
     client: ServerClient | None = None
     """Of the parameter servers, where there are any."""
+    profile: Profiler | None = None
 
 
 def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: bool = False) -> int:
@@ -97,10 +108,11 @@ def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: b
         link.send(WorkerJoined(spec.worker, spec.host, os.getpid()))
         if loaded is not None:
             gc.freeze()  # what is loaded stays: a collection between generations looks at what those have made only
-            link.send(WorkerReady(spec.worker, loaded.facts(), loaded.canary))
+            link.send(WorkerReady(spec.worker, loaded.facts(), loaded.canary, identity(loaded.device)))
             try:
                 saver = Saver(spec.saves, spec.worker, link.send) if spec.saves else None
-                return _obey(Place(spec, link, keeper, saver, client=_client(spec, loaded, link)), loaded)
+                client, profile = _client(spec, loaded, link), _profiler(spec, loaded, link)
+                return _obey(Place(spec, link, keeper, saver, client=client, profile=profile), loaded)
             except BaseException as error:
                 failure = describe_failure(spec, error, loaded.watch.step, loaded.watch.shard)
             finally:
@@ -121,6 +133,14 @@ def _client(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> ServerClient
     link.progress.learn = client.learn
     link.progress.servers = lambda: client.version
     return client
+
+
+def _profiler(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> Profiler | None:
+    if spec.profile is None:
+        return None
+    from distbelief.worker.profiling.profiler import Profiler
+
+    return Profiler(spec, loaded.steps, loaded.strategy.stride, torch.device(spec.device), link.send)
 
 
 def _obey(place: Place, loaded: Loaded) -> int:
@@ -187,7 +207,11 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             loaded.checkpoint_facts,
             lambda lines: link.send(PlanShown(spec.worker, action.generation, list(lines))),
             loaded.strategy.stride,
+            place.profile,
         )
+        if place.profile:
+            sharing = len(action.members) if _is_free(loaded) else 1
+            place.profile.seated(action.members[action.rank].place, sharing)
         try:
             if isinstance(replica, AsynchronousReplica):
                 finished = train_freely(loaded.job, replica, loaded.evaluator, loaded.watch, link.progress, task)
@@ -200,9 +224,13 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             # The run ends with whoever says first that it failed: so that one says also what was committed before.
             report_again(replica, link.progress, max(0, replica.steps_applied() - _UNHEARD))
             raise
+        if place.profile:
+            place.profile.finish()
         link.send(finished)
         link.finished(action.generation)
     finally:
+        if place.profile:
+            place.profile.left()
         if place.saver:
             place.saver.let_go()
         exchange.close()
@@ -314,18 +342,32 @@ def _exchange(place: Place, loaded: Loaded, action: TrainGeneration, abort: Abor
 
 def _members(
     place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort, geometry: Geometry | None
-) -> SharedExchange | TorchGroup:
+) -> SharedExchange | TorchGroup | OnDevice:
     name = _group_name(action.generation)
-    if geometry is not None and action.transport == "shm" and place.keeper is not None:
-        past = [
-            Past(_group_name(one.generation), before)
-            for one in action.past
-            if (before := loaded.prepared.geometry([member.shards for member in one.members]))
-        ]
-        return SharedExchange(place.keeper, name, action.rank, geometry, abort, past)
     if geometry is None:
         return _torch_group(place, action, abort)
-    return networked(_meeting(place, action), action.rank, geometry, abort, place.own_memory)
+    if action.transport == "shm" and place.keeper is not None:
+        return SharedExchange(place.keeper, name, action.rank, geometry, abort, _past(loaded, action))
+    if action.transport == "nccl":
+        given = _meeting(place, action), action.rank, geometry, abort, loaded.device, loaded.strategy.exact
+        return DeviceGroup(*given, place.own_memory, place.device_memory)
+    if action.transport == "slots" and place.keeper is not None:
+        past = _past(loaded, action)
+        slots = SharedSlots(place.keeper, name, action.rank, geometry, abort, past, place.own_memory)
+        if loaded.device.type == "cpu":
+            return slots
+        return OnDevice(slots, geometry, loaded.device, place.device_memory, slots.where)
+    group = networked(_meeting(place, action), action.rank, geometry, abort, place.own_memory)
+    return group if loaded.device.type == "cpu" else OnDevice(group, geometry, loaded.device, place.device_memory)
+
+
+def _past(loaded: Loaded, action: TrainGeneration) -> list[Past]:
+    """What earlier generations may have left in shared memory."""
+    return [
+        Past(_group_name(one.generation), before)
+        for one in action.past
+        if (before := loaded.prepared.geometry([member.shards for member in one.members]))
+    ]
 
 
 def _torch_group(place: Place, action: TrainGeneration, abort: Abort) -> TorchGroup:

@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from distbelief.comm.badges import Badge
+from distbelief.comm.doorkeeper import Doorkeeper
 from distbelief.comm.letters import Letter, pack
 from distbelief.comm.memfd import free_memory_bytes
 from distbelief.comm.messages import (
@@ -99,6 +100,7 @@ class ServerEdge:
         if "[" in listen:
             self._inbox.setsockopt(zmq.IPV6, 1)
         self._inbox.bind(listen)
+        self._doorkeeper = Doorkeeper(self._inbox, self._refusals)
         address = self._inbox.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(address, bytes)
         self._address = address.rstrip(b"\0").decode()
@@ -116,6 +118,7 @@ class ServerEdge:
         self._tell(ready)
         poller = zmq.Poller()
         poller.register(self._inbox, zmq.POLLIN)
+        poller.register(self._doorkeeper.events, zmq.POLLIN)
         poller.register(self._coordinator, zmq.POLLIN)
         next_beat = next_reminder = time.monotonic()
         while not self._ended:
@@ -132,6 +135,8 @@ class ServerEdge:
                         slices.began()
             if self._inbox in there:
                 self._receive(node)
+            if self._doorkeeper.events in there:
+                self._doorkeeper.attend()
             now = time.monotonic()
             if now >= next_reminder:
                 next_reminder = now + REMIND_S
@@ -170,6 +175,7 @@ class ServerEdge:
             except Refused as refused:
                 self._refusals.add(refused.reason)
                 continue
+            self._doorkeeper.know(identity)
             for letter in letters:
                 out.add(node.receive(letter, identity.bytes))
         self._send(out)
@@ -229,6 +235,7 @@ class ServerEdge:
         self._tell(ServerFailed(self._spec.worker, self._spec.host, message, hint, "" if known else text))
 
     def close(self) -> None:
+        self._doorkeeper.close()
         self._inbox.close(linger=0)
         for socket in self._peers.values():
             socket.close(linger=0)

@@ -31,6 +31,15 @@ class Origin(msgspec.Struct, frozen=True):
     """It has run before; else its first generation has no checkpoint to look for."""
 
 
+class ProfilePlan(msgspec.Struct, frozen=True):
+    """The steps whose time is recorded: from `first` to before `end`; `end` 0: some after the first ones."""
+
+    first: int
+    end: int
+    is_sent: bool = False
+    """Whether what was recorded goes to the coordinator: this host does not see the run directory."""
+
+
 class WorkerSpec(msgspec.Struct, frozen=True):
     """Everything a worker process is told when it starts. It never appears in `ps` or in the environment."""
 
@@ -54,3 +63,6 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """Whether all workers and parameter servers of the run are on one host."""
     saves: SavePlan | None = None
     origin: Origin | None = None
+    place: int = 0
+    """Among the workers of its host: the smallest number that none of the others has."""
+    profile: ProfilePlan | None = None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distbelief.checkpoint.manifest import Facts
 from distbelief.comm.messages import Evaluation, StepReport, Timing, WorkerFinished
@@ -18,6 +18,9 @@ from distbelief.worker.feed import Feed
 from distbelief.worker.link import Progress
 from distbelief.worker.origin import facts_at
 from distbelief.worker.saving import Saver
+
+if TYPE_CHECKING:
+    from distbelief.worker.profiling.profiler import Profiler  # it is loaded where a profile is taken
 
 
 @dataclass
@@ -68,6 +71,7 @@ class Assignment:
     """Tells people how the model is divided."""
     stride: int = 1
     """Steps that are committed together: there is a state after every multiple of it, and after the last step."""
+    profile: Profiler | None = None
 
     def before(self, applied: int) -> int:
         """The state before that one: after how many steps.
@@ -99,6 +103,8 @@ def train(
     last = None
     watch.data_s, watch.shards = 0.0, 0
     step = first
+    if task.profile:
+        task.profile.at(step)
     while step < task.steps:
         started = time.perf_counter()
         replica.compute(step)
@@ -123,6 +129,8 @@ def train(
         if leads and (lines := replica.plan_lines()):
             task.show(lines)
         step += len(results)
+        if task.profile:
+            task.profile.at(step)
         if step == task.steps:  # before the last evaluation, which may fail
             replica.save_weights(task.run_dir / "weights.safetensors")
         if evaluator and _is_due(job, step, task):

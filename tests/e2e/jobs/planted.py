@@ -1,4 +1,4 @@
-"""One sample, in shard 2 of step 137, makes something that is not a number; `--set where=` says where it does so."""
+"""One sample, in shard 2 of step `at`, makes something that is not a number; `--set where=` says where it does so."""
 
 import os
 import time
@@ -16,9 +16,9 @@ BATCH, SHARDS, SAMPLES, SEED = 16, 4, 3200, 7
 MARK = 1000.0
 
 
-def marked_sample() -> int:
+def marked_sample(step: int) -> int:
     """The second sample of that shard."""
-    position = STEP * BATCH + SHARD * BATCH // SHARDS + 1
+    position = step * BATCH + SHARD * BATCH // SHARDS + 1
     return int(positions_to_samples(np.array([position]), SAMPLES, SEED, epoch=0, shuffle=True)[0])
 
 
@@ -51,11 +51,11 @@ class Net(nn.Module):
         return self.head(self.fragile(torch.tanh(self.first(x.clamp(-3, 3))), x[:, 0]))
 
 
-def job(where: str = "forward", steps: int = 160, brake_s: float = 0.0) -> Job:
+def job(where: str = "forward", at: int = STEP, steps: int = 160, brake_s: float = 0.0) -> Job:
     torch.manual_seed(1)
     x = torch.randn(SAMPLES, 6)
     y = (x.sum(1) > 0).long()
-    x[marked_sample(), 0] = torch.nan if where == "data" else MARK
+    x[marked_sample(at), 0] = torch.nan if where == "data" else MARK
 
     def loss(output, target):
         if brake_s and os.path.exists("brake"):  # slow for as long as the test needs time, then quick

@@ -41,6 +41,7 @@ EVENTS: list[m.Event] = [
     m.StepTakenOver(0, 3, 7, 2, [m.BrokenShard(1, 7, 3)]),
     m.RolledBack(0, 3, reached=57, step=50, source="snapshots"),
     m.PlanShown(0, 3, ["stage 1/2: embedding, blocks.0–2"]),
+    m.TracePart(0, "worker-0-77.spans", 1 << 20, b"\x00x"),
     m.CollectiveFailed(1, 3, "connection reset"),
     m.PeerDied(worker=1, generation=3, dead=2),
     m.LeaveRequested(2),

@@ -41,6 +41,7 @@ FULL = Launch(
     keep_every=10,
     keep_best="loss:min",
     begin_from="/weights.safetensors",
+    profile="10:20",
 )
 
 
@@ -62,7 +63,8 @@ def test_what_was_kept_is_read_again(tmp_path: Path) -> None:
 def test_every_field_is_kept_but_those_of_one_start(tmp_path: Path) -> None:
     keep_launch(replace(FULL, run_dir=tmp_path, job_pickle=b"secret", resumed=True))
     kept = json.loads((tmp_path / "launch.json").read_text())
-    assert {one.name for one in fields(Launch)} - kept.keys() == {"run_dir", "job_pickle", "dial", "resumed", "host"}
+    of_one_start = {"run_dir", "job_pickle", "dial", "resumed", "host", "is_away"}
+    assert {one.name for one in fields(Launch)} - kept.keys() == of_one_start
     assert not read_launch(tmp_path).resumed
 
 

@@ -258,7 +258,7 @@ def _arm(member: DataParallelReplica, group: Exchange, doom: Death, die: Callabl
         case "before its shards":
             at(group, "begin", before=False)
         case "in a shard":
-            at(member._computer, "run", before=True, when=lambda calls, *_: calls == 1)
+            at(member._computer, "begin", before=True, when=lambda calls, *_: calls == 1)
         case "after some tiles":
             at(group, "publish", before=False, when=lambda calls, *_: calls == 1)
         case "before it arrives":

@@ -278,10 +278,12 @@ def test_the_block_with_the_stamps_alone_says_whether_it_is_a_state(setting: Set
     state = setting.join()
     state.begin_at(0)
     apply(state, 0)
-    first, rest = state.blocks()
+    numbers, rest, first = state.blocks()
     assert first.numel() == 4096
     assert rest.data_ptr() == first.data_ptr() + 4096
+    assert numbers.data_ptr() == rest.data_ptr() + rest.numel()
     with kept() as keeper:
         other = Setting(keeper).join()
-        other.blocks()[1].copy_(rest)
+        for theirs, mine in zip(other.blocks()[:2], (numbers, rest), strict=True):
+            theirs.copy_(mine)
         assert (other.initialised, other.steps_applied) == (False, 0)

@@ -47,6 +47,13 @@ def test_two_that_promise_the_same_bits() -> None:
         assert any("dropout" in line for line in lines(plan(strategy, against), comparison("different", 1)))
 
 
+def test_strategies_that_learn_something_else() -> None:
+    nature = "by their nature"
+    assert any(nature in line for line in lines(plan("local_sgd:4", "allreduce"), comparison("different", 1)))
+    assert any(nature in line for line in lines(plan("allreduce", "sandblaster"), comparison("different", 1)))
+    assert not any(nature in line for line in lines(plan("local_sgd:4"), comparison("different", 1)))
+
+
 def test_json_has_no_infinity() -> None:
     found = as_json(plan(), comparison("different", count=12, largest=math.inf))
     assert json.loads(json.dumps(found, allow_nan=False)) == found

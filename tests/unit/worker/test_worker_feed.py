@@ -198,3 +198,19 @@ def test_a_unit_that_grows_or_shrinks_is_read_anew(before: Range, after: Range) 
         for step in (1, 2, 3):
             if after[0] < SCHEDULE.occupied(step):
                 check(it.fetch(step, *after), expected(step, after))
+
+
+def test_one_permutation_serves_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counted(positions: Any, *rest: Any) -> Any:
+        asked.append(len(positions))
+        return positions_to_samples(positions, *rest)
+
+    with feed((X, Y)) as plain, feed((X, Y)) as ahead:
+        ahead.expect([(1, 2), (2, 3)], until=7)
+        wanted = [plain.samples(step, shard, shard + 1) for step in range(7) for shard in (1, 2)]
+        monkeypatch.setattr("distbelief.worker.feed.positions_to_samples", counted)
+        found = [ahead.samples(step, shard, shard + 1) for step in range(7) for shard in (1, 2)]
+    assert [(epoch, list(some)) for epoch, some in found] == [(epoch, list(some)) for epoch, some in wanted]
+    assert len(asked) == 3, "one for each epoch"

@@ -18,7 +18,7 @@ from distbelief.comm.compression.codec import Codec
 from distbelief.comm.compression.option import canonical, long_form
 from distbelief.comm.compression.spec import parse_codec
 from distbelief.comm.compression.subject import Place
-from distbelief.comm.segment import Segment
+from distbelief.comm.segment import Memory
 
 _LINE = 64
 
@@ -64,11 +64,11 @@ class PartsCoding:
     def room(self) -> Tensor:
         return torch.zeros(self.size_bytes, dtype=torch.uint8)
 
-    def vector(self, part: Part, slot: Segment) -> Tensor:
+    def vector(self, part: Part, slot: Memory) -> Tensor:
         first = part.place.part.start
         return slot.tensor(torch.float32, 4 * first, part.place.part.stop - first)
 
-    def write(self, slot: Segment, rest: Tensor, touched: np.ndarray, into: Tensor) -> None:
+    def write(self, slot: Memory, rest: Tensor, touched: np.ndarray, into: Tensor) -> None:
         """Encode what lies in the slot, and what is owed. Then the slot has what a receiver decodes, and `rest` what is
         owed still. Nothing is sent of a parameter that was not touched: it may be that nobody will use it."""
         for part in self.parts:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from distbelief.comm.keys import read_key, run_secret
 from distbelief.comm.routes import tcp
+from distbelief.engines.invitation import Invitation
 from distbelief.engines.meeting.interface import LINGER_S, PATIENCE_S, Word
 from distbelief.engines.meeting.ownaddress import address_behind
 from distbelief.errors import DistBeliefError
@@ -30,8 +31,11 @@ class Address:
     def key_file(self) -> Path:
         return self._key
 
+    def known(self) -> Invitation:
+        return Invitation(self.listen(), run_secret(read_key(self._key)))
+
     def tell(self, word: Word) -> None:
-        """Who is invited finds the coordinator there; who is not finds nobody, and gives up."""
+        """They know."""
 
     def wait(self) -> Word:
         return Word(tcp(self._host, self._port), run_secret(read_key(self._key)).hex())
@@ -58,6 +62,9 @@ class Board:
 
     def key_file(self) -> Path:
         return self._key
+
+    def known(self) -> None:
+        return None
 
     def tell(self, word: Word) -> None:
         text = word.address if word.over < 0 else f"over {word.over}"

@@ -42,6 +42,9 @@ class Folder:
     def key_file(self) -> None:
         return None
 
+    def known(self) -> None:
+        return None
+
     def tell(self, word: Word) -> None:
         folder = self._path.parent
         draft = folder / f".{FILE}.draft"

@@ -41,6 +41,9 @@ class Meeting(Protocol):
     def key_file(self) -> Path | None:
         """The file of the key that both sides have; None: the invitation carries the run's secret."""
 
+    def known(self) -> Invitation | None:
+        """What all others know without being told; None: nothing."""
+
     def tell(self, word: Word) -> None:
         """The first process: all others hear this."""
 

@@ -128,7 +128,7 @@ class LocalReplica(DataParallelReplica):
         try:
             super().compute(number)
         finally:
-            self._trainer.bind_parameters(self._state.segment, self._state.values_at)
+            self._trainer.bind_parameters(self._state.memory, self._state.values_at)
         self._trainer.adopt_integers()
         self._inner.send_on(number + 1)  # before anybody commits: then whoever dies after it takes nothing along
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from distbelief.comm.compression.parts import PartsCoding
-from distbelief.comm.segment import Segment
+from distbelief.comm.segment import Memory, Segment
 from distbelief.data.seeding import seed_everything
 from distbelief.errors import JobError
 from distbelief.job import Job
@@ -133,7 +133,7 @@ class LocalTrainer(ShardComputer):
             else:
                 place.copy_(after)
 
-    def encode_difference(self, slot: Segment, touched: np.ndarray, code: torch.Tensor | None = None) -> None:
+    def encode_difference(self, slot: Memory, touched: np.ndarray, code: torch.Tensor | None = None) -> None:
         """Leave in the slot what others decode of the difference there, and keep what that lost. `code`: where to
         write what goes on the wire; None: nothing is sent."""
         if self.coding is None or self._code is None:

@@ -186,7 +186,7 @@ class Runner:
         inputs = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
         if stage == self._last:
             if task.counts:
-                outcome.rows[task.number] = (total.item(), weight, task.samples)
+                outcome.rows[task.number] = (total.item(), float(weight), task.samples)
             else:
                 total = total * 0.0
             self._passages[stage, action.shard] = _Passage(inputs, [total])

@@ -1,0 +1,60 @@
+"""What a step does to the gradients besides computing them, in GB/s against a copy on the device; and how fast they
+travel between the device and the host's memory, pinned and not."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distbelief.comm.devicememory import pin
+from distbelief.comm.segment import Segment
+
+ELEMENTS = 124 << 20
+REPETITIONS = 20
+
+
+def measure() -> list[dict[str, Any]]:
+    a, b, out = (torch.randn(ELEMENTS, device="cuda") for _ in range(3))
+    host, pageable = Segment.private(4 * ELEMENTS), Segment.private(4 * ELEMENTS)
+    pin(host)
+    pinned, plain = (one.tensor(torch.float32, 0, ELEMENTS) for one in (host, pageable))
+    tiles = a.view(-1, 1 << 18)
+    parameter = torch.nn.Parameter(b)
+    parameter.grad = a
+    optimizer = torch.optim.AdamW([parameter], lr=1e-4, fused=True)
+    cases: dict[str, Callable[[], Any]] = {
+        "copy": lambda: out.copy_(a),
+        "add two partial sums": lambda: torch.add(a, b, out=out),
+        "scale": lambda: out.mul_(1.0),
+        "norm of tiles in float64": lambda: torch.linalg.vector_norm(tiles, dim=1, dtype=torch.float64),
+        "AdamW, fused": optimizer.step,
+        "to the host, pinned": lambda: pinned.copy_(a, non_blocking=True),
+        "from the host, pinned": lambda: out.copy_(pinned, non_blocking=True),
+        "to the host": lambda: plain.copy_(a),
+        "from the host": lambda: out.copy_(plain),
+    }
+    seconds = {name: _seconds(case) for name, case in cases.items()}
+    return [
+        {
+            "kernel": name,
+            "size_mb": 4 * ELEMENTS / 1e6,
+            "gb_per_s": 4 * ELEMENTS / took / 1e9,
+            "of_copy": seconds["copy"] / took,
+        }
+        for name, took in seconds.items()
+    ]
+
+
+def _seconds(case: Callable[[], Any]) -> float:
+    took = []
+    for _ in range(REPETITIONS + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        case()
+        end.record()
+        torch.cuda.synchronize()
+        took.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(took[3:])

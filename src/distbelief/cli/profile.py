@@ -1,0 +1,69 @@
+"""`distbelief profile RUN`: where the time of a profiled run went, once more; and the options that have it recorded."""
+
+from __future__ import annotations
+
+import json as json_text
+import sys
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+
+from distbelief.cli.failures import MACHINE_OUTPUT
+from distbelief.cli.options import AsJson
+from distbelief.engines.profileplan import USUAL, profile_plan
+
+Profile = Annotated[
+    bool,
+    typer.Option("--profile", help="Record where the time of some steps goes: a trace for Perfetto, and a table."),
+]
+ProfileSteps = Annotated[
+    str,
+    typer.Option(
+        metavar="FIRST:END",
+        help="Profile these steps, counted from 0. Default with --profile: ten steps after the first ten.",
+        show_default=False,
+    ),
+]
+
+
+def profile(
+    ctx: typer.Context,
+    run: Annotated[Path, typer.Argument(help="The run directory, or a trace of a run.", show_default=False)],
+    cpu: Annotated[
+        bool,
+        typer.Option("--cpu", help="Shares of CPU time, not of time: the work itself, where cores are shared."),
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Say where the time went in a run that was trained with --profile: by phase and worker, and the top operators."""
+    ctx.meta[MACHINE_OUTPUT] = json
+    from distbelief.observe.profiling.collecting import read_summary
+    from distbelief.observe.profiling.shown import as_data, lines
+
+    summary, trace = read_summary(run)
+    if json:
+        typer.echo(json_text.dumps(as_data(summary, str(trace)), allow_nan=False))
+    else:
+        print("\n".join(lines(summary, str(trace), cpu=cpu)))
+
+
+def asked_steps(usual: bool, steps: str) -> str:
+    """What both options together ask for; an error now, if it is none.
+
+    >>> asked_steps(False, ""), asked_steps(True, ""), asked_steps(False, "3:5")
+    ('', 'auto', '3:5')
+    """
+    asked = steps or (USUAL if usual else "")
+    profile_plan(asked)
+    return asked
+
+
+def print_profile(trace: str, stream: TextIO = sys.stdout) -> None:
+    """After a run."""
+    from distbelief.observe.profiling.collecting import read_summary
+    from distbelief.observe.profiling.shown import lines
+
+    if trace:
+        summary, _ = read_summary(Path(trace))
+        print("", *lines(summary, trace), sep="\n", file=stream)

@@ -1,0 +1,77 @@
+"""The edge: a run's parts become its trace, and a trace its summary. Taking a profile never fails a run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+from distbelief.comm.messages import PROFILE_FOLDER
+from distbelief.errors import DistBeliefError
+from distbelief.observe.profiling.merging import Trace, merge
+from distbelief.observe.profiling.parts import OPERATORS, SPANS, read_parts
+from distbelief.observe.profiling.summary import Summary, summarise
+from distbelief.observe.records import Tail
+from distbelief.strategies import waits
+
+TRACE = "workers.pt.trace.json.gz"
+"""So TensorBoard finds it, too."""
+
+
+def trace_of(run_dir: Path) -> Path:
+    return run_dir / PROFILE_FOLDER / TRACE
+
+
+def collect(run_dir: Path) -> Path | None:
+    """Merge what the workers have left, and clear it up. Returns the trace; None when nobody has recorded anything."""
+    folder, path = run_dir / PROFILE_FOLDER, trace_of(run_dir)
+    parts = read_parts(folder)
+    if not parts:
+        return path if path.exists() else None
+    missing = _seen(run_dir) - {part.worker for part in parts}
+    notes = [f"nothing came from worker {one}: it was not there then, or it died first" for one in sorted(missing)]
+    trace = merge(parts, together=waits(parts[0].strategy), notes=notes)
+    draft = path.with_suffix(".draft")
+    with gzip.open(draft, "wb", compresslevel=5) as file:
+        file.write(json.dumps(trace).encode())
+    draft.rename(path)
+    for part in parts:
+        for kind in (SPANS, OPERATORS):
+            (folder / f"{part.name}{kind}").unlink(missing_ok=True)
+    return path
+
+
+def _seen(run_dir: Path) -> set[int]:
+    """All workers that have trained in the run."""
+    records = Tail(run_dir / "metrics.jsonl").read()
+    return {int(one["worker"]) for record in records if record.get("kind") == "workers" for one in record["workers"]}
+
+
+def read_summary(where: Path) -> tuple[Summary, Path]:
+    """Of a run directory or a trace, and the trace it is of. What cannot be read is said in one error."""
+    if not where.exists():
+        raise DistBeliefError(f"there is no {where}", hint="give the run directory that `train` printed")
+    path = where
+    try:
+        if where.is_dir():
+            found = collect(where)
+            if found is None:
+                raise DistBeliefError(f"{where} has no profile", hint="take one with `distbelief train JOB --profile`")
+            path = found
+        return summarise(_read(path)), path
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
+        what = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+        raise DistBeliefError(
+            f"{path} cannot be read as a profile: {what}",
+            hint="give a run directory, or its profile/workers.pt.trace.json.gz",
+        ) from error
+
+
+def _read(path: Path) -> Trace:
+    with gzip.open(path, "rb") as file:
+        trace: Any = json.loads(file.read())
+    if not isinstance(trace, dict) or trace.get("otherData", {}).get("program") != "distbelief":
+        raise ValueError("it is no trace of ours")
+    return trace

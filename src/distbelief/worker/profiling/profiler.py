@@ -1,0 +1,190 @@
+"""A worker's profile: the clocks are put on at the window's first step and taken off after its last one.
+
+What is recorded is written to the run directory step by step, so that a worker that is killed leaves what it had;
+torch's operators come at the end of the window. On a host that does not see the run directory the files are sent to it
+with the worker's messages. Nothing that goes wrong here ends a run: it is said in the log, and there is less in the
+profile.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import torch
+
+from distbelief.comm.messages import PROFILE_FOLDER, TracePart
+from distbelief.worker.profiling.instruments import REGROUP, Instruments
+from distbelief.worker.profiling.operators import REHEARSAL_S, Operators
+from distbelief.worker.profiling.spans import Spans
+from distbelief.worker.profiling.window import window
+from distbelief.worker.spec import WorkerSpec
+
+STEP = "step"
+_CHUNK_BYTES = 1 << 20
+
+
+class Profiler:
+    def __init__(
+        self, spec: WorkerSpec, steps: int, stride: int, device: torch.device, send: Callable[[TracePart], None]
+    ) -> None:
+        assert spec.profile is not None
+        self._steps = steps
+        self._first, self._end = window(spec.profile.first, spec.profile.end, steps, stride)
+        self._stride = stride
+        self._spec = spec
+        self._send = send
+        self._folder = Path(spec.run_dir) / PROFILE_FOLDER
+        self._name = f"worker-{spec.worker}-{os.getpid()}"
+        self._state = "before"  # rehearsing · ready · during · over
+        self._spans = Spans()
+        self._instruments = Instruments(self._spans)
+        self._operators: Operators | None = Operators(device)
+        self._with_operators(Operators.set_up)
+        self._file: BinaryIO | None = None
+        self._step = -1
+        self._since = (0, 0)
+        """When the present step began: wall clock and CPU time, nanoseconds."""
+        self._left_ns = 0
+        """When the last generation was given up."""
+        self._place = ""
+
+    # --- what the training thread tells ------------------------------------------------------------------------------
+
+    def seated(self, place: str, sharing: int) -> None:
+        """A generation is about to train. `place`: which part of the model this member has, for people. `sharing`: so
+        many members have the steps among themselves, where they do none in common; then each counts its own."""
+        self._place = place
+        asked = self._spec.profile
+        if self._state == "before" and asked and not asked.end:
+            self._first, self._end = window(0, 0, max(self._steps // sharing, 1), self._stride)
+        if self._state == "during" and self._left_ns:
+            now = time.perf_counter_ns()
+            self._spans.ended.append((REGROUP, self._left_ns, now - self._left_ns, 0, threading.get_native_id()))
+            self._write_line({"place": place})
+
+    def at(self, step: int) -> None:
+        """That step is next. Everything before it is done."""
+        if step == self._step or self._state == "over":
+            return
+        try:
+            self._leave_step()
+            self._state = self._next_state(step)
+            if self._state == "during":
+                self._step, self._since = step, (time.perf_counter_ns(), time.thread_time_ns())
+        except Exception:
+            self._give_up()
+
+    def left(self) -> None:
+        """The generation has ended, or was given up: then the step that was under way is done again by the next."""
+        self._step = -1
+        self._left_ns = time.perf_counter_ns()
+
+    def finish(self) -> None:
+        """The run's steps are done: what is not written yet is written now."""
+        if self._state in ("rehearsing", "ready", "during"):
+            try:
+                self._leave_step()
+                self._close()
+                self._state = "over"
+            except Exception:
+                self._give_up()
+
+    # --- the window --------------------------------------------------------------------------------------------------
+
+    def _next_state(self, step: int) -> str:
+        """Two steps early the operators are rehearsed, and one step early all is set up: that takes time, and others,
+        who are done with it, wait meanwhile. Where the window begins with the run, there is not so much time."""
+        state = self._state
+        if state == "before":
+            if not self._first - 2 * self._stride <= step < self._end:
+                return state
+            self._begin()
+            state = "rehearsing"
+            if step < self._first - self._stride:
+                self._with_operators(lambda operators: operators.start(REHEARSAL_S))
+                return state
+            self._with_operators(Operators.start)
+            state = "ready"
+        if step >= self._end:
+            self._close()
+            return "over"
+        if state == "rehearsing" and step >= self._first - self._stride:
+            self._with_operators(Operators.stop)
+            self._with_operators(Operators.start)
+            state = "ready"
+        if state == "ready" and step >= self._first:
+            self._spans.take()
+            state = "during"
+        return state
+
+    def _begin(self) -> None:
+        self._folder.mkdir(exist_ok=True)
+        self._file = (self._folder / f"{self._name}.spans").open("ab", buffering=0)
+        spec = self._spec
+        self._write_line(
+            {
+                "worker": spec.worker,
+                "host": spec.host,
+                "place": self._place,
+                "strategy": spec.strategy,
+                "steps": [self._first, self._end],
+                "thread": threading.get_native_id(),
+                "clock": [time.time_ns(), time.perf_counter_ns()],
+            }
+        )
+        if self._operators:
+            self._spans.at_end = self._operators.look
+        self._instruments.attach()
+
+    def _with_operators(self, do: Callable[[Operators], None]) -> None:
+        """They are worth having, but without them there is still all the rest."""
+        try:
+            if self._operators:
+                do(self._operators)
+        except Exception as error:
+            self._operators = None
+            self._spans.at_end = lambda: None
+            print(f"the profile has no operators: {type(error).__name__}: {error}", flush=True)
+
+    def _leave_step(self) -> None:
+        if self._step < 0 or self._state != "during":
+            return
+        started, cpu = self._since
+        took = time.perf_counter_ns() - started
+        ended = (f"{STEP} {self._step}", started, took, time.thread_time_ns() - cpu, threading.get_native_id())
+        self._step = -1
+        self._write_line([*self._spans.take(), ended])
+
+    def _close(self) -> None:
+        self._instruments.detach()
+        self._with_operators(Operators.stop)
+        self._with_operators(lambda operators: operators.write(self._folder / f"{self._name}.operators.gz"))
+        self._write_line([*self._spans.take()])
+        self._write_line({"over": True, "operators": self._operators.recorded_ns if self._operators else None})
+        assert self._file is not None
+        self._file.close()
+        if self._spec.profile and self._spec.profile.is_sent:
+            for path in sorted(self._folder.glob(f"{self._name}.*")):
+                self._send_file(path)
+
+    def _give_up(self) -> None:
+        self._state = "over"
+        self._instruments.detach()
+        print("the profile of this worker ends here; training goes on", flush=True)
+        traceback.print_exc()
+
+    def _write_line(self, line: Any) -> None:
+        assert self._file is not None
+        self._file.write(msgspec.json.encode(line) + b"\n")
+
+    def _send_file(self, path: Path) -> None:
+        content = path.read_bytes()
+        for at in range(0, len(content), _CHUNK_BYTES):
+            self._send(TracePart(self._spec.worker, path.name, at, content[at : at + _CHUNK_BYTES]))

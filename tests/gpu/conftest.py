@@ -1,0 +1,43 @@
+"""Tests for a machine with a CUDA device, torch and our core dependencies: `make test-gpu`. Skipped elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_commands import JOB, Command
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason="there is no CUDA device here"))
+
+
+@pytest.fixture
+def start() -> Any:
+    started: list[Command] = []
+
+    def begin(*words: str) -> Command:
+        started.append(Command(*words))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        one.end()
+
+
+@pytest.fixture
+def train(start: Callable[..., Command], tmp_path: Path) -> Callable[..., Command]:
+    """Train the small job on a CUDA device, or as told."""
+
+    def begin(name: str, workers: int = 1, *options: str, device: str = "cuda") -> Command:
+        run_dir = str(tmp_path / name)
+        given = ["--workers", str(workers), "--device", device, "--run-dir", run_dir, "--json", *options]
+        return start("train", str(JOB), *given)
+
+    return begin

@@ -1,0 +1,99 @@
+"""The replica of accelerators, with the host's memory standing in for a device's: the same bits as the host's own
+replica, since both do the same operations in the same order. On real devices: tests/gpu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from alone import job_of, linear_data
+from torch import nn, optim
+
+from distbelief.comm.alone import AloneExchange
+from distbelief.comm.exchange import Tile
+from distbelief.comm.ondevice import OnDevice, stretches
+from distbelief.comm.segment import Segment
+from distbelief.data.sources import as_source
+from distbelief.job import Job
+from distbelief.shards import Schedule
+from distbelief.strategies.base import Seat
+from distbelief.strategies.devicereplica import DeviceReplica
+from distbelief.strategies.prepared import PreparedAllReduce
+from distbelief.strategies.replica import DataParallelReplica
+from distbelief.worker.feed import Feed
+
+CPU = torch.device("cpu")
+SHARDS = 4
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 70), nn.BatchNorm1d(70), nn.ReLU(), nn.Dropout(0.2), nn.Linear(70, 4))
+
+
+def replica(job: Job, *, on_device: bool, exact: bool = True) -> DataParallelReplica:
+    source = as_source(job.data)
+    schedule = Schedule(len(source), job.global_batch, job.resolved_shards)
+    prepared = PreparedAllReduce(job, schedule, CPU, exact=exact)
+    ranges = [(0, schedule.shards)]
+    geometry = prepared.geometry(ranges)
+    alone = AloneExchange(geometry)
+    exchange = OnDevice(alone, geometry, CPU) if on_device else alone
+    feed = Feed(source, schedule, job, shuffle=job.shuffle)
+    return prepared.build(Seat(0, ranges, 1000), exchange, feed.fetch)
+
+
+def trained(job: Job, *, on_device: bool, steps: int = 4) -> tuple[list[float], str]:
+    one = replica(job, on_device=on_device)
+    assert isinstance(one, DeviceReplica) == on_device
+    losses = []
+    for step in range(steps):
+        one.compute(step)
+        losses.append(one.commit(step).loss)
+    assert one.steps_applied() == steps
+    return losses, one.weights_sha256()
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], optim.Optimizer]] = {
+    "SGD": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
+    "AdamW": lambda p: optim.AdamW(p, lr=0.01),
+    "Adagrad": lambda p: optim.Adagrad(p, lr=0.01),
+    "NAdam": lambda p: optim.NAdam(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("clip_norm", [None, 0.05, 1e9])
+def test_it_gives_the_bits_of_the_hosts_replica(
+    optimizer: Callable[[list[nn.Parameter]], optim.Optimizer], clip_norm: float | None
+) -> None:
+    job = job_of(
+        model, linear_data(), optimizer=optimizer, global_batch=12, shards=SHARDS, clip_norm=clip_norm,
+        schedule=lambda step: 1.0 / (step + 1),
+    )  # fmt: skip
+    assert trained(job, on_device=True) == trained(job, on_device=False)
+
+
+def test_a_copy_is_that_of_its_step_although_training_goes_on() -> None:
+    job = job_of(model, linear_data(), optimizer=OPTIMIZERS["AdamW"], global_batch=12, shards=SHARDS)
+    one, still = (replica(job, on_device=True) for _ in range(2))
+    for r in (one, still):
+        r.compute(0)
+        r.commit(0)
+    (portion,) = one.portions()
+    into, expected = Segment.private(portion.size_bytes), Segment.private(portion.size_bytes)
+    copying = one.copy_portion(1, into)
+    one.compute(1)
+    one.commit(1)  # nobody has copied anything yet: it does so itself, before it writes
+    still.copy_portion(1, expected).finish()
+    copying.finish()
+    assert bytes(into.buffer) == bytes(expected.buffer)
+
+
+def test_stretches_end_where_the_type_or_the_patience_does() -> None:
+    tiles = [Tile(index, torch.float32, index * 4096, 1024) for index in range(6)]
+    tiles.append(Tile(6, torch.float64, 6 * 4096, 512))
+    assert [s.tiles for s in stretches(tiles)] == [range(6), range(6, 7)]
+    assert [s.tiles for s in stretches(tiles, border=2)] == [range(2), range(2, 6), range(6, 7)]
+    assert [s.tiles for s in stretches(tiles, most_bytes=8192)] == [range(2), range(2, 4), range(4, 6), range(6, 7)]
+    assert sum(s.numel for s in stretches(tiles, most_bytes=1)) == 6 * 1024 + 512

@@ -1,0 +1,169 @@
+"""Layers that make their gradient in the slot: the bits of torch's own derivative, whatever a model does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from distbelief.strategies.capture import GradientCapture
+from distbelief.strategies.layout import lay_out, trainable
+from distbelief.strategies.slotlinear import WORTHWHILE, placeable
+
+WIDE = 256
+Loss = Callable[[Any, torch.Tensor], Any]
+
+
+class Two(nn.Module):
+    """Two layers that are worth it, and one that is not."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDE, WIDE, bias=bias)
+        self.second = nn.Linear(WIDE, 2 * WIDE, bias=bias)
+        self.small = nn.Linear(2 * WIDE, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.small(F.gelu(self.second(F.relu(self.first(x)))))
+        return out
+
+
+def ordinary(model: Any, x: torch.Tensor) -> Any:
+    return model(x).square().mean()
+
+
+def summed(model: Any, x: torch.Tensor) -> Any:
+    return model.second(model.first(x)).sum()
+
+
+def transposed(model: Any, x: torch.Tensor) -> Any:
+    wide = torch.cat([x.reshape(-1, WIDE)] * WIDE)[:WIDE]
+    return model(wide.t()).square().mean()
+
+
+def called_three_times(model: Any, x: torch.Tensor) -> Any:
+    return model(model.first(F.relu(model.first(x)))).square().mean()
+
+
+def used_elsewhere(model: Any, x: torch.Tensor) -> Any:
+    return (model(x).sum() + (x @ model.first.weight).square().sum()) * 0.1
+
+
+def recomputed(model: Any, x: torch.Tensor) -> Any:
+    return checkpoint(model, x, use_reentrant=False).square().mean()
+
+
+def with_a_penalty(model: Any, x: torch.Tensor) -> Any:
+    loss = ordinary(model, x)
+    (slope,) = torch.autograd.grad(loss, [model.first.weight], create_graph=True)
+    return loss + slope.square().sum()
+
+
+def asked_before(model: Any, x: torch.Tensor) -> Any:
+    loss = ordinary(model, x)
+    (slope,) = torch.autograd.grad(loss, [model.first.weight], retain_graph=True)
+    return loss * float(slope.abs().sum())
+
+
+def in_half_precision(model: Any, x: torch.Tensor) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(x).float().square().mean()
+
+
+def mapped(model: Any, x: torch.Tensor) -> Any:
+    return torch.func.vmap(model)(x).square().mean()
+
+
+def without_gradients_in_part(model: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        target = model(x)
+    return (model(x) - 2 * target).square().mean()
+
+
+def of_a_copy_too(model: Any, x: torch.Tensor) -> Any:
+    return model(x).square().mean() + copy.deepcopy(model)(x).sum()
+
+
+SLOT = "made in the slot"
+MODELS: dict[str, Callable[[], nn.Module]] = {"bias": Two, "no bias": lambda: Two(bias=False)}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("shape", [(5, WIDE), (1, WIDE), (3, 4, WIDE)], ids=str)
+@pytest.mark.parametrize(
+    ("loss", "placed"),
+    [
+        (ordinary, SLOT),
+        (summed, SLOT),
+        (recomputed, SLOT),
+        (without_gradients_in_part, SLOT),
+        (of_a_copy_too, SLOT),
+        (transposed, ""),
+        (called_three_times, ""),
+        (used_elsewhere, ""),
+        (with_a_penalty, ""),
+        (asked_before, ""),
+        (in_half_precision, ""),
+        (mapped, ""),
+    ],
+)
+def test_the_bits_are_those_of_torch(model: str, shape: tuple[int, ...], loss: Loss, placed: str) -> None:
+    torch.manual_seed(5)
+    plain = MODELS[model]()
+    ours = copy.deepcopy(plain)
+    x = torch.randn(shape)
+    expected_loss = loss(plain, x)
+    expected_loss.backward()
+
+    parameters = [p for _, p in trainable(ours)]
+    where: dict[int, int] = {}
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(lambda p: where.update({id(p): p.grad.data_ptr()}))  # type: ignore[no-untyped-call]
+    layers = placeable(ours, parameters)
+    assert [layer.weight.numel() >= WORTHWHILE for layer in layers] == [True, True]
+    capture = GradientCapture(parameters, lay_out(ours), layers)
+    for _ in range(2):  # as if it were another shard
+        where.clear()
+        views = [torch.full_like(p, float("nan")) for p in parameters]
+        capture.start(views, lambda tile: None)
+        got = loss(ours, x)
+        got.backward()
+        capture.finish()
+        assert torch.equal(got, expected_loss)
+        for (name, wanted), view in zip(trainable(plain), views, strict=True):
+            assert torch.equal(view, torch.zeros_like(view) if wanted.grad is None else wanted.grad), name
+    if placed:
+        slot_of = {id(p): view.data_ptr() for p, view in zip(parameters, views, strict=True)}
+        assert all(where[id(layer.weight)] == slot_of[id(layer.weight)] for layer in layers), "a copy was made"
+    assert {type(layer) for layer in layers} == {nn.Linear}, "nothing is left of it in the model"
+
+
+def test_a_hook_on_the_weight_has_its_say() -> None:
+    model = nn.Linear(WIDE, WIDE)
+    model.weight.register_hook(lambda gradient: gradient * 3)  # type: ignore[no-untyped-call]
+    x = torch.randn(4, WIDE)
+    model(x).sum().backward()
+    assert model.weight.grad is not None
+    expected, model.weight.grad, model.bias.grad = model.weight.grad, None, None
+    parameters = [p for _, p in trainable(model)]
+    capture = GradientCapture(parameters, lay_out(model), placeable(model, parameters))
+    views = [torch.full_like(p, float("nan")) for p in parameters]
+    capture.start(views, lambda tile: None)
+    model(x).sum().backward()
+    capture.finish()
+    assert torch.equal(views[0], expected)
+
+
+def test_classes_of_others_are_left_alone() -> None:
+    class Own(nn.Linear):
+        pass
+
+    frozen = nn.Linear(WIDE, WIDE).requires_grad_(False)
+    model = nn.Sequential(Own(WIDE, WIDE), frozen, nn.Linear(8, 8))
+    assert placeable(model, [p for _, p in trainable(model)]) == []
