@@ -204,10 +204,6 @@ def handle(server: Server, event: s.Input, identity: bytes = b"") -> bool:
     try:
         if isinstance(event, FROM_WORKERS) and not is_introduced(server.state.workers, event):
             raise s.ProtocolError(f"{type(event).__name__} of worker {event.worker}, which has not joined")
-        if isinstance(event, m.TracePart):  # nothing is decided by it
-            if why_not := traceparts.keep(server.metrics.path.parent, event):
-                _complain(server, why_not)
-            return False
         server.state, outputs = s.step(server.state, event, server.clock())
     except s.ProtocolError as error:
         _complain(server, error.message)
@@ -218,6 +214,8 @@ def handle(server: Server, event: s.Input, identity: bytes = b"") -> bool:
         # Nothing was changed by it; whoever sent it, the run does not end with it.
         _complain(server, f"no sense can be made of {type(event).__name__}: {traceback.format_exc()}")
         return False
+    if isinstance(event, m.TracePart) and (why_not := traceparts.keep(server.metrics.path.parent, event)):
+        _complain(server, why_not)
     if isinstance(event, m.EngineAttached):
         server.engines[event.host] = identity
         _post(server, identity, m.Answer(server.state.epoch, True, "heard"))  # that we are not frozen

@@ -260,6 +260,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.WorkerExited: faults.exited,
         m.LeaveRequested: faults.leave_requested,
         m.WorkerLeft: faults.left,
+        m.TracePart: _ignored,  # nothing is decided by it
         m.JoinRequested: joining.admitted,
         m.HostOffered: hosting.offered,
         m.HostLost: cutoff.lost,
@@ -290,6 +291,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.WorkerExited: faults.exited,
         m.LeaveRequested: faults.leave_requested,
         m.WorkerLeft: faults.left,
+        m.TracePart: _ignored,  # nothing is decided by it
         m.JoinRequested: joining.admitted,
         m.HostOffered: hosting.offered,
         m.HostLost: cutoff.lost,
@@ -326,6 +328,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.WorkerExited: _ignored,
         m.LeaveRequested: _ignored,
         m.WorkerLeft: _ignored,
+        m.TracePart: _ignored,
         m.JoinRequested: _refused,
         m.HostOffered: _refused,
         m.HostLost: _refused,

@@ -102,6 +102,8 @@ def test_where_the_time_went() -> None:
     assert summary.slowest
     assert summary.slowest.worker == 1
     assert summary.slowest.excess == pytest.approx(90 / 75 - 1)
+    fewer = part(1, of=spans(60, 5, steps=1), is_whole=False)
+    assert summarise(merge([part(0), fewer], together=True)).slowest is None, "they are not of the same steps"
 
 
 def test_operators_by_their_own_time() -> None:

@@ -157,9 +157,12 @@ def _top(events: Iterable[Event], workers: Sequence[WorkerTime]) -> list[Operato
 
 
 def _slowest(workers: Sequence[WorkerTime]) -> Slowest | None:
-    """Who needs the most time for its part of a step, waiting left out, if it is clearly apart from the others."""
+    """Who needs the most time for its part of a step, waiting left out, if it is clearly apart from the others. Only
+    of those that have recorded all steps: others have seen better days, or worse."""
+    most = max((one.steps for one in workers), default=0)
     loads = tuple(
         WorkerLoad(one.worker, one.host, 0, 0, 0, shard_s=(one.wall_s - one.phases["wait"].seconds) / one.steps)
         for one in workers
+        if one.is_whole and one.steps == most
     )
     return find_slowest(loads)
