@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,23 @@ WORKER_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy's own pool would be a thread in the zygote before it forks
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # a member's death makes gloo print pages of C++ frames; we say it in one line
 }
+
+_WHOLE_MODELS = ("allreduce", "ps", "local_sgd")  # the other strategies count on memory that goes back when it is freed
+_MALLOC = ("hugetlb=1", f"mmap_threshold={32 << 20}", f"trim_threshold={256 << 20}")
+"""glibc asks for huge pages, and keeps what is freed for the next step; what is very large goes back (docs/log.md)."""
+
+
+def zygote_environment(strategy: str, own: Mapping[str, str]) -> dict[str, str]:
+    """For the process that workers and servers are forked from. `own`: ours; what a person has set there stays.
+
+    >>> "GLIBC_TUNABLES" in zygote_environment("sharded", {})
+    False
+    >>> zygote_environment("ps:sync", {"GLIBC_TUNABLES": "glibc.malloc.check=3"})["GLIBC_TUNABLES"]
+    'glibc.malloc.check=3'
+    """
+    memory = {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{setting}" for setting in _MALLOC)}
+    wanted = memory if strategy.split(":")[0] in _WHOLE_MODELS else {}
+    return {"PYTHONHASHSEED": "0", **wanted, **own, **WORKER_ENVIRONMENT}  # a set is iterated over in one order
 
 
 class LogPipe:
@@ -144,7 +161,7 @@ class Zygote:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "distbelief.engines.zygote", str(theirs.fileno()), str(os.getpid()), strategy],
             pass_fds=[theirs.fileno()],
-            env={"PYTHONHASHSEED": "0", **os.environ, **WORKER_ENVIRONMENT},  # a set is iterated over in one order
+            env=zygote_environment(strategy, os.environ),
             stdin=subprocess.DEVNULL,
             stdout=log.write_fd,
             stderr=log.write_fd,
