@@ -28,6 +28,9 @@ from distbelief.strategies.layout import Layout, trainable
 from distbelief.strategies.slotlinear import placeable
 from distbelief.strategies.tables.embedding import RowGradients, settle, tables_of
 
+_SHAPES = 256
+"""More different batches than any data should have."""
+
 
 def make_model(job: Job, device: torch.device) -> torch.nn.Module:
     """The model with its initial weights: the same bits wherever it is made."""
@@ -85,7 +88,8 @@ class ShardComputer:
     def __init__(self, job: Job, model: torch.nn.Module, layout: Layout, device: torch.device) -> None:
         self.job = job
         self.model = model
-        self._forward = compiled(model) if job.compile else model
+        self.forward: Callable[..., Any] = compiled(model) if job.compile else model
+        """The model, compiled where the job wants it."""
         self.layout = layout
         self.device = device
         self.parameters = [p for _, p in trainable(model)]
@@ -178,7 +182,7 @@ class ShardComputer:
             table.forget()
         with self.forward_context():
             args, kwargs, target = split_batch(move(batch, self.device))
-            total, weight = loss_sum(self.job.loss(self._forward(*args, **kwargs), target), samples)
+            total, weight = loss_sum(self.job.loss(self.forward(*args, **kwargs), target), samples)
         told = Told(total.detach(), weight)
         if loss_known:
             loss_known(*told.numbers())
@@ -297,8 +301,15 @@ def _bind_buffers(
 
 
 def compiled(model: torch.nn.Module) -> Callable[..., Any]:
-    """The model's forward pass (and with it the backward pass) through torch's compiler, at its first use."""
-    forward: Callable[..., Any] = torch.compile(model)
+    """The model's forward pass (and with it the backward pass) through torch's compiler, at its first use.
+
+    Each shape by itself: else what is compiled for one depends on which others a worker has seen before, and so do the
+    bits. Nor may the compiler give up after a few of them, for the same reason.
+    """
+    from torch import _dynamo  # a second's import, for those who want it
+
+    _dynamo.config.recompile_limit = _SHAPES
+    forward: Callable[..., Any] = torch.compile(model, dynamic=False)
     return forward
 
 
