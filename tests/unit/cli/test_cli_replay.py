@@ -43,14 +43,14 @@ def test_it_starts_anew_in_the_environment_of_workers(tmp_path: Path, monkeypatc
     started = []
     monkeypatch.setattr(command.os, "execve", lambda *call: started.append(call))
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    command._start_as_workers_do(Path("-x"), 0, 2, debug=True, json=False)
+    command._start_as_workers_do(Path("-x"), 0, 2, debug=True, device="cpu", json=False)
     ((program, arguments, environment),) = started
     assert program == arguments[0] == sys.executable
-    assert arguments[-6:] == ["replay", "--step=0", "--shard=2", "--debug", "--", "-x"]
+    assert arguments[-7:] == ["replay", "--step=0", "--shard=2", "--device=cpu", "--debug", "--", "-x"]
     assert environment == {**os.environ, "PYTHONHASHSEED": "0", **WORKER_ENVIRONMENT}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    command._start_as_workers_do(Path("x"), None, None, debug=False, json=True)
+    command._start_as_workers_do(Path("x"), None, None, debug=False, device="", json=True)
     assert len(started) == 1, "once is enough"
 
 
