@@ -36,13 +36,19 @@ def replica_step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 
 
 @tf.function
-def step(iterator: tf.data.Iterator) -> tf.Tensor:
-    return strategy.run(replica_step, args=next(iterator))
+def step(iterator: tf.data.Iterator) -> tuple[tf.Tensor, tf.Tensor]:
+    loss = strategy.run(replica_step, args=next(iterator))
+    with tf.control_dependencies([loss]):
+        return tf.timestamp(), loss
 
 
 iterator = iter(coordinator.create_per_worker_dataset(samples))
-losses = [coordinator.schedule(step, args=(iterator,)) for _ in range(task.steps * task.workers)]
 record = task.record(0)
-for first in range(0, len(losses), task.workers):
-    record.step(np.mean([loss.fetch() for loss in losses[first : first + task.workers]]))
+for steps in (task.warm_up, task.steps - task.warm_up):
+    results = [coordinator.schedule(step, args=(iterator,)) for _ in range(steps * task.workers)]
+    coordinator.join()
+    done = sorted((float(at), float(loss)) for at, loss in coordinator.fetch(results))
+    for first in range(0, len(done), task.workers):
+        times, losses = zip(*done[first : first + task.workers], strict=True)
+        record.step(np.mean(losses), at=times[-1])
 record.done()
