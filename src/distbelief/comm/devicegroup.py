@@ -8,6 +8,7 @@ all-reduce does. What members agree on besides goes over gloo.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class DeviceGroup(OnDevice):
         backend: str = "nccl",
     ) -> None:
         """`memory`, `device_memory`: what this process keeps from one generation to the next."""
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # a death is ours to handle, not torch's to die of
         backends = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
         inner = _Agreeing(meeting, rank, geometry, abort, memory, backends)
         super().__init__(inner, geometry, device, device_memory)
@@ -49,7 +51,10 @@ class DeviceGroup(OnDevice):
         self._abort = abort
         self._exact = exact
         self._missing: list[int] = []
-        self._next = -1
+        gradients = sum(1 for s in self.stretches if s.tiles.start < geometry.gradient_tiles)
+        self._order = [*reversed(range(gradients)), *range(gradients, len(self.stretches))]
+        """The same on every member: from the last layer to the first, as backward passes go, and buffers at the end."""
+        self._next = 0
         self._travels: dict[int, _Travel] = {}
         self._rooms_of: dict[tuple[int, int], torch.Tensor] = {}
         self._own: list[Source] = []
@@ -58,17 +63,16 @@ class DeviceGroup(OnDevice):
         super().begin(plan)
         self._own = [source for source in plan.sources if self._is_mine(source)]
         self._missing = [len(stretch.tiles) for stretch in self.stretches]
-        self._next = len(self.stretches) - 1
+        self._next = 0
         self._travels.clear()
 
     def publish(self, tile: int) -> None:
         number = self.stretch_of[tile]
         self._missing[number] -= 1
-        # The same order on every member, from the last layer to the first, as backward passes go.
-        while self._next >= 0 and not self._missing[self._next]:
+        while self._next < len(self._order) and not self._missing[self._order[self._next]]:
             with self._network.network():
-                self._travels[self._next] = self._send(self._next)
-            self._next -= 1
+                self._travels[self._order[self._next]] = self._send(self._order[self._next])
+            self._next += 1
 
     def _send(self, number: int) -> _Travel:
         stretch = self.stretches[number]
@@ -139,9 +143,13 @@ class DeviceGroup(OnDevice):
         if self.device.type != "cuda":
             return
         done = torch.cuda.current_stream(self.device).record_event()
-        while not done.query():
-            self._abort.check()
-            time.sleep(_LOOK_EVERY_S)
+        self._network.waiting = True
+        try:
+            while not done.query():
+                self._abort.check()
+                time.sleep(_LOOK_EVERY_S)
+        finally:
+            self._network.waiting = False
         self._abort.check()
 
     def share_squares(self, mine: dict[int, float]) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from distbelief.comm.segment import Memory, Segment
 
+_pinning = threading.Lock()
 _pinned: weakref.WeakKeyDictionary[Segment, bool] = weakref.WeakKeyDictionary()
 
 
@@ -37,13 +39,17 @@ def memory_on(device: torch.device, size_bytes: int) -> Memory:
 def pin(segment: Segment) -> None:
     """Let the device copy from and to these pages by itself. Where the system permits no more such pages, copies are
     slower and nothing else changes."""
-    if segment in _pinned or not segment.size_bytes:
-        return
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    address = segment.tensor(torch.uint8, 0, segment.size_bytes).data_ptr()
-    _pinned[segment] = int(runtime.cudaHostRegister(address, segment.size_bytes, 0)) == 0
-    if _pinned[segment]:  # not once the pages may be somebody else's
-        weakref.finalize(segment, runtime.cudaHostUnregister, address).atexit = False
+    with _pinning:  # a copy's thread and the training thread may both want to: the second would be told an error
+        if segment in _pinned or not segment.size_bytes:
+            return
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        address = segment.tensor(torch.uint8, 0, segment.size_bytes).data_ptr()
+        _pinned[segment] = int(runtime.cudaHostRegister(address, segment.size_bytes, 0)) == 0
+        if _pinned[segment]:  # not once the pages may be somebody else's
+            weakref.finalize(segment, runtime.cudaHostUnregister, address).atexit = False
+        else:  # the next launch of this thread would be taken for what has failed
+            with contextlib.suppress(RuntimeError):
+                torch.empty(1, device="cuda").fill_(0)
 
 
 class Lane:

@@ -81,6 +81,8 @@ class TorchGroup:
                     rank=rank,
                     world_size=size,
                     timeout=timeout,
+                    # NCCL then connects at once, and not in the middle of the first backward pass.
+                    device_id=torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else None,
                 )
             except BaseException:
                 self._close_store()
@@ -130,6 +132,8 @@ class TorchGroup:
         self.waiting = True
         try:
             yield
+        except torch.OutOfMemoryError:  # of a device
+            raise
         except (RuntimeError, dist.DistError) as error:
             what = str(error).partition(". This is typically")[0]
             raise Aborted(f"a connection between members broke: {what}") from error

@@ -175,8 +175,12 @@ class OnDevice:
         self._publish_all()
         return self._inner.share(gift, meanwhile)
 
-    def _publish_all(self) -> None:
+    def finish_copies(self) -> None:
+        """Wait until what was published has reached the host."""
         self._out_lane.finish()
+
+    def _publish_all(self) -> None:
+        self.finish_copies()
         for tile in self.tiles:
             self._inner.publish(tile)
 
@@ -232,8 +236,10 @@ class OnDevice:
         return [mine[tile] for tile in sorted(mine)]
 
     def applied(self) -> None:
-        if self.size > 1 and self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # the others may write over what is being read
+        foreign = self.size > 1 or any(source.back for source in self._plan.sources)
+        if foreign and self.device.type == "cuda":
+            # Others may write over what is being read, and what earlier members have left is let go of.
+            torch.cuda.current_stream(self.device).synchronize()
         self._inner.applied()
 
     def settle(self) -> None:

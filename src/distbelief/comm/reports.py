@@ -80,6 +80,8 @@ class Member(Struct, frozen=True):
     pid: int = 0
     place: str = ""
     """Which part of a divided model it has, for people."""
+    gpu: str = ""
+    """The accelerator that it computes on, if any."""
 
 
 class PastGeneration(Struct, frozen=True):

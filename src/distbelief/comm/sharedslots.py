@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from distbelief.comm.exchange import Geometry
+from distbelief.comm.exchange import Geometry, Held
 from distbelief.comm.ledger import TILES, Past
 from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.shared import SharedExchange
@@ -44,6 +44,11 @@ class SharedSlots(SharedExchange):
         if name not in self._memory:
             self._memory[name] = Segment.private(size_bytes)
         return self._memory[name]
+
+    def held(self, step: int) -> list[Held] | None:
+        """Nothing of a member that was alone: it kept its sums on its device."""
+        found = super().held(step)
+        return found and [one for one in found if self._past[one.source.back].members > 1]
 
     def publish(self, tile: int) -> None:
         self._words.set(TILES + tile, self._stamp)

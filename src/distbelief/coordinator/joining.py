@@ -54,7 +54,7 @@ def ready(state: State, event: m.WorkerReady, now: float) -> Result:
     else:
         run = state.reference
         reason = explain.refusal(event.worker, event.job, event.canary, run.job, run.canary, state.config.exact)
-        reason = reason or _out_of_reach(state, worker)
+        reason = reason or _out_of_reach(state, worker) or _unfit_device(state, worker, event.gpu)
         if reason:
             return _refuse(state, worker, reason, now)
     worker = replace(worker, ready=True, gpu=event.gpu)
@@ -72,6 +72,17 @@ def _out_of_reach(state: State, worker: Worker) -> str:
     if state.config.transport != "shm" or not hosts:
         return ""
     return f"{worker.name} is on another host than the members ({', '.join(hosts)}), which share memory"
+
+
+def _unfit_device(state: State, worker: Worker, gpu: str) -> str:
+    """Why a newcomer cannot take part because of what it computes on."""
+    if gpu and state.start is not None and state.start.transport == "shm":
+        return f"{worker.name} computes on a GPU, and the members share a state in their host's memory"
+    others = {member.gpu for member in state.members if not state.workers[member.worker].gone}
+    if state.config.transport == "nccl" and (not gpu or gpu in others):
+        which = "shares its GPU with another" if gpu else "has no GPU"
+        return f"{worker.name} {which}, and with NCCL every worker needs one of its own"
+    return ""
 
 
 def _refuse(state: State, worker: Worker, reason: str, now: float) -> Result:

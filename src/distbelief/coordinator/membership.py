@@ -34,22 +34,24 @@ def plan(config: RunConfig, shards: int, workers: Sequence[Worker], cut: Sequenc
     if cut is None:
         cut = _ranges(config, shards, seated)
     hosts = sorted({worker.host for worker in seated})
-    transport, problem = _transport(config.transport, hosts, [worker.gpu for worker in seated])
+    gpus = [worker.gpu for worker in seated]
+    transport, problem = _transport(config.transport, hosts, gpus, config.on_accelerators)
     return Plan(
-        members=[Member(w.number, w.host, mine, w.pid) for w, mine in zip(seated, cut, strict=True)],
+        members=[Member(w.number, w.host, mine, w.pid, gpu=w.gpu) for w, mine in zip(seated, cut, strict=True)],
         spares=[worker.number for worker in workers[shards:]],
         transport=transport,
         problem=problem,
     )
 
 
-def _transport(wished: str, hosts: Sequence[str], gpus: Sequence[str]) -> tuple[str, str]:
+def _transport(wished: str, hosts: Sequence[str], gpus: Sequence[str], on_accelerators: bool) -> tuple[str, str]:
     """(how gradients travel, why they cannot). shm: one state for all members, in memory that they share; slots: there
-    is a state for each, and shared memory carries gradients only.
+    is a state for each, and shared memory carries gradients only. Which of the two it is does not change in a run,
+    whoever comes and goes: the state would be looked for where it is not.
 
-    >>> _transport("auto", ["a"], ["", ""]), _transport("auto", ["a"], ["gpu 0", "gpu 0"])
+    >>> _transport("auto", ["a"], ["", ""], False), _transport("auto", ["a"], ["gpu 0", "gpu 0"], True)
     (('shm', ''), ('slots', ''))
-    >>> _transport("auto", ["a", "b"], ["gpu 0", "gpu 1"])
+    >>> _transport("auto", ["a", "b"], ["gpu 0", "gpu 1"], True)
     ('nccl', '')
     """
     each_its_own = len(gpus) > 1 and all(gpus) and len(set(gpus)) == len(gpus)
@@ -59,7 +61,7 @@ def _transport(wished: str, hosts: Sequence[str], gpus: Sequence[str]) -> tuple[
         return wished, f"shared memory was asked for, but the workers are on {len(hosts)} hosts: {', '.join(hosts)}"
     if wished == "nccl" and len(gpus) > 1 and not each_its_own:
         return wished, "NCCL was asked for, and it wants a GPU for each worker: here some share one, or have none"
-    return ("slots" if wished == "shm" and any(gpus) else wished), ""
+    return ("slots" if wished == "shm" and on_accelerators else wished), ""
 
 
 def plan_mesh(state: State, shards: int, workers: Sequence[Worker]) -> Plan:

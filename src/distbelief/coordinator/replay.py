@@ -129,7 +129,8 @@ def _generation(state: State, entry: Entry) -> State:
             state = _with(state, worker, left=True)  # nobody is left out who still does something
     state = _arrived(state, [*seats, *spares])
     for member in start.members:
-        state = _with(state, member.worker, host=member.host, pid=member.pid, ready=True, estranged=False)
+        facts = {"host": member.host, "pid": member.pid, "gpu": member.gpu}
+        state = _with(state, member.worker, **facts, ready=True, estranged=False)
     return replace(
         state,
         phase="training",

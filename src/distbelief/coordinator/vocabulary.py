@@ -52,6 +52,8 @@ class RunConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Likewise parameter servers, where it starts any workers."""
     takes_hosts: bool = False
     """Whether agents of other hosts may come."""
+    on_accelerators: bool = False
+    """Then every worker has a state of its own, also one that computes on a processor."""
     shares: list[float] = []
     """One number per worker, in the order of their numbers; empty: all equal."""
     transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"

@@ -152,7 +152,7 @@ class Launch:
     @property
     def in_the_clear(self) -> str:
         """What whoever watches is to know of bytes that travel unencrypted between hosts; empty: none do."""
-        if is_loopback(self.listen) or self.usable_transport != "gloo":
+        if is_loopback(self.listen) or not self.needs_store:
             return ""
         if servers_of(self.strategy):
             return (
@@ -173,6 +173,7 @@ class Launch:
             "local_workers": self.local_workers,
             "local_servers": self.local_servers,
             "takes_hosts": self.takes_hosts and self.transport != "shm",
+            "on_accelerators": self.on_accelerators,
             "shares": list(self.shares),
             "transport": self.usable_transport,
             "exact": self.exact,

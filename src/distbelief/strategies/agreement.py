@@ -61,7 +61,11 @@ def _agree_on_many(
     # then this is the furthest state of all. Half a copy is no state: the stamps, which are last, are set at the end.
     behind_too = exchange.rank in behind
     aside = behind_too and state.initialised
-    into = [torch.empty_like(block) if aside or (behind_too and block is mine[-1]) else block for block in mine]
+    apart = [aside or (behind_too and block is mine[-1]) for block in mine]
+    into = [
+        torch.empty(block.numel(), dtype=torch.uint8) if kept else block
+        for block, kept in zip(mine, apart, strict=True)
+    ]
     for block in into:
         exchange.transfer(block, source, behind)
     if behind_too:

@@ -96,12 +96,16 @@ class ShardComputer:
         self.tables = [table for _, table in tables_of(model)]
         placed = placeable(model, self.parameters) if device.type == "cpu" and not job.compile else []
         self._capture = GradientCapture(self.parameters, layout, placed)
-        self._live = memory_on(device, layout.size_bytes)  # float buffers of the model, at their places in the layout
-        self._buffers = _bind_buffers(model, layout, self._live)
+        self.was_mixed = False
+        """Whether it computed beside members on other kinds of devices."""
+        self._buffer_tiles = layout.tiles[layout.parameter_tiles :]
+        self._buffers_at = self._buffer_tiles[0].offset_bytes if self._buffer_tiles else layout.size_bytes
+        # The model's float buffers, as they lie in the layout.
+        self._live = memory_on(device, layout.size_bytes - self._buffers_at)
+        self._buffers = _bind_buffers(model, layout, self._live, self._buffers_at)
         self._integers = [b for _, b in model.named_buffers() if not b.is_floating_point()]
         self._committed_integers = [b.clone() for b in self._integers]
-        self._buffer_tiles = layout.tiles[layout.parameter_tiles :]
-        self._live_tiles = _tile_views(self._live, self._buffer_tiles)
+        self._live_tiles = _tile_views(self._live, self._buffer_tiles, self._buffers_at)
         self._views: dict[int, _SlotViews] = {}
 
     def bind_parameters(self, values: Memory, offset_bytes: int) -> None:
@@ -274,19 +278,19 @@ def _joined(integers: Sequence[torch.Tensor]) -> bytes:
     return b"".join(one.cpu().contiguous().numpy().tobytes() for one in integers)
 
 
-def _tile_views(memory: Memory, tiles: Sequence[Any]) -> list[torch.Tensor]:
-    return [memory.tensor(t.dtype, t.offset_bytes, t.numel) for t in tiles]
+def _tile_views(memory: Memory, tiles: Sequence[Any], first_bytes: int = 0) -> list[torch.Tensor]:
+    return [memory.tensor(t.dtype, t.offset_bytes - first_bytes, t.numel) for t in tiles]
 
 
 def _bind_buffers(
-    model: torch.nn.Module, layout: Layout, live: Memory
+    model: torch.nn.Module, layout: Layout, live: Memory, first_bytes: int
 ) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
     places = {layout.entries[i].name: layout.entries[i] for i in layout.entries_of("buffer")}
     moved = {}
     for name, buffer in model.named_buffers():
         if name in places:
             entry = places[name]
-            view = live.tensor(entry.dtype, entry.offset_bytes, entry.numel).view(entry.shape)
+            view = live.tensor(entry.dtype, entry.offset_bytes - first_bytes, entry.numel).view(entry.shape)
             view.copy_(buffer)
             moved[id(buffer)] = (buffer, view)  # the old one is kept so that its id stays its own
     for _, buffer in model.named_buffers():

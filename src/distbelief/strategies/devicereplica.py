@@ -79,6 +79,7 @@ class DeviceReplica(DataParallelReplica):
         for one in self._under_way:  # all have been asked for: now wait for what they gave
             super()._computed(*one)
         self._under_way.clear()
+        self.exchange.finish_copies()  # before the clock of what is shared is started: the device still computes
         return super().commit(step)
 
     def _update(self, step: int, scale: float, units: int, untouched: np.ndarray) -> None:
@@ -133,9 +134,9 @@ class DeviceReplica(DataParallelReplica):
         rank, mark = self.exchange.rank, self._copy_lane.mark()
 
         def copy(tile: int, to: Segment, at_bytes: int) -> None:
-            if self.exchange.device.type == "cuda":
-                pin(to)
             with self._copy_lane.after(mark):
+                if self.exchange.device.type == "cuda":
+                    pin(to)  # on this lane's device, whatever the thread's own is
                 self._state.copy_tile(tile, to, at_bytes)
             self._copy_lane.finish()
 

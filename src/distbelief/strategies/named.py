@@ -147,7 +147,7 @@ def put_back(saved: Saved, state: ReplicaState, computer: ShardComputer, recipe:
         if tile < layout.parameter_tiles and not _is_weights_alone(saved):
             put_optimizer_back(tensors, state.optimizer[tile], layout, recipe, tile)
     integers = (tensors[f"{MODEL}{n}"] for n, b in model.named_buffers() if not b.is_floating_point())
-    state.write_integers(saved.step, b"".join(i.contiguous().numpy().tobytes() for i in integers))
+    state.write_integers(saved.step, b"".join(i.cpu().contiguous().numpy().tobytes() for i in integers))
     set_frozen(model, tensors)
     for applied in saved.history:
         state.remember(applied)

@@ -104,7 +104,8 @@ class PreparedAllReduce(PreparedModel):
         layout = self._layout
         optimizer = sum(state_bytes(self._recipe, layout, tile) for tile in range(layout.parameter_tiles))
         residuals = 2 * layout.size_bytes if self._compression else 0
-        return layout.size_bytes + 2 * (layout.size_bytes + optimizer) + residuals
+        copies = 2 if self._device.type == "cpu" else 1  # a device has no undo copy
+        return layout.size_bytes + copies * (layout.size_bytes + optimizer) + residuals
 
     def groups(self, mine: Range) -> list[list[Range]]:
         return [[(shard, shard + 1) for shard in range(*mine)] if self._exact else [mine]]

@@ -43,6 +43,8 @@ from distbelief.strategies.tileoptimizer import Recipe, TileMemory
 from distbelief.strategies.updating import TileUpdates, set_buffers
 from distbelief.strategies.verdict import COUNTS, WEIGHT, judge_rows
 
+_AFTER_MIXED = b" before"
+
 
 class DataParallelReplica:
     """See `Replica`. With `exact` off, a member's shards are fused into one batch: one unit of work per member."""
@@ -95,7 +97,12 @@ class DataParallelReplica:
         """Whether members compute on different kinds of devices, which round differently."""
         if self._exact or self.exchange.shares_state:
             return False
-        return len(set(self.exchange.gather(self._computer.device.type.encode()))) > 1
+        computer = self._computer
+        kinds = self.exchange.gather(computer.device.type.encode() + (_AFTER_MIXED if computer.was_mixed else b""))
+        if any(kind.endswith(_AFTER_MIXED) for kind in kinds):  # some may have died while all were to take one state
+            self.exchange.transfer(self._state.blocks()[0], 0, range(1, self.exchange.size))
+        computer.was_mixed = len({kind.removesuffix(_AFTER_MIXED) for kind in kinds}) > 1
+        return computer.was_mixed
 
     def _take_one_state(self) -> None:
         """Where the members round differently, all go on from what the first of them has made of the step: else their

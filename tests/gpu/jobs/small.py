@@ -42,7 +42,7 @@ class Cumulative(nn.Module):
         return F.interpolate(self.inner(x.flatten(1))[:, None], scale_factor=2.0, mode="linear")[:, 0, ::2]
 
 
-def job(steps: int = 20, kind: str = "usual", compiled: bool = False, pause_s: float = 0.0) -> Job:
+def job(steps: int = 20, kind: str = "usual", compiled: bool = False, pause_s: float = 0.0, clip: bool = True) -> Job:
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if pause_s:
             import time
@@ -62,7 +62,7 @@ def job(steps: int = 20, kind: str = "usual", compiled: bool = False, pause_s: f
         shards=SHARDS,
         steps=steps,
         schedule=rate,
-        clip_norm=0.5,
+        clip_norm=0.5 if clip else None,
         seed=3,
         compile=compiled,
     )
