@@ -83,7 +83,7 @@ def test_a_later_generation_that_copies_does_not_write_to_a_server() -> None:
     model = MODELS["slices within pages"]()
     layout = lay_out(model)
     recipe = Recipe(lambda p: torch.optim.SGD(p, lr=0.1), list(model.parameters()))
-    computer = ShardComputer(SimpleNamespace(), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
+    computer = ShardComputer(SimpleNamespace(compile=False), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
     own: dict[str, Segment] = {}
     servers = Servers(cut(layout, recipe))
 

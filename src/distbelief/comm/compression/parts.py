@@ -38,6 +38,7 @@ class PartsCoding:
     """`method`: as `compression.option` knows them.
 
     >>> coding = PartsCoding("topk=0.5", [Place(0, 0, (2,)), Place(1, 64, (1, 2))])
+    >>> from distbelief.comm.segment import Segment
     >>> slot, rest = Segment.private(4096), torch.zeros(coding.elements)
     >>> slot.tensor(torch.float32, 0, 2)[:] = torch.tensor([1.0, 2.0])
     >>> code = coding.room()
