@@ -36,8 +36,8 @@ if rank == task.workers:
     for _ in range(task.steps):
         for one in [dist.irecv(received[worker], worker) for worker in workers]:
             one.wait()
-        gradients.copy_(received[0])
-        for other in received[1:]:
+        torch.add(*received[:2], out=gradients) if len(received) > 1 else gradients.copy_(received[0])
+        for other in received[2:]:
             gradients.add_(other)
         gradients.mul_(1 / task.workers)
         optimizer.step()
