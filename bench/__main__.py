@@ -104,6 +104,7 @@ def _measure(args: argparse.Namespace, console: Console, results: Results, cells
         needed |= {peer.system for peer in recovery.PEERS.values()} & set(SYSTEMS)
     pythons = _interpreters(sorted(needed), content, tell)
     isolation.adopt_orphans()
+    isolation.own_shared_memory()
     content["wire"] = isolation.own_loopback()
     try:
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:

@@ -152,9 +152,6 @@ class DeviceGroup(OnDevice):
             self._network.waiting = False
         self._abort.check()
 
-    def share_squares(self, mine: dict[int, float]) -> list[float]:
-        return [mine[tile] for tile in sorted(mine)]
-
     def applied(self) -> None:
         self._inner.applied()
 

@@ -22,6 +22,8 @@ from distbelief.shards import Program, Range
 if TYPE_CHECKING:
     from distbelief.comm.backups import Backups
 
+TRANSFER_BYTES = 64 << 20
+"""States travel in pieces of this size, whoever sends and receives them: all must count the same pieces."""
 ROW = 4  # float64 numbers that travel per shard and step, at least
 
 

@@ -23,11 +23,10 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from distbelief.comm.backups import Backups
 from distbelief.comm.badges import Badge
-from distbelief.comm.exchange import Broken
+from distbelief.comm.exchange import TRANSFER_BYTES, Broken
 from distbelief.comm.meetingstore import MeetingStore
 from distbelief.comm.words import Abort, Aborted
 
-_CHUNK_BYTES = 64 << 20
 _TRANSFER = (1 << 31) - 1  # a tag that no partial sum has: some may be on their way meanwhile
 _AGAIN_S = 0.1
 _MISSED_S = 5.0  # a wait whose sockets are closed ends within milliseconds, if it ends
@@ -170,8 +169,8 @@ class TorchGroup:
 
     def transfer(self, block: torch.Tensor, source: int, receivers: Sequence[int]) -> None:
         with self.network():
-            for first in range(0, block.numel(), _CHUNK_BYTES):
-                part = block[first : first + _CHUNK_BYTES]
+            for first in range(0, block.numel(), TRANSFER_BYTES):
+                part = block[first : first + TRANSFER_BYTES]
                 if self.rank == source:
                     wait_all([dist.isend(part, receiver, tag=_TRANSFER) for receiver in receivers])
                 elif self.rank in receivers:

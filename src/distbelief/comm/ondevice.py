@@ -15,6 +15,7 @@ import torch
 from distbelief.comm.backups import Backups
 from distbelief.comm.devicememory import DeviceMemory, Lane, pin
 from distbelief.comm.exchange import (
+    TRANSFER_BYTES,
     Broken,
     Exchange,
     Geometry,
@@ -30,7 +31,6 @@ from distbelief.comm.exchange import (
 from distbelief.comm.segment import Memory, Segment
 
 _STRETCH_BYTES = 64 << 20
-_CHUNK_BYTES = 64 << 20
 
 Where = Callable[[Source], Segment]
 
@@ -252,8 +252,8 @@ class OnDevice:
         if block.device.type == "cpu":
             self._inner.transfer(block, source, receivers)
             return
-        for first in range(0, block.numel(), _CHUNK_BYTES):
-            part = block[first : first + _CHUNK_BYTES]
+        for first in range(0, block.numel(), TRANSFER_BYTES):
+            part = block[first : first + TRANSFER_BYTES]
             between = part.cpu() if self.rank == source else torch.empty(part.numel(), dtype=torch.uint8)
             self._inner.transfer(between, source, receivers)
             if self.rank in receivers:

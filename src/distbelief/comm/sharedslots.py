@@ -9,13 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from distbelief.comm.exchange import Geometry, Held
+from distbelief.comm.exchange import TRANSFER_BYTES, Geometry, Held
 from distbelief.comm.ledger import TILES, Past
 from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.shared import SharedExchange
 from distbelief.comm.words import Abort
-
-_CHUNK_BYTES = 64 << 20
 
 
 class SharedSlots(SharedExchange):
@@ -59,9 +57,9 @@ class SharedSlots(SharedExchange):
     def transfer(self, block: torch.Tensor, source: int, receivers: Sequence[int]) -> None:
         """Through memory that all can see, piece by piece."""
         if self._between is None:
-            self._between = self._keeper.segment(f"{self._name}/transfer", _CHUNK_BYTES)
-        for first in range(0, block.numel(), _CHUNK_BYTES):
-            part = block[first : first + _CHUNK_BYTES]
+            self._between = self._keeper.segment(f"{self._name}/transfer", TRANSFER_BYTES)
+        for first in range(0, block.numel(), TRANSFER_BYTES):
+            part = block[first : first + TRANSFER_BYTES]
             room = self._between.tensor(torch.uint8, 0, part.numel())
             if self.rank == source:
                 room.copy_(part)

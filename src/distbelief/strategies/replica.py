@@ -35,6 +35,7 @@ from distbelief.strategies.committed import CommittedModel
 from distbelief.strategies.compute import ShardComputer, ShardResult
 from distbelief.strategies.copying import Copy
 from distbelief.strategies.helping import Helper
+from distbelief.strategies.kinds import KindsOfDevices
 from distbelief.strategies.named import TilePortion, outside_of_tiles, whole_entries
 from distbelief.strategies.partials import ShardWork, slots_needed
 from distbelief.strategies.state import ReplicaState
@@ -42,8 +43,6 @@ from distbelief.strategies.takeover import StepWork, plan_step, plan_takeover
 from distbelief.strategies.tileoptimizer import Recipe, TileMemory
 from distbelief.strategies.updating import TileUpdates, set_buffers
 from distbelief.strategies.verdict import COUNTS, WEIGHT, judge_rows
-
-_AFTER_MIXED = b" before"
 
 
 class DataParallelReplica:
@@ -68,7 +67,7 @@ class DataParallelReplica:
         computer.bind_parameters(self._state.memory, self._state.values_at)
         computer.commit_integers(self._state.integers(self._state.steps_applied))
         self._takeover = self._plan_takeover(self._state.steps_applied)
-        self._mixed = self._is_mixed()
+        self._kinds = None if exact else KindsOfDevices(computer, self._state, exchange)
         self._committed = computer.committed_buffers(self._state.memory, self._state.values_at)
         self._whole = CommittedModel(computer, self._committed)
         self._tiles = [t for t in exchange.tiles if t < computer.layout.parameter_tiles]
@@ -92,23 +91,6 @@ class DataParallelReplica:
     def _agree(self, begin_from: BeginFrom) -> None:
         """Before anything is made of the state: have the one that the generation goes on from."""
         agree_on_state(self._state, self.exchange, self._computer, self._recipe, begin_from)
-
-    def _is_mixed(self) -> bool:
-        """Whether members compute on different kinds of devices, which round differently."""
-        if self._exact or self.exchange.shares_state:
-            return False
-        computer = self._computer
-        kinds = self.exchange.gather(computer.device.type.encode() + (_AFTER_MIXED if computer.was_mixed else b""))
-        if any(kind.endswith(_AFTER_MIXED) for kind in kinds):  # some may have died while all were to take one state
-            self.exchange.transfer(self._state.blocks()[0], 0, range(1, self.exchange.size))
-        computer.was_mixed = len({kind.removesuffix(_AFTER_MIXED) for kind in kinds}) > 1
-        return computer.was_mixed
-
-    def _take_one_state(self) -> None:
-        """Where the members round differently, all go on from what the first of them has made of the step: else their
-        states would drift apart."""
-        if self._mixed:
-            self.exchange.transfer(self._state.blocks()[0], 0, range(1, self.exchange.size))
 
     def steps_applied(self) -> int:
         return self._state.steps_applied
@@ -263,7 +245,8 @@ class DataParallelReplica:
             self._state.write_integers(step + 1, shared.integers)
         units = int(np.count_nonzero(shared.rows[:, COUNTS]))
         self._update(step, 1.0 / weight if weight else 0.0, units, untouched)
-        self._take_one_state()
+        if self._kinds:
+            self._kinds.take_one_state()
         self.exchange.applied()
         self._look_ahead(step + 1)
         started = time.perf_counter()

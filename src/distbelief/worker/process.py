@@ -8,17 +8,11 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from distbelief.comm.devicegroup import DeviceGroup
-from distbelief.comm.exchange import Geometry, Group
-from distbelief.comm.group import Rendezvous, TorchGroup
-from distbelief.comm.ledger import Past
 from distbelief.comm.messages import (
     EXIT_REPORTED,
     BrokenShard,
@@ -35,16 +29,12 @@ from distbelief.comm.messages import (
     WorkerLeft,
     WorkerReady,
 )
-from distbelief.comm.networked import networked
-from distbelief.comm.ondevice import OnDevice
 from distbelief.comm.routes import interface_to
-from distbelief.comm.segment import KeeperClient, Memory, Segment
+from distbelief.comm.segment import KeeperClient
 from distbelief.comm.served import ServedGroup
 from distbelief.comm.serverclient import ServerClient
 from distbelief.comm.shared import SharedExchange
-from distbelief.comm.sharedslots import SharedSlots
 from distbelief.comm.words import Abort, Aborted
-from distbelief.errors import DistBeliefError
 from distbelief.strategies.base import Replica, Saved, Seat, Seated
 from distbelief.strategies.parameterserver import ParameterServer
 from distbelief.strategies.ps.asynchronous import AsynchronousReplica
@@ -52,10 +42,12 @@ from distbelief.strategies.sandblaster import Sandblaster
 from distbelief.worker.asynchronous import train_freely
 from distbelief.worker.control import Leave, StandDown, TrainGeneration
 from distbelief.worker.devices import identity
+from distbelief.worker.exchanges import exchange_of
 from distbelief.worker.failure import describe_failure
 from distbelief.worker.link import ControlLink
 from distbelief.worker.loading import Loaded, load, write_job_json
 from distbelief.worker.origin import frozen_of, newest_saved, opened_at, weights_of
+from distbelief.worker.place import Place
 from distbelief.worker.saving import Saver
 from distbelief.worker.spec import WorkerSpec
 from distbelief.worker.training import Assignment, report_again, train
@@ -65,24 +57,6 @@ if TYPE_CHECKING:
 
 LEAVE_AFTER_S = 0.3
 _UNHEARD = 256  # steps: more than are committed between two heartbeats
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a worker lives: what it was told, its line to the coordinator, and the memory that it can reach."""
-
-    spec: WorkerSpec
-    link: ControlLink
-    keeper: KeeperClient | None
-    """None on another host than the engine's."""
-    saver: Saver | None = None
-    own_memory: dict[str, Segment] = field(default_factory=dict)
-    """What it keeps for itself from one generation to the next."""
-    device_memory: dict[str, Memory] = field(default_factory=dict)
-    """The same, on its accelerator."""
-    client: ServerClient | None = None
-    """Of the parameter servers, where there are any."""
-    profile: Profiler | None = None
 
 
 def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: bool = False) -> int:
@@ -171,7 +145,7 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
     else:
         groups = loaded.prepared.groups(mine)
         loaded.feed.expect_groups(groups, until=loaded.steps, stride=loaded.strategy.stride)
-    exchange = _exchange(place, loaded, action, abort)
+    exchange = exchange_of(place, loaded, action, abort)
     start = Beginning(spec, action, link.send)
     link.progress.waiting = lambda: exchange.waiting or start.reading
     try:
@@ -322,63 +296,3 @@ def _report_rollback(link: ControlLink, replica: Seated, action: TrainGeneration
     me = action.members[action.rank].worker
     if back := replica.rolled_back():
         link.send(RolledBack(me, action.generation, back.reached, back.step, back.source))
-
-
-def _exchange(place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort) -> Group:
-    geometry = loaded.prepared.geometry(action.ranges)
-    if place.client is None:
-        return _members(place, loaded, action, abort, geometry)
-    assert geometry is not None
-    keeper = place.keeper if action.transport == "shm" else None
-    meet: Callable[[], TorchGroup] | SharedExchange = partial(_torch_group, place, action, abort)
-    if keeper is not None:
-        shared = _members(place, loaded, action, abort, geometry)
-        assert isinstance(shared, SharedExchange)
-        meet = shared
-    return ServedGroup(
-        action.rank, len(action.members), meet, place.client, abort, geometry.slot_bytes, keeper, place.own_memory
-    )
-
-
-def _members(
-    place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort, geometry: Geometry | None
-) -> SharedExchange | TorchGroup | OnDevice:
-    name = _group_name(action.generation)
-    if geometry is None:
-        return _torch_group(place, action, abort)
-    if action.transport == "shm" and place.keeper is not None:
-        return SharedExchange(place.keeper, name, action.rank, geometry, abort, _past(loaded, action))
-    if action.transport == "nccl":
-        given = _meeting(place, action), action.rank, geometry, abort, loaded.device, loaded.strategy.exact
-        return DeviceGroup(*given, place.own_memory, place.device_memory)
-    if action.transport == "slots" and place.keeper is not None:
-        past = _past(loaded, action)
-        slots = SharedSlots(place.keeper, name, action.rank, geometry, abort, past, place.own_memory)
-        if loaded.device.type == "cpu":
-            return slots
-        return OnDevice(slots, geometry, loaded.device, place.device_memory, slots.where)
-    group = networked(_meeting(place, action), action.rank, geometry, abort, place.own_memory)
-    return group if loaded.device.type == "cpu" else OnDevice(group, geometry, loaded.device, place.device_memory)
-
-
-def _past(loaded: Loaded, action: TrainGeneration) -> list[Past]:
-    """What earlier generations may have left in shared memory."""
-    return [
-        Past(_group_name(one.generation), before)
-        for one in action.past
-        if (before := loaded.prepared.geometry([member.shards for member in one.members]))
-    ]
-
-
-def _torch_group(place: Place, action: TrainGeneration, abort: Abort) -> TorchGroup:
-    return TorchGroup(_meeting(place, action), action.rank, len(action.members), abort)
-
-
-def _meeting(place: Place, action: TrainGeneration) -> Rendezvous:
-    if place.spec.store is None:
-        raise DistBeliefError("the members are on several hosts, but this worker was told of no rendezvous store")
-    return Rendezvous(*place.spec.store, _group_name(action.generation), badge=place.spec.badge)
-
-
-def _group_name(generation: int) -> str:
-    return f"generation {generation}"

@@ -1,0 +1,82 @@
+"""Which exchange the members of a generation meet in: by its transport, and by what this worker computes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from distbelief.comm.devicegroup import DeviceGroup
+from distbelief.comm.exchange import Geometry, Group
+from distbelief.comm.group import Rendezvous, TorchGroup
+from distbelief.comm.ledger import Past
+from distbelief.comm.networked import networked
+from distbelief.comm.ondevice import OnDevice
+from distbelief.comm.served import ServedGroup
+from distbelief.comm.shared import SharedExchange
+from distbelief.comm.sharedslots import SharedSlots
+from distbelief.comm.words import Abort
+from distbelief.errors import DistBeliefError
+from distbelief.worker.control import TrainGeneration
+from distbelief.worker.loading import Loaded
+from distbelief.worker.place import Place
+
+
+def exchange_of(place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort) -> Group:
+    """Of that generation, with everybody in it."""
+    geometry = loaded.prepared.geometry(action.ranges)
+    if place.client is None:
+        return _members(place, loaded, action, abort, geometry)
+    assert geometry is not None
+    keeper = place.keeper if action.transport == "shm" else None
+    meet: Callable[[], TorchGroup] | SharedExchange = partial(_torch_group, place, action, abort)
+    if keeper is not None:
+        shared = _members(place, loaded, action, abort, geometry)
+        assert isinstance(shared, SharedExchange)
+        meet = shared
+    return ServedGroup(
+        action.rank, len(action.members), meet, place.client, abort, geometry.slot_bytes, keeper, place.own_memory
+    )
+
+
+def _members(
+    place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort, geometry: Geometry | None
+) -> SharedExchange | TorchGroup | OnDevice:
+    name = _group_name(action.generation)
+    if geometry is None:
+        return _torch_group(place, action, abort)
+    if action.transport == "shm" and place.keeper is not None:
+        return SharedExchange(place.keeper, name, action.rank, geometry, abort, _past(loaded, action))
+    if action.transport == "nccl":
+        given = _meeting(place, action), action.rank, geometry, abort, loaded.device, loaded.strategy.exact
+        return DeviceGroup(*given, place.own_memory, place.device_memory)
+    if action.transport == "slots" and place.keeper is not None:
+        past = _past(loaded, action)
+        slots = SharedSlots(place.keeper, name, action.rank, geometry, abort, past, place.own_memory)
+        if loaded.device.type == "cpu":
+            return slots
+        return OnDevice(slots, geometry, loaded.device, place.device_memory, slots.where)
+    group = networked(_meeting(place, action), action.rank, geometry, abort, place.own_memory)
+    return group if loaded.device.type == "cpu" else OnDevice(group, geometry, loaded.device, place.device_memory)
+
+
+def _past(loaded: Loaded, action: TrainGeneration) -> list[Past]:
+    """What earlier generations may have left in shared memory."""
+    return [
+        Past(_group_name(one.generation), before)
+        for one in action.past
+        if (before := loaded.prepared.geometry([member.shards for member in one.members]))
+    ]
+
+
+def _torch_group(place: Place, action: TrainGeneration, abort: Abort) -> TorchGroup:
+    return TorchGroup(_meeting(place, action), action.rank, len(action.members), abort)
+
+
+def _meeting(place: Place, action: TrainGeneration) -> Rendezvous:
+    if place.spec.store is None:
+        raise DistBeliefError("the members are on several hosts, but this worker was told of no rendezvous store")
+    return Rendezvous(*place.spec.store, _group_name(action.generation), badge=place.spec.badge)
+
+
+def _group_name(generation: int) -> str:
+    return f"generation {generation}"
