@@ -84,7 +84,7 @@ FULL = Size(
         "bert": _BIG,
         "wide_deep": (*_MAIN, "ps-async", "gloo-server", *_PEERS),
     },
-    scaling=dict.fromkeys(("mlp", "cnn", "gpt"), (OURS, "ps-sync", SINGLE, IDEAL, DDP, "fsdp")),
+    scaling=dict.fromkeys(("mlp", "cnn", "gpt"), (OURS, "ps-sync", IDEAL, DDP)),
     counts=(1, 2, 4),
     accuracy=(OURS, "ps-sync", "ps-async", SINGLE, DDP, "fsdp", *_PEERS),
     steps=STEPS,
@@ -128,8 +128,7 @@ def cells(
     if "scaling" in parts:
         for name in [one for one in workloads or size.scaling if one in size.scaling]:
             for count in size.counts:
-                planned = [one for one in size.scaling[name] if count == 1 or one != SINGLE]
-                found.append(cell("scaling", name, count, planned, size.scaling_repetitions))
+                found.append(cell("scaling", name, count, size.scaling[name], size.scaling_repetitions))
     if "accuracy" in parts and (not workloads or "fashion" in workloads):
         planned = [one for one in size.accuracy if one in SYSTEMS and SYSTEMS[one].time_to_accuracy]
         found.append(cell("accuracy", "fashion", 2, planned, size.accuracy_repetitions))
