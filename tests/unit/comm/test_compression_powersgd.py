@@ -268,3 +268,17 @@ def test_training_gets_there() -> None:
     one, two = together([member(half) for half in halves])
     assert torch.equal(one[0], two[0])
     assert float((one[0] - truth).norm() / truth.norm()) < 1e-3
+
+
+def test_gradients_on_a_device_have_the_sums_of_those_on_the_host() -> None:
+    """The host's memory stands in for a device's: the factors still travel in memory of their own."""
+    host, device = (LowRank(2).over(SHAPES, seed=3, device=one) for one in (None, torch.device("cpu")))
+    for step in range(4):
+        given = gradients(step)
+        if step == 2:
+            given[0][0, 0] = math.nan
+        sums = [power.reduce(given, lambda vector: vector * 2) for power in (host, device)]
+        for one, two in zip(*sums, strict=True):
+            assert torch.equal(one.nan_to_num(7.0), two.nan_to_num(7.0))
+    kept, also = host.state(), device.state()
+    assert all(torch.equal(kept[name], also[name]) for name in kept)

@@ -1,6 +1,7 @@
 """bfloat16: the upper half of a float32, rounded to the nearest, ties to even. Half the bytes, 8 bits of precision.
 
 NaN stays NaN, infinities stay, and what rounds beyond the largest bfloat16 becomes an infinity.
+Which of the many NaN it stays is up to the processor.
 """
 
 from __future__ import annotations
@@ -58,3 +59,11 @@ class Bf16:
             sent.copy_(values)
             values.sub_(wide[: len(sent)].copy_(sent)).nan_to_num_(0.0, 0.0, 0.0)
         return Encoded(Header(str(self), vector.numel()), [frame])
+
+    def encode_rows(self, rests: Tensor, vectors: Tensor, frames: Sequence[Tensor]) -> list[Tensor | int]:
+        sent = frames[0].copy_(rests.add_(vectors))
+        rests.sub_(sent.float()).nan_to_num_(0.0, 0.0, 0.0)
+        return [vectors.shape[1]]
+
+    def decode_rows(self, frames: Sequence[Tensor], counts: Tensor, out: Tensor) -> None:
+        out.copy_(frames[0])

@@ -27,7 +27,7 @@ def write(codec: Codec, rest: Tensor, vector: Tensor, block: Tensor) -> None:
     """Encode rest + vector into the block, and leave in `rest` what that lost."""
     room = _frames(codec, vector.numel(), block)
     sent = codec.encode_keeping(rest, vector, Encoded(Header(str(codec), vector.numel()), room))
-    counts = block[: 4 * len(room)].view(torch.int32)
+    counts = _heads(block, len(room))
     for at, (frame, space) in enumerate(zip(sent.frames, room, strict=True)):
         counts[at] = frame.numel()
         if frame.data_ptr() != space.data_ptr():  # a codec that makes frames of its own
@@ -37,7 +37,7 @@ def write(codec: Codec, rest: Tensor, vector: Tensor, block: Tensor) -> None:
 def read(codec: Codec, block: Tensor, out: Tensor) -> None:
     """Decode what `write` has left there."""
     room = _frames(codec, out.numel(), block)
-    counts = block[: 4 * len(room)].view(torch.int32).tolist()
+    counts = _heads(block, len(room)).tolist()
     if any(not 0 <= count <= space.numel() for count, space in zip(counts, room, strict=True)):
         raise DistBeliefError(
             f"a {codec} message of {out.numel()} elements says that its frames have {counts}",
@@ -47,10 +47,29 @@ def read(codec: Codec, block: Tensor, out: Tensor) -> None:
     codec.decode(Header(str(codec), out.numel()), frames, out)
 
 
+def write_rows(codec: Codec, rests: Tensor, vectors: Tensor, blocks: Tensor) -> None:
+    """`write` for many vectors of one length, one in each row, on any device and without waiting for it."""
+    room = _frames(codec, vectors.shape[1], blocks)
+    heads = _heads(blocks, len(room))
+    for at, count in enumerate(codec.encode_rows(rests, vectors, room)):
+        heads[:, at] = count
+
+
+def read_rows(codec: Codec, blocks: Tensor, out: Tensor) -> None:
+    """`read` for what `write_rows` has left there, or `write`."""
+    room = _frames(codec, out.shape[1], blocks)
+    codec.decode_rows(room, _heads(blocks, len(room)), out)
+
+
+def _heads(blocks: Tensor, frames: int) -> Tensor:
+    return blocks[..., : 4 * frames].view(torch.int32)
+
+
 def _frames(codec: Codec, length: int, block: Tensor) -> list[Tensor]:
+    """Of one block, or of the blocks in all rows."""
     places = _places(codec, length)
     return [
-        block[end : end + count * dtype.itemsize].view(dtype)
+        block[..., end : end + count * dtype.itemsize].view(dtype)
         for (_, end), (dtype, count) in zip(places, codec.frames(length), strict=False)
     ]
 

@@ -69,6 +69,15 @@ class Codec(Protocol):
         """Encode rest + vector, and leave in `rest` what that lost, in as few passes over memory as can be. Where it is
         not finite nothing is left: a NaN that was sent once must not come back in every later step."""
 
+    def encode_rows(self, rests: Tensor, vectors: Tensor, frames: Sequence[Tensor]) -> list[Tensor | int]:
+        """The same for many vectors of one length at a time, one in each row, in the memory of any device: with few and
+        large operations, and without waiting for the device. The frames have a row for each vector and their largest
+        size; returned is how many elements of each frame count, which may differ by row."""
+
+    def decode_rows(self, frames: Sequence[Tensor], counts: Tensor, out: Tensor) -> None:
+        """The vectors again. `counts`: (rows, frames), elements that count. Numbers that cannot be make NaN: a device
+        cannot stop for an error."""
+
 
 def checked(vector: Tensor) -> Tensor:
     """The vector without its graph, or an error that says why it cannot be encoded."""

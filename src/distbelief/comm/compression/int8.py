@@ -69,11 +69,42 @@ class Int8:
             scale.div_(_LEVELS)
             if rest is not None:
                 values.sub_(room.mul_(scale.unsqueeze(1)))
-        if not bool(scales.isfinite().all()):
+        # The largest numbers of all arrive as infinities: then, too, what is left of them is none.
+        if not bool((scales * _LEVELS).isfinite().all()):
             self._spoil_broken(scales, levels)
             if rest is not None:
                 rest.nan_to_num_(0.0, 0.0, 0.0)
         return Encoded(Header(str(self), length), [scales, levels])
+
+    def encode_rows(self, rests: Tensor, vectors: Tensor, frames: Sequence[Tensor]) -> list[Tensor | int]:
+        rests.add_(vectors)
+        for blocks, elements, width in self._pieces(vectors.shape[1]):
+            values = _by_block(rests[:, elements], width)
+            largest = (values.view(torch.int32) & int(_MAGNITUDE)).amax(-1).view(torch.float32).clamp_min_(_SMALLEST)
+            rounded = values.mul((_LEVELS / largest).unsqueeze(-1)).round_()
+            # By a tensor: CUDA multiplies by the inverse of a plain number instead, which rounds otherwise.
+            scale = largest.div_(torch.full_like(largest[:1, :1], _LEVELS))
+            broken = ~scale.isfinite()
+            levels = _by_block(frames[1][:, elements], width)
+            levels.copy_(rounded).masked_fill_(broken.unsqueeze(-1), 1)
+            values.sub_(rounded.mul_(scale.unsqueeze(-1)))
+            frames[0][:, blocks].copy_(scale.masked_fill_(broken, torch.nan))
+        rests.nan_to_num_(0.0, 0.0, 0.0)
+        return [self._count(vectors.shape[1]), vectors.shape[1]]
+
+    def decode_rows(self, frames: Sequence[Tensor], counts: Tensor, out: Tensor) -> None:
+        for blocks, elements, width in self._pieces(out.shape[1]):
+            values = out[:, elements].copy_(frames[1][:, elements])
+            _by_block(values, width).mul_(frames[0][:, blocks].unsqueeze(-1))
+
+    def _pieces(self, length: int) -> list[tuple[slice, slice, int]]:
+        """(blocks, elements, elements in a block): all whole blocks, and the one that is cut."""
+        whole = length // self.block
+        pieces = [
+            (slice(0, whole), slice(0, whole * self.block), self.block),
+            (slice(whole, whole + 1), slice(whole * self.block, length), length - whole * self.block),
+        ]
+        return [piece for piece in pieces if piece[1].stop > piece[1].start]
 
     def _spoil_broken(self, scales: Tensor, levels: Tensor) -> None:
         """A scale that is not finite becomes NaN, so that its block does; the levels beside it are made the same
@@ -94,6 +125,10 @@ class Int8:
             yield slice(first, last), slice(first * self.block, last * self.block), (last - first, self.block)
         if whole * self.block < length:
             yield slice(whole, whole + 1), slice(whole * self.block, length), (1, length - whole * self.block)
+
+
+def _by_block(rows: Tensor, width: int) -> Tensor:
+    return rows.view(rows.shape[0], rows.shape[1] // width, width)
 
 
 def _largest_magnitudes(values: Tensor, room: Tensor, out: Tensor) -> None:

@@ -6,7 +6,9 @@ with this Q, so the directions follow the gradient (one step of a power iteratio
 a member's own M is its residual, added to its next gradient. Vectors and small matrices are summed as they are.
 
 The factors are stored as rows (Pᵀ, Qᵀ): so BLAS multiplies a thin one three to twenty times faster.
-After a sum everybody has the same bits, and computes the same from them in memory that is laid out alike.
+After a sum everybody has the same bits, and computes the same from them in memory that is laid out alike. Matrices may
+be on a device; the factors are summed and made orthonormal on the host, which the network reads anyway, and where so
+thin ones take less time.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from distbelief.comm.compression.limits import check_rank
 from distbelief.errors import DistBeliefError
 
 AllSum = Callable[[Tensor], Tensor]
-"""Sums a flat float32 vector over all members, the same bits for everybody; it may write into its argument."""
+"""Sums a flat float32 vector of the host over all members, the same bits for everybody; it may write into it."""
 
 _ALIGNED = 16  # elements: BLAS may round differently at other alignments, so every matrix begins at a cache line
 _LOST = 1e-6  # a direction that is so much weaker than the strongest one is rounding error
@@ -40,8 +42,8 @@ class LowRank:
     def __str__(self) -> str:
         return f"powersgd:rank={self.rank}"
 
-    def over(self, shapes: Sequence[Sequence[int]], seed: int) -> PowerSGD:
-        return PowerSGD(shapes, self.rank, seed)
+    def over(self, shapes: Sequence[Sequence[int]], seed: int, device: torch.device | None = None) -> PowerSGD:
+        return PowerSGD(shapes, self.rank, seed, device)
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,10 @@ class _Matrix:
 class PowerSGD:
     """Sums lists of gradients of these shapes. All members give the same shapes, rank and seed."""
 
-    def __init__(self, shapes: Sequence[Sequence[int]], rank: int, seed: int) -> None:
+    def __init__(
+        self, shapes: Sequence[Sequence[int]], rank: int, seed: int, device: torch.device | None = None
+    ) -> None:
+        """`device`: where the gradients are. None: on the host, where the factors are summed too."""
         self._shapes = [torch.Size(shape) for shape in shapes]
         self._matrices: list[_Matrix] = []
         lefts = rights = 0
@@ -72,12 +77,14 @@ class PowerSGD:
                 lefts, rights = _aligned(left.stop), _aligned(right.stop)
         self._whole = sorted(set(range(len(self._shapes))) - {matrix.at for matrix in self._matrices})
         self._offset = lefts
-        self._lefts = torch.zeros(lefts + sum(self._shapes[at].numel() for at in self._whole))
-        self._rights = torch.zeros(rights)
-        self._starts = [_start(seed, matrix) for matrix in self._matrices]
+        self._lefts = torch.zeros(lefts + sum(self._shapes[at].numel() for at in self._whole), device=device)
+        self._rights = torch.zeros(rights, device=device)
+        self._travelling = [_on_host(vector, device) for vector in (self._lefts, self._rights)]
+        """Both factors, where they are summed."""
+        self._starts = [_start(seed, matrix).to(device) for matrix in self._matrices]
         self._queries = [start.clone() for start in self._starts]
-        self._residuals = [torch.zeros(matrix.rows, matrix.columns) for matrix in self._matrices]
-        self._sums = [torch.zeros(shape) for shape in self._shapes]
+        self._residuals = [torch.zeros(matrix.rows, matrix.columns, device=device) for matrix in self._matrices]
+        self._sums = [torch.zeros(shape, device=device) for shape in self._shapes]
 
     @property
     def size_bytes(self) -> int:
@@ -97,20 +104,26 @@ class PowerSGD:
             residual.add_(gradients[matrix.at].reshape(matrix.rows, matrix.columns))
             torch.mm(query, residual.T, out=_left(self._lefts, matrix))
         self._pack(gradients)
-        _replace(self._lefts, all_sum(self._lefts))
+        lefts, rights = self._travelling
+        _replace(lefts, self._lefts)
+        _replace(lefts, all_sum(lefts))
+        for matrix in self._matrices:
+            left = _left(lefts, matrix)
+            left.copy_(orthonormal(left))
+        _replace(self._lefts, lefts)
         self._unpack()
         for matrix, residual in zip(self._matrices, self._residuals, strict=True):
-            left = _left(self._lefts, matrix)
-            left.copy_(orthonormal(left))
-            torch.mm(left, residual, out=_right(self._rights, matrix))
+            torch.mm(_left(self._lefts, matrix), residual, out=_right(self._rights, matrix))
         mine = self._rights.clone()
         if self._matrices:
-            _replace(self._rights, all_sum(self._rights))
+            _replace(rights, self._rights)
+            _replace(rights, all_sum(rights))
+            _replace(self._rights, rights)
         for i, matrix in enumerate(self._matrices):
             left, right = _left(self._lefts, matrix), _right(self._rights, matrix)
             torch.mm(left.T, right, out=self._sums[matrix.at].view(matrix.rows, matrix.columns))
             self._residuals[i].addmm_(left.T, _right(mine, matrix), alpha=-1)
-            if not bool(right.isfinite().all()):
+            if not bool(_right(rights, matrix).isfinite().all()):
                 self._residuals[i].zero_()  # the sum says it, with NaN; later steps are not to blame
             self._queries[i].copy_(_directions(right, self._starts[i]))
         return self._sums
@@ -167,10 +180,11 @@ class PowerSGD:
                 f" {[list(s) for s in given]}"
             )
         for gradient in gradients:
-            if gradient.dtype != torch.float32 or gradient.device.type != "cpu":
+            if gradient.dtype != torch.float32 or gradient.device.type != self._lefts.device.type:
                 raise DistBeliefError(
-                    f"PowerSGD takes float32 gradients in host memory, not {gradient.dtype} on {gradient.device}",
-                    hint="copy the gradients to float32 on the CPU first, or send them uncompressed",
+                    f"PowerSGD takes float32 gradients on {self._lefts.device} here, not {gradient.dtype} on"
+                    f" {gradient.device}",
+                    hint="copy the gradients to float32 on that device first, or send them uncompressed",
                 )
 
     def _pack(self, gradients: Sequence[Tensor]) -> None:
@@ -207,7 +221,7 @@ def _directions(right: Tensor, start: Tensor) -> Tensor:
     when a gradient was zero once: it begins anew."""
     lengths = torch.linalg.vector_norm(right, dim=1, keepdim=True)
     kept = lengths.isfinite() & (lengths > _LOST * lengths.amax()) & (lengths > torch.finfo(torch.float32).tiny)
-    return torch.where(kept, right / lengths.where(kept, torch.ones(())), start)
+    return torch.where(kept, right / lengths.where(kept, 1.0), start)
 
 
 def _start(seed: int, matrix: _Matrix) -> Tensor:
@@ -226,6 +240,11 @@ def _left(vector: Tensor, matrix: _Matrix) -> Tensor:
 
 def _right(vector: Tensor, matrix: _Matrix) -> Tensor:
     return vector[matrix.right].view(matrix.rank, matrix.columns)
+
+
+def _on_host(vector: Tensor, device: torch.device | None) -> Tensor:
+    """Room for as much on the host: the vector itself, where no device has it."""
+    return vector if device is None else torch.zeros(vector.numel(), pin_memory=device.type == "cuda")
 
 
 def _replace(mine: Tensor, summed: Tensor) -> None:

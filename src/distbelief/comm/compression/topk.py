@@ -54,10 +54,7 @@ class TopK:
     def encode(self, vector: Tensor, reuse: Encoded | None = None) -> Encoded:
         """`reuse` is of no use here: messages differ in length and are small."""
         vector = checked(vector)
-        if vector.numel() > _LONGEST:
-            raise DistBeliefError(
-                f"top-k takes vectors of up to {_LONGEST} elements, not {vector.numel()}", hint="send it in slices"
-            )
+        _check_length(vector)
         places = _largest(vector.numpy().view(np.int32), self.count(vector.numel()))
         # Not from_numpy: of an empty array it makes a tensor that cannot be viewed as bytes.
         frames = [torch.empty(len(places), dtype=torch.int32), torch.empty(len(places))]
@@ -80,6 +77,66 @@ class TopK:
         if not bool(values.isfinite().all()):
             rest.nan_to_num_(0.0, 0.0, 0.0)
         return encoded
+
+    def encode_rows(self, rests: Tensor, vectors: Tensor, frames: Sequence[Tensor]) -> list[Tensor | int]:
+        _check_length(vectors)
+        if not vectors.numel():
+            return [0, 0]
+        values = rests.add_(vectors)
+        chosen = _choose(values.view(torch.int32) & int(_MAGNITUDE), self.count(vectors.shape[1]))
+        places, found = _places(chosen, self.count(vectors.shape[1]))
+        frames[0].copy_(places)
+        frames[1].copy_(values.gather(1, places))
+        rests.masked_fill_(chosen, 0.0).nan_to_num_(0.0, 0.0, 0.0)
+        return [found, found]
+
+    def decode_rows(self, frames: Sequence[Tensor], counts: Tensor, out: Tensor) -> None:
+        out.zero_()
+        if not out.numel():
+            return
+        given = _numbers(frames[0].shape[1], out) < counts[:, :1]
+        # What does not count is of an earlier message: the first element again instead, or a zero.
+        places = frames[0].where(given, frames[0][:, :1].where(given[:, :1], 0)).long()
+        values = frames[1].where(given, frames[1][:, :1].where(given[:, :1], 0.0))
+        known = (places >= 0) & (places < out.shape[1])
+        out.scatter_(1, places.where(known, 0), values.where(known, torch.nan))
+
+
+def _check_length(vector: Tensor) -> None:
+    if vector.numel() > _LONGEST:
+        raise DistBeliefError(
+            f"top-k takes vectors of up to {_LONGEST} elements, not {vector.numel()}", hint="send it in slices"
+        )
+
+
+def _choose(magnitudes: Tensor, count: int) -> Tensor:
+    """Whether each is one of the `count` largest of its row, equal ones from the front; zeros never are.
+
+    Which of equal ones `torch.topk` finds is up to the device, but the smallest value that it finds is not.
+    """
+    limit = magnitudes.topk(count, dim=1, sorted=False).values.amin(1, keepdim=True).clamp_min_(1)
+    above, equal = magnitudes > limit, magnitudes == limit
+    return above | (equal & (_running(equal) <= count - above.sum(1, keepdim=True)))
+
+
+def _places(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Of each row: the first `count` places that are chosen, in order, then zeros; and how many there are."""
+    running = _running(chosen)
+    found = running[:, -1:].contiguous()
+    wanted = _numbers(count, chosen).add(1).expand(len(chosen), count)
+    places = torch.searchsorted(running, wanted.contiguous())
+    return places.where(wanted <= found, 0), found[:, 0]
+
+
+def _running(marks: Tensor) -> Tensor:
+    """How many are marked in the row up to each place. Counted in one line over all rows: on that a device
+    works with all it has, and on the rows of a table with a little for each."""
+    line = marks.reshape(-1).cumsum(0, dtype=torch.int32).view_as(marks)
+    return line - (line[:, -1:] - marks.sum(1, keepdim=True, dtype=torch.int32))
+
+
+def _numbers(count: int, beside: Tensor) -> Tensor:
+    return torch.arange(count, dtype=torch.int32, device=beside.device)
 
 
 def _largest(bits: Integers, count: int) -> Integers:
