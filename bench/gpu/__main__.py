@@ -130,9 +130,11 @@ def _show_speed(console: Console, results: dict[str, Any]) -> None:
 
 
 def _show_kernels(console: Console, results: list[dict[str, Any]]) -> None:
-    table = Table("kernel", "MB", "GB/s of gradients", "of a copy's")
+    table = Table("kernel", "MB", "GB/s of gradients", "of a copy's", "times fewer bytes")
     for one in results:
-        table.add_row(one["kernel"], f"{one['size_mb']:.0f}", f"{one['gb_per_s']:.0f}", f"{one['of_copy']:.2f}")
+        fewer = f"{one['fewer_bytes']:.1f}" if "fewer_bytes" in one else ""
+        speeds = f"{one['gb_per_s']:.0f}", f"{one['of_copy']:.2f}"
+        table.add_row(one["kernel"], f"{one['size_mb']:.0f}", *speeds, fewer)
     console.print(table)
 
 
