@@ -10,39 +10,65 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import exchange_member as base
 import numpy as np
 import torch
 
+from distbelief.comm.codedondevice import CodedOnDevice, coder_of
+from distbelief.comm.codedstretches import CodedStretches
 from distbelief.comm.codedtiles import CodedTiles
 from distbelief.comm.compressed import CompressedExchange
 from distbelief.comm.compression.codec import Encoded
 from distbelief.comm.compression.int8 import Int8
 from distbelief.comm.compression.subject import Compression, Place
-from distbelief.comm.exchange import Geometry, Gift, Source, StepPlan
+from distbelief.comm.devicememory import Accelerator
+from distbelief.comm.exchange import Exchange, Geometry, Gift, Source, StepPlan
 from distbelief.comm.group import Rendezvous
-from distbelief.comm.networked import networked
+from distbelief.comm.networked import networked, networked_on
 from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.words import Abort, Aborted
 from distbelief.shards import mix
 
-MATRIX, VECTOR, BUFFER = 0, 1, 2  # tiles; the others have other types
+COMPRESSED = {"mixed": 2, "even": 8}
+"""The first so many tiles; the one after them holds a buffer. In "mixed" each has other tiles far from it."""
 
 
 def geometry(seat: base.Seat, method: str, always: bool = True) -> Geometry:
-    """The first two tiles hold float32 parameters, a matrix and a vector. The third one holds a buffer."""
-    plain = base.geometry(seat)
-    places = (Place(0, 0, (25, 40)), Place(1, plain.tiles[VECTOR].offset_bytes // 4, (64,)))
-    compression = Compression(method, frozenset({MATRIX, VECTOR}), places, seed=5, always=always)
-    return replace(plain, slots=[1] * seat.size, compression=compression)
+    """The first tiles hold float32 parameters, a matrix and a vector."""
+    plain, count = base.geometry(seat), COMPRESSED[seat.tiles]
+    vector = plain.tiles[1].offset_bytes // 4
+    places = (Place(0, 0, (25, 40)), Place(1, vector, (64,)))
+    if seat.tiles == "even":
+        places = (Place(0, 0, (64, 64)), Place(1, 4096, (7 * 1024 + 320 - 4096,)))
+    compression = Compression(method, frozenset(range(count)), places, seed=5, always=always)
+    return replace(plain, slots=[1] * seat.size, compression=compression, gradient_tiles=count)
 
 
-def join(seat: base.Seat, method: str, memory: dict[str, Segment], name: str = "", abort: Abort | None = None) -> Any:
+@dataclass(frozen=True)
+class Kept:
+    """What a member has from one generation to the next; with an accelerator, or without."""
+
+    on: Accelerator | None
+    memory: dict[str, Segment] = field(default_factory=dict)
+
+
+def keeping(where: str) -> Kept:
+    return Kept(Accelerator(base.DEVICE) if where == "device" else None)
+
+
+def join(seat: base.Seat, method: str, kept: Kept, name: str = "") -> Exchange:
     meeting = Rendezvous("127.0.0.1", seat.port, f"{seat.name} {name}", timeout_s=60)
-    return networked(meeting, seat.rank, geometry(seat, method), abort or Abort(), memory)
+    given = meeting, seat.rank, geometry(seat, method), Abort(), kept.memory
+    return networked(*given) if kept.on is None else networked_on(kept.on, *given)
+
+
+def coder(exchange: Exchange) -> CompressedExchange:
+    found = coder_of(exchange)
+    assert found is not None
+    return found
 
 
 def values(step: int, rank: int, tile: Any) -> torch.Tensor:
@@ -62,29 +88,30 @@ def plan(seat: base.Seat, step: int) -> StepPlan:
     return StepPlan(step, [Source(rank, 0) for rank in busy(seat, step)], program)
 
 
-def publish(exchange: CompressedExchange, seat: base.Seat, step: int) -> None:
+def publish(exchange: Exchange, seat: base.Seat, step: int) -> None:
     exchange.begin(plan(seat, step))
-    for tile in exchange._geometry.tiles:
+    for tile in base.geometry(seat).tiles:
         slot = exchange.slot(0).tensor(tile.dtype, tile.offset_bytes, tile.numel)
         slot.copy_(values(step, seat.rank, tile))
         exchange.publish(tile.index)
 
 
-def finish(exchange: CompressedExchange, seat: base.Seat, step: int) -> list[torch.Tensor]:
-    before = bytes(exchange.slot(0).view(0, exchange._geometry.slot_bytes))
+def finish(exchange: Exchange, seat: base.Seat, step: int) -> list[torch.Tensor]:
+    slot = exchange.slot(0).tensor(torch.uint8, 0, base.geometry(seat).slot_bytes)
+    before = slot.clone()
     mine = seat.mine if seat.rank in busy(seat, step) else (0, 0)
     gift = Gift(np.zeros((seat.shards, 4)), [mine], [], np.zeros(base.PARAMETERS, bool), b"")
     exchange.share(gift)
-    sums = [exchange.reduced(index) for index in exchange.tiles]
-    assert bytes(exchange.slot(0).view(0, exchange._geometry.slot_bytes)) == before, "a partial sum was written to"
-    for index, tile in enumerate(exchange._geometry.tiles):
-        if index not in exchange.compression.tiles:
+    sums = [exchange.reduced(index).cpu().clone() for index in exchange.tiles]
+    alone = seat.size == 1 and isinstance(exchange, CodedOnDevice)  # then the partial sum is the sum
+    assert alone or torch.equal(slot, before), "a partial sum was written to"
+    for index, tile in enumerate(base.geometry(seat).tiles):
+        if index not in coder(exchange).compression.tiles:
             true = sum((values(step, rank, tile).double() for rank in busy(seat, step)), torch.zeros(tile.numel))
             assert torch.allclose(sums[index].double(), true.double(), rtol=0.05, atol=0.05)
-    kept = [one.clone() for one in sums]
     exchange.applied()
     exchange.settle()
-    return kept
+    return sums
 
 
 @dataclass(frozen=True)
@@ -101,45 +128,55 @@ class Found:
     news: Sequence[str]
 
 
-def account(
-    exchange: CompressedExchange, seat: base.Seat, steps: int, total: Sequence[torch.Tensor]
-) -> tuple[float, float]:
-    residual = exchange.residuals.at(steps)
+def account(exchange: Exchange, seat: base.Seat, steps: int, total: Sequence[torch.Tensor]) -> tuple[float, float]:
+    residual = coder(exchange).residuals.at(steps)
     assert residual is not None
+    residual = residual.cpu()
     everybody = exchange.gather(residual.numpy().tobytes())
     owed = sum(torch.frombuffer(bytearray(one), dtype=torch.float32).double() for one in everybody)
     missing = 0.0
-    for index in sorted(exchange.compression.tiles):
-        tile = exchange._geometry.tiles[index]
+    for index in sorted(coder(exchange).compression.tiles):
+        tile = base.geometry(seat).tiles[index]
         parts = [values(step, rank, tile).double() for step in range(steps) for rank in busy(seat, step)]
         still = owed[tile.offset_bytes // 4 :][: tile.numel]
         missing = max(missing, float((torch.stack(parts).sum(0) - total[index] - still).abs().max()))
-    return missing, float(residual[: exchange.residuals.elements].abs().max())
+    return missing, float(residual[: coder(exchange).residuals.elements].abs().max())
 
 
 def run(
-    exchange: CompressedExchange, seat: base.Seat, first: int, end: int, total: list[torch.Tensor], digest: Any
+    exchange: Exchange, seat: base.Seat, first: int, end: int, total: list[torch.Tensor], digest: Any
 ) -> list[bool]:
     packed = []
     for step in range(first, end):
         publish(exchange, seat, step)
-        packed.append(exchange._packing)
+        packed.append(coder(exchange).packing)
         for into, found in zip(total, finish(exchange, seat, step), strict=True):
             into.add_(found)
             digest.update(found.view(torch.uint8).numpy().tobytes())
     return packed
 
 
-def zeros(exchange: CompressedExchange) -> list[torch.Tensor]:
-    return [torch.zeros(tile.numel, dtype=torch.float64) for tile in exchange._geometry.tiles]
+def zeros(seat: base.Seat) -> list[torch.Tensor]:
+    return [torch.zeros(tile.numel, dtype=torch.float64) for tile in base.geometry(seat).tiles]
 
 
-def several_steps(keeper: KeeperClient, seat: base.Seat, method: str, steps: int, interrupt: str = "") -> Found:
+def told(
+    exchange: Exchange, seat: base.Seat, steps: int, total: list[torch.Tensor], packed: list[bool], digest: Any
+) -> Found:
+    how = coder(exchange)
+    found = Found(digest.hexdigest(), *account(exchange, seat, steps, total), how.traffic, packed, how.news)
+    exchange.gather(b"")
+    exchange.close()
+    return found
+
+
+def several_steps(
+    keeper: KeeperClient, seat: base.Seat, method: str, steps: int, interrupt: str = "", where: str = "host"
+) -> Found:
     """`interrupt`: in the middle of step 3 all members are called away, and take it again in another generation."""
-    memory: dict[str, Segment] = {}
-    digest = hashlib.sha256()
-    exchange = join(seat, method, memory)
-    total = zeros(exchange)
+    kept, digest = keeping(where), hashlib.sha256()
+    exchange = join(seat, method, kept)
+    total = zeros(seat)
     packed = run(exchange, seat, 0, 3, total, digest)
     if interrupt:
         publish(exchange, seat, 3)
@@ -149,27 +186,48 @@ def several_steps(keeper: KeeperClient, seat: base.Seat, method: str, steps: int
         with contextlib.suppress(Aborted):
             exchange.gather(b"")
         exchange.close()
-        exchange = join(seat, method, memory, "again")
+        exchange = join(seat, method, kept, "again")
     packed += run(exchange, seat, 3, steps, total, digest)
-    found = Found(digest.hexdigest(), *account(exchange, seat, steps, total), exchange.traffic, packed, exchange.news)
-    exchange.gather(b"")
-    exchange.close()
-    return found
+    return told(exchange, seat, steps, total, packed, digest)
 
 
-def with_a_newcomer(keeper: KeeperClient, seat: base.Seat, method: str) -> str:
+def with_a_newcomer(keeper: KeeperClient, seat: base.Seat, method: str, where: str = "host") -> str:
     """After three steps the last member is replaced by one that knows nothing; all must still apply the same."""
-    memory: dict[str, Segment] = {}
-    digest = hashlib.sha256()
-    exchange = join(seat, method, memory)
-    run(exchange, seat, 0, 3, zeros(exchange), digest)
+    kept, digest = keeping(where), hashlib.sha256()
+    exchange = join(seat, method, kept)
+    run(exchange, seat, 0, 3, zeros(seat), digest)
     exchange.gather(b"")
     exchange.close()
-    exchange = join(seat, method, {} if seat.rank == seat.size - 1 else memory, "again")
-    run(exchange, seat, 3, 6, zeros(exchange), digest)
+    exchange = join(seat, method, keeping(where) if seat.rank == seat.size - 1 else kept, "again")
+    run(exchange, seat, 3, 6, zeros(seat), digest)
     exchange.gather(b"")
     exchange.close()
     return digest.hexdigest()
+
+
+def left_alone(keeper: KeeperClient, seat: base.Seat, method: str, where: str) -> tuple[float, str] | None:
+    """After three steps all others leave. Returns how much of what the first member owed does not go out with its next
+    sum, which is not compressed, and a digest of its sums."""
+    kept, digest = keeping(where), hashlib.sha256()
+    exchange = join(seat, method, kept)
+    run(exchange, seat, 0, 3, zeros(seat), hashlib.sha256())
+    exchange.gather(b"")
+    exchange.close()
+    if seat.rank > 0:
+        return None
+    owed = coder(exchange).residuals.at(3)
+    assert owed is not None
+    owed, alone = owed.cpu().clone(), replace(seat, size=1)
+    exchange = join(alone, method, kept, "alone")
+    total = zeros(alone)
+    run(exchange, alone, 3, 4, total, digest)
+    missing = 0.0
+    for tile in base.geometry(alone).tiles[: COMPRESSED[seat.tiles]]:
+        before = owed[tile.offset_bytes // 4 :][: tile.numel].double()
+        missing = max(missing, float((values(3, 0, tile).double() + before - total[tile.index]).abs().max()))
+    run(exchange, alone, 4, 5, total, digest)
+    exchange.close()
+    return missing, digest.hexdigest()
 
 
 class Slow(Int8):
@@ -179,29 +237,40 @@ class Slow(Int8):
         time.sleep(0.05)
         return super().encode_keeping(rest, vector, reuse)
 
+    def encode_rows(
+        self, rests: torch.Tensor, vectors: torch.Tensor, frames: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | int]:
+        if vectors.is_cuda:
+            torch.cuda._sleep(100_000_000)
+        else:
+            time.sleep(0.05)
+        return super().encode_rows(rests, vectors, frames)
 
-def too_slow(keeper: KeeperClient, seat: base.Seat, steps: int) -> Found:
-    meeting = Rendezvous("127.0.0.1", seat.port, seat.name, timeout_s=60)
-    exchange = CodedTiles(meeting, seat.rank, geometry(seat, "int8", always=False), Abort(), Slow(64), {})
-    total, digest = zeros(exchange), hashlib.sha256()
+
+def too_slow(keeper: KeeperClient, seat: base.Seat, steps: int, where: str = "host") -> Found:
+    kept, meeting = keeping(where), Rendezvous("127.0.0.1", seat.port, seat.name, timeout_s=60)
+    shape = geometry(seat, "int8", always=False)
+    given = meeting, seat.rank, shape, Abort(), Slow(64), kept.memory
+    exchange: Exchange = (
+        CodedTiles(*given) if kept.on is None else CodedOnDevice(CodedStretches(*given, kept.on), shape, kept.on)
+    )
+    total, digest = zeros(seat), hashlib.sha256()
     packed = run(exchange, seat, 0, steps, total, digest)
-    found = Found(digest.hexdigest(), *account(exchange, seat, steps, total), exchange.traffic, packed, exchange.news)
-    exchange.gather(b"")
-    exchange.close()
-    return found
+    return told(exchange, seat, steps, total, packed, digest)
 
 
-def untouched(keeper: KeeperClient, seat: base.Seat, method: str) -> float:
+def untouched(keeper: KeeperClient, seat: base.Seat, method: str, where: str = "host") -> float:
     """The first step's sums are applied to the vector only: what was sent of the matrix counts as not sent. Returns how
     much of what was owed before is missing after it."""
-    exchange = join(seat, method, {})
-    run(exchange, seat, 0, 3, zeros(exchange), hashlib.sha256())
-    owed = exchange.residuals.at(3).clone()
-    run(exchange, seat, 3, 4, zeros(exchange), hashlib.sha256())
+    exchange = join(seat, method, keeping(where))
+    residuals = coder(exchange).residuals
+    run(exchange, seat, 0, 3, zeros(seat), hashlib.sha256())
+    owed = residuals.at(3).clone()
+    run(exchange, seat, 3, 4, zeros(seat), hashlib.sha256())
     marks = np.zeros(base.PARAMETERS, bool)
     marks[0] = True
-    exchange.keep_untouched(marks)
-    now = exchange.residuals.at(4)
+    coder(exchange).keep_untouched(marks)
+    now = residuals.at(4)
     assert not torch.equal(now[256:], owed[256:]) or method == "powersgd=2", "the vector was touched"
     exchange.gather(b"")
     exchange.close()

@@ -42,7 +42,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 and added is the same."""
 SIZES = {"mixed": [(torch.float32, 1000), (torch.float32, 64), (torch.float32, 3), (torch.float64, 130),
                    (torch.bfloat16, 200), (torch.bfloat16, 64)],
-         "few": [(torch.float32, 300), (torch.float64, 1)]}  # fmt: skip
+         "few": [(torch.float32, 300), (torch.float64, 1)],
+         "even": [*[(torch.float32, 1024)] * 7, (torch.float32, 320), (torch.float32, 64)]}  # fmt: skip
 
 
 @dataclass(frozen=True)

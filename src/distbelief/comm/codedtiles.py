@@ -14,6 +14,7 @@ import torch.distributed as dist
 from distbelief.comm.compressed import CompressedExchange
 from distbelief.comm.compression import block
 from distbelief.comm.compression.codec import Codec
+from distbelief.comm.devicememory import Accelerator
 from distbelief.comm.exchange import Geometry
 from distbelief.comm.group import Rendezvous, wait_all
 from distbelief.comm.segment import Segment
@@ -33,20 +34,24 @@ class CodedTiles(CompressedExchange):
         abort: Abort,
         codec: Codec,
         memory: dict[str, Segment] | None = None,
+        on: Accelerator | None = None,
     ) -> None:
-        super().__init__(meeting, rank, geometry, abort, memory)
+        super().__init__(meeting, rank, geometry, abort, memory, on=on)
         self._codec = codec
         self._sizes = {tile: block.size_bytes(codec, geometry.tiles[tile].numel) for tile in self._packed}
         self._starts: dict[int, int] = {}
         end = 0
         for tile in self._packed:
             self._starts[tile] = end
-            end += -(-self._sizes[tile] // _LINE) * _LINE
+            end += self._room_bytes(tile)
         self._encoded_sums = torch.zeros(end, dtype=torch.uint8)
         self._outbox: dict[int, torch.Tensor] = {}
         self._inbox: dict[tuple[int, int], torch.Tensor] = {}
         self._arrivals: dict[tuple[int, int], dist.Work | None] = {}
         self._scratch: dict[int, torch.Tensor] = {}
+
+    def _room_bytes(self, tile: int) -> int:
+        return -(-self._sizes[tile] // _LINE) * _LINE
 
     def _begin_packed(self) -> None:
         others = sorted(self._senders - {self.rank})
@@ -68,8 +73,11 @@ class CodedTiles(CompressedExchange):
         if tile not in self._outbox:
             self._outbox[tile] = torch.zeros(self._sizes[tile], dtype=torch.uint8)
         self._encode(tile, self._vector(tile), self._outbox[tile])
+        self._send(tile)
+
+    def _send(self, tile: int) -> None:
         with self.network():
-            self._sends.append(dist.isend(self._outbox[tile], owner, tag=self._tag(self.rank, tile)))
+            self._sends.append(dist.isend(self._outbox[tile], self._owner[tile], tag=self._tag(self.rank, tile)))
 
     def _vector(self, tile: int) -> torch.Tensor:
         """My part of the tile's sum."""
@@ -99,13 +107,10 @@ class CodedTiles(CompressedExchange):
         self._codec_s += time.perf_counter() - started
 
     def _spread(self) -> None:
-        if not self._packing:
+        if not self.packing:
             super()._spread()
             return
-        for tile in self._packed:
-            if self._owner[tile] == self.rank:
-                self._add_up(tile)
-                self._encode(tile, self._out[tile], self._sum_block(tile))
+        self._encode_sums()
         started = time.perf_counter()
         sums = [
             dist.broadcast(self._encoded_sums[first:end], owner, async_op=True)
@@ -113,6 +118,13 @@ class CodedTiles(CompressedExchange):
         ]
         wait_all([*self._broadcasts(), *sums])
         self._wire_s = time.perf_counter() - started
+
+    def _encode_sums(self) -> None:
+        """Those that are mine to add."""
+        for tile in self._packed:
+            if self._owner[tile] == self.rank:
+                self._add_up(tile)
+                self._encode(tile, self._out[tile], self._sum_block(tile))
 
     def _add_up(self, tile: int) -> None:
         out = self._out[tile]
@@ -145,7 +157,7 @@ class CodedTiles(CompressedExchange):
         return to_owners + (self.size - 1) * sum(end - first for _, first, end in self._coded_stretches())
 
     def _timed_bytes(self) -> int:
-        stretches = [*self._stretches(), *(self._coded_stretches() if self._packing else [])]
+        stretches = [*self._stretches(), *(self._coded_stretches() if self.packing else [])]
         out = sum((self.size - 1) * (end - first) for owner, first, end in stretches if owner == self.rank)
         return max(out, sum(end - first for owner, first, end in stretches if owner != self.rank))
 
@@ -159,4 +171,8 @@ class CodedTiles(CompressedExchange):
             block.read(self._codec, content, self._room(tile))
             encode_s += between - started
             decode_s += time.perf_counter() - between
+        return self._of_a_step(encode_s, decode_s)
+
+    def _of_a_step(self, encode_s: float, decode_s: float) -> float:
+        """What a step takes, of what all tiles take once."""
         return encode_s + decode_s * (2 - 1 / self.size)  # sums, and the others' parts of the tiles that I own

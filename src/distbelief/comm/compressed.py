@@ -4,13 +4,16 @@ Parameters' gradients are compressed on their way to the sum, and the sum on its
 are. What a member did not send is its residual, which goes with its next step. The first member measures whether
 compressing pays, and tells all others with the rows of a step how the next one goes. A step that goes uncompressed
 takes along what was left. Everybody applies the same bytes.
+
+Gradients and residuals may be on a device (`CodedOnDevice`): what is compressed there goes the same way as on the host,
+so members of both kinds can meet.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -19,9 +22,10 @@ import torch
 from distbelief.comm.compression.residuals import Residuals
 from distbelief.comm.compression.subject import Compression
 from distbelief.comm.compression.switch import Message, Switch
+from distbelief.comm.devicememory import Accelerator, DeviceMemory
 from distbelief.comm.exchange import Geometry, Gift, Shared, Source, StepPlan
 from distbelief.comm.group import Rendezvous
-from distbelief.comm.segment import Segment
+from distbelief.comm.segment import Memory, Segment
 from distbelief.comm.torchgroup import TorchExchange
 from distbelief.comm.words import Abort
 
@@ -39,12 +43,23 @@ class CompressedExchange(TorchExchange, ABC):
         abort: Abort,
         memory: dict[str, Segment] | None = None,
         further: int = 0,
+        on: Accelerator | None = None,
     ) -> None:
-        """`further`: elements that the way of compressing keeps beside the residuals."""
+        """`further`: elements that the way of compressing keeps beside the residuals. `on`: where the gradients are, if
+        not on the host."""
         assert geometry.compression is not None
         self.compression: Compression = geometry.compression
         super().__init__(meeting, rank, geometry, abort, memory)
-        self.residuals = Residuals(self._memory, geometry.slot_bytes // 4, further)
+        elements, device = geometry.slot_bytes // 4, on.device if on else None
+        kept = on.keep("residuals", 8 * (elements + further)) if on else None
+        self.residuals = Residuals(self._memory, elements, further, kept)
+        self.on = on
+        self.slots: Sequence[Memory] = self._slots
+        self.totals: Memory = self._sums
+        """What is compressed is read from the slots, and its sums are left here."""
+        if device:
+            self.slots = [DeviceMemory(geometry.slot_bytes, device) for _ in self._slots]
+            self.totals = DeviceMemory(geometry.slot_bytes, device)
         self.switch = Switch(self.compression.method)
         self.news: list[str] = []
         """What people should know: that compression was switched off or on, and why."""
@@ -52,12 +67,12 @@ class CompressedExchange(TorchExchange, ABC):
         self._unpacked = [tile for tile in self.tiles if tile not in self.compression.tiles]
         self._on = True
         self._met = False
-        self._packing = False
+        self.packing = False
         """Whether this step is compressed."""
         self._sources: list[Source] = []
         """Mine."""
         self._senders: frozenset[int] = frozenset()
-        self._releasing = False
+        self.releasing = False
         self._released: dict[int, torch.Tensor] = {}
         self._codec_s = self._wire_s = 0.0
         self._bill = lru_cache(maxsize=16)(self._reckon)
@@ -74,38 +89,42 @@ class CompressedExchange(TorchExchange, ABC):
         if not self._met:
             self._met = True
             self._meet(found)
-        self._packing = self._on and self.size > 1
-        self._plain = self._unpacked if self._packing else self.tiles
+        self.packing = self._on and self.size > 1
+        self._plain = self._unpacked if self.packing else self.tiles
         self._sources = [source for source in plan.sources if source.rank == self.rank]
         self._senders = frozenset(source.rank for source in plan.sources)
         self._codec_s = self._wire_s = 0.0
-        self._releasing = False
-        if self._packing:
+        self.releasing = False
+        if self.packing:
             self.residuals.wrote()
         elif self._sources:
-            self._releasing = self.residuals.release()
+            self.releasing = self.residuals.release()
         else:
             self.residuals.keep(slice(None))
         super().begin(plan)
-        if self._packing:
+        if self.packing:
             self._begin_packed()
 
     def publish(self, tile: int) -> None:
-        if self._packing and tile in self.compression.tiles:
+        if self.packing and tile in self.compression.tiles:
             self._publish_packed(tile)
         else:
             super().publish(tile)
 
     def _part(self, source: Source, tile: int) -> torch.Tensor:
         part = super()._part(source, tile)
-        if not self._releasing or source != self._sources[0] or tile not in self.compression.tiles:
+        if self.on or not self.releases(source, tile):  # on a device it is added there
             return part
         if tile not in self._released:
             self._released[tile] = torch.empty_like(part)
         return torch.add(part, self.residuals.before[self._span(tile)], out=self._released[tile])
 
+    def releases(self, source: Source, tile: int) -> bool:
+        """Whether this partial sum of mine takes along what was left."""
+        return self.releasing and source == self._sources[0] and tile in self.compression.tiles
+
     def share(self, gift: Gift, meanwhile: Callable[[], bool] = lambda: False) -> Shared:
-        if not self._packing or self._whole_when_shared:
+        if not self.packing or self._whole_when_shared:
             # The sums that I own are not encoded yet; but nobody can apply the step before they are.
             self.residuals.written()
         return super().share(gift, meanwhile)
@@ -120,7 +139,7 @@ class CompressedExchange(TorchExchange, ABC):
 
     def _collect(self) -> None:
         super()._collect()
-        if self._packing:
+        if self.packing:
             self._collect_packed()
         self._measure()
 
@@ -131,7 +150,7 @@ class CompressedExchange(TorchExchange, ABC):
 
     def keep_untouched(self, untouched: np.ndarray) -> None:
         """The step was applied, but not to these entries of the layout: what was sent of theirs was not used."""
-        if self._packing or self._releasing:
+        if self.packing or self.releasing:
             for place in self.compression.places:
                 if untouched[place.mark]:
                     self.residuals.keep(place.part)
@@ -143,12 +162,17 @@ class CompressedExchange(TorchExchange, ABC):
 
     # --- what it costs -----------------------------------------------------------------------------------------------
 
+    @property
+    def _measures(self) -> bool:
+        """Whether it is this member that decides whether compressing pays."""
+        return self.rank == 0 and self.size > 1 and not self.compression.always
+
     def _measure(self) -> None:
-        wire, plain = self._bill(self._senders, self._packing)
+        wire, plain = self._bill(self._senders, self.packing)
         self.residuals.count(wire, plain)
-        if self.rank > 0 or self.size == 1 or self.compression.always:
+        if not self._measures:
             return
-        codec_s: float | None = self._codec_s if self._packing else None
+        codec_s: float | None = self._codec_s if self.packing else None
         if self.switch.probe_due:
             codec_s = self._probe()
         encoded = self._bill(self._senders, True)[0]
@@ -176,6 +200,10 @@ class CompressedExchange(TorchExchange, ABC):
 
     def _meet(self, found: bool) -> None:
         """Before a generation's first step. `found`: whether this member has a residual of the state it begins from."""
+
+    def encode(self, tiles: range) -> None:
+        """On a device: my part of these tiles is there. Called on the stream that copies to the host, while others are
+        computed; what can be made ready for the network is to be, and goes with `publish`."""
 
     @abstractmethod
     def _begin_packed(self) -> None: ...

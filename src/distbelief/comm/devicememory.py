@@ -6,6 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +35,31 @@ class DeviceMemory:
 def memory_on(device: torch.device, size_bytes: int) -> Memory:
     """Memory of this process alone."""
     return Segment.private(size_bytes) if device.type == "cpu" else DeviceMemory(size_bytes, device)
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A device, and the memory there that this process keeps from one generation to the next."""
+
+    device: torch.device
+    kept: dict[str, Memory] = field(default_factory=dict)
+
+    def keep(self, name: str, size_bytes: int) -> Memory:
+        if name not in self.kept:
+            self.kept[name] = DeviceMemory(size_bytes, self.device)
+        return self.kept[name]
+
+    def beside(self, size_bytes: int) -> Segment:
+        """Memory of the host that the device reads and writes by itself, for as long as the segment is held."""
+        segment = Segment.private(size_bytes)
+        if self.device.type == "cuda":
+            pin(segment)
+        return segment
+
+    def finish(self) -> None:
+        """Wait until the stream that computes has done all that was asked of it."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
 
 def pin(segment: Segment) -> None:

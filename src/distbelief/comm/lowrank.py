@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from distbelief.comm.compressed import CompressedExchange
 from distbelief.comm.compression.powersgd import LowRank, PowerSGD
+from distbelief.comm.devicememory import Accelerator
 from distbelief.comm.exchange import Geometry
 from distbelief.comm.group import Rendezvous
-from distbelief.comm.segment import Segment
+from distbelief.comm.segment import Memory, Segment
 from distbelief.comm.words import Abort
 
 _ALIGNED = 16  # elements: as PowerSGD wants its matrices
@@ -34,9 +35,11 @@ class LowRankSums(CompressedExchange):
         abort: Abort,
         method: LowRank,
         memory: dict[str, Segment] | None = None,
+        on: Accelerator | None = None,
     ) -> None:
         assert geometry.compression is not None
         self._method = method
+        self._device = on.device if on else None
         self._places = geometry.compression.places
         self._power = self._new(geometry.compression.seed)
         self._factors: dict[int, tuple[slice, tuple[int, int]]] = {}
@@ -45,13 +48,13 @@ class LowRankSums(CompressedExchange):
         for at, shape in self._power.compressed.items():
             self._factors[at] = slice(end, end + shape[0] * shape[1]), shape
             end = -(-(end + shape[0] * shape[1]) // _ALIGNED) * _ALIGNED
-        super().__init__(meeting, rank, geometry, abort, memory, further=end - geometry.slot_bytes // 4)
-        flat = [self._sums, *self._slots]
+        super().__init__(meeting, rank, geometry, abort, memory, end - geometry.slot_bytes // 4, on)
+        flat = [self.totals, *self.slots]
         self._gradients = [[_view(one, place.part, place.shape) for place in self._places] for one in flat]
         """Of the sums, then of each slot."""
 
     def _new(self, seed: int) -> PowerSGD:
-        return self._method.over([place.shape for place in self._places], seed)
+        return self._method.over([place.shape for place in self._places], seed, self._device)
 
     def queries(self, vector: torch.Tensor) -> dict[int, torch.Tensor]:
         """Mark of a parameter -> its query, in a vector of `residuals`."""
@@ -70,8 +73,10 @@ class LowRankSums(CompressedExchange):
         if b"found" not in there:
             queries.copy_(self.fresh()[self.residuals.elements :])
         elif queries.numel():
+            between = queries.cpu()
             with self.network():
-                dist.broadcast(queries, there.index(b"found"))
+                dist.broadcast(between, there.index(b"found"))
+            queries.copy_(between)
 
     def _begin_packed(self) -> None:
         """Nothing is sent before all of a step's gradients are there."""
@@ -80,6 +85,8 @@ class LowRankSums(CompressedExchange):
         """See above."""
 
     def _collect_packed(self) -> None:
+        if self.on:
+            self.on.finish()  # what it was asked for before is not for compressing
         started = time.perf_counter()
         self._wire_s = 0.0
         after = self.residuals.after.copy_(self.residuals.before)
@@ -90,6 +97,8 @@ class LowRankSums(CompressedExchange):
         sums = self._power.reduce(self._mine_of_step(), self._all_sum)
         for out, total in zip(self._gradients[0], sums, strict=True):
             out.copy_(total)
+        if self.on and self._measures:
+            self.on.finish()
         self._codec_s = time.perf_counter() - started - self._wire_s
         self.residuals.written()
 
@@ -97,7 +106,8 @@ class LowRankSums(CompressedExchange):
         slots = [self._gradients[1 + source.slot] for source in self._sources]
         if len(slots) == 1:
             return slots[0]
-        return [sum((slot[at] for slot in slots), torch.zeros(place.shape)) for at, place in enumerate(self._places)]
+        zeros = [torch.zeros(place.shape, device=self._device) for place in self._places]
+        return [sum((slot[at] for slot in slots), zero) for at, zero in enumerate(zeros)]
 
     def _all_sum(self, vector: torch.Tensor) -> torch.Tensor:
         started = time.perf_counter()
@@ -110,7 +120,7 @@ class LowRankSums(CompressedExchange):
         return 2 * (self.size - 1) * self._power.size_bytes
 
     def _timed_bytes(self) -> int:
-        if self._packing:
+        if self.packing:
             return 2 * (self.size - 1) * self._power.size_bytes // self.size
         out = sum((self.size - 1) * (end - first) for owner, first, end in self._stretches() if owner == self.rank)
         return max(out, sum(end - first for owner, first, end in self._stretches() if owner != self.rank))
@@ -119,8 +129,10 @@ class LowRankSums(CompressedExchange):
         power = self._new(self.compression.seed)
         started = time.perf_counter()
         power.reduce(self._gradients[0], lambda vector: vector)
+        if self.on:
+            self.on.finish()
         return time.perf_counter() - started
 
 
-def _view(segment: Segment, part: slice, shape: tuple[int, ...]) -> torch.Tensor:
-    return segment.tensor(torch.float32, 4 * part.start, part.stop - part.start).view(shape)
+def _view(memory: Memory, part: slice, shape: tuple[int, ...]) -> torch.Tensor:
+    return memory.tensor(torch.float32, 4 * part.start, part.stop - part.start).view(shape)

@@ -115,15 +115,14 @@ class OnDevice:
 
     def _slot(self, index: int) -> Slot:
         if index not in self._slots:
-            self._slots[index] = self._new_slot()
+            self._slots[index] = self._shaped(DeviceMemory(self._geometry.slot_bytes, self.device))
         return self._slots[index]
 
     @cached_property
     def _sums(self) -> Slot:
-        return self._new_slot()
+        return self._shaped(DeviceMemory(self._geometry.slot_bytes, self.device))
 
-    def _new_slot(self) -> Slot:
-        memory = DeviceMemory(self._geometry.slot_bytes, self.device)
+    def _shaped(self, memory: Memory) -> Slot:
         return Slot(memory, _views(memory, self._geometry.tiles), _views(memory, self.stretches))
 
     def state(self, size_bytes: int, name: str = "state") -> Segment:
@@ -155,14 +154,21 @@ class OnDevice:
         self._unpublished[number] -= 1
         if self.size == 1 or self._unpublished[number]:
             return
-        shape = self.stretches[number]
         with self._out_lane.after(self._out_lane.mark()):
-            for source in self._plan.sources:
-                if self._is_mine(source):
-                    host = self._inner.slot(source.slot)
-                    self._pin(host)
-                    to = host.tensor(shape.dtype, shape.offset_bytes, shape.numel)
-                    to.copy_(self.in_slot(source.slot)[number], non_blocking=True)
+            self._copy_out(number)
+
+    def _copy_out(self, number: int) -> None:
+        shape = self.stretches[number]
+        for source in self._plan.sources:
+            if self._is_mine(source):
+                host = self._inner.slot(source.slot)
+                self._pin(host)
+                to = host.tensor(shape.dtype, shape.offset_bytes, shape.numel)
+                to.copy_(self._outgoing(source, number), non_blocking=True)
+
+    def _outgoing(self, source: Source, number: int) -> torch.Tensor:
+        """A partial sum of mine, as it is to be added."""
+        return self.in_slot(source.slot)[number]
 
     def _is_mine(self, source: Source) -> bool:
         return source.rank == self.rank and source.back == 0
@@ -203,14 +209,18 @@ class OnDevice:
         if told and isinstance(program, int) and self._is_mine(sources[program]):
             return self._slot(sources[program].slot)  # nobody else can want it as it is
         if self._where is None and self.size > 1:
-            for tile, out in enumerate(self._sums.tiles):
-                out.copy_(self._inner.reduced(tile), non_blocking=True)
+            for tile in self._added_on_host():
+                self._sums.tiles[tile].copy_(self._inner.reduced(tile), non_blocking=True)
             return self._sums
         for number, stretch in enumerate(self.stretches):
             parts = [self._part(index, source, number, stretch) for index, source in enumerate(sources)]
             levels = [room[: stretch.numel * stretch.dtype.itemsize].view(stretch.dtype) for room in self._rooms()]
             tree_add(program, parts, self._sums.stretches[number], levels)
         return self._sums
+
+    def _added_on_host(self) -> Sequence[int]:
+        """The tiles whose sums are to be brought from there, where `inner` adds."""
+        return self.tiles
 
     def _part(self, index: int, source: Source, number: int, stretch: Stretch) -> torch.Tensor:
         if self._is_mine(source):

@@ -77,9 +77,4 @@ class AllReduce:
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedAllReduce:
         from distbelief.strategies.prepared import PreparedAllReduce
 
-        if device.type != "cpu" and self.compression:
-            raise JobError(
-                f"gradients are compressed in the host's memory, and the workers compute on {device}",
-                hint=f"leave {self.compression} out, or use --device cpu",
-            )
         return PreparedAllReduce(job, schedule, device, self.exact, self.compression, self.always)

@@ -5,6 +5,8 @@
 
 A residual is a summand that is late. So whoever has it may send it: a run that is resumed with another number of
 members gives that of rank r to rank r modulo that number, which adds them, and their sum is what it was.
+
+Members on accelerators have the same, added to the replica that is theirs.
 """
 
 from __future__ import annotations
@@ -17,15 +19,17 @@ import torch
 
 from distbelief.checkpoint.manifest import PartEntry
 from distbelief.checkpoint.parts import Slice, dtype_name
+from distbelief.comm.codedondevice import CodedOnDevice, coder_of
 from distbelief.comm.compressed import CompressedExchange
 from distbelief.comm.compression.option import canonical
 from distbelief.comm.compression.subject import Compression, Place
+from distbelief.comm.exchange import Exchange
 from distbelief.comm.lowrank import LowRankSums
 from distbelief.comm.segment import Segment
-from distbelief.shards import Schedule
-from distbelief.strategies.base import BeginFrom, Fetch, Portion, Saved, Seat, nothing_saved
+from distbelief.strategies.base import BeginFrom, Division, Fetch, Portion, Saved, Seat, nothing_saved
 from distbelief.strategies.compute import ShardComputer
-from distbelief.strategies.copying import Copy
+from distbelief.strategies.copying import CopyPiece
+from distbelief.strategies.devicereplica import DeviceReplica
 from distbelief.strategies.layout import Layout
 from distbelief.strategies.named import OWED, TilePortion
 from distbelief.strategies.replica import DataParallelReplica
@@ -48,14 +52,18 @@ def compressing(layout: Layout, method: str, seed: int, always: bool, apart: boo
 
 
 class CompressedReplica(DataParallelReplica):
-    """See `Replica`. The exchange is a CompressedExchange."""
+    """See `Replica`. The exchange compresses."""
 
-    exchange: CompressedExchange
+    coder: CompressedExchange
+    """That exchange, or the one inside of it where gradients are on a device."""
 
     def __init__(
-        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: CompressedExchange,
-        fetch: Fetch, exact: bool, begin_from: BeginFrom = nothing_saved,
+        self, computer: ShardComputer, recipe: Recipe, schedule: Division, seat: Seat, exchange: Exchange, fetch: Fetch,
+        exact: bool, begin_from: BeginFrom = nothing_saved,
     ) -> None:  # fmt: skip
+        coder = coder_of(exchange)
+        assert coder is not None
+        self.coder = coder
         found = _Found(begin_from)
         super().__init__(computer, recipe, schedule, seat, exchange, fetch, exact, found)
         self._take_up(found)
@@ -69,12 +77,12 @@ class CompressedReplica(DataParallelReplica):
         saved = found.saved or found(step)
         if saved is not None:
             owed = self._owed(saved.tensors)
-            self.exchange.residuals.put(step, owed)
+            self.coder.residuals.put(step, owed)
 
     def _owed(self, saved: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """What this member begins with, of what all members had saved."""
-        residuals, size = self.exchange.residuals, self.exchange.size
-        vector = torch.zeros_like(residuals.before)
+        size = self.exchange.size
+        vector = torch.zeros(self.coder.residuals.before.numel())
         members = {int(name.removeprefix(RESIDUAL).partition("/")[0]) for name in saved if name.startswith(RESIDUAL)}
         for place, name in self._named():
             for member in sorted(one for one in members if one % size == self.exchange.rank):
@@ -86,34 +94,34 @@ class CompressedReplica(DataParallelReplica):
 
     def _named(self) -> list[tuple[Place, str]]:
         entries = self._computer.layout.entries
-        return [(place, entries[place.mark].name) for place in self.exchange.compression.places]
+        return [(place, entries[place.mark].name) for place in self.coder.compression.places]
 
     def _queries(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-        if not isinstance(self.exchange, LowRankSums):
+        if not isinstance(self.coder, LowRankSums):
             return {}
         entries = self._computer.layout.entries
-        return {f"{_QUERY}{entries[mark].name}": query for mark, query in self.exchange.queries(vector).items()}
+        return {f"{_QUERY}{entries[mark].name}": query for mark, query in self.coder.queries(vector).items()}
 
     @cached_property
     def _fresh(self) -> dict[str, torch.Tensor]:
         """The queries of a run that begins: for one that was compressed otherwise before."""
-        assert isinstance(self.exchange, LowRankSums)
-        return self._queries(self.exchange.fresh())
+        assert isinstance(self.coder, LowRankSums)
+        return self._queries(self.coder.fresh())
 
     def _update(self, step: int, scale: float, units: int, untouched: np.ndarray) -> None:
         super()._update(step, scale, units, untouched)
-        self.exchange.keep_untouched(untouched)
+        self.coder.keep_untouched(untouched)
 
     # --- for people --------------------------------------------------------------------------------------------------
 
     def traffic(self) -> tuple[int, int]:
-        return self.exchange.traffic
+        return self.coder.traffic
 
     def plan_lines(self) -> Sequence[str]:
-        lines, self.exchange.news = self.exchange.news, []
+        lines, self.coder.news = self.coder.news, []
         if not self._told and self.exchange.size > 1:
             self._told = True
-            method = self.exchange.compression.method
+            method = self.coder.compression.method
             lines.insert(0, f"gradients are compressed ({method}); they go over gloo, also between workers of one host")
         return lines
 
@@ -130,30 +138,36 @@ class CompressedReplica(DataParallelReplica):
         """Names of what the member of that rank saves of its residual -> its elements and shape."""
         found = {f"{RESIDUAL}{rank}/{name}": (place.part, place.shape) for place, name in self._named()}
         if rank == 0:
-            vector = self.exchange.residuals.before
+            vector = self.coder.residuals.before
             for name, query in self._queries(vector).items():
                 first = query.storage_offset() - vector.storage_offset()
                 found[name] = slice(first, first + query.numel()), tuple(query.shape)
         return found
 
-    def copy_portion(self, applied: int, into: Segment) -> Copy:
-        portion = self._owing[self.exchange.rank]
-        owed = self.exchange.residuals.at(applied)
+    def _copier(self, applied: int) -> CopyPiece:
+        copy_tile, owed = super()._copier(applied), self.coder.residuals.at(applied)
+        elements = self._owing[self.exchange.rank].elements
 
         def copy(piece: int, memory: Segment, at_bytes: int) -> None:
             if piece != _OWED_PIECE:
-                self._state.copy_tile(piece, memory, at_bytes)
+                copy_tile(piece, memory, at_bytes)
                 return
-            room = memory.tensor(torch.float32, at_bytes, portion.elements)
+            room = memory.tensor(torch.float32, at_bytes, elements)
             if owed is None:
                 room.zero_()
             else:
-                room.copy_(owed[: portion.elements])
+                room.copy_(owed[:elements])
 
-        outside = self._outside(applied) if self.exchange.rank == 0 else {}
-        copying = Copy(copy, {**portion.tiles.starts, _OWED_PIECE: portion.owed_at}, into, outside)
-        self._copies.append(copying)
-        return copying
+        return copy
+
+    def _piece_starts(self) -> Mapping[int, int]:
+        return {**super()._piece_starts(), _OWED_PIECE: self._owing[self.exchange.rank].owed_at}
+
+
+class CompressedDeviceReplica(CompressedReplica, DeviceReplica):
+    """See `Replica`: both. The exchange is CodedOnDevice."""
+
+    exchange: CodedOnDevice
 
 
 class OwingPortion:

@@ -19,7 +19,7 @@ from distbelief.comm.ondevice import OnDevice
 from distbelief.comm.segment import Segment
 from distbelief.strategies.base import BeginFrom, Division, Fetch, Seat, StepResult, nothing_saved
 from distbelief.strategies.compute import ShardComputer, ShardResult, move
-from distbelief.strategies.copying import Copy
+from distbelief.strategies.copying import CopyPiece
 from distbelief.strategies.partials import ShardWork
 from distbelief.strategies.replica import DataParallelReplica
 from distbelief.strategies.tileoptimizer import Recipe
@@ -130,16 +130,14 @@ class DeviceReplica(DataParallelReplica):
                 first += count * numel
         return found
 
-    def copy_portion(self, applied: int, into: Segment) -> Copy:
-        rank, mark = self.exchange.rank, self._copy_lane.mark()
+    def _beside_steps(self, copy: CopyPiece) -> CopyPiece:
+        mark = self._copy_lane.mark()
 
-        def copy(tile: int, to: Segment, at_bytes: int) -> None:
+        def copy_in_lane(piece: int, to: Segment, at_bytes: int) -> None:
             with self._copy_lane.after(mark):
                 if self.exchange.device.type == "cuda":
                     pin(to)  # on this lane's device, whatever the thread's own is
-                self._state.copy_tile(tile, to, at_bytes)
+                copy(piece, to, at_bytes)
             self._copy_lane.finish()
 
-        copying = Copy(copy, self._portions[rank].starts, into, self._outside(applied) if rank == 0 else {})
-        self._copies.append(copying)
-        return copying
+        return copy_in_lane

@@ -12,13 +12,14 @@ from functools import cached_property
 
 import torch
 
+from distbelief.comm.codedondevice import CodedOnDevice
 from distbelief.comm.compressed import CompressedExchange
 from distbelief.comm.exchange import Exchange, Geometry
 from distbelief.comm.ondevice import OnDevice
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
-from distbelief.strategies.compressed import CompressedReplica, compressing
+from distbelief.strategies.compressed import CompressedDeviceReplica, CompressedReplica, compressing
 from distbelief.strategies.compute import ShardComputer, make_model
 from distbelief.strategies.devicereplica import DeviceReplica
 from distbelief.strategies.layout import lay_out, trainable
@@ -126,6 +127,8 @@ class PreparedAllReduce(PreparedModel):
         self, seat: Seat, exchange: Exchange, fetch: Fetch, begin_from: BeginFrom = nothing_saved
     ) -> DataParallelReplica:
         given = self._computer, self._recipe, self._schedule, seat
+        if isinstance(exchange, CodedOnDevice):
+            return CompressedDeviceReplica(*given, exchange, fetch, self._exact, begin_from)
         if isinstance(exchange, OnDevice):
             return DeviceReplica(*given, exchange, fetch, self._exact, begin_from)
         if isinstance(exchange, CompressedExchange):

@@ -33,7 +33,7 @@ from distbelief.strategies.base import (
 )
 from distbelief.strategies.committed import CommittedModel
 from distbelief.strategies.compute import ShardComputer, ShardResult
-from distbelief.strategies.copying import Copy
+from distbelief.strategies.copying import Copy, CopyPiece
 from distbelief.strategies.helping import Helper
 from distbelief.strategies.kinds import KindsOfDevices
 from distbelief.strategies.named import TilePortion, outside_of_tiles, whole_entries
@@ -331,12 +331,22 @@ class DataParallelReplica:
         return self._portions
 
     def copy_portion(self, applied: int, into: Segment) -> Copy:
-        rank = self.exchange.rank
-        copying = Copy(
-            self._state.copy_tile, self._portions[rank].starts, into, self._outside(applied) if rank == 0 else {}
-        )
+        outside = self._outside(applied) if self.exchange.rank == 0 else {}
+        copying = Copy(self._beside_steps(self._copier(applied)), self._piece_starts(), into, outside)
         self._copies.append(copying)
         return copying
+
+    def _copier(self, applied: int) -> CopyPiece:
+        """Copies a piece of this member's portion, as it is after so many steps."""
+        return self._state.copy_tile
+
+    def _piece_starts(self) -> Mapping[int, int]:
+        """Those pieces -> their first byte in the portion."""
+        return self._portions[self.exchange.rank].starts
+
+    def _beside_steps(self, copy: CopyPiece) -> CopyPiece:
+        """The same, in a way that does not hold up what computes."""
+        return copy
 
     def measure(self, tasks: Sequence[Task], measure: Callable[[Task, Any, Any], None]) -> None:
         rank, size = self.exchange.rank, self.exchange.size

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 from distbelief.comm.devicegroup import DeviceGroup
+from distbelief.comm.devicememory import Accelerator
 from distbelief.comm.exchange import Geometry, Group
 from distbelief.comm.group import Rendezvous, TorchGroup
 from distbelief.comm.ledger import Past
-from distbelief.comm.networked import networked
+from distbelief.comm.networked import networked, networked_on
 from distbelief.comm.ondevice import OnDevice
 from distbelief.comm.served import ServedGroup
 from distbelief.comm.shared import SharedExchange
@@ -47,16 +48,18 @@ def _members(
     if action.transport == "shm" and place.keeper is not None:
         return SharedExchange(place.keeper, name, action.rank, geometry, abort, _past(loaded, action))
     if action.transport == "nccl":
-        given = _meeting(place, action), action.rank, geometry, abort, loaded.device, loaded.strategy.exact
-        return DeviceGroup(*given, place.own_memory, place.device_memory)
+        on = loaded.device, loaded.strategy.exact, place.own_memory, place.device_memory
+        return DeviceGroup(_meeting(place, action), action.rank, geometry, abort, *on)
     if action.transport == "slots" and place.keeper is not None:
         past = _past(loaded, action)
         slots = SharedSlots(place.keeper, name, action.rank, geometry, abort, past, place.own_memory)
         if loaded.device.type == "cpu":
             return slots
         return OnDevice(slots, geometry, loaded.device, place.device_memory, slots.where)
-    group = networked(_meeting(place, action), action.rank, geometry, abort, place.own_memory)
-    return group if loaded.device.type == "cpu" else OnDevice(group, geometry, loaded.device, place.device_memory)
+    given = _meeting(place, action), action.rank, geometry, abort, place.own_memory
+    if loaded.device.type == "cpu":
+        return networked(*given)
+    return networked_on(Accelerator(loaded.device, place.device_memory), *given)
 
 
 def _past(loaded: Loaded, action: TrainGeneration) -> list[Past]:

@@ -12,14 +12,16 @@ import torch
 from distbelief.checkpoint.manifest import Facts, PartRecord
 from distbelief.checkpoint.saving import write_part
 from distbelief.checkpoint.weights import weights_sha256
+from distbelief.comm.devicememory import Accelerator
 from distbelief.comm.group import Rendezvous
-from distbelief.comm.networked import networked
+from distbelief.comm.networked import networked, networked_on
 from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.words import Abort
 from distbelief.data.sources import as_source
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Seat
 from distbelief.strategies.compressed import CompressedReplica
+from distbelief.strategies.devicereplica import DeviceReplica
 from distbelief.strategies.prepared import PreparedAllReduce
 from distbelief.worker.feed import Feed
 from distbelief.worker.origin import facts_at, opened_at, saved_at
@@ -43,14 +45,16 @@ class Left:
 
 
 def train(
-    keeper: KeeperClient, port: int, name: str, rank: int, size: int, method: str, folder: str, load: bool
+    keeper: KeeperClient, port: int, name: str, rank: int, size: int, method: str, folder: str, load: bool, where: str
 ) -> Left:
     ranges = [(r * SHARDS // size, (r + 1) * SHARDS // size) for r in range(size)]
     job, schedule = make_job(SHARDS), Schedule(SAMPLES, GLOBAL_BATCH, SHARDS)
     feed = Feed(as_source(job.data), schedule, job, shuffle=True)
     feed.expect([ranges[rank]], until=STEPS)
     prepared = PreparedAllReduce(job, schedule, torch.device("cpu"), exact=False, compression=method, always=True)
-    group = networked(Rendezvous("127.0.0.1", port, name, timeout_s=60), rank, prepared.geometry(ranges), Abort())
+    meeting = Rendezvous("127.0.0.1", port, name, timeout_s=60)
+    given = meeting, rank, prepared.geometry(ranges), Abort()
+    group = networked_on(Accelerator(torch.device("cpu")), *given) if where == "device" else networked(*given)
 
     def begin_from(step: int = -1):
         if not load:
@@ -59,6 +63,7 @@ def train(
 
     member = prepared.build(Seat(rank, ranges, STEPS), group, feed.fetch, begin_from)
     assert isinstance(member, CompressedReplica)
+    assert isinstance(member, DeviceReplica) == (where == "device")
     first = _owed(member, member.steps_applied())
     saved, part, facts = b"", None, Facts()
     for step in range(member.steps_applied(), STEPS):
@@ -80,5 +85,5 @@ def train(
 
 
 def _owed(member: CompressedReplica, applied: int) -> bytes:
-    found = member.exchange.residuals.at(applied)
-    return b"" if found is None else found[: member.exchange.residuals.elements].numpy().tobytes()
+    found = member.coder.residuals.at(applied)
+    return b"" if found is None else found[: member.coder.residuals.elements].numpy().tobytes()

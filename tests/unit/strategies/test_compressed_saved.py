@@ -27,8 +27,8 @@ def port() -> Iterator[int]:
     del store
 
 
-def play(stage: Stage, port: int, size: int, method: str, folder: Path, load: bool) -> list[Any]:
-    facts = {"port": port, "name": f"saved {next(_names)}", "size": size, "method": method}
+def play(stage: Stage, port: int, size: int, method: str, folder: Path, load: bool, where: str = "host") -> list[Any]:
+    facts = {"port": port, "name": f"saved {next(_names)}", "size": size, "method": method, "where": where}
     members = [{**facts, "rank": rank, "folder": str(folder), "load": load} for rank in range(size)]
     found: list[Any] = stage.play(MEMBER, "train", members)
     return found
@@ -54,6 +54,22 @@ def test_a_run_goes_on_with_what_was_owed(stage: Stage, port: int, method: str, 
         others = play(stage, port, size, method, tmp_path, load=True)
         np.testing.assert_allclose(sum_of([one.owed_first for one in others]), sum_of(owed), atol=1e-6)
         assert len({one.sha256 for one in others}) == 1
+
+
+@pytest.mark.parametrize("method", ["int8", "topk=0.05", "powersgd=2"])
+def test_members_on_devices_train_save_and_go_on_as_those_on_hosts(
+    stage: Stage, port: int, method: str, tmp_path: Path
+) -> None:
+    """The host's memory stands in for a device's; so a checkpoint of one kind is one of the other."""
+    host = play(stage, port, 2, method, tmp_path / "host", load=False)
+    device = play(stage, port, 2, method, tmp_path, load=False, where="device")
+    assert {one.sha256 for one in device} == {one.sha256 for one in host}
+    assert [one.owed_saved for one in device] == [one.owed_saved for one in host]
+    seal(str(tmp_path), SAVED, device[0].facts, [one.part for one in device])
+    for where in ("host", "device"):
+        again = play(stage, port, 2, method, tmp_path, load=True, where=where)
+        assert [one.owed_first for one in again] == [one.owed_saved for one in device]
+        assert {one.sha256 for one in again} == {device[0].sha256}
 
 
 def test_names_in_the_checkpoint(stage: Stage, port: int, tmp_path: Path) -> None:

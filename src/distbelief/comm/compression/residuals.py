@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distbelief.comm.segment import Segment
+from distbelief.comm.segment import Memory, Segment
 
 _HEAD = 4096
 _NAME = "residuals"
@@ -37,18 +37,21 @@ class Residuals:
     True
     """
 
-    def __init__(self, memory: MutableMapping[str, Segment], elements: int, further: int = 0) -> None:
+    def __init__(
+        self, memory: MutableMapping[str, Segment], elements: int, further: int = 0, vectors: Memory | None = None
+    ) -> None:
         """`memory`: what this process keeps from one generation to the next. `further`: elements after those of the
-        layout that belong to the same state."""
+        layout that belong to the same state. `vectors`: where both copies are, if on a device; kept as long."""
         self.elements = elements
         self._whole = elements + further
         if _NAME not in memory:
-            memory[_NAME] = Segment.private(_HEAD + 8 * self._whole)
+            memory[_NAME] = Segment.private(_HEAD + (0 if vectors else 8 * self._whole))
         segment = memory[_NAME]
+        room, first = (vectors, 0) if vectors else (segment, _HEAD)
         self._labels = np.frombuffer(segment.buffer, np.int64, 2)
         """Steps applied, plus one; 0: nothing is there."""
         self._bytes = np.frombuffer(segment.buffer, np.int64, 2, 16)
-        self._vectors = [segment.tensor(torch.float32, _HEAD + 4 * self._whole * i, self._whole) for i in (0, 1)]
+        self._vectors = [room.tensor(torch.float32, first + 4 * self._whole * i, self._whole) for i in (0, 1)]
         self._zero = [False, False]
         self._now = 0
         self._step = -1
