@@ -270,6 +270,7 @@ class OnDevice:
                 part.copy_(between)
 
     def close(self) -> None:
+        self.finish_copies()  # after an abort, too: they write to memory that may be given back now
         self._inner.close()
 
 
