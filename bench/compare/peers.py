@@ -83,9 +83,9 @@ PEERS: tuple[System, ...] = (
         "with_horovod.py",
         launchers.horovod,
         requirements=("horovod==0.28.1",),
-        check="import horovod.torch",
-        note="its last release, built by pip against this torch; where that fails it is left out (with torch 2.13 it "
-        "does: no switches help, it asks for C++14 and torch's headers for C++17)",
+        check="from horovod.torch import allreduce",
+        note="its last release, built by pip against this torch; where that fails it is left out (with torch 2.13 "
+        "what comes of it cannot be imported: it asks for C++14, torch's headers for C++17, and no switch helps)",
     ),
     System(
         "tf_mirrored",

@@ -118,13 +118,18 @@ def test_growing_and_shrinking_in_one_run_also_by_a_signal(
 def test_two_workers_join_by_hand_and_one_leaves_and_one_is_killed(
     watched: Callable[..., Watched], start: Start
 ) -> None:
+    """A third one, which would compute other bits, is told why it may not."""
     run = watched(*SLOWER, "--workers", 2)  # guests import torch, which takes its time
     run.after(2)
     leaving, victim = start("worker", "--join", "run"), start("worker", "--join", "run")
+    unfit = start("worker", "--join", "run", prefix=["env", "ATEN_CPU_CAPABILITY=default"])
     run.has_members(4)
     run.after(run.step() + 2)
+    refused = unfit.wait()
+    assert (refused.status, "computes with" in refused.stdout) == (1, True), refused.stdout
     leaving.signal(signal.SIGTERM)
-    assert leaving.wait().status == 0
+    left = leaving.wait()
+    assert (left.status, ": left" in left.stdout) == (0, True), left.stdout
     run.has_members(3)
     assert not any(entry["lost"] for entry in run.journal("generation"))
     victim.signal(signal.SIGKILL)

@@ -86,7 +86,10 @@ def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: b
             try:
                 saver = Saver(spec.saves, spec.worker, link.send) if spec.saves else None
                 client, profile = _client(spec, loaded, link), _profiler(spec, loaded, link)
-                return _obey(Place(spec, link, keeper, saver, client=client, profile=profile), loaded)
+                end = _obey(Place(spec, link, keeper, saver, client=client, profile=profile), loaded)
+                if by_hand or (end.status == "refused" and not spec.shares_memory):
+                    _say_how_it_ended(spec, end)
+                return int(by_hand and end.status in ("refused", "failed"))
             except BaseException as error:
                 failure = describe_failure(spec, error, loaded.watch.step, loaded.watch.shard)
             finally:
@@ -117,14 +120,20 @@ def _profiler(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> Profiler |
     return Profiler(spec, loaded.steps, loaded.strategy.stride, torch.device(spec.device), link.send)
 
 
-def _obey(place: Place, loaded: Loaded) -> int:
+def _say_how_it_ended(spec: WorkerSpec, end: Leave) -> None:
+    """For whoever started this worker, or its host's agent, by hand: they may see nothing else of the run."""
+    print(f"worker {spec.worker}: {end.status}{': ' if end.reason else ''}{end.reason}", flush=True)
+
+
+def _obey(place: Place, loaded: Loaded) -> Leave:
+    """What the coordinator says, until it lets this worker go."""
     worker, link = place.spec.worker, place.link
     while True:
         action, abort = link.actions.get()
         gc.collect()  # a generation's memory hangs in cycles, and is large
         match action:
             case Leave():
-                return 0
+                return action
             case StandDown(generation):
                 link.send(WorkerLeft(worker, generation))
             case TrainGeneration():

@@ -66,6 +66,9 @@ def test_workers_are_processes_of_one_trace() -> None:
     lines_of = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["ph"] == "X"}
     assert len({tid for _, tid in lines_of}) == len(lines_of), "no two processes have a thread number in common"
     assert next(e for e in trace["traceEvents"] if e["ph"] == "s")["id"] == (1 << 32) + 4
+    summary = summarise(trace)
+    assert [one.device_s for one in summary.workers] == [0.0005, 0.0]
+    assert lines(summary)[1].endswith("GPU")
     assert json.loads(json.dumps(trace)) == trace
 
 

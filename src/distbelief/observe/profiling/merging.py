@@ -17,6 +17,8 @@ Event = dict[str, Any]
 
 PHASE = "phase"
 """The category of our own spans."""
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of what a GPU does."""
 _PHASES, _TRAINING = 1, 2
 """Numbers of lines within a process."""
 _LINES = 100
@@ -141,7 +143,7 @@ def _operators(number: int, part: Part, shift_ns: int) -> list[Event]:
         pid, tid = number, 0
         if one["ts"] < first:
             continue
-        if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation"):
+        if one.get("cat") in (*ON_DEVICE, "gpu_user_annotation"):
             pid, tid = _device(number, one, devices, named, part)
         elif isinstance(one["tid"], int):
             tid = threads.line(one["tid"], "operators" if one["tid"] == part.thread else "operators in another thread")
@@ -152,6 +154,11 @@ def _operators(number: int, part: Part, shift_ns: int) -> list[Event]:
             event["id"] = number * _ARROWS + int(one["id"])
         events.append(event)
     return threads.names + named + events
+
+
+def worker_of(pid: int) -> int:
+    """Whose events they are: a worker's own, or those of its GPU."""
+    return pid // _DEVICES or pid
 
 
 def _device(

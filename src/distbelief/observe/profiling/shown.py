@@ -42,7 +42,11 @@ def _of(summary: Summary) -> str:
 
 def _table(summary: Summary, cpu: bool) -> list[str]:
     phases = summary.phases
-    rows = [["", *phases, "CPU"], *([_title(one), *_shares(one, phases, cpu), _busy(one)] for one in summary.workers)]
+    on_gpus = any(one.device_s for one in summary.workers)
+    rows = [["", *phases, "CPU", *(["GPU"] if on_gpus else [])]]
+    for one in summary.workers:
+        of_device = [_percent(one.device_s / one.operators_s if one.operators_s else 0.0)] if on_gpus else []
+        rows.append([_title(one), *_shares(one, phases, cpu), _busy(one), *of_device])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  "
@@ -108,6 +112,7 @@ def _worker(one: WorkerTime) -> dict[str, Any]:
         "steps": one.steps,
         "step_s": one.step_s,
         "wall_s": one.wall_s,
+        "device_share": one.device_s / one.operators_s if one.operators_s else 0.0,
         "phases": {
             phase: {
                 "share": spent.seconds / one.wall_s,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distbelief.observe.profiling.merging import PHASE, Event, Trace
+from distbelief.observe.profiling.merging import ON_DEVICE, PHASE, Event, Trace, worker_of
 from distbelief.observe.records import Slowest, WorkerLoad, find_slowest
 
 OTHER = "other"
@@ -43,6 +43,8 @@ class WorkerTime:
     phases: dict[str, Spent]
     operators_s: float = 0.0
     """So much of its time has its operators in the trace."""
+    device_s: float = 0.0
+    """So much of that its GPU worked for it."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def summarise(trace: Trace) -> Summary:
     of_process: dict[int, list[Event]] = defaultdict(list)
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
-            of_process[event["pid"]].append(event)
+            of_process[worker_of(event["pid"])].append(event)
     workers = [_worker(one, of_process[one["pid"]]) for one in facts["workers"]]
     workers = [one for one in workers if one.steps]
     operators = [e for events in of_process.values() for e in events if e["cat"] == "cpu_op"]
@@ -88,7 +90,7 @@ def summarise(trace: Trace) -> Summary:
     )  # fmt: skip
 
 
-def _worker(facts: dict[str, Any], events: Iterable[Event]) -> WorkerTime:
+def _worker(facts: dict[str, Any], events: Sequence[Event]) -> WorkerTime:
     ours = [event for event in events if event["cat"] == PHASE]
     steps = [event for event in ours if event["name"].startswith("step ")]
     lines = {event["tid"] for event in steps}
@@ -114,7 +116,22 @@ def _worker(facts: dict[str, Any], events: Iterable[Event]) -> WorkerTime:
         facts["worker"], facts["host"], facts["place"], facts["whole"], len(steps), wall_s,
         statistics.median(event["dur"] for event in steps) / 1e6 if steps else 0.0,
         {phase: Spent(*numbers) for phase, numbers in found.items()}, min(facts["operators_s"], wall_s),
+        covered(event for event in events if event["cat"] in ON_DEVICE) / 1e6,
     )  # fmt: skip
+
+
+def covered(events: Iterable[Event]) -> float:
+    """For how long at least one of them lasted.
+
+    >>> covered([{"ts": 0, "dur": 5}, {"ts": 3, "dur": 4}, {"ts": 10, "dur": 1}])
+    8.0
+    """
+    total, until = 0.0, float("-inf")
+    for event in sorted(events, key=lambda one: one["ts"]):
+        end = event["ts"] + event["dur"]
+        total += max(end - max(event["ts"], until), 0.0)
+        until = max(until, end)
+    return total
 
 
 def own_times(events: Iterable[Event]) -> list[tuple[Event, float, float]]:

@@ -31,7 +31,6 @@ class Operators:
         for name, value in _QUIET.items():  # it talks on stderr otherwise, which is the worker's log
             os.environ.setdefault(name, value)
         self._device = device.type if device.type == "cuda" else None
-        self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device is not None)
         self._profile: profile | None = None
         self._began = (0, 0)
         """Wall clock and CPU time."""
@@ -64,16 +63,23 @@ class Operators:
             self._end()
 
     def _end(self) -> None:
-        assert self._profile is not None
-        self._profile.toggle_collection_dynamic(False, self._activities)
         self.recorded_ns = (self._began[0], time.perf_counter_ns())
         self._spent_ns = time.thread_time_ns() - self._began[1]
+        if self._device:  # told to pause, torch forgets the kernels that it has seen: it works on them now
+            self._leave()
+        else:
+            assert self._profile is not None
+            self._profile.toggle_collection_dynamic(False, [ProfilerActivity.CPU])
+
+    def _leave(self) -> None:
+        assert self._profile is not None
+        self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
-        assert self._profile is not None
         if not self.recorded_ns[1]:
             self._end()
-        self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if not self._device:
+            self._leave()
         if self._spent_ns > 0:
             self._per_s = max(self.count, 1) / (self._spent_ns / 1e9)
 
