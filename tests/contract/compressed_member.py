@@ -164,6 +164,7 @@ def told(
     exchange: Exchange, seat: base.Seat, steps: int, total: list[torch.Tensor], packed: list[bool], digest: Any
 ) -> Found:
     how = coder(exchange)
+    assert seat.size == 1 or how._probe() > 0.0  # and nothing is owed or paid by it
     found = Found(digest.hexdigest(), *account(exchange, seat, steps, total), how.traffic, packed, how.news)
     exchange.gather(b"")
     exchange.close()

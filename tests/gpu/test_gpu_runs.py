@@ -172,14 +172,14 @@ def test_inexact_runs_come_to_the_same_loss_within_rounding(train: Train) -> Non
 @pytest.mark.parametrize("method", ["int8", "topk=0.1", "powersgd=4"])
 def test_compressed_gradients_teach_as_much_as_on_processors_with_as_few_bytes(train: Train, method: str) -> None:
     options = ["--set", "steps=60", "--strategy", f"allreduce:{method}:always"]
-    plain = train("plain", 2, "--set", "steps=60", "--strategy", "allreduce:inexact")
     on_gpu, on_cpu = train("on gpu", 2, *options), train("on cpu", 2, *options, device="cpu")
     found, expected = on_gpu.result(), on_cpu.result()
     assert found["wire_ratio"] == expected["wire_ratio"]
     assert found["metrics"]["loss"] == pytest.approx(expected["metrics"]["loss"], rel=0.5)  # dropout differs
+    assert found["metrics"]["loss"] < 0.3, "it was 2.2 at first"
     if method == "int8":
-        assert found["metrics"]["loss"] == pytest.approx(plain.result()["metrics"]["loss"], rel=0.2)
-    assert found["metrics"]["loss"] < 0.3 < math.log(9), "it learns"
+        plain = train("plain", 2, "--set", "steps=60", "--strategy", "allreduce:inexact").result()
+        assert found["metrics"]["loss"] == pytest.approx(plain["metrics"]["loss"], rel=0.2)
 
 
 def test_a_compressed_run_survives_a_death_and_is_resumed(

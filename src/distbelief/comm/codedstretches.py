@@ -45,6 +45,8 @@ class Run:
 class CodedStretches(CodedTiles):
     """See `Exchange`; for `CodedOnDevice`."""
 
+    accelerator: Accelerator
+
     def __init__(
         self,
         meeting: Rendezvous,
@@ -56,7 +58,6 @@ class CodedStretches(CodedTiles):
         on: Accelerator,
     ) -> None:
         super().__init__(meeting, rank, geometry, abort, codec, memory, on)
-        self._accelerator = on
         self._watch = Stopwatch(on.device)
         length = self._encoded_sums.numel()
         self._code = torch.zeros(length, dtype=torch.uint8, device=on.device)
@@ -91,7 +92,7 @@ class CodedStretches(CodedTiles):
         return found
 
     def _make_inbox(self, other: int, run: Run) -> None:
-        self._segments.append(self._accelerator.beside(run.code.stop - run.code.start))
+        self._segments.append(self.accelerator.beside(run.code.stop - run.code.start))
         box = self._received[other, run.tiles] = self._segments[-1].tensor(
             torch.uint8, 0, self._segments[-1].size_bytes
         )
@@ -136,7 +137,7 @@ class CodedStretches(CodedTiles):
             if run.owner == self.rank:
                 self._write(run, self._sum_of(run))
                 self._encoded_sums[run.code].copy_(self._code[run.code], non_blocking=True)
-        self._accelerator.finish()
+        self.accelerator.finish()
 
     def _sum_of(self, run: Run) -> torch.Tensor:
         total = run.vectors(self._total)
@@ -146,7 +147,7 @@ class CodedStretches(CodedTiles):
             total.zero_()
         for rank in sorted(self._senders - {self.rank}):
             wait_all([self._arrivals[rank, tile] for tile in run.tiles])
-            code = self._received[rank, run.tiles].to(self._accelerator.device, non_blocking=True)
+            code = self._received[rank, run.tiles].to(self.accelerator.device, non_blocking=True)
             total.add_(self._read(run, code, torch.empty_like(total)))
         return total
 

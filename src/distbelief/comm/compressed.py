@@ -50,16 +50,17 @@ class CompressedExchange(TorchExchange, ABC):
         assert geometry.compression is not None
         self.compression: Compression = geometry.compression
         super().__init__(meeting, rank, geometry, abort, memory)
-        elements, device = geometry.slot_bytes // 4, on.device if on else None
-        kept = on.keep("residuals", 8 * (elements + further)) if on else None
-        self.residuals = Residuals(self._memory, elements, further, kept)
-        self.on = on
+        elements = geometry.slot_bytes // 4
+        self.accelerator = on
         self.slots: Sequence[Memory] = self._slots
         self.totals: Memory = self._sums
         """What is compressed is read from the slots, and its sums are left here."""
-        if device:
-            self.slots = [DeviceMemory(geometry.slot_bytes, device) for _ in self._slots]
-            self.totals = DeviceMemory(geometry.slot_bytes, device)
+        vectors: Memory | None = None
+        if on:
+            self.slots = [DeviceMemory(geometry.slot_bytes, on.device) for _ in self._slots]
+            self.totals = DeviceMemory(geometry.slot_bytes, on.device)
+            vectors = on.keep("residuals", 8 * (elements + further))
+        self.residuals = Residuals(self._memory, elements, further, vectors)
         self.switch = Switch(self.compression.method)
         self.news: list[str] = []
         """What people should know: that compression was switched off or on, and why."""
@@ -113,7 +114,7 @@ class CompressedExchange(TorchExchange, ABC):
 
     def _part(self, source: Source, tile: int) -> torch.Tensor:
         part = super()._part(source, tile)
-        if self.on or not self.releases(source, tile):  # on a device it is added there
+        if self.accelerator or not self.releases(source, tile):  # on a device it is added there
             return part
         if tile not in self._released:
             self._released[tile] = torch.empty_like(part)

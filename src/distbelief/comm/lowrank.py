@@ -85,9 +85,7 @@ class LowRankSums(CompressedExchange):
         """See above."""
 
     def _collect_packed(self) -> None:
-        if self.on:
-            self.on.finish()  # what it was asked for before is not for compressing
-        started = time.perf_counter()
+        started = self._now()
         self._wire_s = 0.0
         after = self.residuals.after.copy_(self.residuals.before)
         self._power.keep_in(
@@ -97,9 +95,8 @@ class LowRankSums(CompressedExchange):
         sums = self._power.reduce(self._mine_of_step(), self._all_sum)
         for out, total in zip(self._gradients[0], sums, strict=True):
             out.copy_(total)
-        if self.on and self._measures:
-            self.on.finish()
-        self._codec_s = time.perf_counter() - started - self._wire_s
+        if self._measures:
+            self._codec_s = self._now() - started - self._wire_s
         self.residuals.written()
 
     def _mine_of_step(self) -> list[torch.Tensor]:
@@ -127,11 +124,15 @@ class LowRankSums(CompressedExchange):
 
     def _probe(self) -> float:
         power = self._new(self.compression.seed)
-        started = time.perf_counter()
+        started = self._now()
         power.reduce(self._gradients[0], lambda vector: vector)
-        if self.on:
-            self.on.finish()
-        return time.perf_counter() - started
+        return self._now() - started
+
+    def _now(self) -> float:
+        """When all is done that a device was asked for."""
+        if self.accelerator:
+            self.accelerator.finish()
+        return time.perf_counter()
 
 
 def _view(memory: Memory, part: slice, shape: tuple[int, ...]) -> torch.Tensor:
