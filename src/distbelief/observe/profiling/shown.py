@@ -8,6 +8,9 @@ from distbelief.observe import text
 from distbelief.observe.profiling.summary import Operator, Summary, WorkerTime
 
 
+_LONGEST_NAME = 80
+
+
 def lines(summary: Summary, trace: str = "", *, cpu: bool = False) -> list[str]:
     """`trace`: the file that it is of. `cpu`: shares of the training threads' CPU time."""
     if not summary.workers:
@@ -76,7 +79,16 @@ def _percent(share: float) -> str:
 
 def _operator(one: Operator) -> str:
     calls = f"{one.calls_per_step:.0f}" if one.calls_per_step >= 9.95 else f"{one.calls_per_step:.1f}"
-    return f"{_percent(one.share):>5}  {one.name}: {_time(one.seconds_per_step)} in {calls} calls a step and worker"
+    return f"{_percent(one.share):>5}  {_name(one.name)}: {_time(one.seconds_per_step)} in {calls} calls a step and worker"
+
+
+def _name(whole: str) -> str:
+    """A kernel's name without what its template was made with, which may be a page.
+
+    >>> _name("void at::native::(anonymous namespace)::softmax<8, float>(float*, long)"), _name("aten::mm")
+    ('at::native::(anonymous namespace)::softmax', 'aten::mm')
+    """
+    return whole.removeprefix("void ").partition("<")[0][:_LONGEST_NAME]
 
 
 def _time(seconds: float) -> str:
