@@ -7,7 +7,6 @@ from typing import Any
 from distbelief.observe import text
 from distbelief.observe.profiling.summary import Operator, Summary, WorkerTime
 
-
 _LONGEST_NAME = 80
 
 
@@ -79,7 +78,8 @@ def _percent(share: float) -> str:
 
 def _operator(one: Operator) -> str:
     calls = f"{one.calls_per_step:.0f}" if one.calls_per_step >= 9.95 else f"{one.calls_per_step:.1f}"
-    return f"{_percent(one.share):>5}  {_name(one.name)}: {_time(one.seconds_per_step)} in {calls} calls a step and worker"
+    took = f"{_time(one.seconds_per_step)} in {calls} calls a step and worker"
+    return f"{_percent(one.share):>5}  {_name(one.name)}: {took}"
 
 
 def _name(whole: str) -> str:
