@@ -174,7 +174,7 @@ class HelpingReplica(ServedReplica):
         self.exchange.working(shard)
         try:
             batch, samples = self._fetch(step, shard, shard + 1)
-            seed, into = shard_seed(self._job.seed, step, shard), self.exchange.slot(slot)[0]
+            seed, into = shard_seed(self._job.seed, step, shard), self.exchange.room(slot)
             result = self._computer.run(batch, samples, seed, into, self._buffers, lambda tile: None)
         except Aborted:
             raise

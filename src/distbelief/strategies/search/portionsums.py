@@ -31,7 +31,7 @@ class PortionSums:
         self._buffers = buffers
 
     def compute(self, step: int, node: Range, are_over: Callable[[], bool]) -> Losses | None:
-        """Into the first slot. Gives up between two portions where the generation is over, or its values are."""
+        """Into the first slot's room. Gives up between two portions where the generation is over, or its values are."""
         started = time.perf_counter()
         losses: Losses = []
         try:
@@ -55,16 +55,15 @@ class PortionSums:
         self._exchange.abort.check()
         self._exchange.working_on(step, portion)
         batch, samples = self._fetch(step, portion, portion + 1)
-        slot, _ = self._exchange.slot(level)
+        room = self._exchange.room(level)
         seed = portion_seed(self._computer.job, portion)
-        result = self._computer.run(batch, samples, seed, slot, self._buffers, _nothing)
+        result = self._computer.run(batch, samples, seed, room, self._buffers, _nothing)
         self._exchange.working(-1)
         require_steady(self._computer, result)
         return result.loss_sum, result.weight
 
     def _flat(self, level: int) -> torch.Tensor:
-        slot, _ = self._exchange.slot(level)
-        return slot.tensor(self._computer.layout.tiles[0].dtype, 0, self._size)
+        return self._exchange.room(level).tensor(self._computer.layout.tiles[0].dtype, 0, self._size)
 
 
 def require_steady(computer: ShardComputer, result: ShardResult) -> None:
