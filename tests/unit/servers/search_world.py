@@ -254,7 +254,7 @@ class DeviceGroup(Group):
 
     apart: ClassVar[bool] = ServedOnDevice.apart
     grain_bytes: ClassVar[int] = ServedOnDevice.grain_bytes
-    device: torch.device = torch.device("cpu")
+    device: ClassVar[torch.device] = torch.device("cpu")
     kept: dict[str, Memory] = field(default_factory=dict)
     _rooms: dict[int, DeviceMemory] = field(default_factory=dict)
     values, room, bring, _pinned = (

@@ -1,5 +1,5 @@
-"""local_sgd whose replicas are trained on an accelerator, with the host's memory standing in for a device's: the bits of
-a plain loop, and of replicas that are trained on the host. On real devices: tests/gpu."""
+"""local_sgd whose replicas are trained on an accelerator, with the host's memory standing in for a device's: the bits
+of a plain loop, and of replicas that are trained on the host. On real devices: tests/gpu."""
 
 from __future__ import annotations
 

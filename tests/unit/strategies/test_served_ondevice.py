@@ -1,5 +1,5 @@
-"""Workers under parameter servers that compute on an accelerator, with the host's memory standing in for a device's: the
-same bits as those that compute where the servers read. On real devices: tests/gpu."""
+"""Workers under parameter servers that compute on an accelerator, with the host's memory standing in for a device's:
+the same bits as those that compute where the servers read. On real devices: tests/gpu."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def model() -> nn.Module:
 
 def job() -> Job:
     return job_of(
-        model, linear_data(22), optimizer=lambda p: torch.optim.AdamW(p, lr=0.01), global_batch=8, shards=4, steps=STEPS,
-        clip_norm=0.05, schedule=lambda step: 1.0 / (step + 1),
+        model, linear_data(22), optimizer=lambda p: torch.optim.AdamW(p, lr=0.01), global_batch=8, shards=4,
+        steps=STEPS, clip_norm=0.05, schedule=lambda step: 1.0 / (step + 1),
     )  # fmt: skip
 
 
