@@ -173,6 +173,8 @@ class ServedReplica(ServedMember):
         complete_with = self._work_of(step).partials.complete_with if self._early else {}
         for unit in self._units(step):
             self._compute_unit(step, unit, complete_with.get(unit.shard, []))
+        for slot in self._sums(step).values():
+            self.exchange.bring(slot)
 
     def _begin(self, step: int) -> None:
         """A step begins: for members that tell others."""
@@ -274,7 +276,6 @@ class ServedReplica(ServedMember):
         """To these slices, or to all that do not have it yet."""
         if slices is None:
             slices = [shape for shape in self._slices if (node, shape.number) not in self._pushed]
-        self.exchange.bring(slot)
         _, name = self.exchange.slot(slot)
         rows = self._rows[node[0] : node[1]]
         touched = self._touched if touched is None else touched

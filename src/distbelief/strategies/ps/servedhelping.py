@@ -176,6 +176,7 @@ class HelpingReplica(ServedReplica):
             batch, samples = self._fetch(step, shard, shard + 1)
             seed, into = shard_seed(self._job.seed, step, shard), self.exchange.room(slot)
             result = self._computer.run(batch, samples, seed, into, self._buffers, lambda tile: None)
+            self.exchange.bring(slot)
         except Aborted:
             raise
         except Exception:

@@ -31,14 +31,17 @@ class PortionSums:
         self._buffers = buffers
 
     def compute(self, step: int, node: Range, are_over: Callable[[], bool]) -> Losses | None:
-        """Into the first slot's room. Gives up between two portions where the generation is over, or its values are."""
+        """Into the first slot. Gives up between two portions where the generation is over, or its values are."""
         started = time.perf_counter()
         losses: Losses = []
         try:
             self._visit(step, node, 0, losses, are_over)
+            whole = len(losses) == node[1] - node[0]
+            if whole:
+                self._exchange.bring(0)
         finally:
             self.spent_s += time.perf_counter() - started
-        return losses if len(losses) == node[1] - node[0] else None
+        return losses if whole else None
 
     def _visit(self, step: int, node: Range, level: int, losses: Losses, are_over: Callable[[], bool]) -> None:
         if are_over():

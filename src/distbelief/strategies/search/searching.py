@@ -219,7 +219,6 @@ class SearchingMember(ServedMember):
         losses = self._sums.compute(step, portions.node, self._shown.are_over)
         if losses is None:
             return None
-        self.exchange.bring(0)
         slot, name = self.exchange.slot(0)
         content = Node(portions.evaluation, *portions.node, b"", b"", b"", name)
         for shape, (first, end) in zip(self._slices, self._stretches, strict=True):
