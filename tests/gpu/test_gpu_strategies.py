@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpu_commands import Command, kill_a_worker, most_members
+from gpu_commands import Command, kill_a_worker, most_members, steps_of
 
 Train = Callable[..., Command]
 
@@ -106,16 +106,19 @@ def test_rows_of_tables_come_to_the_device_and_go_back(start: Callable[..., Comm
     assert sum(found[-4:]) < 0.9 * sum(found[:4])
 
 
-def test_a_worker_on_a_processor_takes_part_where_nobody_waits(
-    train: Train, start: Callable[..., Command], tmp_path: Path
+@pytest.mark.parametrize(("mine", "guests"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_a_worker_on_another_kind_of_device_takes_part_where_nobody_waits(
+    train: Train, start: Callable[..., Command], tmp_path: Path, mine: str, guests: str
 ) -> None:
-    run = train("free", 1, "--strategy", "ps:async", "--set", "steps=100000", "--set", "pause_s=0.03")
+    given = ["--strategy", "ps:async", "--set", "steps=100000", "--set", "pause_s=0.03"]
+    run = train("free", 1, *given, device=mine)
     run.wait_for(tmp_path / "free", 2)
-    start("worker", "--join", str(tmp_path / "free"), "--device", "cpu")
+    start("worker", "--join", str(tmp_path / "free"), "--device", guests)
     deadline = time.monotonic() + 120
     while most_members(tmp_path / "free") < 2:
         assert time.monotonic() < deadline, "the guest is not taken in"
         time.sleep(0.1)
+    run.wait_for(tmp_path / "free", steps_of(tmp_path / "free") + 20)
     run.end()
 
 
