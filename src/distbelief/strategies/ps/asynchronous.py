@@ -270,7 +270,7 @@ class AsynchronousReplica(ServedMember):
             payload: Any = None if name else slot.view(shape.first_byte, shape.value_bytes)
             if dated and not name:
                 then = self._values.tensor(torch.uint8, shape.first_byte, shape.value_bytes)
-                payload = b"".join((payload, memoryview(then.cpu().numpy())))
+                payload = b"".join((payload, then.cpu().numpy().data))
             self._client.push(shape.number, content, payload)
         self._client.settle(self._abort)
 
