@@ -242,20 +242,19 @@ class AsynchronousReplica(ServedMember):
 
     def _prepare(self, room: Memory, rows: Sequence[RowGradients], weight: float, lease: Lease) -> None:
         """Sums become means; what the strategy and the job want of a gradient is done to it."""
-        tiles = self._tiles(room)[: self._computer.layout.parameter_tiles]
         of_rows = [torch.from_numpy(one.gradients) for one in rows]
         parts = [*self._parts(room)[: self._parameter_parts], *of_rows]
         scale = 1.0 / weight if weight else 0.0
         for part in parts:
             part.mul_(scale)
         if self._job.clip_norm is not None:
-            squares = [norm**2 for norm in (*norms(tiles), *norms(of_rows))]
+            squares = [norm**2 for norm in (*norms(self._gradients(room)), *norms(of_rows))]
             factor = min(1.0, self._job.clip_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
             for part in parts if factor < 1.0 else ():
                 part.mul_(factor)
         if self._strategy.noise:
             generator = torch.Generator().manual_seed(mix(self._job.seed, 5, lease.update) >> 1)
-            for tile in (*tiles, *of_rows):
+            for tile in (*self._gradients(room), *of_rows):
                 noise = torch.randn(tile.shape, generator=generator, dtype=torch.float32)
                 tile.add_(noise.to(tile.device), alpha=self._strategy.noise)
 
@@ -276,6 +275,9 @@ class AsynchronousReplica(ServedMember):
 
     def _tiles(self, memory: Memory) -> list[torch.Tensor]:
         return [memory.tensor(t.dtype, t.offset_bytes, t.numel) for t in self._computer.layout.tiles]
+
+    def _gradients(self, room: Memory) -> list[torch.Tensor]:
+        return self._tiles(room)[: self._computer.layout.parameter_tiles]
 
     def _parts(self, room: Memory) -> list[torch.Tensor]:
         """The same, in the pieces in which it is worked on."""
