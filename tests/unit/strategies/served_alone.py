@@ -108,7 +108,9 @@ class ServedAlone:
         self.steps = job.steps
         self.prepared = PreparedServed(job, schedule, CPU, how)
         spec = WorkerSpec(0, "here", "", NOBODY, "", strategy, 1, "cpu", shares_memory=keeper is not None)
-        stores = RunStores(spec, keeper, job, schedule, self.steps, PreparedServed(job, schedule, CPU, how))
+        self.stores = stores = RunStores(
+            spec, keeper, job, schedule, self.steps, PreparedServed(job, schedule, CPU, how)
+        )
         stores.life = LIFE
         node, slices = ServerNode(0, stores.make), len(stores.sizes)
         node.learn(ServerMap(1, LIFE, [0] * slices, [NONE] * slices, [NONE] * slices, {0: ""}))

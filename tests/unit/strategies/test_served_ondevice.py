@@ -72,6 +72,11 @@ def test_it_gives_the_bits_of_a_worker_on_the_host(strategy: str, shared: bool, 
     assert there[0][0] != there[0][-1]
 
 
+def test_a_server_is_compared_with_workers_by_all_but_what_they_compute_on() -> None:
+    alone = ServedAlone(job(), "ps:sync", None, on_device=True)
+    assert alone.prepared.facts().items() - alone.stores.facts().items() == {("device", "cpu")}
+
+
 class Recommender(nn.Module):
     def __init__(self) -> None:
         super().__init__()
