@@ -12,6 +12,8 @@ from typing import Any
 
 import psutil
 
+from distbelief.coordinator.journal import read as read_journal
+
 JOB = Path(__file__).parent / "jobs" / "small.py"
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,3 +57,16 @@ class Command:
             assert self.process.poll() is None, self.output()
             assert time.monotonic() < deadline, "it does not come so far"
             time.sleep(0.01)
+
+
+def kill_a_worker(run: Command, run_dir: Path, after: int) -> None:
+    run.wait_for(run_dir, after)
+    members = [r["members"] for r in read_journal(run_dir / "journal.jsonl") if r.get("members")][-1]
+    victim = psutil.Process(members[-1]["pid"])
+    assert run.process.pid in {parent.pid for parent in victim.parents()}
+    victim.kill()
+
+
+def most_members(run_dir: Path) -> int:
+    journal = read_journal(run_dir / "journal.jsonl")
+    return max((len(record["members"]) for record in journal if record.get("members")), default=0)

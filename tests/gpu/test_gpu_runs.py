@@ -8,15 +8,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from gpu_commands import JOB, Command, steps_of
+from gpu_commands import JOB, Command, kill_a_worker, most_members, steps_of
 from torch import nn
 from torch.nn import functional as F
 
 from distbelief.checkpoint.weights import weights_sha256
-from distbelief.coordinator.journal import read as read_journal
 from distbelief.data.order import positions_to_samples
 from distbelief.data.seeding import seed_everything
 from distbelief.shards import Range, Schedule, shard_seed, split
@@ -26,14 +24,6 @@ sys.path.insert(0, str(JOB.parent))
 import small
 
 Train = Callable[..., Command]
-
-
-def kill_a_worker(run: Command, run_dir: Path, after: int) -> None:
-    run.wait_for(run_dir, after)
-    members = [r["members"] for r in read_journal(run_dir / "journal.jsonl") if r.get("members")][-1]
-    victim = psutil.Process(members[-1]["pid"])
-    assert run.process.pid in {parent.pid for parent in victim.parents()}
-    victim.kill()
 
 
 def test_the_weights_do_not_depend_on_the_workers_or_on_how_gradients_travel(train: Train, tmp_path: Path) -> None:
@@ -218,11 +208,6 @@ def test_a_worker_on_another_kind_of_device_is_refused_where_bits_count(
             time.sleep(0.1)
         inexact.wait_for(tmp_path / strategy, steps_of(tmp_path / strategy) + 20)
         inexact.end()
-
-
-def most_members(run_dir: Path) -> int:
-    journal = read_journal(run_dir / "journal.jsonl")
-    return max((len(record["members"]) for record in journal if record.get("members")), default=0)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class WorkerReady(Struct, frozen=True, tag=True):
     job: JobFacts
     canary: Canary
     gpu: str = ""
-    """Which accelerator it computes on, of all in the world; nothing for a processor."""
+    """Which accelerator its state is on, of all in the world; nothing where that is in the host's memory."""
 
 
 class Heartbeat(Struct, frozen=True, tag=True):

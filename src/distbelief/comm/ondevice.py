@@ -30,7 +30,7 @@ from distbelief.comm.exchange import (
 )
 from distbelief.comm.segment import Memory, Segment
 
-_STRETCH_BYTES = 64 << 20
+STRETCH_BYTES = 64 << 20
 
 Where = Callable[[Source], Segment]
 
@@ -45,7 +45,7 @@ class Stretch:
     numel: int
 
 
-def stretches(tiles: Sequence[Tile], border: int = 0, most_bytes: int = _STRETCH_BYTES) -> list[Stretch]:
+def stretches(tiles: Sequence[Tile], border: int = 0, most_bytes: int = STRETCH_BYTES) -> list[Stretch]:
     """`border`: a tile that is in no stretch with the one before it.
 
     >>> few = [Tile(0, torch.float32, 0, 64), Tile(1, torch.float32, 256, 64), Tile(2, torch.float64, 4096, 1)]

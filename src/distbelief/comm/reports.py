@@ -81,7 +81,7 @@ class Member(Struct, frozen=True):
     place: str = ""
     """Which part of a divided model it has, for people."""
     gpu: str = ""
-    """The accelerator that it computes on, if any."""
+    """The accelerator that its state is on, if any."""
 
 
 class PastGeneration(Struct, frozen=True):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 from distbelief.comm.backups import Backups
 from distbelief.comm.exchange import Broken, StepPlan
 from distbelief.comm.group import TorchGroup
-from distbelief.comm.segment import KeeperClient, Segment
+from distbelief.comm.segment import KeeperClient, Memory, Segment
 from distbelief.comm.serverclient import ServerClient
 from distbelief.comm.shared import SharedExchange
 from distbelief.comm.words import Abort
@@ -33,6 +34,10 @@ class ServedGroup:
     """What this process keeps from one generation to the next."""
     shares_state: bool = False
     backups: Backups | None = None
+    apart: ClassVar[bool] = False
+    """Whether sums and values are somewhere else than in the host's memory."""
+    grain_bytes: ClassVar[int] = 1
+    """How much of a sum is worth an operation of its own. Here every tile is, while it is in the cache."""
     _slots: dict[int, Segment] = field(default_factory=dict)
     _meeting: bool = False
 
@@ -81,6 +86,17 @@ class ServedGroup:
         if index not in self._slots:
             self._slots[index] = Segment.private(self.slot_bytes)
         return self._slots[index], ""
+
+    def room(self, index: int) -> Memory:
+        """Where the partial sum of that slot is computed: here it is the slot itself."""
+        return self.slot(index)[0]
+
+    def bring(self, index: int) -> None:
+        """Let the slot have what was computed in its room. Before anybody reads it."""
+
+    def values(self, size_bytes: int) -> Memory:
+        """Where this process has its copy of the parameters, from one generation to the next."""
+        return self.memory("values", size_bytes)
 
     def memory(self, name: str, size_bytes: int) -> Segment:
         """Memory of this process that outlives generations."""

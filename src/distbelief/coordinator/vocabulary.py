@@ -181,7 +181,7 @@ class Worker:
     pid: int = 0
     """0 when its exit was seen before it joined."""
     gpu: str = ""
-    """The accelerator that it computes on."""
+    """The accelerator that its state is on."""
     ready: bool = False
     refused: bool = False
     leaving: bool = False

@@ -18,7 +18,7 @@ from distbelief.engines.profileplan import profile_plan
 from distbelief.engines.rundir import check_idle
 from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST, best, interval
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.strategies import degrees, servers_of, waits, wish_of
+from distbelief.strategies import degrees, keeps_state_on_devices, servers_of, waits, wish_of
 from distbelief.worker.spec import Origin, SavePlan, WorkerSpec
 
 LOOPBACK_ONLY = "tcp://127.0.0.1:*"
@@ -137,7 +137,8 @@ class Launch:
 
     @property
     def on_accelerators(self) -> bool:
-        return self.device.partition(":")[0] != "cpu"
+        """Whether the run's state is there."""
+        return self.device.partition(":")[0] != "cpu" and keeps_state_on_devices(self.strategy)
 
     @property
     def needs_store(self) -> bool:

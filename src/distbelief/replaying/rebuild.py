@@ -18,7 +18,7 @@ from distbelief.comm.ondevice import OnDevice
 from distbelief.comm.segment import Memory, Segment
 from distbelief.errors import DistBeliefError, RunFailed
 from distbelief.replaying.records import RecordedRun
-from distbelief.strategies import parse
+from distbelief.strategies import parse, servers_of
 from distbelief.strategies.base import BeginFrom, Saved, Seat, nothing_saved
 from distbelief.strategies.hybrid import Meshed
 from distbelief.strategies.local_sgd import LocalSGD
@@ -66,6 +66,12 @@ def loaded_here(run: RecordedRun) -> Iterator[Loaded]:
             f"{run.run_dir} was trained with sandblaster, whose steps are line searches with a history: single ones "
             "cannot be replayed",
             hint="`distbelief verify JOB --strategy sandblaster` trains it again beside a plain loop",
+        )
+    if run.launch.device != "cpu" and is_exact(run) and any(servers_of(strategy) for strategy in run.strategies):
+        raise DistBeliefError(
+            f"{run.run_dir} was trained with parameter servers: shards were computed on {run.launch.device}, and steps "
+            "applied on processors, which one process does not do again",
+            hint="--device cpu replays it on a processor, where other bits are to be expected",
         )
     torch.set_num_threads(run.launch.threads)
     try:

@@ -136,6 +136,16 @@ def _allreduce(text: str, options: Sequence[str]) -> AllReduce:
     return AllReduce(**values)
 
 
+def keeps_state_on_devices(text: str) -> bool:
+    """Whether members have the run's state where they compute; else it is in the hosts' memory, and accelerators have
+    copies of the parameters.
+
+    >>> keeps_state_on_devices("allreduce:gloo"), keeps_state_on_devices("ps:sync")
+    (True, False)
+    """
+    return isinstance(parse(text), AllReduce)
+
+
 def servers_of(text: str) -> int:
     """How many parameter servers a strategy has.
 

@@ -151,8 +151,6 @@ class LocalSGD:
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedLocalSGD:
         from distbelief.strategies.local.prepared import PreparedLocalSGD
 
-        if device.type != "cpu":
-            raise JobError(f"local_sgd does not run on '{device}' yet", hint="use --device cpu")
         return PreparedLocalSGD(job, schedule, device, self)
 
 

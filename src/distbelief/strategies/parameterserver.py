@@ -154,6 +154,4 @@ class ParameterServer:
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedServed:
         from distbelief.strategies.ps.preparedserved import PreparedServed
 
-        if device.type != "cpu":
-            raise JobError(f"ps does not run on '{device}' yet", hint="use --device cpu")
         return PreparedServed(job, schedule, device, self)

@@ -35,8 +35,11 @@ class PreparedModel:
 
     _computer: ShardComputer
 
-    def __init__(self, job: Job, schedule: Schedule, device: torch.device) -> None:
-        self.model = make_model(job, device)
+    def __init__(
+        self, job: Job, schedule: Schedule, device: torch.device, updates_on: torch.device | None = None
+    ) -> None:
+        """`updates_on`: where the job's optimizer runs, if not where shards are computed."""
+        self.model = make_model(job, updates_on or device)
         self.shards = schedule.shards
         self._job = job
         self._schedule = schedule
@@ -44,6 +47,7 @@ class PreparedModel:
         parameters = [p for _, p in trainable(self.model)]
         self._recipe = Recipe(job.optimizer, parameters)
         self._layout = lay_out(self.model, whole_parameters=not self._recipe.elementwise)
+        self.model.to(device)
 
     def facts(self) -> dict[str, str]:
         forms = {table.is_served for table in self.model.modules() if isinstance(table, EmbeddingTable)}
@@ -93,8 +97,9 @@ class PreparedAllReduce(PreparedModel):
         exact: bool,
         compression: str = "",
         always: bool = False,
+        updates_on: torch.device | None = None,
     ) -> None:
-        super().__init__(job, schedule, device)
+        super().__init__(job, schedule, device, updates_on)
         self._exact = exact
         self._computer = ShardComputer(job, self.model, self._layout, device)
         self._compression = compressing(self._layout, compression, job.seed, always) if compression else None

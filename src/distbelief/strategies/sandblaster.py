@@ -86,8 +86,6 @@ class Sandblaster:
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedSandblaster:
         from distbelief.strategies.search.preparedsandblaster import PreparedSandblaster
 
-        if device.type != "cpu":
-            raise JobError(f"sandblaster does not run on '{device}' yet", hint="use --device cpu")
         return PreparedSandblaster(job, schedule, device, self)
 
 

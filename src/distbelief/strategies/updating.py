@@ -35,6 +35,13 @@ class TileUpdates:
             optimizer.update(gradients, rate, skip)
 
 
+def norms(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """Of each, taken in float64. All are on one device, which is waited for once."""
+    found = [torch.linalg.vector_norm(one, dtype=torch.float64) for one in tensors]
+    numbers: list[float] = torch.stack(found).tolist() if found else []
+    return numbers
+
+
 def set_buffers(values: torch.Tensor, average: torch.Tensor, pieces: Sequence[Piece], untouched: np.ndarray) -> None:
     """The float buffers of a tile become the average over the shards, where any shard has changed them: the average of
     equal numbers is not always that number."""

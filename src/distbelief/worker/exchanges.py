@@ -13,6 +13,7 @@ from distbelief.comm.ledger import Past
 from distbelief.comm.networked import networked, networked_on
 from distbelief.comm.ondevice import OnDevice
 from distbelief.comm.served import ServedGroup
+from distbelief.comm.servedondevice import ServedOnDevice
 from distbelief.comm.shared import SharedExchange
 from distbelief.comm.sharedslots import SharedSlots
 from distbelief.comm.words import Abort
@@ -34,32 +35,33 @@ def exchange_of(place: Place, loaded: Loaded, action: TrainGeneration, abort: Ab
         shared = _members(place, loaded, action, abort, geometry)
         assert isinstance(shared, SharedExchange)
         meet = shared
-    return ServedGroup(
-        action.rank, len(action.members), meet, place.client, abort, geometry.slot_bytes, keeper, place.own_memory
-    )
+    given = action.rank, len(action.members), meet, place.client, abort, geometry.slot_bytes, keeper, place.own_memory
+    if loaded.device.type == "cpu":
+        return ServedGroup(*given)
+    return ServedOnDevice(*given, device=loaded.device, kept=place.device_memory)
 
 
 def _members(
     place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort, geometry: Geometry | None
 ) -> SharedExchange | TorchGroup | OnDevice:
-    name = _group_name(action.generation)
+    name, device = _group_name(action.generation), loaded.state_device
     if geometry is None:
         return _torch_group(place, action, abort)
     if action.transport == "shm" and place.keeper is not None:
         return SharedExchange(place.keeper, name, action.rank, geometry, abort, _past(loaded, action))
     if action.transport == "nccl":
-        on = loaded.device, loaded.strategy.exact, place.own_memory, place.device_memory
+        on = device, loaded.strategy.exact, place.own_memory, place.device_memory
         return DeviceGroup(_meeting(place, action), action.rank, geometry, abort, *on)
     if action.transport == "slots" and place.keeper is not None:
         past = _past(loaded, action)
         slots = SharedSlots(place.keeper, name, action.rank, geometry, abort, past, place.own_memory)
-        if loaded.device.type == "cpu":
+        if device.type == "cpu":
             return slots
-        return OnDevice(slots, geometry, loaded.device, place.device_memory, slots.where)
+        return OnDevice(slots, geometry, device, place.device_memory, slots.where)
     given = _meeting(place, action), action.rank, geometry, abort, place.own_memory
-    if loaded.device.type == "cpu":
+    if device.type == "cpu":
         return networked(*given)
-    return networked_on(Accelerator(loaded.device, place.device_memory), *given)
+    return networked_on(Accelerator(device, place.device_memory), *given)
 
 
 def _past(loaded: Loaded, action: TrainGeneration) -> list[Past]:

@@ -25,7 +25,7 @@ from distbelief.data.sources import InMemory, MapStyle, as_source
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Schedule
-from distbelief.strategies import parse
+from distbelief.strategies import keeps_state_on_devices, parse
 from distbelief.strategies.base import Prepared, Strategy
 from distbelief.strategies.named import tied, transient
 from distbelief.strategies.sandblaster import Sandblaster
@@ -53,6 +53,12 @@ class Loaded:
     evaluator: Evaluator | None
     canary: Canary
     device: torch.device
+    """On which shards are computed."""
+
+    @property
+    def state_device(self) -> torch.device:
+        """On which the run's state is."""
+        return self.device if keeps_state_on_devices(str(self.strategy)) else torch.device("cpu")
 
     def facts(self) -> JobFacts:
         return JobFacts(

@@ -82,7 +82,7 @@ def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: b
         link.send(WorkerJoined(spec.worker, spec.host, os.getpid()))
         if loaded is not None:
             gc.freeze()  # what is loaded stays: a collection between generations looks at what those have made only
-            link.send(WorkerReady(spec.worker, loaded.facts(), loaded.canary, identity(loaded.device)))
+            link.send(WorkerReady(spec.worker, loaded.facts(), loaded.canary, identity(loaded.state_device)))
             try:
                 saver = Saver(spec.saves, spec.worker, link.send) if spec.saves else None
                 client, profile = _client(spec, loaded, link), _profiler(spec, loaded, link)

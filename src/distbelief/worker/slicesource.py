@@ -24,7 +24,8 @@ class SliceSource:
         self._spec = spec
         # Where workers are on other hosts, nobody could map what lies in shared memory.
         self._keeper = keeper if spec.shares_memory else None
-        self._facts = facts
+        # What workers compute on is nothing to it: it computes no shard.
+        self._facts = {name: value for name, value in facts.items() if name != "device"}
         self._mapped: dict[str, Segment] = {}
 
     def facts(self) -> dict[str, str]:

@@ -174,6 +174,13 @@ def test_where_others_can_come_memory_is_not_shared_unless_that_is_asked_for(tmp
     assert replace(plain(tmp_path, listen="tcp://0.0.0.0:*"), transport="shm").usable_transport == "shm"
 
 
+def test_only_a_state_that_is_on_accelerators_keeps_members_from_sharing_one(tmp_path: Path) -> None:
+    on_gpu = plain(tmp_path, device="cuda")
+    several = [replace(on_gpu, strategy=name) for name in ("allreduce", "ps:sync", "local_sgd:4", "sandblaster")]
+    assert [one.on_accelerators for one in several] == [True, False, False, False]
+    assert not plain(tmp_path).on_accelerators
+
+
 def test_every_worker_is_told_its_own_number_of_threads_and_its_own_address(tmp_path: Path) -> None:
     launch = replace(FULL, run_dir=tmp_path, dial=lambda worker, address: f"{address}/{worker}")
     one, two = (launch.worker_spec(worker, "host", "tcp://there", NOBODY) for worker in (1, 2))

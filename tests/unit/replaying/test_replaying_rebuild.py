@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from replaying_runs import recorded
 
+from distbelief.errors import DistBeliefError
 from distbelief.replaying.rebuild import Rebuilt, loaded_here, nearest
 from distbelief.replaying.records import read_run
 
@@ -37,3 +40,13 @@ def test_the_newest_checkpoint_that_suits(tmp_path: Path) -> None:
     start = nearest(run, 7, suits=lambda saved: saved.step < 3)
     assert (start.checkpoint, start.skipped) == (1, ())
     assert nearest(run, 7, suits=lambda saved: False).saved is None
+
+
+def test_steps_that_were_computed_on_a_device_and_applied_by_servers_are_not_done_again(tmp_path: Path) -> None:
+    run = read_run(recorded(tmp_path))
+    elsewhere = replace(run, launch=replace(run.launch, device="cuda"), strategies=("ps:sync",))
+    refused = pytest.raises(DistBeliefError, match="computed on cuda, and steps applied on processors")
+    with refused, loaded_here(elsewhere):
+        pass
+    with loaded_here(replace(elsewhere, launch=run.launch)) as loaded:  # on a processor it is
+        assert loaded.device.type == "cpu"

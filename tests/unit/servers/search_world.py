@@ -11,15 +11,17 @@ import random
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from served_world import MAPS, World
 from torch import nn
 
+from distbelief.comm.devicememory import DeviceMemory
 from distbelief.comm.letters import Letter
 from distbelief.comm.messages import ServerMap
-from distbelief.comm.segment import Segment
+from distbelief.comm.segment import Memory, Segment
+from distbelief.comm.servedondevice import ServedOnDevice
 from distbelief.comm.serverwords import VALUES_AT, Answered, Push, Refused
 from distbelief.comm.words import Abort, Aborted
 from distbelief.job import Job
@@ -195,6 +197,8 @@ class Group:
     client: Client
     abort: Abort = field(default_factory=Abort)
     maps: bool = True
+    apart: ClassVar[bool] = False
+    grain_bytes: ClassVar[int] = 1
     _met: int = 0
 
     @property
@@ -207,13 +211,24 @@ class Group:
     def server_memory(self, name: str) -> Segment:
         return self.segment(name)
 
+    def values(self, size_bytes: int) -> Memory:
+        return self.memory("values", size_bytes)
+
+    def room(self, index: int) -> Memory:
+        return self.slot(index)[0]
+
+    def bring(self, index: int) -> None: ...
+
     def memory(self, name: str, size_bytes: int) -> Segment:
         return self.world.memory.setdefault(f"{name} of {self.client.number}", Segment.private(size_bytes))
 
     def slot(self, index: int) -> tuple[Segment, str]:
         name = f"generation {self.generation}/{self.client.number}.{index}"
-        size_bytes = self.world.prepared[self.client.number].layout.size_bytes
-        return self.world.memory.setdefault(name, Segment.private(size_bytes)), name
+        return self.world.memory.setdefault(name, Segment.private(self.slot_bytes)), name
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.world.prepared[self.client.number].layout.size_bytes
 
     def gather(self, payload: bytes) -> list[bytes]:
         self._met += 1
@@ -233,11 +248,29 @@ class Group:
     def forget_past(self) -> None: ...
 
 
+@dataclass
+class DeviceGroup(Group):
+    """See `ServedOnDevice`, whose own methods these are; the host's memory stands in for a device's."""
+
+    apart: ClassVar[bool] = ServedOnDevice.apart
+    grain_bytes: ClassVar[int] = ServedOnDevice.grain_bytes
+    device: ClassVar[torch.device] = torch.device("cpu")
+    kept: dict[str, Memory] = field(default_factory=dict)
+    _rooms: dict[int, DeviceMemory] = field(default_factory=dict)
+    values, room, bring, _pinned = (
+        ServedOnDevice.values, ServedOnDevice.room, ServedOnDevice.bring, ServedOnDevice._pinned
+    )  # type: ignore[assignment] # fmt: skip
+
+
 class SearchWorld(World):
     kit: Kit  # type: ignore[assignment]
 
-    def __init__(self, kit: Kit, seed: int, servers: int, workers: int, losing: float) -> None:
+    def __init__(
+        self, kit: Kit, seed: int, servers: int, workers: int, losing: float, group: type[Group] = Group
+    ) -> None:
+        """`group`: what members meet in; by it they compute on the host or apart."""
         self.kit = kit  # type: ignore[assignment]
+        self.group = group
         self.chance = random.Random(seed)
         self.losing = losing
         self.slow, self.patience = "", 0.98
@@ -313,7 +346,7 @@ class SearchWorld(World):
         for rank, worker in enumerate(workers):
             client = self.clients[worker]
             client.turns, client.ended = Turns(), False
-            group = Group(self, self.generation, rank, len(workers), client)
+            group = self.group(self, self.generation, rank, len(workers), client)
             self.aborts.append(group.abort)
             thread = threading.Thread(target=self._live, args=[group, workers], daemon=True)
             self.threads.append((client, thread))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from search_world import Kit, SearchWorld
+from search_world import DeviceGroup, Kit, SearchWorld
 from torch import nn
 
 STEPS = 4
@@ -45,6 +45,14 @@ def test_the_bits_of_one_process_whatever_happens(kit: Kit, servers: int, worker
     for seed in range(3):
         world = SearchWorld(kit, seed, servers, workers, losing)
         disturb(world, servers, 1500)
+        world.finish()
+        assert all(world.steps_done)
+
+
+def test_members_that_compute_on_a_device_come_to_the_same_bits(kit: Kit) -> None:
+    for seed in range(3):
+        world = SearchWorld(kit, seed, 2, 2, losing=0.05, group=DeviceGroup)
+        disturb(world, 2, 1500)
         world.finish()
         assert all(world.steps_done)
 

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from distbelief.comm.segment import Segment
+from distbelief.comm.served import ServedGroup
 from distbelief.comm.serverwords import VALUES_AT, Fetched, values_at
+from distbelief.comm.words import Abort
 from distbelief.shards import Schedule
 from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.layout import lay_out
@@ -88,12 +90,8 @@ def test_a_later_generation_that_copies_does_not_write_to_a_server() -> None:
     servers = Servers(cut(layout, recipe))
 
     def member(maps: bool) -> MappingMember:
-        exchange: Any = SimpleNamespace(
-            client=None,
-            maps=maps,
-            memory=lambda name, size_bytes: own.setdefault(name, Segment.private(size_bytes)),
-            server_memory=servers.memory.__getitem__,
-        )
+        keeper: Any = SimpleNamespace(segment=servers.memory.__getitem__) if maps else None
+        exchange = ServedGroup(0, 1, None, None, Abort(), layout.size_bytes, keeper, own)  # type: ignore[arg-type]
         return MappingMember(computer, recipe, Schedule(8, 8, 1), None, exchange, None, None)  # type: ignore[arg-type]
 
     def take(one: MappingMember, values: torch.Tensor) -> None:

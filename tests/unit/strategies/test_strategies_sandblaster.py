@@ -88,11 +88,6 @@ def test_parameters_of_several_types_are_refused() -> None:
         prepared(job(lambda: nn.Sequential(nn.Linear(60, 4), nn.Linear(4, 4).double())))
 
 
-def test_another_device_is_refused() -> None:
-    with pytest.raises(JobError, match="does not run on 'cuda' yet"):
-        Sandblaster().prepare(job(), Sandblaster().schedule(job(), 40), torch.device("cuda"))
-
-
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 

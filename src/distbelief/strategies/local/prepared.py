@@ -14,6 +14,8 @@ from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
 from distbelief.strategies.compressed import compressing
 from distbelief.strategies.local.innerstates import InnerStates
+from distbelief.strategies.local.kept import optimizer_bytes
+from distbelief.strategies.local.ondevice import DeviceTrainer
 from distbelief.strategies.local.replica import LocalReplica
 from distbelief.strategies.local.rounds import Rounds, group_of
 from distbelief.strategies.local.trainer import TOLD, LocalTrainer
@@ -34,7 +36,8 @@ class PreparedLocalSGD(PreparedModel):
             compressing(self._layout, how.compression, job.seed, always=True, apart=True) if how.compression else None
         )
         coding = PartsCoding(how.compression, self._compression.places) if self._compression else None
-        self._trainer = LocalTrainer(job, self.model, self._layout, device, self._recipe, coding)
+        kind = LocalTrainer if device.type == "cpu" else DeviceTrainer
+        self._trainer = kind(job, self.model, self._layout, device, self._recipe, coding)
         self._computer = self._trainer
         self._outer = Recipe(partial(torch.optim.SGD, **how.outer_options), self._trainer.parameters)
 
@@ -42,9 +45,17 @@ class PreparedLocalSGD(PreparedModel):
         """A slot for differences; values and the outer optimizer's state twice; values, a gradient and what is kept of
         the replica that is trained; and what all replicas keep, before and after a round."""
         layout = self._layout
+        if self._device.type != "cpu":
+            return self._device_bytes()
         outer = sum(state_bytes(self._outer, layout, tile) for tile in range(layout.parameter_tiles))
         inner = len(self._trainer.kept)
         return 3 * layout.size_bytes + 2 * (layout.size_bytes + outer) + (1 + 2 * self.shards) * inner
+
+    def _device_bytes(self) -> int:
+        """There: the committed values and those of a replica; a gradient per level of its tree; its optimizer."""
+        layout, largest = self._layout, -(-self._schedule.shards // self.shards)
+        slots = slots_needed(largest, (0, largest))
+        return (2 + slots) * layout.size_bytes + optimizer_bytes(layout, self._recipe)
 
     def geometry(self, ranges: Sequence[Range]) -> Geometry:
         return Geometry(

@@ -147,10 +147,10 @@ class LocalReplica(DataParallelReplica):
 
     def _compute_unit(self, step: int, unit: ShardWork, last: bool) -> None:
         replica, state = unit.shard, self._state
-        begin = Beginning(state.values, state.integers(step), self._inner.read(replica, step))
+        begin = Beginning(state.memory, state.values_at, state.integers(step), self._inner.read(replica, step))
         trained = self._trainer.train(self._rounds, step, replica, begin, self._fetch, self.exchange.working)
         self.exchange.working(-1)
-        self._trainer.write_difference(state.values, self._tile_views(unit.slot))
+        self._trainer.write_difference(self.exchange.slot(unit.slot))
         code = self.exchange.code(unit.slot) if isinstance(self.exchange, CodedParts) else None
         self._trainer.encode_difference(self.exchange.slot(unit.slot), trained.touched, code)
         self._inner.write(replica, step + 1, self._trainer.kept)

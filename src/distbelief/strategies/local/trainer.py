@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from distbelief.comm.compression.parts import PartsCoding
+from distbelief.comm.exchange import Tile
+from distbelief.comm.ondevice import Stretch, stretches
 from distbelief.comm.segment import Memory, Segment
 from distbelief.data.seeding import seed_everything
 from distbelief.errors import JobError
@@ -28,7 +30,9 @@ from distbelief.strategies.layout import Layout
 from distbelief.strategies.local.kept import kept_bytes, owed
 from distbelief.strategies.local.rounds import Rounds
 from distbelief.strategies.partials import partial_sums
+from distbelief.strategies.stretchwise import when_whole
 from distbelief.strategies.tileoptimizer import Recipe, TileMemory, TileOptimizer, state_bytes
+from distbelief.strategies.updating import norms
 
 TOLD = 3
 """Numbers that a replica tells of each of its steps: sum of the loss, its weight, samples."""
@@ -40,8 +44,10 @@ NO_SAY = -1.0
 class Beginning:
     """What a replica goes on from."""
 
-    values: Sequence[torch.Tensor]
-    """The committed parameters and float buffers, tile by tile."""
+    values: Memory
+    """The committed parameters and float buffers, as the layout has them."""
+    values_at: int
+    """The byte at which they begin."""
     integers: bytes
     """The committed integer buffers."""
     kept: torch.Tensor
@@ -61,6 +67,9 @@ class Trained:
 class LocalTrainer(ShardComputer):
     """A model, ready to train replicas, one after the other. Between rounds its parameters are the committed ones."""
 
+    _grain_bytes = 1
+    """How much is worth an operation of its own. Here every tile is, while it is in the cache."""
+
     def __init__(
         self, job: Job, model: torch.nn.Module, layout: Layout, device: torch.device, recipe: Recipe,
         coding: PartsCoding | None = None,
@@ -69,16 +78,22 @@ class LocalTrainer(ShardComputer):
         super().__init__(job, model, layout, device)
         self.recipe = recipe
         self.coding = coding
-        self._values = Segment.private(layout.size_bytes)
-        self.values = [self._values.tensor(t.dtype, t.offset_bytes, t.numel) for t in layout.tiles]
+        self._grain = stretches(layout.tiles, layout.parameter_tiles, self._grain_bytes)
+        self._values = self._room(layout.size_bytes)
+        self.values = views(self._values, layout.tiles)
         """Of the replica that is being trained, or was trained last."""
+        self._began_at: list[torch.Tensor] = []
+        """The values that it began with, in the pieces of the grain."""
         self._sizes = [state_bytes(recipe, layout, tile) for tile in range(layout.parameter_tiles)]
-        size_bytes = kept_bytes(layout, recipe, coding)
-        self.kept = Segment.private(size_bytes).tensor(torch.uint8, 0, size_bytes)
+        self._keeping = Segment.private(kept_bytes(layout, recipe, coding))
+        self.kept = self._keeping.tensor(torch.uint8, 0, self._keeping.size_bytes)
         """What it keeps for its next round: the bytes of its optimizer state, and behind them what it owes."""
+        self._optimizer_state = self.kept
+        """Where optimizers work on that."""
         self._code = coding.room() if coding else None
-        self._slots: list[Segment] = []
+        self._slots: list[Memory] = []
         self._slot_tiles: list[list[torch.Tensor]] = []
+        self._slot_parts: list[list[torch.Tensor]] = []
         self._fullest: bytes | None = None
 
     def train(
@@ -86,9 +101,10 @@ class LocalTrainer(ShardComputer):
         working: Callable[[int], None],
     ) -> Trained:  # fmt: skip
         """Take the round's local steps. `working` is told every shard before it is computed."""
-        for mine, value in zip(self.values, beginning.values, strict=True):
-            mine.copy_(value)
         self.kept.copy_(beginning.kept)
+        self._began_at = self._bring_in(beginning)
+        for mine, value in zip(views(self._values, self._grain), self._began_at, strict=True):
+            mine.copy_(value)
         self.commit_integers(beginning.integers)
         self.bind_parameters(self._values, 0)
         optimizers = self._make_optimizers()
@@ -112,10 +128,22 @@ class LocalTrainer(ShardComputer):
                 marks[: len(self.parameters)] = 0
             self._update(step, replica, optimizers, float(told[place][1]), marks, busy)
             touched |= marks
+        self._bring_out()
         integers = self.integer_bytes()
         if full:
             self._fullest = integers
         return Trained(told, float(zlib.crc32(integers)) if full else NO_SAY, touched)
+
+    def _room(self, size_bytes: int) -> Memory:
+        """Memory to train in."""
+        return Segment.private(size_bytes)
+
+    def _bring_in(self, beginning: Beginning) -> list[torch.Tensor]:
+        """Have what a replica begins with where it is trained. Returns its values, in the pieces of the grain."""
+        return views(beginning.values, self._grain, beginning.values_at)
+
+    def _bring_out(self) -> None:
+        """Have what the replica keeps in `kept`."""
 
     def adopt_integers(self) -> None:
         """The round is computed: of the replicas that were trained here, one with samples in every step has the integer
@@ -124,11 +152,12 @@ class LocalTrainer(ShardComputer):
             self.commit_integers(self._fullest)
         self._fullest = None
 
-    def write_difference(self, beginning: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+    def write_difference(self, slot: Memory) -> None:
         """What the outer step takes for a gradient: where the replica began, less where it has come to. Float buffers
         are written as they are."""
-        for tile, (before, after, place) in enumerate(zip(beginning, self.values, into, strict=True)):
-            if tile < self.layout.parameter_tiles:
+        places, trained = views(slot, self._grain), views(self._values, self._grain)
+        for some, before, after, place in zip(self._grain, self._began_at, trained, places, strict=True):
+            if some.tiles.stop <= self.layout.parameter_tiles:
                 torch.sub(before, after, out=place)
             else:
                 place.copy_(after)
@@ -154,8 +183,8 @@ class LocalTrainer(ShardComputer):
             working(shard)
             batch, samples = fetch(step, shard, shard + 1)
             seed = shard_seed(self.job.seed, step, shard)
-            slot, add = self._slot(unit.slot), partial(self._add, unit.additions)
-            result = self.run(batch, samples, seed, slot, self.values[self.layout.parameter_tiles :], add)
+            slot, ready = self._slot(unit.slot), when_whole(self._grain, partial(self._add, unit.additions))
+            result = self.run(batch, samples, seed, slot, self.values[self.layout.parameter_tiles :], ready)
             if not (math.isfinite(result.loss_sum) and math.isfinite(result.weight)):
                 raise NonFiniteLoss(result.loss_sum, step, shard)
             results.append((result, samples))
@@ -167,15 +196,16 @@ class LocalTrainer(ShardComputer):
         self.commit_integers()
         return results
 
-    def _add(self, additions: Sequence[tuple[int, int]], tile: int) -> None:
+    def _add(self, additions: Sequence[tuple[int, int]], some: int) -> None:
         for into, other in additions:
-            self._slot_tiles[into][tile].add_(self._slot_tiles[other][tile])
+            self._slot_parts[into][some].add_(self._slot_parts[other][some])
 
-    def _slot(self, index: int) -> Segment:
+    def _slot(self, index: int) -> Memory:
         while len(self._slots) <= index:
-            slot = Segment.private(self.layout.size_bytes)
+            slot = self._room(self.layout.size_bytes)
             self._slots.append(slot)
-            self._slot_tiles.append([slot.tensor(t.dtype, t.offset_bytes, t.numel) for t in self.layout.tiles])
+            self._slot_tiles.append(views(slot, self.layout.tiles))
+            self._slot_parts.append(views(slot, self._grain))
         return self._slots[index]
 
     def _update(
@@ -185,10 +215,10 @@ class LocalTrainer(ShardComputer):
         sums, count = self._slot_tiles[0], self.layout.parameter_tiles
         untouched = touched == 0
         if weight > 0:
-            gradients = {tile: sums[tile].mul_(1.0 / weight) for tile in range(count)}
-            if (factor := self._clip_factor(list(gradients.values()))) < 1.0:
-                for gradient in gradients.values():
-                    gradient.mul_(factor)
+            gradients = {tile: sums[tile] for tile in range(count)}
+            self._scale(1.0 / weight)
+            if (factor := self._clip_factor(sums[:count])) < 1.0:
+                self._scale(factor)
             rate = self.job.schedule(step) if self.job.schedule else 1.0
             skip = untouched if untouched[: len(self.parameters)].any() else None
             for first, optimizer in optimizers:
@@ -202,10 +232,16 @@ class LocalTrainer(ShardComputer):
                     part = slice(piece.tile_first, piece.tile_first + piece.numel)
                     self.values[tile][part] = average[part]
 
+    def _scale(self, factor: float) -> None:
+        """The gradients in the first slot."""
+        for some, part in zip(self._grain, self._slot_parts[0], strict=True):
+            if some.tiles.stop <= self.layout.parameter_tiles:
+                part.mul_(factor)
+
     def _clip_factor(self, gradients: Sequence[torch.Tensor]) -> float:
         if self.job.clip_norm is None:
             return 1.0
-        squares = [float(torch.linalg.vector_norm(one, dtype=torch.float64)) ** 2 for one in gradients]
+        squares = [norm**2 for norm in norms(gradients)]
         return min(1.0, self.job.clip_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
 
     def _make_optimizers(self) -> list[tuple[int, TileOptimizer]]:
@@ -213,7 +249,11 @@ class LocalTrainer(ShardComputer):
         one tile at a time, as in allreduce."""
         at, memory = 0, []
         for tile, size_bytes in enumerate(self._sizes):
-            memory.append(TileMemory(tile, self.values[tile], self.kept[at : at + size_bytes]))
+            memory.append(TileMemory(tile, self.values[tile], self._optimizer_state[at : at + size_bytes]))
             at += size_bytes
         sets = [memory] if self.recipe.elementwise else [[one] for one in memory]
         return [(tiles[0].tile, TileOptimizer(self.recipe, self.layout, tiles)) for tiles in sets if tiles]
+
+
+def views(memory: Memory, places: Sequence[Tile | Stretch], first_bytes: int = 0) -> list[torch.Tensor]:
+    return [memory.tensor(one.dtype, first_bytes + one.offset_bytes, one.numel) for one in places]

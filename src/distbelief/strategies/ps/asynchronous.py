@@ -19,7 +19,8 @@ import torch
 
 from distbelief.comm.letters import Letter
 from distbelief.comm.messages import RUN_ENDS
-from distbelief.comm.segment import Segment
+from distbelief.comm.ondevice import stretches
+from distbelief.comm.segment import Memory, Segment
 from distbelief.comm.served import ServedGroup
 from distbelief.comm.serverwords import (
     Ask,
@@ -49,6 +50,7 @@ from distbelief.strategies.ps.servedmember import AlreadyCopied, ServedMember
 from distbelief.strategies.tables.embedding import RowGradients, added_rows
 from distbelief.strategies.tables.servedtables import ANY, ServedTables
 from distbelief.strategies.tileoptimizer import Recipe
+from distbelief.strategies.updating import norms
 
 
 def free_slots(strategy: ParameterServer) -> int:
@@ -95,6 +97,9 @@ class AsynchronousReplica(ServedMember):
         """n_push and n_fetch; kept from one generation to the next."""
         if not self._pace.all():
             self._pace[:] = (strategy.n_push, strategy.n_fetch)
+        last = computer.layout.parameter_tiles
+        self._grain = stretches(computer.layout.tiles, last, exchange.grain_bytes)
+        self._parameter_parts = sum(1 for some in self._grain if some.tiles.stop <= last)
         self._abort = AtBoundaries(exchange.abort)
         self._ledger = len(self._slices) + len(tables.slices)
         tables.bind(self._client, self._abort, lambda: ANY)
@@ -184,14 +189,14 @@ class AsynchronousReplica(ServedMember):
 
     def work(self, lease: Lease) -> None:
         """Compute the batches of an update, push it, and say so when every slice has it."""
-        slot, name = self.exchange.slot(0)
-        other, _ = self.exchange.slot(1) if lease.batches > 1 else (slot, "")
+        room = self.exchange.room(0)
+        other = self.exchange.room(1) if lease.batches > 1 else room
         touched = np.zeros(len(self._computer.layout.entries), np.uint8)
         losses, counts, weight = [], [], 0.0
         rows: list[Sequence[RowGradients]] = []
         for number in range(lease.batches):
             step = lease.step + number
-            into = slot if number == 0 else other
+            into = room if number == 0 else other
             self.exchange.working_on(step, 0)
             batch, samples = self._fetch(step, 0, self._schedule.shards)
             seed = shard_seed(self._job.seed, step, 0)
@@ -205,7 +210,7 @@ class AsynchronousReplica(ServedMember):
                 raise NonFiniteLoss(result.loss_sum / (result.weight or 1.0), step, 0)
             self._into_deltas(into)
             if number:
-                for mine, more in zip(self._tiles(slot), self._tiles(other), strict=True):
+                for mine, more in zip(self._parts(room), self._parts(other), strict=True):
                     mine.add_(more)
             touched |= result.touched
             rows.append(result.rows)
@@ -213,8 +218,12 @@ class AsynchronousReplica(ServedMember):
             counts.append(samples)
             weight += result.weight
         sums = [added_rows(of_table) for of_table in zip(*rows, strict=True)]
-        self._prepare(slot, sums, weight, lease)
+        self._prepare(room, sums, weight, lease)
+        began = time.perf_counter()
+        self.exchange.bring(0)  # a device has done its work when this returns
         started = time.perf_counter()
+        self.spent.compute_s += started - began
+        slot, name = self.exchange.slot(0)
         self._tables.push_update(lease.update, lease.step, sums)
         self._push(lease, slot, name, touched)
         done = Complete(lease.update, lease.token, self._seat.worker, losses, counts, time.time())
@@ -224,29 +233,30 @@ class AsynchronousReplica(ServedMember):
         self.spent.push_s += time.perf_counter() - started
         self.spent.updates += 1
 
-    def _into_deltas(self, slot: Segment) -> None:
-        """A shard leaves the buffers' new values in the slot; what is pushed is by how much they change."""
+    def _into_deltas(self, room: Memory) -> None:
+        """A shard leaves the buffers' new values there; what is pushed is by how much they change."""
         layout = self._computer.layout
-        tiles = self._tiles(slot)[layout.parameter_tiles :]
+        tiles = self._tiles(room)[layout.parameter_tiles :]
         for part, base in zip(tiles, self._buffers, strict=True):
             part.sub_(base)
 
-    def _prepare(self, slot: Segment, rows: Sequence[RowGradients], weight: float, lease: Lease) -> None:
+    def _prepare(self, room: Memory, rows: Sequence[RowGradients], weight: float, lease: Lease) -> None:
         """Sums become means; what the strategy and the job want of a gradient is done to it."""
-        parts = self._tiles(slot)[: self._computer.layout.parameter_tiles]
-        parts += [torch.from_numpy(one.gradients) for one in rows]
+        of_rows = [torch.from_numpy(one.gradients) for one in rows]
+        parts = [*self._parts(room)[: self._parameter_parts], *of_rows]
         scale = 1.0 / weight if weight else 0.0
         for part in parts:
             part.mul_(scale)
         if self._job.clip_norm is not None:
-            squares = [float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts]
+            squares = [norm**2 for norm in (*norms(self._gradients(room)), *norms(of_rows))]
             factor = min(1.0, self._job.clip_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
             for part in parts if factor < 1.0 else ():
                 part.mul_(factor)
         if self._strategy.noise:
             generator = torch.Generator().manual_seed(mix(self._job.seed, 5, lease.update) >> 1)
-            for part in parts:
-                part.add_(torch.randn(part.shape, generator=generator, dtype=torch.float32), alpha=self._strategy.noise)
+            for tile in (*self._gradients(room), *of_rows):
+                noise = torch.randn(tile.shape, generator=generator, dtype=torch.float32)
+                tile.add_(noise.to(tile.device), alpha=self._strategy.noise)
 
     def _push(self, lease: Lease, slot: Segment, name: str, touched: np.ndarray) -> None:
         marks = touched.tobytes()
@@ -258,15 +268,23 @@ class AsynchronousReplica(ServedMember):
             content = Gradient(lease.update, lease.step, marks, integers, name, dated, values)
             payload: Any = None if name else slot.view(shape.first_byte, shape.value_bytes)
             if dated and not name:
-                payload = b"".join((payload, self._values.view(shape.first_byte, shape.value_bytes)))
+                then = self._values.tensor(torch.uint8, shape.first_byte, shape.value_bytes)
+                payload = b"".join((payload, then.cpu().numpy().data))
             self._client.push(shape.number, content, payload)
         self._client.settle(self._abort)
 
-    def _tiles(self, slot: Segment) -> list[torch.Tensor]:
-        return [slot.tensor(t.dtype, t.offset_bytes, t.numel) for t in self._computer.layout.tiles]
+    def _tiles(self, memory: Memory) -> list[torch.Tensor]:
+        return [memory.tensor(t.dtype, t.offset_bytes, t.numel) for t in self._computer.layout.tiles]
+
+    def _gradients(self, room: Memory) -> list[torch.Tensor]:
+        return self._tiles(room)[: self._computer.layout.parameter_tiles]
+
+    def _parts(self, room: Memory) -> list[torch.Tensor]:
+        """The same, in the pieces in which it is worked on."""
+        return [room.tensor(s.dtype, s.offset_bytes, s.numel) for s in self._grain]
 
     def _as_numbers(self) -> np.ndarray:
-        found = [b.reshape(-1).to(torch.int64).numpy() for b in self._integer_buffers()]
+        found = [b.reshape(-1).to(torch.int64).cpu().numpy() for b in self._integer_buffers()]
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 
     def _integer_buffers(self) -> list[torch.Tensor]:

@@ -54,6 +54,7 @@ class CompressedSteps(ServedReplica):
         layout = computer.layout
         self._strategy = strategy
         self._codings = [PushCoding(strategy.compression, shape, layout) for shape in self._slices]
+        self._slot_tiles: dict[int, list[torch.Tensor]] = {}
         self._outboxes: dict[tuple[int, int], torch.Tensor] = {}
         """(slot, slice) -> what is sent of it."""
         self._owed = Owed(layout, strategy.compression)
@@ -103,7 +104,7 @@ class CompressedSteps(ServedReplica):
         super().compute(step)
 
     def _packed(self, node: Node, shape: SliceShape, slot: int, touched: np.ndarray) -> tuple[Node, Any]:
-        coding, views = self._codings[shape.number], self._tile_views(slot)
+        coding, views = self._codings[shape.number], self._sent_tiles(slot)
         parts, rests = {tile: views[tile] for tile in shape.tiles}, self._rests[1 - self._residuals.present]
         node = msgspec.structs.replace(node, segment="", generation=self._seat.generation, coded=self._packing)
         started = time.perf_counter()
@@ -137,6 +138,14 @@ class CompressedSteps(ServedReplica):
         yield
         for part, before in kept:
             part.copy_(before)
+
+    def _sent_tiles(self, slot: int) -> list[torch.Tensor]:
+        """A partial sum where it is sent from."""
+        if slot not in self._slot_tiles:
+            segment, _ = self.exchange.slot(slot)
+            tiles = self._computer.layout.tiles
+            self._slot_tiles[slot] = [segment.tensor(t.dtype, t.offset_bytes, t.numel) for t in tiles]
+        return self._slot_tiles[slot]
 
     def _outbox(self, slot: int, number: int) -> torch.Tensor:
         if (slot, number) not in self._outboxes:
@@ -192,7 +201,7 @@ class CompressedSteps(ServedReplica):
     def _decoding_s(self) -> float:
         """What servers take for one partial sum, measured here once."""
         if not self._decode_s:
-            out = {tile: torch.empty_like(part) for tile, part in enumerate(self._tile_views(0))}
+            out = {tile: torch.empty_like(part) for tile, part in enumerate(self._sent_tiles(0))}
             started = time.perf_counter()
             for coding in self._codings:
                 coding.read(self._outbox(0, coding.number).numpy(), out)
@@ -201,7 +210,7 @@ class CompressedSteps(ServedReplica):
 
     def _probe(self) -> float:
         """What encoding and decoding the partial sum in my first slot would take."""
-        parts = dict(enumerate(self._tile_views(0)))
+        parts = dict(enumerate(self._sent_tiles(0)))
         rests = {tile: torch.zeros_like(rest) for tile, rest in self._rests[0].items()}
         started = time.perf_counter()
         for coding in self._codings:

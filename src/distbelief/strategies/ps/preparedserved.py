@@ -39,7 +39,7 @@ from distbelief.strategies.tileoptimizer import Recipe
 class PreparedServed(PreparedAllReduce):
     def __init__(self, job: Job, schedule: Schedule, device: torch.device, strategy: ParameterServer) -> None:
         with on_servers():
-            super().__init__(job, schedule, device, strategy.waits)
+            super().__init__(job, schedule, device, strategy.waits, updates_on=torch.device("cpu"))
         self.strategy = strategy
         self.tables = specs_of(self.model, job)
         if self.tables and strategy.backups:
@@ -53,6 +53,10 @@ class PreparedServed(PreparedAllReduce):
     def parameters(self) -> int:
         """Of tables all rows that there can be."""
         return sum(p.numel() for p in self._computer.parameters) + sum(s.form.rows * s.form.width for s in self.tables)
+
+    def least_bytes(self) -> int:
+        """On a device: a slot for gradients, and a copy of the values."""
+        return super().least_bytes() if self._device.type == "cpu" else 2 * self._layout.size_bytes
 
     def geometry(self, ranges: Sequence[Range]) -> Geometry:
         usual = super().geometry(ranges)

@@ -19,6 +19,7 @@ import torch
 
 from distbelief.comm.exchange import ROW, Held, Source
 from distbelief.comm.letters import Letter
+from distbelief.comm.ondevice import stretches
 from distbelief.comm.segment import Segment
 from distbelief.comm.served import ServedGroup
 from distbelief.comm.serverclient import Idle
@@ -38,6 +39,7 @@ from distbelief.strategies.compute import ShardComputer
 from distbelief.strategies.partials import ShardWork
 from distbelief.strategies.ps.servedmember import AlreadyCopied, ServedMember
 from distbelief.strategies.ps.slicing import SliceShape
+from distbelief.strategies.stretchwise import when_whole
 from distbelief.strategies.tables.embedding import RowGradients
 from distbelief.strategies.tables.servedtables import ServedTables
 from distbelief.strategies.takeover import StepWork, plan_step, plan_takeover
@@ -73,12 +75,15 @@ class ServedReplica(ServedMember):
         # Over a network bytes travel while the rest is computed. In shared memory nothing travels, and the processor
         # is better left to those who compute. The first slice goes last, with what is known at the end, and buffers
         # are only known then.
+        # A device has done its backward pass long before the bytes are sent.
         last = computer.layout.parameter_tiles
-        early = [] if exchange.maps else [shape for shape in self._slices[1:] if shape.tiles.stop <= last]
+        early = [shape for shape in self._slices[1:] if shape.tiles.stop <= last]
+        early = [] if exchange.maps or exchange.apart else early
         self._early = {shape.number for shape in early}
         self._ahead: tuple[int, Any] = (-1, None)
         self._work = lru_cache(maxsize=4)(self._plan)
-        self._slot_tiles: dict[int, list[torch.Tensor]] = {}
+        self._grain = stretches(computer.layout.tiles, last, exchange.grain_bytes)
+        self._rooms: dict[int, list[torch.Tensor]] = {}
         self._takeover: tuple[int, StepWork] | None = None
         self._join()
 
@@ -168,6 +173,8 @@ class ServedReplica(ServedMember):
         complete_with = self._work_of(step).partials.complete_with if self._early else {}
         for unit in self._units(step):
             self._compute_unit(step, unit, complete_with.get(unit.shard, []))
+        for slot in self._sums(step).values():
+            self.exchange.bring(slot)
 
     def _begin(self, step: int) -> None:
         """A step begins: for members that tell others."""
@@ -189,15 +196,15 @@ class ServedReplica(ServedMember):
         ahead, self._ahead = self._ahead, (-1, None)
         self.exchange.working(unit.shard)
         batch, samples = ahead[1] if ahead[0] == step else self._fetch(step, unit.shard, unit.shard + 1)
-        slot, _ = self.exchange.slot(unit.slot)
+        room = self.exchange.room(unit.slot)
         seed = shard_seed(self._job.seed, step, unit.shard)
-        views = self._tile_views
+        parts = self._parts
         left = [len(shape.tiles) for shape in self._slices] if done else []
 
-        def tile_ready(tile: int) -> None:
+        def ready(some: int) -> None:
             for into, other in unit.additions:
-                views(into)[tile].add_(views(other)[tile])
-            if done:
+                parts(into)[some].add_(parts(other)[some])
+            for tile in self._grain[some].tiles if done else ():
                 number = self._slice_of[tile]
                 left[number] -= 1
                 if not left[number] and number in self._early:
@@ -207,19 +214,20 @@ class ServedReplica(ServedMember):
             self._rows[unit.shard] = (loss_sum, weight, 0.0, samples)
 
         before_s = self._tables.comm_s
-        result = self._computer.run(batch, samples, seed, slot, self._buffers, tile_ready, loss_known)
+        given = batch, samples, seed, room, self._buffers, when_whole(self._grain, ready)
+        result = self._computer.run(*given, loss_known if done else None)
         self.comm_s += self._tables.comm_s - before_s
         self.exchange.working(-1)
         self._rows[unit.shard] = (result.loss_sum, result.weight, result.integers, samples)
         self._touched |= result.touched
         self._row_gradients[unit.shard] = result.rows
 
-    def _tile_views(self, slot: int) -> list[torch.Tensor]:
-        if slot not in self._slot_tiles:
-            segment, _ = self.exchange.slot(slot)
-            tiles = self._computer.layout.tiles
-            self._slot_tiles[slot] = [segment.tensor(t.dtype, t.offset_bytes, t.numel) for t in tiles]
-        return self._slot_tiles[slot]
+    def _parts(self, slot: int) -> list[torch.Tensor]:
+        """What is computed of a partial sum, in the pieces in which it is added up."""
+        if slot not in self._rooms:
+            room = self.exchange.room(slot)
+            self._rooms[slot] = [room.tensor(s.dtype, s.offset_bytes, s.numel) for s in self._grain]
+        return self._rooms[slot]
 
     def commit(self, step: int) -> StepResult:
         started = time.perf_counter()

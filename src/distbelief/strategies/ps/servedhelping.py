@@ -174,8 +174,9 @@ class HelpingReplica(ServedReplica):
         self.exchange.working(shard)
         try:
             batch, samples = self._fetch(step, shard, shard + 1)
-            seed, into = shard_seed(self._job.seed, step, shard), self.exchange.slot(slot)[0]
+            seed, into = shard_seed(self._job.seed, step, shard), self.exchange.room(slot)
             result = self._computer.run(batch, samples, seed, into, self._buffers, lambda tile: None)
+            self.exchange.bring(slot)
         except Aborted:
             raise
         except Exception:

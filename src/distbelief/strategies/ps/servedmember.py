@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from distbelief.comm.letters import Letter
-from distbelief.comm.segment import Segment
+from distbelief.comm.segment import Memory, Segment
 from distbelief.comm.served import ServedGroup
 from distbelief.comm.serverclient import Stop
 from distbelief.comm.serverwords import Contents, Fetched, Question, Read, values_at
@@ -69,10 +69,15 @@ class ServedMember:
         self._client = exchange.client
         self._slices = cut(computer.layout, recipe)
         self._tables = tables
-        # Not the same memory: a later generation that copies values must not write to that of a server.
-        mapped = self._maps_values and exchange.maps and mappedvalues.SUPPORTED
-        self._values = exchange.memory("mapped values" if mapped else "values", computer.layout.size_bytes)
-        self._mapped = mappedvalues.MappedValues(self._values, exchange.server_memory) if mapped else None
+        self._values: Memory
+        self._mapped: mappedvalues.MappedValues | None = None
+        if self._maps_values and exchange.maps and not exchange.apart and mappedvalues.SUPPORTED:
+            # Not the same memory: a later generation that copies values must not write to that of a server.
+            mapped = exchange.memory("mapped values", computer.layout.size_bytes)
+            self._mapped = mappedvalues.MappedValues(mapped, exchange.server_memory)
+            self._values = mapped
+        else:
+            self._values = exchange.values(computer.layout.size_bytes)
         self._segments: dict[str, torch.Tensor] = {}
         computer.bind_parameters(self._values, 0)
         self._buffers = computer.committed_buffers(self._values, 0)

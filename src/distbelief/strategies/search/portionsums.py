@@ -36,9 +36,12 @@ class PortionSums:
         losses: Losses = []
         try:
             self._visit(step, node, 0, losses, are_over)
+            whole = len(losses) == node[1] - node[0]
+            if whole:
+                self._exchange.bring(0)
         finally:
             self.spent_s += time.perf_counter() - started
-        return losses if len(losses) == node[1] - node[0] else None
+        return losses if whole else None
 
     def _visit(self, step: int, node: Range, level: int, losses: Losses, are_over: Callable[[], bool]) -> None:
         if are_over():
@@ -55,16 +58,15 @@ class PortionSums:
         self._exchange.abort.check()
         self._exchange.working_on(step, portion)
         batch, samples = self._fetch(step, portion, portion + 1)
-        slot, _ = self._exchange.slot(level)
+        room = self._exchange.room(level)
         seed = portion_seed(self._computer.job, portion)
-        result = self._computer.run(batch, samples, seed, slot, self._buffers, _nothing)
+        result = self._computer.run(batch, samples, seed, room, self._buffers, _nothing)
         self._exchange.working(-1)
         require_steady(self._computer, result)
         return result.loss_sum, result.weight
 
     def _flat(self, level: int) -> torch.Tensor:
-        slot, _ = self._exchange.slot(level)
-        return slot.tensor(self._computer.layout.tiles[0].dtype, 0, self._size)
+        return self._exchange.room(level).tensor(self._computer.layout.tiles[0].dtype, 0, self._size)
 
 
 def require_steady(computer: ShardComputer, result: ShardResult) -> None:

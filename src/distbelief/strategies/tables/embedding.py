@@ -103,7 +103,7 @@ class EmbeddingTable(nn.Module):
             return F.embedding(numbers, self.weight)
         if numbers.dtype not in (torch.int64, torch.int32):
             raise JobError(f"an EmbeddingTable was asked for rows by {numbers.dtype} numbers", hint="use int64")
-        rows, places = np.unique(numbers.numpy(), return_inverse=True)
+        rows, places = np.unique(numbers.cpu().numpy(), return_inverse=True)
         if rows.size and (rows[0] < 0 or rows[-1] >= self.rows):
             raise JobError(
                 f"an EmbeddingTable of {self.rows:,} rows was asked for row {rows[0] if rows[0] < 0 else rows[-1]:,}",
@@ -112,10 +112,11 @@ class EmbeddingTable(nn.Module):
         rows = rows.astype(np.int64, copy=False)
         learning = torch.is_grad_enabled()
         values = torch.from_numpy(self._source(rows, learning) if self._source else self.form.initial(rows))
+        values = values.to(numbers.device)
         if learning:
             values.requires_grad_()
             self._brought.append((rows, values))
-        return F.embedding(torch.from_numpy(places).view(numbers.shape), values)
+        return F.embedding(torch.from_numpy(places).view(numbers.shape).to(numbers.device), values)
 
     def requires_grad_(self, requires_grad: bool = True) -> EmbeddingTable:
         if self.is_served and not requires_grad:
@@ -141,7 +142,7 @@ class EmbeddingTable(nn.Module):
 
     def gradients(self) -> RowGradients:
         """Of everything that was brought since the last time."""
-        found = [RowGradients(rows, leaf.grad.numpy()) for rows, leaf in self._brought if leaf.grad is not None]
+        found = [RowGradients(rows, leaf.grad.cpu().numpy()) for rows, leaf in self._brought if leaf.grad is not None]
         self._brought.clear()
         none = RowGradients(np.zeros(0, np.int64), np.zeros((0, self.width), np.float32))
         return added_rows(found or [none])

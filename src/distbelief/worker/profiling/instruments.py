@@ -49,6 +49,8 @@ INSTRUMENTS = (
     Instrument(OPTIMIZER, f"{_STRATEGIES}.search.searching", "SearchingMember", ("_drive",)),
     Instrument(WAIT, f"{_STRATEGIES}.compute", "Told", ("numbers",)),
     Instrument(WAIT, f"{_COMM}.ondevice", "OnDevice", ("finish_copies",)),
+    Instrument(WAIT, f"{_COMM}.servedondevice", "ServedOnDevice", ("bring",)),
+    Instrument(WAIT, f"{_STRATEGIES}.local.ondevice", "DeviceTrainer", ("_bring_out",)),
     Instrument(WAIT, f"{_COMM}.words", "Words", ("await_all",)),
     Instrument(WAIT, f"{_COMM}.torchgroup", "TorchExchange", ("share",)),
     Instrument(WAIT, f"{_COMM}.group", "TorchGroup", ("gather",)),

@@ -1,0 +1,150 @@
+"""A worker that is alone under one real parameter server, all in the test's own process: messages arrive at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distbelief.comm.alone import AloneExchange
+from distbelief.comm.badges import NOBODY
+from distbelief.comm.letters import Letter
+from distbelief.comm.messages import ServerMap
+from distbelief.comm.segment import KeeperClient, Segment
+from distbelief.comm.served import ServedGroup
+from distbelief.comm.servedondevice import ServedOnDevice
+from distbelief.comm.serverwords import Answered, Gathered, Lease, Push, is_update
+from distbelief.comm.shared import SharedExchange
+from distbelief.comm.words import Abort
+from distbelief.data.sources import as_source
+from distbelief.job import Job
+from distbelief.servers.node import ServerNode
+from distbelief.servers.placement import NONE
+from distbelief.shards import Schedule
+from distbelief.strategies import parse
+from distbelief.strategies.base import Seat
+from distbelief.strategies.parameterserver import ParameterServer
+from distbelief.strategies.ps.asynchronous import AsynchronousReplica
+from distbelief.strategies.ps.preparedserved import PreparedServed
+from distbelief.strategies.ps.served import ServedReplica
+from distbelief.worker.feed import Feed
+from distbelief.worker.runstores import RunStores
+from distbelief.worker.spec import WorkerSpec
+
+CPU = torch.device("cpu")
+LIFE = 1
+
+
+class DirectClient:
+    """See `ServerClient`."""
+
+    life, version, waiting = LIFE, 1, False
+
+    def __init__(self, node: ServerNode, slices: int) -> None:
+        self._node = node
+        self._slices = slices
+        self._sequences: dict[int, int] = {}
+        self._tickets = 0
+        self._unanswered: set[tuple[int, int]] = set()
+        self._given: dict[tuple[int, int], Any] = {}
+        self._replies: dict[int, Letter] = {}
+
+    def restart(self) -> None:
+        assert not self._unanswered
+
+    def slices(self, abort: Abort) -> int:
+        return self._slices
+
+    def push(self, number: int, content: Any, payload: Any = None) -> int:
+        sequence = self._sequences.get(number, -1) + 1
+        if is_update(content):
+            sequence = content.update
+        else:
+            self._sequences[number] = sequence
+        self._unanswered.add((number, sequence))
+        # As over a socket: what is sent is not changed by what the sender does to its memory afterwards.
+        sent = bytearray(payload) if payload is not None else None
+        self._tell(Letter(Push(0, sequence, number, content, LIFE), sent))
+        return sequence
+
+    def flush(self) -> None: ...
+
+    def settle(self, abort: Abort) -> None:
+        assert not self._unanswered, self._unanswered
+
+    def change(self, number: int, content: Any, abort: Abort) -> Any:
+        return self._given.pop((number, self.push(number, content)))
+
+    def ask(
+        self, questions: Iterable[Callable[[int], Any]], abort: Abort, each: Callable[[Letter], None], idle: Any = None
+    ) -> None:
+        for make in questions:
+            self._tickets += 1
+            self._tell(Letter(make(self._tickets)))
+            each(self._replies.pop(self._tickets))
+
+    def _tell(self, letter: Letter) -> None:
+        for _, answer in self._node.receive(letter, b"worker").clients:
+            message = answer.message
+            if isinstance(message, Answered):
+                self._unanswered.remove((message.slice, message.sequence))
+                self._given[message.slice, message.sequence] = message.given
+            else:
+                self._replies[message.ticket] = answer
+
+
+class ServedAlone:
+    """`keeper`: of the memory that worker and server share; None: bytes travel."""
+
+    def __init__(self, job: Job, strategy: str, keeper: KeeperClient | None, *, on_device: bool) -> None:
+        self.job = job
+        how = parse(strategy)
+        assert isinstance(how, ParameterServer)
+        source = as_source(job.data)
+        schedule = Schedule(len(source), job.global_batch, job.resolved_shards)
+        assert job.steps
+        self.steps = job.steps
+        self.prepared = PreparedServed(job, schedule, CPU, how)
+        spec = WorkerSpec(0, "here", "", NOBODY, "", strategy, 1, "cpu", shares_memory=keeper is not None)
+        self.stores = stores = RunStores(
+            spec, keeper, job, schedule, self.steps, PreparedServed(job, schedule, CPU, how)
+        )
+        stores.life = LIFE
+        node, slices = ServerNode(0, stores.make), len(stores.sizes)
+        node.learn(ServerMap(1, LIFE, [0] * slices, [NONE] * slices, [NONE] * slices, {0: ""}))
+        ranges, abort = [(0, schedule.shards)], Abort()
+        geometry = self.prepared.geometry(ranges)
+        meet: Any = lambda: AloneExchange(geometry)  # noqa: E731
+        if keeper is not None:
+            meet = SharedExchange(keeper, "generation 1", 0, geometry, abort)
+        own: dict[str, Segment] = {}
+        given: Any = 0, 1, meet, DirectClient(node, slices), abort, geometry.slot_bytes, keeper, own
+        exchange = ServedOnDevice(*given, device=CPU, kept={}) if on_device else ServedGroup(*given)
+        feed = Feed(source, schedule, job, shuffle=job.shuffle)
+        self.replica = self.prepared.build(Seat(0, ranges, self.steps, 1, (), [0]), exchange, feed.fetch)
+
+    def train(self, folder: Path) -> tuple[list[float], str]:
+        """(losses, digest of all weights, those on servers too)"""
+        replica = self.replica
+        if isinstance(replica, AsynchronousReplica):
+            while not isinstance(what := replica.next(), Gathered):
+                assert isinstance(what, Lease)
+                replica.work(what)
+            replica.arrived(what.step)
+        else:
+            assert isinstance(replica, ServedReplica)
+            while (step := replica.steps_applied()) < self.steps:
+                replica.compute(step)
+                replica.commit(step)
+        assert replica.steps_applied() == self.steps
+        replica.save_weights(folder / "weights.safetensors")
+        return [one.loss for one in replica.remembered(0)], replica.weights_sha256()
+
+    def saved(self) -> bytes:
+        """What a checkpoint holds."""
+        (portion,) = self.replica.portions()
+        into = Segment.private(portion.size_bytes)
+        self.replica.copy_portion(self.steps, into).finish()
+        return bytes(into.view(0, portion.size_bytes))
