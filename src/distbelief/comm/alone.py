@@ -81,6 +81,9 @@ class AloneExchange:
             tree_add(self._plan.program, parts, out, [torch.empty_like(out) for _ in range(depth(self._plan.program))])
         return out
 
+    def scaled(self, tile: int, factor: float) -> torch.Tensor:
+        return self.reduced(tile).mul_(factor)
+
     def share_squares(self, mine: dict[int, float]) -> list[float]:
         return [mine[tile] for tile in sorted(mine)]
 

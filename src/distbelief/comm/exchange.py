@@ -190,6 +190,9 @@ class Exchange(Group, Protocol):
         """The sum of the step's partial sums for one of `tiles`, in private memory; the partial sums stay intact as far
         as others could see them."""
 
+    def scaled(self, tile: int, factor: float) -> torch.Tensor:
+        """The same, times the factor; from then on `reduced` gives that. To be asked for once."""
+
     def share_squares(self, mine: dict[int, float]) -> list[float]:
         """Every member gives a number for each of its tiles; returns the numbers of all tiles."""
 

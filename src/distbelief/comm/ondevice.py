@@ -193,6 +193,9 @@ class OnDevice:
     def reduced(self, tile: int) -> torch.Tensor:
         return self._sum.tiles[tile]
 
+    def scaled(self, tile: int, factor: float) -> torch.Tensor:
+        return self.reduced(tile).mul_(factor)
+
     def reduced_stretches(self) -> list[torch.Tensor]:
         """The same for everything, in large pieces."""
         return self._sum.stretches

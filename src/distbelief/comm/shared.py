@@ -137,7 +137,7 @@ class SharedExchange:
 
     def publish(self, tile: int) -> None:
         self._words.set(TILES + tile, self._stamp)
-        if tile % self.size == self.rank:
+        if tile % self.size == self.rank and not isinstance(self._plan.program, int):
             self._ready.append(tile)
         while self._ready and self._everybody_published(self._ready[0]):
             self._reduce(self._ready.popleft())
@@ -148,12 +148,18 @@ class SharedExchange:
 
     def _reduce(self, tile: int) -> None:
         self._reduced.add(tile)
-        parts = [self._of(source).tiles(source.rank, source.slot)[tile] for source in self._plan.sources]
+        parts = [self._part(source, tile) for source in self._plan.sources]
+        out = self._room(tile)
+        tree_add(self._plan.program, parts, out, self._scratch_for(out.dtype))
+
+    def _part(self, source: Source, tile: int) -> torch.Tensor:
+        return self._of(source).tiles(source.rank, source.slot)[tile]
+
+    def _room(self, tile: int) -> torch.Tensor:
         if tile not in self._out:
             shape = self._geometry.tiles[tile]
             self._out[tile] = torch.empty(shape.numel, dtype=shape.dtype)
-        out = self._out[tile]
-        tree_add(self._plan.program, parts, out, self._scratch_for(out.dtype))
+        return self._out[tile]
 
     def where(self, source: Source) -> Segment:
         """The slot that holds a partial sum of the step, whoever made it."""
@@ -201,6 +207,13 @@ class SharedExchange:
         if tile not in self._reduced:
             self._reduce(tile)
         return self._out[tile]
+
+    def scaled(self, tile: int, factor: float) -> torch.Tensor:
+        program = self._plan.program
+        if tile in self._reduced or not isinstance(program, int):
+            return self.reduced(tile).mul_(factor)
+        self._reduced.add(tile)  # nothing to add: one pass instead of a copy and another
+        return torch.mul(self._part(self._plan.sources[program], tile), factor, out=self._room(tile))
 
     def share_squares(self, mine: dict[int, float]) -> list[float]:
         for tile, value in mine.items():

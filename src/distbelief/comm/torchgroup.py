@@ -131,6 +131,9 @@ class TorchExchange(TorchGroup):
             self._collect()
         return self._out[tile]
 
+    def scaled(self, tile: int, factor: float) -> torch.Tensor:
+        return self.reduced(tile).mul_(factor)
+
     def _collect(self) -> None:
         self._collected = True
         plan, levels = self._plan, depth(self._plan.program)

@@ -277,10 +277,8 @@ class DataParallelReplica:
         clip = self._clip_factor(scale) if self._job.clip_norm is not None else 1.0
         gradients: dict[int, torch.Tensor] = {}
         for tile in self._tiles:
-            gradient = self._reduced(tile)
-            if self._job.clip_norm is None:
-                gradient.mul_(scale)
-            elif clip < 1.0:
+            gradient = self._scaled(tile, scale) if self._job.clip_norm is None else self._reduced(tile)
+            if clip < 1.0:
                 gradient.mul_(clip)
             self._state.open(tile, step)
             gradients[tile] = gradient
@@ -300,13 +298,19 @@ class DataParallelReplica:
         self.comm_s += time.perf_counter() - started
         return gradient
 
+    def _scaled(self, tile: int, factor: float) -> torch.Tensor:
+        started = time.perf_counter()
+        gradient = self.exchange.scaled(tile, factor)
+        self.comm_s += time.perf_counter() - started
+        return gradient
+
     def _clip_factor(self, scale: float) -> float:
         """Scale the gradients; then min(1, limit / norm). The norm is taken per tile in float64, and tiles are the
         same for any number of members."""
         assert self._job.clip_norm is not None
         squares = {}
         for tile in self._tiles:
-            gradient = self._reduced(tile).mul_(scale)
+            gradient = self._scaled(tile, scale)
             squares[tile] = float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
         started = time.perf_counter()
         everybody = self.exchange.share_squares(squares)
