@@ -23,7 +23,6 @@ class CodedOnDevice(OnDevice):
     def __init__(self, coder: CompressedExchange, geometry: Geometry, on: Accelerator) -> None:
         super().__init__(coder, geometry, on.device, on.kept)
         self.coder = coder
-        self._on = on
         self._slots = {index: self._shaped(memory) for index, memory in enumerate(coder.slots)}
         self._sums = self._shaped(coder.totals)
 
@@ -56,10 +55,6 @@ class CodedOnDevice(OnDevice):
             if any(self.coder.releases(source, stretch.tiles.start) for source in self._plan.sources):
                 alone.stretches[number].add_(self._owed(number))
         return alone
-
-    def close(self) -> None:
-        self._on.finish()  # the same for what is read from there
-        super().close()
 
     def _added_on_host(self) -> Sequence[int]:
         return [tile for tile in self.tiles if not self._is_coded(tile)]

@@ -66,7 +66,7 @@ class CompressedExchange(TorchExchange, ABC):
         """What people should know: that compression was switched off or on, and why."""
         self._packed = [tile for tile in self.tiles if tile in self.compression.tiles]
         self._unpacked = [tile for tile in self.tiles if tile not in self.compression.tiles]
-        self._on = True
+        self._switched_on = True
         self._met = False
         self.packing = False
         """Whether this step is compressed."""
@@ -90,7 +90,7 @@ class CompressedExchange(TorchExchange, ABC):
         if not self._met:
             self._met = True
             self._meet(found)
-        self.packing = self._on and self.size > 1
+        self.packing = self._switched_on and self.size > 1
         self._plain = self._unpacked if self.packing else self.tiles
         self._sources = [source for source in plan.sources if source.rank == self.rank]
         self._senders = frozenset(source.rank for source in plan.sources)
@@ -136,7 +136,7 @@ class CompressedExchange(TorchExchange, ABC):
         return _ON if self.compression.always or self.switch.on else _OFF
 
     def _hear(self, word: int) -> None:
-        self._on = word == _ON
+        self._switched_on = word == _ON
 
     def _collect(self) -> None:
         super()._collect()

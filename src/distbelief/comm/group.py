@@ -30,6 +30,8 @@ from distbelief.comm.words import Abort, Aborted
 _TRANSFER = (1 << 31) - 1  # a tag that no partial sum has: some may be on their way meanwhile
 _AGAIN_S = 0.1
 _MISSED_S = 5.0  # a wait whose sockets are closed ends within milliseconds, if it ends
+_OF_A_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+"""Errors of this member's own device. The second came with a later torch than the oldest that will do."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class TorchGroup:
         self.waiting = True
         try:
             yield
-        except torch.OutOfMemoryError:  # of a device
+        except _OF_A_DEVICE:
             raise
         except (RuntimeError, dist.DistError) as error:
             what = str(error).partition(". This is typically")[0]

@@ -6,6 +6,7 @@ is taken on the device, in the tree's order, from this member's own partial sums
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -273,7 +274,12 @@ class OnDevice:
                 part.copy_(between)
 
     def close(self) -> None:
-        self.finish_copies()  # after an abort, too: they write to memory that may be given back now
+        """After an abort, too, copies are under way, to and from memory that may be given back now. A device that is
+        broken has said so before."""
+        with contextlib.suppress(RuntimeError):
+            self.finish_copies()
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
         self._inner.close()
 
 

@@ -62,6 +62,11 @@ class AllReduce:
                 f"in shared memory there is nothing to compress with {self.compression}",
                 hint="leave shm out: gradients then go over gloo",
             )
+        if self.transport == "nccl":
+            raise JobError(
+                f"gradients that are compressed with {self.compression} go over gloo, not over NCCL",
+                hint="leave nccl out; between GPUs of one machine compression does not pay",
+            )
         object.__setattr__(self, "transport", "gloo")
 
     def __str__(self) -> str:

@@ -275,6 +275,9 @@ class Prepared(Protocol):
 
     def build(self, seat: Seat, exchange: Any, fetch: Fetch, begin_from: BeginFrom = nothing_saved) -> Seated: ...
 
+    def let_go(self) -> None:
+        """The generation is over: what it had is not held from here any more, before the next one takes as much."""
+
 
 class Strategy(Protocol):
     @property

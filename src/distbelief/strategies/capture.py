@@ -101,7 +101,12 @@ class GradientCapture:
         for index in np.flatnonzero(self._touched == 0).tolist():
             self._views[index].zero_()
             self._count(index)
+        self.let_go()
+        return self._touched.copy()
+
+    def let_go(self) -> None:
+        """Nothing is captured from here on, and nothing held of the slot or of who wanted to know of its tiles."""
         self._views = []
+        self._tile_ready = lambda tile: None
         for layer in self._placed:
             layer.__class__ = torch.nn.Linear
-        return self._touched.copy()

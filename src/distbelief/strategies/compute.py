@@ -116,6 +116,12 @@ class ShardComputer:
             at = values.tensor(entry.dtype, offset_bytes + entry.offset_bytes, entry.numel)
             parameter.data = at.view(entry.shape)
 
+    def let_go(self) -> None:
+        """Hold nothing of a generation that is over, also when it ended in the middle of a shard: its slots may fill a
+        device."""
+        self._capture.let_go()
+        self._views.clear()
+
     def write_values(self, values: Memory, offset_bytes: int) -> None:
         """Write the model's present parameters and float buffers to their places in `values`."""
         for index, parameter in zip(self.layout.entries_of("parameter"), self.parameters, strict=True):

@@ -68,6 +68,9 @@ class PreparedModel:
     def parameters(self) -> int:
         return sum(p.numel() for p in self._computer.parameters)
 
+    def let_go(self) -> None:
+        self._computer.let_go()
+
     def frozen(self) -> list[str]:
         return frozen(self.model)
 

@@ -40,7 +40,8 @@ def _hint(error: BaseException) -> str:
         return "more shards make smaller ones; fewer workers on one device, or a smaller model, need less memory"
     if "does not have a deterministic implementation" in str(error):
         return (
-            "exact mode needs kernels that give the same bits every time: use another operation, or allreduce:inexact"
+            "exact strategies need kernels that give the same bits every time: use another operation, or a strategy "
+            "that is not exact (allreduce:inexact, ps:async)"
         )
     return ""
 

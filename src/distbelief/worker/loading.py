@@ -147,7 +147,7 @@ def load(spec: WorkerSpec, keeper: KeeperClient | None) -> Loaded:
 
 
 def _require_memory(prepared: Prepared, device: torch.device) -> None:
-    what = "gradients, parameters and optimizer state"
+    what = "parameters, gradients and what goes with them"
     if device.type == "cuda":
         require_device_memory(device, what, prepared.least_bytes())
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -122,7 +123,8 @@ def _profiler(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> Profiler |
 
 def _say_how_it_ended(spec: WorkerSpec, end: Leave) -> None:
     """For whoever started this worker, or its host's agent, by hand: they may see nothing else of the run."""
-    print(f"worker {spec.worker}: {end.status}{': ' if end.reason else ''}{end.reason}", flush=True)
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        print(f"worker {spec.worker}: {end.status}{': ' if end.reason else ''}{end.reason}", flush=True)
 
 
 def _obey(place: Place, loaded: Loaded) -> Leave:
@@ -216,6 +218,7 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             place.profile.left()
         if place.saver:
             place.saver.let_go()
+        loaded.prepared.let_go()
         exchange.close()
         link.progress.waiting = lambda: False
         link.progress.recall = lambda reported: None

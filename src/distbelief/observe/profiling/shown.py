@@ -47,7 +47,7 @@ def _table(summary: Summary, cpu: bool) -> list[str]:
     on_gpus = any(one.device_s for one in summary.workers)
     rows = [["", *phases, "CPU", *(["GPU"] if on_gpus else [])]]
     for one in summary.workers:
-        of_device = [_percent(one.device_s / one.operators_s if one.operators_s else 0.0)] if on_gpus else []
+        of_device = [_percent(one.device_share)] if on_gpus else []
         rows.append([_title(one), *_shares(one, phases, cpu), _busy(one), *of_device])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
@@ -83,12 +83,13 @@ def _operator(one: Operator) -> str:
 
 
 def _name(whole: str) -> str:
-    """A kernel's name without what its template was made with, which may be a page.
+    """A kernel's may be a page: what its template was made with.
 
-    >>> _name("void at::native::(anonymous namespace)::softmax<8, float>(float*, long)"), _name("aten::mm")
-    ('at::native::(anonymous namespace)::softmax', 'aten::mm')
+    >>> _name("aten::mm"), len(_name("void at::native::vectorized_elementwise_kernel<4, " + 500 * "x"))
+    ('aten::mm', 80)
     """
-    return whole.removeprefix("void ").partition("<")[0][:_LONGEST_NAME]
+    name = whole.removeprefix("void ")
+    return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"
 
 
 def _time(seconds: float) -> str:
@@ -124,7 +125,7 @@ def _worker(one: WorkerTime) -> dict[str, Any]:
         "steps": one.steps,
         "step_s": one.step_s,
         "wall_s": one.wall_s,
-        "device_share": one.device_s / one.operators_s if one.operators_s else 0.0,
+        "device_share": one.device_share,
         "phases": {
             phase: {
                 "share": spent.seconds / one.wall_s,

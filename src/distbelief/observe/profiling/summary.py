@@ -44,7 +44,11 @@ class WorkerTime:
     operators_s: float = 0.0
     """So much of its time has its operators in the trace."""
     device_s: float = 0.0
-    """So much of that its GPU worked for it."""
+    """So much of that its GPU worked for it; at the end it may be behind the host, and work on."""
+
+    @property
+    def device_share(self) -> float:
+        return min(self.device_s / self.operators_s, 1.0) if self.operators_s else 0.0
 
 
 @dataclass(frozen=True)

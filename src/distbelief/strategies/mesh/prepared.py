@@ -142,6 +142,9 @@ class PreparedMesh:
         self._snapshots.begin(state, seated.has_single_holders())
         return MeshReplica(seated, self._schedule, seat, runner, self._snapshots, fetch, rolled_back)
 
+    def let_go(self) -> None:
+        """What it keeps is wanted in the next generation."""
+
     def _block_bytes(self, degrees: Degrees) -> int:
         if sum(p.nbytes for p in self.model.parameters()) < _SMALL_MODEL_BYTES:
             return _SMALL_MODELS_BLOCK_BYTES

@@ -218,8 +218,8 @@ class AsynchronousReplica(ServedMember):
             counts.append(samples)
             weight += result.weight
         sums = [added_rows(of_table) for of_table in zip(*rows, strict=True)]
-        self._prepare(room, sums, weight, lease)
         began = time.perf_counter()
+        self._prepare(room, sums, weight, lease)
         self.exchange.bring(0)  # a device has done its work when this returns
         started = time.perf_counter()
         self.spent.compute_s += started - began

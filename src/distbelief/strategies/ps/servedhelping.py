@@ -101,7 +101,10 @@ class HelpingReplica(ServedReplica):
                 break
             yield unit
             self._done.append(unit)
-        if self._done:
+
+    def compute(self, step: int) -> None:
+        super().compute(step)
+        if self._done:  # on a device a shard is done when its sum has come from there, not when it was asked for
             self._shard_s = self._elapsed_s() / len(self._done)
 
     def _elapsed_s(self) -> float:

@@ -140,7 +140,7 @@ class Profiler:
             }
         )
         if self._operators:
-            self._spans.at_end = self._operators.look
+            self._spans.at_end = lambda: self._with_operators(Operators.look)
         self._instruments.attach()
 
     def _with_operators(self, do: Callable[[Operators], None]) -> None:
