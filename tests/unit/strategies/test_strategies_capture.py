@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -184,3 +187,26 @@ def test_a_backward_pass_outside_a_shard_leaves_no_trace() -> None:
     model(torch.full((1, 3), 5.0)).sum().backward()
     assert all(p.grad is None for p in recorder.parameters)
     assert all(torch.equal(a, b) for a, b in zip(before, recorder.views, strict=True))
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_nothing_is_held_of_who_wanted_the_gradients(is_aborted: bool) -> None:
+    """On a device it is memory, and the next generation wants as much."""
+
+    class Wanting:
+        def tile_ready(self, tile: int) -> None:
+            if is_aborted:
+                raise KeyboardInterrupt
+
+    model = nn.Linear(3, 2)
+    capture = GradientCapture([p for _, p in trainable(model)], lay_out(model))
+    wanting, views = Wanting(), [torch.empty_like(p) for p in model.parameters()]
+    held = [weakref.ref(wanting), *map(weakref.ref, views)]
+    capture.start(views, wanting.tile_ready)
+    with pytest.raises(KeyboardInterrupt) if is_aborted else contextlib.nullcontext():
+        model(torch.ones(4, 3)).sum().backward()
+        capture.finish()
+    capture.let_go()
+    del wanting, views
+    gc.collect()
+    assert [one() for one in held] == [None] * 3
