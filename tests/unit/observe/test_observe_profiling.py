@@ -179,11 +179,11 @@ def test_collecting_a_run(tmp_path: Path) -> None:
     [
         (None, "has no profile"),
         (b"no gzip", "cannot be read as a profile"),
-        (gzip.compress(b"{"), "cannot be read as a profile"),
-        (gzip.compress(b"[1]"), "no trace of ours"),
-        (gzip.compress(b'{"traceEvents": []}'), "no trace of ours"),
-        (gzip.compress(b'{"otherData": {"program": "distbelief"}}'), "cannot be read as a profile"),
-        (gzip.compress(b"{}" * 1000)[:-9], "cannot be read as a profile"),
+        (gzip.compress(b"{", mtime=0), "cannot be read as a profile"),
+        (gzip.compress(b"[1]", mtime=0), "no trace of ours"),
+        (gzip.compress(b'{"traceEvents": []}', mtime=0), "no trace of ours"),
+        (gzip.compress(b'{"otherData": {"program": "distbelief"}}', mtime=0), "cannot be read as a profile"),
+        (gzip.compress(b"{}" * 1000, mtime=0)[:-9], "cannot be read as a profile"),
     ],
 )
 def test_what_is_no_profile_is_one_error(tmp_path: Path, content: bytes | None, why: str) -> None:
