@@ -83,7 +83,7 @@ PEERS: tuple[System, ...] = (
         "with_horovod.py",
         launchers.horovod,
         requirements=("horovod==0.28.1",),
-        check="from horovod.torch import allreduce",
+        check="import horovod.torch; horovod.torch.allreduce",
         note="its last release, built by pip against this torch; where that fails it is left out (with torch 2.13 "
         "what comes of it cannot be imported: it asks for C++14, torch's headers for C++17, and no switch helps)",
     ),

@@ -38,33 +38,40 @@ class Strangers:
     """Connections, by their descriptors, in the order in which they came.
 
     >>> strangers = Strangers(most=2)
-    >>> [strangers.came(connection) for connection in (7, 8)]
-    [None, None]
+    >>> for connection in (7, 8, 9, 10):
+    ...     strangers.came(connection)
     >>> strangers.spoke(7)
-    >>> strangers.came(9), strangers.came(10)
-    (None, 8)
+    >>> strangers.surplus()
+    [8]
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._silent: dict[int, None] = {}
+        self._members: set[int] = set()
 
-    def came(self, connection: int) -> int | None:
-        """Whom to turn away for it."""
-        self._silent.pop(connection, None)  # the end of whoever had that number before was not heard
+    def came(self, connection: int) -> None:
+        self.gone(connection)  # the end of whoever had that number before was not heard
         self._silent[connection] = None
-        if len(self._silent) <= self._most:
-            return None
-        first = next(iter(self._silent))
-        del self._silent[first]
-        return first
+
+    def is_member(self, connection: int) -> bool:
+        return connection in self._members
 
     def spoke(self, connection: int) -> None:
         """It is a member's."""
         self._silent.pop(connection, None)
+        self._members.add(connection)
 
     def gone(self, connection: int) -> None:
         self._silent.pop(connection, None)
+        self._members.discard(connection)
+
+    def surplus(self) -> list[int]:
+        """Whom to turn away: not to be asked for again."""
+        found = list(self._silent)[: max(len(self._silent) - self._most, 0)]
+        for connection in found:
+            del self._silent[connection]
+        return found
 
 
 class Doorkeeper:
@@ -82,23 +89,26 @@ class Doorkeeper:
         """A message that this frame is of bore a good seal."""
         connection = frame.get(zmq.SRCFD)
         assert isinstance(connection, int)
-        self._strangers.spoke(connection)
+        if not self._strangers.is_member(connection):
+            self._hear()  # its coming comes before its words, but may not have been heard: it would count as silent
+            self._strangers.spoke(connection)
 
     def attend(self) -> None:
         """Hear who came and went. Call it after the messages that wait were heard: then nobody who spoke is silent."""
-        unwanted: list[int] = []
+        self._hear()
+        for connection in self._strangers.surplus():
+            self._turn_away(connection)
+
+    def _hear(self) -> None:
         for _ in range(1000):  # a flood does not stop the rest
             try:
                 event, connection = hear_event(self.events)
             except zmq.Again:
-                break
+                return
             if event == zmq.EVENT_DISCONNECTED:
                 self._strangers.gone(connection)
-                unwanted = [one for one in unwanted if one != connection]
-            elif (away := self._strangers.came(connection)) is not None:
-                unwanted.append(away)
-        for connection in unwanted:
-            self._turn_away(connection)
+            else:
+                self._strangers.came(connection)
 
     def _turn_away(self, connection: int) -> None:
         """ZeroMQ closes it when it sees that nothing comes any more. Its descriptor may have become another's in this
