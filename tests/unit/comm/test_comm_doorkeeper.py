@@ -151,15 +151,40 @@ def test_a_descriptor_that_has_become_something_else_is_left_alone(house: House)
     assert house.refusals.counts.total() == 0
 
 
+def test_who_spoke_before_its_coming_was_heard_is_no_stranger(house: House, authority: Authority) -> None:
+    with member(house, authority) as friend:
+        friend.send(b"member")
+        assert house.socket.poll(30_000)
+        assert house.doorkeeper.events.poll(0), "nobody has heard who came"
+        house.doorkeeper.know(house.socket.recv(copy=False))
+        house.socket.recv_multipart()
+        house.doorkeeper.attend()
+        with contextlib.ExitStack() as stack:
+            for _ in range(MOST):
+                stack.enter_context(sockets.create_connection(("127.0.0.1", house.port)))
+            friend.send(b"again")
+            house.serve(lambda: b"again" in house.said)
+            house.serve(lambda: len(house.doorkeeper._strangers._silent) == MOST)
+        assert house.refusals.counts.total() == 0
+
+
 def test_a_number_that_is_used_again_is_another_connection() -> None:
     strangers = Strangers(2)
-    assert [strangers.came(one) for one in (4, 5, 4)] == [None] * 3  # the first 4 is gone, unheard
-    assert strangers.came(6) == 5
+
+    def came(*connections: int) -> list[int]:
+        for one in connections:
+            strangers.came(one)
+        return strangers.surplus()
+
+    assert came(4, 5, 4) == []  # the first 4 is gone, unheard
+    assert came(6) == [5]
     strangers.gone(4)
-    assert strangers.came(7) is None
+    assert came(7) == []
     strangers.spoke(6)
     strangers.spoke(99)
-    assert [strangers.came(one) for one in (8, 9)] == [None, 7]
+    assert came(8, 9) == [7]
+    assert came(6) == [8], "the member that had the number is gone, unheard"
+    assert not strangers.is_member(6)
 
 
 def test_how_many_depends_on_what_the_process_may_open(monkeypatch: pytest.MonkeyPatch) -> None:
