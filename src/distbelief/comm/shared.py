@@ -137,7 +137,9 @@ class SharedExchange:
 
     def publish(self, tile: int) -> None:
         self._words.set(TILES + tile, self._stamp)
-        if tile % self.size == self.rank and not isinstance(self._plan.program, int):
+        if tile % self.size != self.rank:
+            self._words.ring()  # its owner may be done with its own work, and wait for this
+        elif not isinstance(self._plan.program, int):
             self._ready.append(tile)
         while self._ready and self._everybody_published(self._ready[0]):
             self._reduce(self._ready.popleft())
@@ -185,6 +187,9 @@ class SharedExchange:
         self._words.announce(ARRIVED, self._stamp)
         while not self._words.reached(ARRIVED, self._stamp) and meanwhile():
             self._abort.check()
+        while self._ready:  # who comes first adds up while it waits: what others finish last is not left for the end
+            self._words.await_all(TILES + self._ready[0], self._stamp)
+            self._reduce(self._ready.popleft())
         self._words.await_all(ARRIVED, self._stamp)
         rows, untouched = ledger.rows, np.asarray(ledger.untouched.all(axis=0))
         if any(source.back for source in self._plan.sources):
