@@ -42,10 +42,9 @@ lint: setup-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-# In the order of their names, so that whole runs come first and the short files even out at the end. Three at a time: runs
-# often wait for something, and two would leave a fifth of two cores unused.
+# In the order of their names, so that whole runs come first and the short files even out at the end.
 test: lint
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Ray is large and its tests take about 66 CPU-seconds: not part of `make test`, where they are skipped unless it is installed.
 test-ray: setup-dev

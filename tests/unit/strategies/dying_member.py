@@ -259,6 +259,7 @@ def _arm(member: DataParallelReplica, group: Exchange, doom: Death, die: Callabl
             at(group, "begin", before=False)
         case "in a shard":
             at(member._computer, "begin", before=True, when=lambda calls, *_: calls == 1)
+            at(member, "_take", before=True)  # where it is late, somebody else may have computed that shard for it
         case "after some tiles":
             at(group, "publish", before=False, when=lambda calls, *_: calls == 1)
         case "before it arrives":
