@@ -91,7 +91,8 @@ def train(
     metrics: dict[str, float] = {}
     if leads:
         progress.recall = lambda reported: report_again(replica, progress, reported)
-        progress.recall(task.reported)
+        # That members went back may not have been heard yet when it was said what is reported: then all of it again.
+        progress.recall(task.reported if task.reported <= first else 0)
         metrics = _last_evaluation(replica)[1]
     if evaluator and first and _is_due(job, first, task) and _is_missing(replica, first):
         metrics = _evaluate(evaluator, replica, progress, first)
