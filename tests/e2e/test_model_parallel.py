@@ -122,7 +122,7 @@ def test_chaos_knows_that_members_may_go_back(distbelief: Cli) -> None:
     """With one snapshot at the start only, so that there is something to execute again."""
     strategy = ["--strategy", "pipeline:2:snapshots=1000", "--workers", 2]
     found = distbelief(
-        "chaos", *DIVISIBLE, "--set", "steps=16", *strategy, "--faults", "kill worker 1 at step 4", "--json"
+        "chaos", *DIVISIBLE, "--set", "steps=60", *strategy, "--faults", "kill worker 1 at step 4", "--json"
     ).json
     assert found["weights_equal"], found
     assert (found["steps_lost"], found["exactly_once"]) == (0, True), found
