@@ -22,6 +22,7 @@ from distbelief.strategies.compute import ShardComputer, ShardResult, move
 from distbelief.strategies.copying import CopyPiece
 from distbelief.strategies.partials import ShardWork
 from distbelief.strategies.replica import DataParallelReplica
+from distbelief.strategies.stretchwise import when_whole
 from distbelief.strategies.tileoptimizer import Recipe
 from distbelief.strategies.updating import set_buffers
 
@@ -60,20 +61,15 @@ class DeviceReplica(DataParallelReplica):
 
     def _when_ready(self, unit: ShardWork, last: bool) -> Callable[[int], None]:
         """The same, for whole stretches: a launch costs as much for a tile as for a hundred."""
-        missing = [len(stretch.tiles) for stretch in self.exchange.stretches]
 
-        def tile_ready(tile: int) -> None:
-            number = self.exchange.stretch_of[tile]
-            missing[number] -= 1
-            if missing[number]:
-                return
+        def stretch_ready(number: int) -> None:
             for into, other in unit.additions:
                 self.exchange.in_slot(into)[number].add_(self.exchange.in_slot(other)[number])
             if last:
-                for one in self.exchange.stretches[number].tiles:
-                    self.exchange.publish(one)
+                for tile in self.exchange.stretches[number].tiles:
+                    self.exchange.publish(tile)
 
-        return tile_ready
+        return when_whole(self.exchange.stretches, stretch_ready)
 
     def commit(self, step: int) -> StepResult:
         for one in self._under_way:  # all have been asked for: now wait for what they gave

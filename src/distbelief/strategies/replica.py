@@ -277,7 +277,7 @@ class DataParallelReplica:
         clip = self._clip_factor(scale) if self._job.clip_norm is not None else 1.0
         gradients: dict[int, torch.Tensor] = {}
         for tile in self._tiles:
-            gradient = self._scaled(tile, scale) if self._job.clip_norm is None else self._reduced(tile)
+            gradient = self._reduced(tile, scale if self._job.clip_norm is None else None)
             if clip < 1.0:
                 gradient.mul_(clip)
             self._state.open(tile, step)
@@ -292,15 +292,10 @@ class DataParallelReplica:
             set_buffers(self._state.values[tile], average, self._computer.layout.pieces[tile], untouched)
             self._state.close(tile, step)
 
-    def _reduced(self, tile: int) -> torch.Tensor:
+    def _reduced(self, tile: int, factor: float | None = None) -> torch.Tensor:
+        """The step's sum; `factor`: times that, from then on."""
         started = time.perf_counter()
-        gradient = self.exchange.reduced(tile)
-        self.comm_s += time.perf_counter() - started
-        return gradient
-
-    def _scaled(self, tile: int, factor: float) -> torch.Tensor:
-        started = time.perf_counter()
-        gradient = self.exchange.scaled(tile, factor)
+        gradient = self.exchange.reduced(tile) if factor is None else self.exchange.scaled(tile, factor)
         self.comm_s += time.perf_counter() - started
         return gradient
 
@@ -310,7 +305,7 @@ class DataParallelReplica:
         assert self._job.clip_norm is not None
         squares = {}
         for tile in self._tiles:
-            gradient = self._scaled(tile, scale)
+            gradient = self._reduced(tile, scale)
             squares[tile] = float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
         started = time.perf_counter()
         everybody = self.exchange.share_squares(squares)

@@ -6,7 +6,7 @@ import doctest
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -18,18 +18,11 @@ from distbelief.strategies.search import lbfgs as module
 from distbelief.strategies.search.lbfgs import Settings, State, begin, direction, explain, iterate
 from distbelief.strategies.search.vectors import BLOCK, JoinedVectors, SlicedVectors
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
 PATIENT = Settings(tolerance_grad=1e-10, tolerance_change=0.0)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Vectors are small here: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Died(Exception):

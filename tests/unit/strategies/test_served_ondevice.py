@@ -3,7 +3,6 @@ the same bits as those that compute where the servers read. On real devices: tes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,9 @@ from distbelief.comm.devicememory import DeviceMemory
 from distbelief.comm.segment import KeeperClient
 from distbelief.job import Job
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 5
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in runs
-    yield
-    torch.set_num_threads(before)
 
 
 def model() -> nn.Module:

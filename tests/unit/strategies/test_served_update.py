@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -26,15 +25,9 @@ from distbelief.strategies.parameterserver import ParameterServer
 from distbelief.strategies.ps.preparedserved import PreparedServed
 from distbelief.worker.feed import Feed
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 4
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in runs
-    yield
-    torch.set_num_threads(before)
 
 
 def model() -> nn.Module:

@@ -3,7 +3,6 @@ not fit is refused by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,17 +18,10 @@ from distbelief.strategies.base import Saved
 from distbelief.strategies.named import tied, transient
 from distbelief.worker.origin import weights_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MEMBERS = [1, 2, 3, 4]
 HALF_WAY = 3
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As a worker has it; several threads that wait for each other on a busy machine take many times as long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def trained(optimizer: str, steps: int = HALF_WAY) -> Trainer:
