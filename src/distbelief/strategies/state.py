@@ -33,7 +33,7 @@ _NOTE_BYTES = 1 << 16
 _NOTE_HEAD = struct.Struct("qq")  # steps applied when it was written, and its length
 _STEP = np.dtype(
     [
-        ("step", np.int64),
+        ("after", np.int64),  # steps applied with it: memory that was never written says 0, which no step does
         ("loss", np.float64),
         ("samples", np.int64),
         ("fingerprint", "S16"),
@@ -163,10 +163,10 @@ class ReplicaState:
     def remember(self, applied: Applied) -> None:
         """Keep what a step gave. Before the step is wholly applied, so that no applied step is without it."""
         place = self._history[applied.step % _REMEMBERED]
-        place["step"] = -1
+        place["after"] = 0
         place["loss"], place["samples"], place["at"] = applied.loss, applied.samples, applied.at
         place["fingerprint"], place["generation"] = applied.fingerprint, applied.generation
-        place["step"] = applied.step
+        place["after"] = applied.step + 1
 
     def remembered(self, first: int, until: int | None = None) -> list[Applied]:
         """What the applied steps from `first` on gave, as far back as it is kept. `until`: how many those are, where
@@ -175,8 +175,8 @@ class ReplicaState:
         steps = np.arange(max(first, applied - _REMEMBERED, 0), applied)
         places = self._history[steps % _REMEMBERED]
         return [
-            Applied(step, loss, samples, fingerprint.decode(), generation, at)
-            for step, loss, samples, fingerprint, generation, at in places[places["step"] == steps].tolist()
+            Applied(after - 1, loss, samples, fingerprint.decode(), generation, at)
+            for after, loss, samples, fingerprint, generation, at in places[places["after"] == steps + 1].tolist()
         ]
 
     def write_note(self, applied: int, content: bytes) -> None:

@@ -228,6 +228,16 @@ def test_what_applied_steps_gave_is_kept_and_what_an_undone_one_gave_is_not_told
     assert state.remembered(3) == [gave(3)]
 
 
+def test_steps_that_were_applied_elsewhere_gave_nothing_that_is_known_here(setting: Setting) -> None:
+    """A state that begins at a checkpoint: not even the first step, whose place is that of memory never written."""
+    state = setting.join()
+    state.begin_at(5)
+    assert state.remembered(0) == []
+    state.remember(gave(5))
+    apply(state, 5)
+    assert state.remembered(0) == [gave(5)]
+
+
 def test_only_the_last_steps_are_kept(setting: Setting) -> None:
     state = setting.join()
     steps = 1024 + 100
