@@ -47,7 +47,7 @@ class Comparison:
             failed = self._results.content["failed"].get(name, {})
             if self._results.has(key) or system_name not in self._pythons or system_name in failed:
                 continue
-            self._tell(f"{name}, repetition {repetition + 1} of {cell.repetitions}: {system.title}")
+            self._tell(f"{name}, repetition {repetition + 1} of {cell.repetitions_of(system_name)}: {system.title}")
             try:
                 found = self._least_disturbed(cell, system, patience)
                 problem = self._problem(cell, system, found)

@@ -26,6 +26,8 @@ STEPS = {
 }  # fmt: skip
 """Workload -> (steps of warm-up, timed steps)"""
 QUICK_STEPS = {**STEPS, "mlp": (5, 40), "cnn": (3, 15), "gpt": (1, 4), "wide_deep": (3, 15), "fashion": (2, 500)}
+DECIDING = (OURS, IDEAL, DDP)
+"""What goals are about: their ratios are near to the goals, and a few repetitions do not tell."""
 CHECKED_STEPS = 12
 """The losses of the first so many steps are compared with those of one process."""
 MOST_CHECKED_STEPS = 60
@@ -43,6 +45,8 @@ class Cell:
     warm_up: int
     timed: int
     repetitions: int
+    deciding_repetitions: int = 0
+    """Of the deciding systems, where those are more."""
 
     @property
     def steps(self) -> int:
@@ -50,9 +54,13 @@ class Cell:
 
     def turns(self) -> Iterator[tuple[int, str]]:
         """(repetition, system), another system first in each repetition."""
-        for repetition in range(self.repetitions):
+        for repetition in range(max(self.repetitions, self.deciding_repetitions)):
             for system in rotated(self.systems, repetition):
-                yield repetition, system
+                if repetition < self.repetitions_of(system):
+                    yield repetition, system
+
+    def repetitions_of(self, system: str) -> int:
+        return max(self.repetitions, self.deciding_repetitions if system in DECIDING else 0)
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ class Size:
     accuracy: tuple[str, ...]
     steps: dict[str, tuple[int, int]]
     repetitions: int
+    deciding_repetitions: int
     scaling_repetitions: int
     accuracy_repetitions: int
 
@@ -89,6 +98,7 @@ FULL = Size(
     accuracy=(OURS, "ps-sync", "ps-async", SINGLE, DDP, "fsdp", *_PEERS),
     steps=STEPS,
     repetitions=3,
+    deciding_repetitions=9,
     scaling_repetitions=2,
     accuracy_repetitions=2,
 )
@@ -103,6 +113,7 @@ QUICK = Size(
     accuracy=(OURS, DDP),
     steps=QUICK_STEPS,
     repetitions=2,
+    deciding_repetitions=2,
     scaling_repetitions=1,
     accuracy_repetitions=1,
 )
@@ -117,14 +128,17 @@ def cells(
         named = systems or planned
         return tuple(name for name in named if name in SYSTEMS and SYSTEMS[name].takes(workload))
 
-    def cell(part: str, workload: str, workers: int, planned: Sequence[str], usual: int) -> Cell:
+    def cell(part: str, workload: str, workers: int, planned: Sequence[str], usual: int, deciding: int = 0) -> Cell:
         warm_up, timed = size.steps[workload]
-        return Cell(part, workload, workers, chosen(workload, planned), warm_up, timed, repetitions or usual)
+        systems_here = chosen(workload, planned)
+        often = (repetitions, repetitions) if repetitions else (usual, deciding)
+        return Cell(part, workload, workers, systems_here, warm_up, timed, *often)
 
     found = []
     if "speed" in parts:
         names = workloads or size.speed
-        found += [cell("speed", name, 2, size.speed.get(name, _MAIN), size.repetitions) for name in names]
+        often = (size.repetitions, size.deciding_repetitions)
+        found += [cell("speed", name, 2, size.speed.get(name, _MAIN), *often) for name in names]
     if "scaling" in parts:
         for name in [one for one in workloads or size.scaling if one in size.scaling]:
             for count in size.counts:

@@ -132,3 +132,13 @@ def test_every_system_is_first_once_and_takes_what_it_can() -> None:
     for size in (plan.FULL, plan.QUICK):
         for one in plan.cells(size, plan.PARTS, [], [], None):
             assert 0 < one.warm_up < one.steps
+
+
+def test_what_goals_are_about_is_measured_more_often() -> None:
+    (cell,) = plan.cells(plan.FULL, ["speed"], ["mlp"], ["ddp", "fsdp", "allreduce"], None)
+    turns = list(cell.turns())
+    counts = {system: sum(1 for _, name in turns if name == system) for system in cell.systems}
+    assert counts == {"ddp": 9, "fsdp": 3, "allreduce": 9}
+    assert len(set(turns)) == len(turns) == 21
+    said = page.text(content(*TWO, measured("fsdp", 0, 90.0)), Path("full.json"), {})
+    assert "repetitions: 1, of our allreduce, the ideal and DDP 2." in said
