@@ -29,7 +29,7 @@ ROW = 4  # float64 numbers that travel per shard and step, at least
 
 @dataclass(frozen=True)
 class Tile:
-    """A fixed stretch of the flat layout: the unit of reduction, of the optimizer and of the undo log.
+    """A fixed stretch of the flat layout: the unit of reduction and of the optimizer.
 
     Tiles depend on the model alone. So whichever member works on one, it runs the same operation on the same numbers.
     """

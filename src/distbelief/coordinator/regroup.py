@@ -22,8 +22,9 @@ from distbelief.shards import Range
 from distbelief.strategies.degrees import Degrees
 from distbelief.strategies.degrees import problem as degrees_problem
 
-PAST = 4
-"""So many earlier generations are remembered: a step that is interrupted more often is computed anew in part."""
+PAST_MEMBERS = 256
+"""Of earlier generations so many members are remembered, of 4 generations at least and of 16 at most: a step that is
+interrupted more often is computed anew in part."""
 
 
 def regroup(state: State, cause: str, reason: str, now: float, ranges: Sequence[Range] | None = None) -> Result:
@@ -75,7 +76,8 @@ def _start(
         return fail_without_culprit(state, "job", plan.problem, 'use transport "auto" or "gloo"', now)
     past = list(state.start.past) if state.start else []
     if state.start:
-        past = [m.PastGeneration(state.generation, state.members, state.start.degrees), *past][:PAST]
+        past = [m.PastGeneration(state.generation, state.members, state.start.degrees), *past]
+        past = past[: min(max(PAST_MEMBERS // len(state.members), 4), 16)]
     generation = state.generation + 1
     reported = state.progress.reported.complete
     sealed = state.saves.sealed

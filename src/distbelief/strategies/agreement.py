@@ -35,6 +35,8 @@ def _agree_on_one(
         state.repair()
     elif exchange.rank == 0 and not _load(state, computer, recipe, begin_from):
         _write_initial(state, computer)
+    if exchange.rank == 0:
+        state.expect(exchange.size)
     exchange.gather(b"")  # nobody reads before the writer is done
 
 

@@ -108,13 +108,12 @@ class PreparedAllReduce(PreparedModel):
         self._compression = compressing(self._layout, compression, job.seed, always) if compression else None
 
     def least_bytes(self) -> int:
-        """One slot for gradients, and values and optimizer state twice: the state itself and its undo copy; and where
-        gradients are compressed, what is left of them, twice."""
+        """One slot for gradients, values and optimizer state; and where gradients are compressed, what is left of them,
+        twice."""
         layout = self._layout
         optimizer = sum(state_bytes(self._recipe, layout, tile) for tile in range(layout.parameter_tiles))
         residuals = 2 * layout.size_bytes if self._compression else 0
-        copies = 2 if self._device.type == "cpu" else 1  # a device has no undo copy
-        return layout.size_bytes + copies * (layout.size_bytes + optimizer) + residuals
+        return 2 * layout.size_bytes + optimizer + residuals
 
     def groups(self, mine: Range) -> list[list[Range]]:
         return [[(shard, shard + 1) for shard in range(*mine)] if self._exact else [mine]]

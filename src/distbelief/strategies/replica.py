@@ -16,6 +16,7 @@ import torch
 from distbelief.comm.backups import Backup
 from distbelief.comm.exchange import ROW, Exchange, Gift, StepPlan
 from distbelief.comm.segment import Segment
+from distbelief.errors import DistBeliefError
 from distbelief.shards import Range, shard_seed
 from distbelief.strategies.agreement import agree_on_state
 from distbelief.strategies.base import (
@@ -39,7 +40,7 @@ from distbelief.strategies.kinds import KindsOfDevices
 from distbelief.strategies.named import TilePortion, outside_of_tiles, whole_entries
 from distbelief.strategies.partials import ShardWork, slots_needed
 from distbelief.strategies.state import ReplicaState
-from distbelief.strategies.takeover import StepWork, plan_step, plan_takeover
+from distbelief.strategies.takeover import StepWork, plan_finish, plan_step, plan_takeover
 from distbelief.strategies.tileoptimizer import Recipe, TileMemory
 from distbelief.strategies.updating import TileUpdates, set_buffers
 from distbelief.strategies.verdict import COUNTS, WEIGHT, judge_rows
@@ -72,8 +73,10 @@ class DataParallelReplica:
         self._whole = CommittedModel(computer, self._committed)
         self._tiles = [t for t in exchange.tiles if t < computer.layout.parameter_tiles]
         self._buffer_tiles = [t for t in exchange.tiles if t >= computer.layout.parameter_tiles]
+        # One by one where old bytes are copied aside, while they are in the cache; else one call for all is quicker.
+        self._tiles_at_once = [[t] for t in self._tiles] if exchange.shares_state else [self._tiles]
         memory = [TileMemory(t, self._state.values[t], self._state.optimizer[t]) for t in self._tiles]
-        self._updates = TileUpdates(computer.job.seed, recipe, computer.layout, memory)
+        self._updates = TileUpdates(computer.job.seed, recipe, computer.layout, memory, apart=exchange.shares_state)
         self._copies: list[Copy] = []
         self._ahead: tuple[int, Any] = (-1, None)
         self._work = lru_cache(maxsize=4)(self._plan)
@@ -118,16 +121,27 @@ class DataParallelReplica:
             return plan_step(self._schedule.shards, occupied, ranges, rank)
         busy = sum(1 for first, _ in ranges if first < occupied)
         fused = plan_step(len(ranges), busy, [(member, member + 1) for member in range(len(ranges))], rank)
-        return replace(fused, mine=[ranges[rank]])
+        parts = {ranges[rank]: 0} if fused.partials.results else {}
+        return replace(fused, mine=[ranges[rank]], partials=replace(fused.partials, results=parts))
 
     def _plan_takeover(self, step: int) -> tuple[int, StepWork] | None:
-        if not self._exact or step >= self._seat.steps:
+        """How the members finish what others began. Fused batches would be others now: they are computed again, unless
+        the step is certain."""
+        is_certain = self.exchange.shares_state and self._state.is_applied_in_part
+        if step >= self._seat.steps or not (self._exact or is_certain):
             return None
         held = self.exchange.held(self._stamp(step))
-        if held is None:
-            return None
+        if held and not self._exact:
+            return step, plan_finish(held)
         shards, occupied = self._schedule.shards, self._schedule.occupied(step)
-        return step, plan_takeover(shards, occupied, held, self.exchange.size, self._seat.rank)
+        plan = plan_takeover(shards, occupied, held or [], self.exchange.size, self._seat.rank)
+        if is_certain and plan.recomputed:
+            raise DistBeliefError(
+                f"the weights in shared memory are in the middle of step {step}, and what it adds up is gone: members "
+                "changed too often before it was finished",
+                hint="go back to the last checkpoint: distbelief resume",
+            )
+        return None if held is None else (step, plan)
 
     def _work_of(self, step: int) -> StepWork:
         if self._takeover and self._takeover[0] == step:
@@ -275,22 +289,25 @@ class DataParallelReplica:
         while self._copies:
             self._copies.pop().finish_before_a_write()
         clip = self._clip_factor(scale) if self._job.clip_norm is not None else 1.0
-        gradients: dict[int, torch.Tensor] = {}
-        for tile in self._tiles:
-            gradient = self._reduced(tile, scale if self._job.clip_norm is None else None)
-            if clip < 1.0:
-                gradient.mul_(clip)
-            self._state.open(tile, step)
-            gradients[tile] = gradient
         rate = self._job.schedule(step) if self._job.schedule else 1.0
-        self._updates.apply(step, gradients, rate, untouched)
-        for tile in self._tiles:
-            self._state.close(tile, step)
+        for some in self._tiles_at_once:
+            gradients = {tile: self._gradient(tile, scale, clip) for tile in some if not self._state.has(tile, step)}
+            for tile in gradients:
+                self._state.open(tile, step)
+            self._updates.apply(step, gradients, rate, untouched)
+            for tile in gradients:
+                self._state.close(tile, step)
         for tile in self._buffer_tiles:
+            if self._state.has(tile, step):  # whoever began this commit has come so far
+                continue
             average = self._reduced(tile).div_(units)
             self._state.open(tile, step)
             set_buffers(self._state.values[tile], average, self._computer.layout.pieces[tile], untouched)
             self._state.close(tile, step)
+
+    def _gradient(self, tile: int, scale: float, clip: float) -> torch.Tensor:
+        gradient = self._reduced(tile, scale if self._job.clip_norm is None else None)  # for clipping they were scaled
+        return gradient.mul_(clip) if clip < 1.0 else gradient
 
     def _reduced(self, tile: int, factor: float | None = None) -> torch.Tensor:
         """The step's sum; `factor`: times that, from then on."""

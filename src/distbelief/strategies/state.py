@@ -1,21 +1,24 @@
-"""The state of a replica in one block of memory, and the undo log that makes a commit atomic.
+"""The state of a replica in one block of memory, and what makes a commit in shared memory atomic.
 
-    | stamps | history | note | integers, twice | values: parameters, float buffers | optimizer state | undo copy |
+    | stamps | history | note | integers, twice | values: parameters, float buffers | optimizer state |
 
-On an accelerator the values and the optimizer state are in its own memory; there is no undo copy, since nobody else has
-this state, and who dies takes it along.
+Before a tile is updated its old bytes are copied aside and its stamp says so; after the update the stamp says that too.
+A member copies one tile aside at a time, always to the same place, which stays in the processor's cache. So whoever
+dies in the middle of a commit leaves tiles that have the step behind them, tiles that do not, and at most one that is
+torn, whose old bytes are in its place: `repair` puts them back. The step itself can only be finished: it was certain
+before the first tile was opened, and the partial sums that it adds up are never written to (docs/decisions/0017).
 
-Before a tile is updated its old bytes are copied to the undo part and its stamp says so; after the update the stamp
-says that too. So whoever dies in the middle of a commit, the old values are there: `repair` puts them back, as if the
-step had not begun to be applied. (docs/decisions/0001) The integer buffers of before and after a step lie in two
-places, used in turn. What the last steps gave (history) and the last evaluation (note) are kept too, so that a member
-that dies before it has reported them takes nothing along.
+Where members have a state each, nobody else has it: who dies takes it along, and nothing is copied aside.
+
+The integer buffers of before and after a step lie in two places, used in turn. What the last steps gave (history) and
+the last evaluation (note) are kept too, so that a member that dies before it has reported them takes nothing along.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -43,25 +46,56 @@ _STEP = np.dtype(
 )
 
 
+class Aside:
+    """A member's place for the old bytes of the tile that it updates. It is found by whoever comes after it."""
+
+    HEAD_BYTES = 64
+
+    def __init__(self, segment: Segment) -> None:
+        self._held = np.frombuffer(segment.buffer, np.int64, 2)
+        self._at = segment.tensor(torch.uint8, self.HEAD_BYTES, segment.size_bytes - self.HEAD_BYTES)
+
+    @property
+    def holds(self) -> tuple[int, int]:
+        """A tile, and which step it was about to take; -1: none. Of two members' places with the same in them either
+        may be used: what a tile was before a step does not depend on who says so."""
+        return int(self._held[0]) - 1, int(self._held[1])
+
+    def copy(self, tile: int, step: int, current: Sequence[torch.Tensor]) -> None:
+        self._held[0] = 0
+        at = self._at.data_ptr()
+        for part in current:
+            # a third faster than Tensor.copy_ here: it does not read what it is about to overwrite
+            ctypes.memmove(at, part.data_ptr(), part.numel())
+            at += part.numel()
+        self._held[1] = step
+        self._held[0] = tile + 1
+
+    def put_back(self, current: Sequence[torch.Tensor]) -> None:
+        at = 0
+        for part in current:
+            part.copy_(self._at[at : at + part.numel()])
+            at += part.numel()
+
+
 class ReplicaState:
-    """Views of that block. A stamp is 2t: before step t; 2t+1: its undo copy is whole, the tile may be torn."""
+    """Views of that block. A stamp is 2t: before step t; 2t+1: its old bytes are aside, the tile may be torn."""
 
     def __init__(self, layout: Layout, recipe: Recipe, exchange: Exchange, integer_bytes: int) -> None:
         self.layout = layout
         sizes = [state_bytes(recipe, layout, t) if t < layout.parameter_tiles else 0 for t in range(len(layout.tiles))]
-        history_at = _pages(8 * (1 + len(layout.tiles)))
+        history_at = _pages(8 * (2 + len(layout.tiles)))
         self._note_at = history_at + _pages(_REMEMBERED * _STEP.itemsize)
         self._integers_at = self._note_at + _NOTE_BYTES
         self._integer_bytes = integer_bytes
         records_bytes = self._integers_at + _pages(2 * integer_bytes)
         numbers_bytes = _pages(layout.size_bytes) + _pages(sum(sizes))
-        undo_bytes = numbers_bytes if exchange.shares_state else 0
         if isinstance(exchange, OnDevice):
             self.segment: Segment = exchange.state(records_bytes)
             self.memory: Memory = exchange.numbers(numbers_bytes)
             self.values_at = 0
         else:
-            self.segment = self.memory = exchange.state(records_bytes + numbers_bytes + undo_bytes)
+            self.segment = self.memory = exchange.state(records_bytes + numbers_bytes)
             self.values_at = records_bytes
         self._records_bytes = records_bytes
         self._numbers_bytes = numbers_bytes
@@ -71,16 +105,16 @@ class ReplicaState:
         self.values = [self.memory.tensor(t.dtype, self.values_at + t.offset_bytes, t.numel) for t in layout.tiles]
         self.optimizer = []
         self._current: list[list[torch.Tensor]] = []
-        self._undo: list[list[torch.Tensor]] = []
-        shift = numbers_bytes
         for tile, size_bytes in zip(layout.tiles, sizes, strict=True):
             self.optimizer.append(self.memory.tensor(torch.uint8, optimizer_at, size_bytes))
             stretches = [(self.values_at + tile.offset_bytes, tile.size_bytes), (optimizer_at, size_bytes)]
             stretches = [(at, size) for at, size in stretches if size]
             self._current.append([self.memory.tensor(torch.uint8, at, size) for at, size in stretches])
-            if undo_bytes:
-                self._undo.append([self.memory.tensor(torch.uint8, at + shift, size) for at, size in stretches])
             optimizer_at += size_bytes
+        self._places = np.frombuffer(self.segment.buffer, np.int64, 1, 8 * (1 + len(layout.tiles)))
+        self._exchange = exchange
+        self._place_bytes = max((t.size_bytes + size for t, size in zip(layout.tiles, sizes, strict=True)), default=0)
+        self._aside = self._place(exchange.rank) if exchange.shares_state else None
 
     @property
     def initialised(self) -> bool:
@@ -90,6 +124,13 @@ class ReplicaState:
         """The values are those after so many steps. Only for whoever writes the first state."""
         self._stamps[1:] = 2 * step
         self._stamps[0] = True
+
+    def expect(self, members: int) -> None:
+        """So many members may copy aside from now on. Nobody may be writing."""
+        self._places[0] = max(self._places[0], members)
+
+    def _place(self, rank: int) -> Aside:
+        return Aside(self._exchange.state(Aside.HEAD_BYTES + self._place_bytes, f"aside/{rank}"))
 
     def forget(self) -> None:
         """Nothing that is here counts any more: the optimizer has not begun."""
@@ -120,35 +161,39 @@ class ReplicaState:
 
     def open(self, tile: int, step: int) -> None:
         """From here to `close` the tile may be torn; its old bytes are safe first."""
-        if self._undo:
-            for copy, current in zip(self._undo[tile], self._current[tile], strict=True):
-                # a third faster than Tensor.copy_ here: it does not read what it is about to overwrite
-                ctypes.memmove(copy.data_ptr(), current.data_ptr(), current.numel())
+        if self._aside:
+            self._aside.copy(tile, step, self._current[tile])
         self._stamps[1 + tile] = 2 * step + 1
 
     def close(self, tile: int, step: int) -> None:
         self._stamps[1 + tile] = 2 * step + 2
 
     def open_all(self, step: int) -> None:
-        """The same for all tiles, where there is no undo copy."""
+        """The same for all tiles, where nothing is copied aside."""
         self._stamps[1:] = 2 * step + 1
 
     def close_all(self, step: int) -> None:
         self._stamps[1:] = 2 * step + 2
 
-    def repair(self) -> list[int]:
-        """Undo a step that was applied in part: put back the old bytes of every tile that is torn or ahead.
+    def has(self, tile: int, step: int) -> bool:
+        """Whether the tile has that step behind it."""
+        return int(self._stamps[1 + tile]) >= 2 * step + 2
 
-        The undo copy of a tile that has the step behind it is still that of before the step: the next step opens no
-        tile before all have closed this one. Returns the tiles. Nobody else may be writing.
-        """
-        applied = 2 * self.steps_applied
-        ahead = [t for t in range(len(self.layout.tiles)) if int(self._stamps[1 + t]) > applied]
-        for tile in ahead:
-            for copy, current in zip(self._undo[tile], self._current[tile], strict=True):
-                current.copy_(copy)
-            self._stamps[1 + tile] = applied
-        return ahead
+    @property
+    def is_applied_in_part(self) -> bool:
+        """Whether some tiles have a step behind them that others have not."""
+        return int(self._stamps[1:].max()) > 2 * self.steps_applied
+
+    def repair(self) -> list[int]:
+        """Give tiles that may be torn their old bytes back. Returns them. Nobody else may be writing."""
+        torn = []
+        for rank in range(int(self._places[0])):
+            tile, step = (aside := self._place(rank)).holds
+            if tile >= 0 and int(self._stamps[1 + tile]) == 2 * step + 1:
+                aside.put_back(self._current[tile])
+                self._stamps[1 + tile] = 2 * step
+                torn.append(tile)
+        return torn
 
     # --- what goes with the values -----------------------------------------------------------------------------------
 

@@ -54,6 +54,20 @@ def plan_takeover(shards: int, occupied: int, held: Sequence[Held], members: int
     return _work(shards, occupied, everybody, held, rank, _runs(parts[rank]), recomputed=len(missing))
 
 
+def plan_finish(held: Sequence[Held]) -> StepWork:
+    """A step of fused parts that is applied in part: it is finished with what made it certain, which the last ones that
+    computed have left. (Those after them found it so, and computed nothing.)
+
+    >>> plan = plan_finish([Held((0, 3), Source(0, 0, back=2)), Held((3, 8), Source(1, 0, back=2))])
+    >>> plan.sources, plan.order
+    ([Source(rank=0, slot=0, back=2), Source(rank=1, slot=0, back=2)], (0, 1))
+    """
+    latest = min(one.source.back for one in held)
+    sources = [one.source for one in sorted(held, key=lambda one: one.node) if one.source.back == latest]
+    order = program(len(sources), len(sources), {(part, part + 1): part for part in range(len(sources))})
+    return StepWork(Partials((), {}), [], sources, order)
+
+
 def _work(
     shards: int,
     occupied: int,

@@ -14,25 +14,29 @@ from distbelief.strategies.tileoptimizer import Recipe, TileMemory, TileOptimize
 
 
 class TileUpdates:
-    """The job's optimizer over some tiles of parameters."""
+    """The job's optimizer over some tiles of parameters. `apart`: they are updated one by one."""
 
-    def __init__(self, seed: int, recipe: Recipe, layout: Layout, tiles: Sequence[TileMemory]) -> None:
+    def __init__(
+        self, seed: int, recipe: Recipe, layout: Layout, tiles: Sequence[TileMemory], apart: bool = False
+    ) -> None:
         self._seed = seed
         self._elementwise = recipe.elementwise
         self._parameters = len(layout.entries_of("parameter"))
         # An optimizer that is not element-wise may couple what it is given, and may draw random numbers. So it is given
         # what the number of members has no say in: one tile, and a seed of its own.
-        sets = [tiles] if recipe.elementwise else [[one] for one in tiles]
-        self._optimizers = [(some[0].tile, TileOptimizer(recipe, layout, some)) for some in sets if some]
+        sets = [tiles] if recipe.elementwise and not apart else [[one] for one in tiles]
+        self._optimizers = {some[0].tile: TileOptimizer(recipe, layout, some) for some in sets if some}
 
     def apply(self, step: int, gradients: dict[int, torch.Tensor], rate: float, untouched: np.ndarray) -> None:
-        """One step. The gradients (by tile) may be overwritten. Entries that nobody touched are left as they are.
-        `rate`: by what the learning rate is multiplied."""
+        """One step, of all tiles together or of some of those that are apart. The gradients (by tile) may be
+        overwritten. Entries that nobody touched are left as they are. `rate`: by what the learning rate is
+        multiplied."""
         skip = untouched if untouched[: self._parameters].any() else None
-        for first, optimizer in self._optimizers:
-            if not self._elementwise:
-                seed_everything(mix(self._seed, 4, step, first) >> 1)
-            optimizer.update(gradients, rate, skip)
+        for first in gradients:
+            if optimizer := self._optimizers.get(first):
+                if not self._elementwise:
+                    seed_everything(mix(self._seed, 4, step, first) >> 1)
+                optimizer.update(gradients, rate, skip)
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> list[float]:

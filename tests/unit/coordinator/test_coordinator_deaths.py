@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from coordinator_play import (
+    JOB,
     Run,
     ended,
     finished,
@@ -22,7 +24,6 @@ from distbelief.comm import messages as m
 from distbelief.coordinator import state as s
 from distbelief.coordinator.faults import EXPLAINED_S, MOST_RETRIES
 from distbelief.coordinator.hosts import ASK_AGAIN_S
-from distbelief.coordinator.regroup import PAST
 from distbelief.coordinator.vocabulary import EXIT_GRACE_S
 
 
@@ -87,14 +88,18 @@ def test_two_deaths_at_once_are_two_generations_and_two_replacements() -> None:
     assert [entry["lost"] for entry in records(run.outputs, "generation")] == [[], [1], [2]]
 
 
-def test_the_past_is_bounded() -> None:
-    run = Run(workers=4).started(0, 1, 2, 3)
-    for worker in range(4, 10):
-        run.arrive(worker)
+@pytest.mark.parametrize(("workers", "remembered"), [(4, 16), (40, 6), (100, 4)])
+def test_the_past_is_bounded_by_generations_and_by_members(workers: int, remembered: int) -> None:
+    run, job = Run(workers=workers), msgspec.structs.replace(JOB, shards=workers)
+    run.join(*range(workers))
+    run.ready(*range(workers), job=job)
+    for worker in range(workers, workers + 20):
         run.kill(worker - 1)
+        run.join(worker)
+        run.ready(worker, job=job)
     assert run.state.start is not None
     generations = [past.generation for past in run.state.start.past]
-    assert generations == list(range(run.state.generation - 1, run.state.generation - 1 - PAST, -1))
+    assert generations == list(range(run.state.generation - 1, run.state.generation - 1 - remembered, -1))
 
 
 def test_the_last_member_may_die_too() -> None:

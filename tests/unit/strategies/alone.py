@@ -52,8 +52,8 @@ def kept() -> Iterator[KeeperClient]:
         keeper.close()
 
 
-def exchange(client: KeeperClient, generation: int, geometry: Geometry) -> SharedExchange:
-    return SharedExchange(client, f"generation {generation}", 0, geometry, Abort())
+def exchange(client: KeeperClient, generation: int, geometry: Geometry, rank: int = 0) -> SharedExchange:
+    return SharedExchange(client, f"generation {generation}", rank, geometry, Abort())
 
 
 def job_of(

@@ -74,6 +74,7 @@ class Script:
     port: int = 0
     """Of a store: then members meet in torch groups."""
     name: str = ""
+    exact: bool = True
 
     def members(self, generation: int) -> list[int]:
         gone = {death.worker for death in self.deaths[: generation - 1]}
@@ -143,7 +144,7 @@ def train(keeper: KeeperClient, worker: int, script: Script) -> Survived:
     job = make_job(script.shards)
     schedule = Schedule(SAMPLES, GLOBAL_BATCH, script.shards)
     feed = Feed(as_source(job.data), schedule, job, shuffle=True)
-    prepared = PreparedAllReduce(job, schedule, torch.device("cpu"), exact=True)
+    prepared = PreparedAllReduce(job, schedule, torch.device("cpu"), exact=script.exact)
     own: dict[str, Segment] = {}
     takeovers: dict[int, tuple[int, int]] = {}
     broken: dict[int, list[tuple[int, int, int]]] = {}
@@ -210,7 +211,7 @@ def _meet(
         meeting = Rendezvous("127.0.0.1", script.port, name, timeout_s=20 * 2 ** (generation - 1))
         return TorchExchange(meeting, rank, geometry, abort, own)
     past = [Past(f"generation {g}", prepared.geometry(script.ranges(g))) for g in range(generation - 1, 0, -1)]
-    return SharedExchange(keeper, name, rank, geometry, abort, past[:4])
+    return SharedExchange(keeper, name, rank, geometry, abort, past[:16])
 
 
 def _arm(member: DataParallelReplica, group: Exchange, doom: Death, die: Callable[[], None]) -> None:

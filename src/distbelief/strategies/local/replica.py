@@ -1,7 +1,7 @@
 """The local_sgd replica: a round is the transaction, and the commit of allreduce is its outer step.
 
 A unit of work is one replica of the model: its local steps, whose difference from the committed parameters goes where a
-shard's gradients go. Partial sums, taking over, the undo log and the tree order are those of allreduce. In here rounds
+shard's gradients go. Partial sums, taking over, the commit and the tree order are those of allreduce. In here rounds
 are counted; to the outside, steps.
 """
 
