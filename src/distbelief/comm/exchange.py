@@ -191,7 +191,7 @@ class Exchange(Group, Protocol):
         as others could see them."""
 
     def scaled(self, tile: int, factor: float) -> torch.Tensor:
-        """The same, times the factor; from then on `reduced` gives that. To be asked for once."""
+        """The same, times the factor; from then on `reduced` gives that."""
 
     def share_squares(self, mine: dict[int, float]) -> list[float]:
         """Every member gives a number for each of its tiles; returns the numbers of all tiles."""

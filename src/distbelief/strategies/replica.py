@@ -288,13 +288,17 @@ class DataParallelReplica:
     def _update(self, step: int, scale: float, units: int, untouched: np.ndarray) -> None:
         while self._copies:
             self._copies.pop().finish_before_a_write()
-        clip = self._clip_factor(scale) if self._job.clip_norm is not None else 1.0
+        factor, within = scale, 1.0  # by what gradients are multiplied in a pass of its own, and in that of the update
+        if self._job.clip_norm is not None:
+            factor = self._clip_factor(scale)
+        elif self._updates.may_scale(scale):
+            factor, within = 1.0, scale
         rate = self._job.schedule(step) if self._job.schedule else 1.0
         for some in self._tiles_at_once:
-            gradients = {tile: self._gradient(tile, scale, clip) for tile in some if not self._state.has(tile, step)}
+            gradients = {tile: self._reduced(tile, factor) for tile in some if not self._state.has(tile, step)}
             for tile in gradients:
                 self._state.open(tile, step)
-            self._updates.apply(step, gradients, rate, untouched)
+            self._updates.apply(step, gradients, rate, untouched, within)
             for tile in gradients:
                 self._state.close(tile, step)
         for tile in self._buffer_tiles:
@@ -305,14 +309,10 @@ class DataParallelReplica:
             set_buffers(self._state.values[tile], average, self._computer.layout.pieces[tile], untouched)
             self._state.close(tile, step)
 
-    def _gradient(self, tile: int, scale: float, clip: float) -> torch.Tensor:
-        gradient = self._reduced(tile, scale if self._job.clip_norm is None else None)  # for clipping they were scaled
-        return gradient.mul_(clip) if clip < 1.0 else gradient
-
-    def _reduced(self, tile: int, factor: float | None = None) -> torch.Tensor:
-        """The step's sum; `factor`: times that, from then on."""
+    def _reduced(self, tile: int, factor: float = 1.0) -> torch.Tensor:
+        """The step's sum, times the factor from then on."""
         started = time.perf_counter()
-        gradient = self.exchange.reduced(tile) if factor is None else self.exchange.scaled(tile, factor)
+        gradient = self.exchange.reduced(tile) if factor == 1.0 else self.exchange.scaled(tile, factor)
         self.comm_s += time.perf_counter() - started
         return gradient
 

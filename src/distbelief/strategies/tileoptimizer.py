@@ -200,6 +200,7 @@ class TileOptimizer:
     def __init__(self, recipe: Recipe, layout: Layout, tiles: Sequence[TileMemory]) -> None:
         self._held = [held for memory in tiles for held in _hold(recipe, layout, memory)]
         self._elementwise = recipe.elementwise
+        self._fused = recipe.fused
         self._optimizer = None
         self._gradients: dict[int, torch.Tensor] = {}
         if self._held:
@@ -212,11 +213,20 @@ class TileOptimizer:
                         key: _restored(field, view) for key, (field, view) in held.views.items()
                     }
 
-    def update(self, gradients: dict[int, torch.Tensor], factor: float, untouched: np.ndarray | None) -> None:
-        """One step on all tiles. The gradients (by tile) may be overwritten. Untouched parameters are skipped."""
+    def update(
+        self,
+        gradients: dict[int, torch.Tensor],
+        factor: float,
+        untouched: np.ndarray | None,
+        divisor: torch.Tensor | None = None,
+    ) -> None:
+        """One step on all tiles. The gradients (by tile) may be overwritten. Untouched parameters are skipped.
+        `divisor`: a fused optimizer is to divide the gradients by it."""
         if self._optimizer is None:
             return
         self._aim(gradients, untouched)
+        if self._fused:
+            self._optimizer.grad_scale = divisor  # type: ignore[attr-defined]  # as torch.amp tells it
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             if rate is not None:
                 group["lr"] = rate * factor

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -11,6 +13,9 @@ from distbelief.data.seeding import seed_everything
 from distbelief.shards import mix
 from distbelief.strategies.layout import Layout, Piece
 from distbelief.strategies.tileoptimizer import Recipe, TileMemory, TileOptimizer
+
+_SCALED_EXACTLY = (torch.float32, torch.float64)
+"""Narrower ones are widened by the optimizer before it divides, and not rounded after it."""
 
 
 class TileUpdates:
@@ -21,22 +26,41 @@ class TileUpdates:
     ) -> None:
         self._seed = seed
         self._elementwise = recipe.elementwise
+        self._scales = recipe.fused and all(one.values.dtype in _SCALED_EXACTLY for one in tiles)
         self._parameters = len(layout.entries_of("parameter"))
         # An optimizer that is not element-wise may couple what it is given, and may draw random numbers. So it is given
         # what the number of members has no say in: one tile, and a seed of its own.
         sets = [tiles] if recipe.elementwise and not apart else [[one] for one in tiles]
         self._optimizers = {some[0].tile: TileOptimizer(recipe, layout, some) for some in sets if some}
 
-    def apply(self, step: int, gradients: dict[int, torch.Tensor], rate: float, untouched: np.ndarray) -> None:
+    def may_scale(self, factor: float) -> bool:
+        """Whether the optimizer can scale the gradients itself, in the pass in which it uses them, to the bits that a
+        pass before would give. It divides by the inverse: the same for a power of two only."""
+        return self._scales and math.frexp(factor)[0] == 0.5
+
+    def apply(
+        self,
+        step: int,
+        gradients: dict[int, torch.Tensor],
+        rate: float,
+        untouched: np.ndarray,
+        scale: float = 1.0,
+    ) -> None:
         """One step, of all tiles together or of some of those that are apart. The gradients (by tile) may be
         overwritten. Entries that nobody touched are left as they are. `rate`: by what the learning rate is
-        multiplied."""
+        multiplied; `scale`: and the gradients, if the optimizer may."""
         skip = untouched if untouched[: self._parameters].any() else None
+        divisor = _divisor(scale)
         for first in gradients:
             if optimizer := self._optimizers.get(first):
                 if not self._elementwise:
                     seed_everything(mix(self._seed, 4, step, first) >> 1)
-                optimizer.update(gradients, rate, skip)
+                optimizer.update(gradients, rate, skip, divisor)
+
+
+@lru_cache(maxsize=4)
+def _divisor(scale: float) -> torch.Tensor | None:
+    return None if scale == 1.0 else torch.tensor(1.0 / scale)
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> list[float]:
