@@ -66,6 +66,7 @@ class TorchGroup:
         self._abort = abort
         timeout = datetime.timedelta(seconds=meeting.timeout_s)
         self._waits = 0
+        self._leaving = threading.Lock()
         self._backend = backend
         self._before = _open_sockets()
         self._sockets: set[tuple[int, int]] | None = None
@@ -103,13 +104,18 @@ class TorchGroup:
         self._shut_down()
 
     def _shut_down(self) -> None:
-        present = _open_sockets()
-        for descriptor, identity in present - self._before if self._sockets is None else present & self._sockets:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                if os.fstat(connection.fileno()).st_ino != identity:
-                    continue  # closed meanwhile, and the number is that of a socket of the next group
-                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # gloo dies with its listener
-                    connection.shutdown(socket.SHUT_RDWR)
+        with self._leaving:
+            if self._sockets is None and not self.waiting:
+                return  # it has left this meeting, and may be in the next one: new sockets are not ours any more
+            present = _open_sockets()
+            for descriptor, identity in present - self._before if self._sockets is None else present & self._sockets:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                    if os.fstat(connection.fileno()).st_ino != identity:
+                        continue  # closed meanwhile, and the number is that of a socket of the next group
+                    if not connection.getsockopt(
+                        socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+                    ):  # gloo dies with its listener
+                        connection.shutdown(socket.SHUT_RDWR)
 
     def _insist(self, wait: int) -> None:
         """While members meet, gloo tries a connection that has failed some times more, each time with a new socket:
@@ -139,7 +145,8 @@ class TorchGroup:
             what = str(error).partition(". This is typically")[0]
             raise Aborted(f"a connection between members broke: {what}") from error
         finally:
-            self.waiting = False
+            with self._leaving:
+                self.waiting = False
 
     @contextmanager
     def guard(self) -> Iterator[None]:

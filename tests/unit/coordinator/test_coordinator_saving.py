@@ -136,10 +136,10 @@ def test_parts_of_a_newer_generation_take_the_place_of_an_older_ones() -> None:
 
 def test_parts_of_a_forgotten_generation_do_not_count() -> None:
     run = saving_run(0, 1)
-    for worker in range(2, 8):
+    for worker in range(2, 12):
         run.arrive(worker)
         run.kill(worker)
-    assert run.state.generation > 6
+    assert run.state.generation > 17
     assert run.feed(part(0, 4), part(1, 4)) == []
     assert run.state.saves.open == {}
 

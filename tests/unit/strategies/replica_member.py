@@ -228,8 +228,8 @@ def _norms_by_member() -> None:
 
 def _zeros_for_untouched() -> None:
     update = tileoptimizer.TileOptimizer.update
-    tileoptimizer.TileOptimizer.update = lambda self, gradient, factor, untouched: update(  # type: ignore[method-assign]
-        self, gradient, factor, None
+    tileoptimizer.TileOptimizer.update = lambda self, gradient, factor, untouched, divisor: update(  # type: ignore[method-assign]
+        self, gradient, factor, None, divisor
     )
 
 
