@@ -135,9 +135,9 @@ class TorchGroup:
     def network(self) -> Iterator[None]:
         """A broken connection is a member's loss, not a fault of the user's code: the coordinator says what follows."""
         self._waits += 1
-        self._abort.check()
-        self.waiting = True
+        self.waiting = True  # before the look: an abort comes either before it or to somebody who waits
         try:
+            self._abort.check()
             yield
         except _OF_A_DEVICE:
             raise

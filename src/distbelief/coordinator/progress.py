@@ -65,6 +65,8 @@ class Progress:
     timings: Paged[Timing] = field(default_factory=Paged)
     reported: Seen = field(default_factory=Seen)
     evaluated: Seen = field(default_factory=Seen)
+    committed_in: int = 0
+    """The latest generation in which a step was committed, as far as it was reported."""
     redone: int = 0
     """Steps before this one were executed once already, and were lost."""
     lined_at: float = -math.inf
@@ -96,7 +98,8 @@ def absorb(
         reported, fresh, conflicts = progress.reported.add(
             [(r.step, r.fingerprint) for r in beat.reports], last=not exact
         )
-        progress = replace(progress, reported=reported)
+        latest = max(report.generation for report in beat.reports)
+        progress = replace(progress, reported=reported, committed_in=max(progress.committed_in, latest))
         for report, new, other in zip(beat.reports, fresh, conflicts, strict=True):
             if new:
                 lines.append(_step_line(report))

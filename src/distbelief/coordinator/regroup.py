@@ -22,9 +22,9 @@ from distbelief.shards import Range
 from distbelief.strategies.degrees import Degrees
 from distbelief.strategies.degrees import problem as degrees_problem
 
-PAST_MEMBERS = 256
-"""Of earlier generations so many members are remembered, of 4 generations at least and of 16 at most: a step that is
-interrupted more often is computed anew in part."""
+PAST, MOST_PAST, PAST_MEMBERS = 4, 64, 1024
+"""So many earlier generations are remembered, and more while none of them has committed a step, up to so many of them
+or so many members: each may have begun or half applied the same step."""
 
 
 def regroup(state: State, cause: str, reason: str, now: float, ranges: Sequence[Range] | None = None) -> Result:
@@ -60,6 +60,12 @@ def start_when_complete(state: State, now: float) -> Result:
     return state, outputs + more
 
 
+def _remembered(state: State, past: Sequence[m.PastGeneration]) -> int:
+    committed = [number for number, one in enumerate(past, 1) if one.generation <= state.progress.committed_in]
+    most = min(PAST_MEMBERS // len(state.members), MOST_PAST)
+    return max(PAST, min(committed[0] if committed else most, most))
+
+
 def _start(
     state: State, candidates: list[Worker], cause: str, reason: str, now: float, ranges: Sequence[Range] | None
 ) -> Result:
@@ -77,7 +83,7 @@ def _start(
     past = list(state.start.past) if state.start else []
     if state.start:
         past = [m.PastGeneration(state.generation, state.members, state.start.degrees), *past]
-        past = past[: min(max(PAST_MEMBERS // len(state.members), 4), 16)]
+        past = past[: _remembered(state, past)]
     generation = state.generation + 1
     reported = state.progress.reported.complete
     sealed = state.saves.sealed

@@ -140,6 +140,8 @@ class Takeover:
     step: int
     recomputed: int
     """Shards that had to be computed again; the others' partial sums were there."""
+    is_in_part: bool = False
+    """Whether some of the state has the step behind it already: until it is finished, there is nothing to look at."""
 
 
 class NonFiniteLoss(DistBeliefError):

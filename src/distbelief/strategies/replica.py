@@ -67,6 +67,7 @@ class DataParallelReplica:
         self._agree(begin_from)
         computer.bind_parameters(self._state.memory, self._state.values_at)
         computer.commit_integers(self._state.integers(self._state.steps_applied))
+        self._is_certain = exchange.shares_state and self._state.is_applied_in_part
         self._takeover = self._plan_takeover(self._state.steps_applied)
         self._kinds = None if exact else KindsOfDevices(computer, self._state, exchange)
         self._committed = computer.committed_buffers(self._state.memory, self._state.values_at)
@@ -99,7 +100,9 @@ class DataParallelReplica:
         return self._state.steps_applied
 
     def taken_over(self) -> Takeover | None:
-        return Takeover(self._takeover[0], self._takeover[1].recomputed) if self._takeover else None
+        if self._takeover is None:
+            return None
+        return Takeover(self._takeover[0], self._takeover[1].recomputed, self._is_certain)
 
     def remembered(self, first: int) -> list[Applied]:
         return self._state.remembered(first)
@@ -127,15 +130,14 @@ class DataParallelReplica:
     def _plan_takeover(self, step: int) -> tuple[int, StepWork] | None:
         """How the members finish what others began. Fused batches would be others now: they are computed again, unless
         the step is certain."""
-        is_certain = self.exchange.shares_state and self._state.is_applied_in_part
-        if step >= self._seat.steps or not (self._exact or is_certain):
+        if step >= self._seat.steps or not (self._exact or self._is_certain):
             return None
         held = self.exchange.held(self._stamp(step))
         if held and not self._exact:
             return step, plan_finish(held)
         shards, occupied = self._schedule.shards, self._schedule.occupied(step)
         plan = plan_takeover(shards, occupied, held or [], self.exchange.size, self._seat.rank)
-        if is_certain and plan.recomputed:
+        if self._is_certain and plan.recomputed:
             raise DistBeliefError(
                 f"the weights in shared memory are in the middle of step {step}, and what it adds up is gone: members "
                 "changed too often before it was finished",
@@ -254,7 +256,8 @@ class DataParallelReplica:
         if weight == 0:  # nothing to learn from: as if no parameter had a gradient; buffers have seen the samples
             untouched = untouched.copy()
             untouched[: len(self._computer.parameters)] = True
-        if self._writes_for_all:
+        # Whoever closed the first tile, which is rank 0's, had written them; and now others may close the last one.
+        if self._writes_for_all and not self._state.has(0, step):
             self._remember(step, result, time.time())
             self._state.write_integers(step + 1, shared.integers)
         units = int(np.count_nonzero(shared.rows[:, COUNTS]))

@@ -26,6 +26,7 @@ import torch
 from distbelief.comm.exchange import Exchange
 from distbelief.comm.ondevice import OnDevice
 from distbelief.comm.segment import Memory, Segment
+from distbelief.errors import DistBeliefError
 from distbelief.strategies.base import Applied
 from distbelief.strategies.layout import Layout
 from distbelief.strategies.tileoptimizer import Recipe, state_bytes
@@ -193,6 +194,8 @@ class ReplicaState:
                 aside.put_back(self._current[tile])
                 self._stamps[1 + tile] = 2 * step
                 torn.append(tile)
+        if (self._stamps[1:] % 2).any():
+            raise DistBeliefError("a tile in shared memory is torn, and its old bytes are nowhere")
         return torn
 
     # --- what goes with the values -----------------------------------------------------------------------------------

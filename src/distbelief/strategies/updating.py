@@ -60,7 +60,9 @@ class TileUpdates:
 
 @lru_cache(maxsize=4)
 def _divisor(scale: float) -> torch.Tensor | None:
-    return None if scale == 1.0 else torch.tensor(1.0 / scale)
+    if scale == 1.0:
+        return None
+    return torch.tensor(1.0 / scale, dtype=torch.float32, device="cpu")  # whatever a job has made the default
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> list[float]:

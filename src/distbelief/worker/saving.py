@@ -93,6 +93,11 @@ class Saver:
         elif present > wish.step and wish.step not in self._under_way:
             self._tell(SaveMissed(self._worker, wish.step))
 
+    def miss(self, applied: int) -> None:
+        """The state after so many steps is gone, and with it what others had to save of it."""
+        if applied == self._asked:
+            self._tell(SaveMissed(self._worker, applied))
+
     def _news_of(self, step: int) -> Event | None:
         if step == self._sealed.step:
             return self._sealed

@@ -94,10 +94,14 @@ def train(
         # That members went back may not have been heard yet when it was said what is reported: then all of it again.
         progress.recall(task.reported if task.reported <= first else 0)
         metrics = _last_evaluation(replica)[1]
-    if evaluator and first and _is_due(job, first, task) and _is_missing(replica, first):
-        metrics = _evaluate(evaluator, replica, progress, first)
-    if first > task.sealed:  # whoever saved it may have died on the way
-        _save_if_due(replica, first, task)
+    if (begun := replica.taken_over()) and begun.is_in_part:
+        if task.saver:
+            task.saver.miss(first)
+    else:
+        if evaluator and first and _is_due(job, first, task) and _is_missing(replica, first):
+            metrics = _evaluate(evaluator, replica, progress, first)
+        if first > task.sealed:  # whoever saved it may have died on the way
+            _save_if_due(replica, first, task)
     if leads and (lines := replica.plan_lines()):
         task.show(lines)
     busy_s = 0.0

@@ -88,18 +88,35 @@ def test_two_deaths_at_once_are_two_generations_and_two_replacements() -> None:
     assert [entry["lost"] for entry in records(run.outputs, "generation")] == [[], [1], [2]]
 
 
-@pytest.mark.parametrize(("workers", "remembered"), [(4, 16), (40, 6), (100, 4)])
+@pytest.mark.parametrize(("workers", "remembered"), [(4, 30), (40, 26), (300, 4)])
 def test_the_past_is_bounded_by_generations_and_by_members(workers: int, remembered: int) -> None:
     run, job = Run(workers=workers), msgspec.structs.replace(JOB, shards=workers)
     run.join(*range(workers))
     run.ready(*range(workers), job=job)
-    for worker in range(workers, workers + 20):
+    for worker in range(workers, workers + 15):
         run.kill(worker - 1)
         run.join(worker)
         run.ready(worker, job=job)
     assert run.state.start is not None
     generations = [past.generation for past in run.state.start.past]
     assert generations == list(range(run.state.generation - 1, run.state.generation - 1 - remembered, -1))
+
+
+def test_of_the_past_before_a_step_was_committed_little_is_remembered() -> None:
+    """What is older cannot be needed for the step that is under way; parts of checkpoints may still come from it."""
+    run = Run(workers=4).started(0, 1, 2, 3)
+    for worker in range(4, 10):
+        run.kill(worker - 1)
+        run.arrive(worker)
+    assert run.state.start is not None
+    assert len(run.state.start.past) == 12
+    run.beat(0, reports=[report(0, generation=13)])
+    run.kill(1)
+    assert [past.generation for past in run.state.start.past] == [13, 12, 11, 10]
+    for worker in range(10, 14):
+        run.arrive(worker)
+        run.kill(worker)
+    assert [past.generation for past in run.state.start.past][-1] == 13
 
 
 def test_the_last_member_may_die_too() -> None:

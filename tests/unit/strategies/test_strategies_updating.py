@@ -73,3 +73,14 @@ def test_other_factors_other_types_and_other_optimizers_do_not_scale() -> None:
     assert not Updated(FUSED["adamw"], torch.bfloat16).updates.may_scale(0.5)
     assert not Updated(lambda p: optim.RMSprop(p, lr=0.1)).updates.may_scale(0.5)
     assert not Updated(lambda p: optim.SGD(p, lr=0.1, foreach=True)).updates.may_scale(0.5)
+
+
+def test_a_job_that_has_made_another_type_the_default() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        before, within = Updated(FUSED["sgd"]), Updated(FUSED["sgd"])
+        before.step(0, 2.0**-9, 1.0)
+        within.step(0, 1.0, 2.0**-9)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert within.bits() == before.bits()

@@ -204,7 +204,7 @@ class LocalReplica(DataParallelReplica):
         found = super().taken_over()
         if found is None and self._interrupted:
             found = Takeover(self._state.steps_applied, self._rounds.occupied(self._state.steps_applied))
-        return Takeover(self._rounds.after(found.step), found.recomputed) if found else None
+        return replace(found, step=self._rounds.after(found.step)) if found else None
 
     def rolled_back(self) -> RolledBack | None:
         return self._went_back

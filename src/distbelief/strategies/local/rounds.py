@@ -1,6 +1,6 @@
 """Rounds: a round is some local steps and the outer step after them. Pure.
 
-The run counts in steps (global batches); what is committed, taken over and undone as a whole is a round. A round ends
+The run counts in steps (global batches); what is committed and taken over as a whole is a round. A round ends
 at every multiple of H steps, and at the end of the run. Replica r has the same contiguous group of a step's shards in
 every step, whoever computes it.
 """
