@@ -1,4 +1,4 @@
-"""The memory that members share, as values: ledgers of generations and the state with its undo log.
+"""The memory that members share, as values: ledgers of generations and the state, with a place aside for each rank.
 
 The rules are those of comm/ledger.py, comm/shared.py and strategies/state.py. A ledger survives the members that wrote
 it. What is being written is TORN until the writer is done; whoever stops in between leaves it so.
@@ -99,7 +99,8 @@ class SharedMemory:
         self.stamps = [0] * tiles
         self.history: dict[int, tuple[str, float]] = {}
         """Step -> what it gave, and when."""
-        self._undo = [TORN] * tiles
+        self._aside: dict[int, tuple[int, int, int]] = {}
+        """Rank -> the tile that it had open last, before which step, and what was in it."""
         self._invariants = invariants
 
     def ledger(self, action: TrainGeneration) -> Ledger:
@@ -120,28 +121,33 @@ class SharedMemory:
         self.initialised = True
         self._invariants.stands_at(step, generation)
 
-    def open(self, tile: int, step: int) -> None:
-        self._undo[tile] = self.values[tile]
+    @property
+    def is_applied_in_part(self) -> bool:
+        return max(self.stamps) > 2 * self.steps_applied
+
+    def has(self, tile: int, step: int) -> bool:
+        return self.stamps[tile] >= 2 * step + 2
+
+    def open(self, tile: int, step: int, rank: int) -> None:
+        self._aside[rank] = tile, step, self.values[tile]
         self.stamps[tile] = 2 * step + 1
         self.values[tile] = TORN
 
-    def close(self, tile: int, step: int, total: int, generation: int) -> None:
+    def close(self, tile: int, step: int, rank: int, total: int, generation: int) -> None:
         # The writer's sum is right here: whatever was in the tile before is what it works on.
-        self.values[tile] = updated(self._undo[tile], total, tile, step)
+        self.values[tile] = updated(self._aside[rank][2], total, tile, step)
         self.stamps[tile] = 2 * step + 2
         self._invariants.wrote_tile(step, generation, tile, self.values[tile])
         self._invariants.stands_at(self.steps_applied, generation)
 
-    def repair(self, generation: int) -> list[int]:
-        applied = 2 * self.steps_applied
-        ahead = [tile for tile in range(self.tiles) if self.stamps[tile] > applied]
-        for tile in ahead:
-            self.values[tile] = self._undo[tile]
-            self.stamps[tile] = applied
+    def repair(self, generation: int) -> None:
+        for tile, step, before in self._aside.values():
+            if self.stamps[tile] == 2 * step + 1:
+                self.values[tile], self.stamps[tile] = before, 2 * step
         self._invariants.stands_at(self.steps_applied, generation)
-        if TORN in self.values or tuple(self.values) != self.reference.states[applied // 2]:
-            raise Broken(f"generation {generation} repaired the state to other bits than after {applied // 2} steps")
-        return ahead
+        states = self.reference.states
+        if any(stamp % 2 or self.values[t] != states[stamp // 2][t] for t, stamp in enumerate(self.stamps)):
+            raise Broken(f"generation {generation} repaired a tile to other bits than after so many steps")
 
 
 # --- what earlier generations have left ------------------------------------------------------------------------------

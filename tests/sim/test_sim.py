@@ -100,6 +100,27 @@ def test_half_published_partial_sums_are_noticed(monkeypatch: pytest.MonkeyPatch
     noticed("step")
 
 
+def test_a_place_that_is_used_again_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All members copy aside to one place: of two that die in a commit, one tile's old value is lost."""
+    open_, close = memory.SharedMemory.open, memory.SharedMemory.close
+    monkeypatch.setattr(memory.SharedMemory, "open", lambda self, tile, step, rank: open_(self, tile, step, 0))
+    monkeypatch.setattr(
+        memory.SharedMemory, "close", lambda self, tile, step, rank, *more: close(self, tile, step, 0, *more)
+    )
+    noticed("tile")
+
+
+def test_saving_in_the_middle_of_a_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state that a generation finds is taken for whole, although some tiles have one step more behind them."""
+    monkeypatch.setattr(memory.SharedMemory, "is_applied_in_part", property(lambda self: False))
+    noticed("does not hold the state after", only=["kill everything", "save", "kill"])
+
+
+def test_forgetting_who_made_a_step_certain_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regroup, "_remembered", lambda state, past: 1)
+    noticed("what would finish it is gone")
+
+
 def test_obeying_a_lower_epoch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     real: Callable[..., Any] = control.step
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from distbelief.comm import messages as m
 from distbelief.worker.control import TrainGeneration
-from sim.invariants import Invariants
+from sim.invariants import Broken, Invariants
 from sim.memory import TORN, Key, Ledger, Past, Plan, SharedMemory, add_up, takeover
 from sim.reference import add, gradient, row
 from sim.saving import Copying, VirtualSaver, finish_copies, load, save_if_due
@@ -233,10 +233,13 @@ def together(part: Generation) -> Work:
     steps = memory.reference.steps
     plan = part.plan_takeover(applied) if applied < steps else None
     part.plan = (applied, plan) if plan else None
+    in_part = memory.is_applied_in_part
+    if in_part and (plan is None or plan.recomputed):
+        raise Broken(f"step {applied} is applied in part, and what would finish it is gone")
     if part.leads:
         _tell_of_takeover(part, applied)
         part.recall_from(memory.history, lambda: memory.steps_applied)
-    if applied > part.sealed(applied):
+    if applied > part.sealed(applied) and not in_part:
         yield from save_if_due(part, applied, memory.values.__getitem__, memory.history)
     for step in range(applied, steps):
         plan = part.plan_of(step, memory.reference.occupied[step])
@@ -245,15 +248,17 @@ def together(part: Generation) -> Work:
         part.ledger.arrived[part.rank] = step + 1
         yield part.announce("arrived", step)
         total = part.add_up(step, plan)
-        if part.leads:
+        if part.leads and not memory.has(0, step):
             memory.history[step] = part.ledger.sums[step].fingerprint, around.now()
         finish_copies(part)
         for tile in range(part.rank, memory.tiles, part.ledger.size):
+            if memory.has(tile, step):
+                continue
             part.writes("opens a tile", step)
-            memory.open(tile, step)
+            memory.open(tile, step, part.rank)
             yield around.pace.tile_s * (0.5 + around.rng.random())
             part.writes("closes a tile", step)
-            memory.close(tile, step, total, part.action.generation)
+            memory.close(tile, step, part.rank, total, part.action.generation)
         yield part.announce("settled", step)
         if part.leads and part.past.ledgers:
             for one in part.action.past:

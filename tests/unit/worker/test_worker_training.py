@@ -1,33 +1,66 @@
-"""The training loop, where there is nothing left to train: what it tells the coordinator again."""
+"""The training loop: what it tells the coordinator again, and what it does with the state that it finds."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from distbelief.strategies.base import Applied
+from distbelief.strategies.base import Applied, StepResult, Takeover
 from distbelief.worker.link import Progress
 from distbelief.worker.training import Assignment, Stopwatch, train
 
 KEPT = [Applied(step, 1.0, 8, f"print {step}", 2, 0.0) for step in range(3)]
 
 
-@pytest.mark.parametrize(("reported", "again"), [(3, []), (1, [1, 2]), (7, [0, 1, 2])])
-def test_a_leader_reports_again_what_may_not_have_been_heard(tmp_path: Path, reported: int, again: list[int]) -> None:
-    """7 of 3 steps: the coordinator had not heard that members went back when it began the generation."""
-    replica = SimpleNamespace(
+def replica_at(applied: int, **more: Any) -> Any:
+    """What the loop needs of one that has so many steps behind it."""
+    return SimpleNamespace(
         exchange=SimpleNamespace(rank=0),
-        steps_applied=lambda: len(KEPT),
-        remembered=lambda first: KEPT[first:],
+        comm_s=0.0,
+        steps_applied=lambda: applied,
+        taken_over=lambda: None,
+        remembered=lambda first: KEPT[first:applied],
         note=lambda: (-1, b""),
         plan_lines=tuple,
         save_weights=lambda path: None,
         weights_sha256=lambda: "hash",
+        waits=dict,
         traffic=lambda: (0, 0),
+        helped=lambda: 0,
+        compute=lambda step: None,
+        commit=lambda step: StepResult(1.0, 8, f"print {step}"),
+        **more,
     )
-    task = Assignment(0, 3, len(KEPT), tmp_path, reported, sealed=len(KEPT))
-    progress, watch = Progress(), Stopwatch(SimpleNamespace())  # type: ignore[arg-type]
-    train(SimpleNamespace(), replica, None, watch, progress, task)  # type: ignore[arg-type]
+
+
+def watch() -> Stopwatch:
+    return Stopwatch(SimpleNamespace())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("reported", "again"), [(3, []), (1, [1, 2]), (7, [0, 1, 2])])
+def test_a_leader_reports_again_what_may_not_have_been_heard(tmp_path: Path, reported: int, again: list[int]) -> None:
+    """7 of 3 steps: the coordinator had not heard that members went back when it began the generation."""
+    task, progress = Assignment(0, 3, len(KEPT), tmp_path, reported, sealed=len(KEPT)), Progress()
+    train(SimpleNamespace(), replica_at(len(KEPT)), None, watch(), progress, task)  # type: ignore[arg-type]
     assert [report.step for report in progress.reports] == again
+
+
+@pytest.mark.parametrize("in_part", [False, True])
+def test_in_the_middle_of_a_step_nothing_is_saved_or_evaluated(tmp_path: Path, in_part: bool) -> None:
+    """Three steps are applied whole, the fourth in part: the state after three is gone, that after four not there."""
+    saved, missed, evaluated = [], [], []
+    saver = SimpleNamespace(
+        is_due=lambda applied, *_: True, take=lambda _, applied, *__, **___: saved.append(applied), miss=missed.append
+    )
+    replica = replica_at(3)
+    replica.taken_over = lambda: Takeover(3, 0, in_part)
+    replica.exchange.gather = lambda payload: [payload]
+    replica.keep_note = lambda content: None
+    evaluator = SimpleNamespace(evaluate=lambda _: evaluated.append(1) or {})
+    task = Assignment(0, 3, 4, tmp_path, 3, saver=saver)  # type: ignore[arg-type]
+    job = SimpleNamespace(evaluate_every=1)
+    train(job, replica, evaluator, watch(), Progress(), task)  # type: ignore[arg-type]
+    assert (saved, missed, len(evaluated)) == (([4], [3], 1) if in_part else ([3, 4], [], 2))
