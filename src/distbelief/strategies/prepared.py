@@ -108,12 +108,13 @@ class PreparedAllReduce(PreparedModel):
         self._compression = compressing(self._layout, compression, job.seed, always) if compression else None
 
     def least_bytes(self) -> int:
-        """One slot for gradients, values and optimizer state; and where gradients are compressed, what is left of them,
-        twice."""
+        """One slot for gradients, values and optimizer state, and a tile of them aside; and where gradients are
+        compressed, what is left of them, twice."""
         layout = self._layout
-        optimizer = sum(state_bytes(self._recipe, layout, tile) for tile in range(layout.parameter_tiles))
+        states = [state_bytes(self._recipe, layout, tile) for tile in range(layout.parameter_tiles)]
+        aside = max(tile.size_bytes + state for tile, state in zip(layout.tiles, states, strict=False))
         residuals = 2 * layout.size_bytes if self._compression else 0
-        return 2 * layout.size_bytes + optimizer + residuals
+        return 2 * layout.size_bytes + sum(states) + residuals + (aside if self._device.type == "cpu" else 0)
 
     def groups(self, mine: Range) -> list[list[Range]]:
         return [[(shard, shard + 1) for shard in range(*mine)] if self._exact else [mine]]
