@@ -148,11 +148,14 @@ def test_too_few_workers_pause_the_run_visibly(watched: Callable[..., Watched]) 
     assert [n["text"] for n in run.metrics("notice") if "1 of at least 2 workers is there" in n["text"]]
 
 
-def test_late_shards_are_computed_by_those_who_wait(watched: Callable[..., Watched], tmp_path: Path) -> None:
+def test_late_shards_are_computed_by_those_who_wait(
+    watched: Callable[..., Watched], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Balancing is off, and one worker is slow: the others compute some of its shards for it, to the same bits."""
     job = [JOBS / "uneven.py", "--set", "steps=20"]
     run = watched(*job, "--workers", 2, "--no-balance")
     result = run.result()
+    monkeypatch.chdir(tmp_path)  # where the file is that says who is slow
     assert result["weights_sha256"] == undisturbed(*job)
     slow, fast = sorted(entry["shards"] for entry in run.metrics("workers")[-1]["workers"])
     assert slow < 20 * 4 < fast  # each has four shards in a step
