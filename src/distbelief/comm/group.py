@@ -112,9 +112,8 @@ class TorchGroup:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                     if os.fstat(connection.fileno()).st_ino != identity:
                         continue  # closed meanwhile, and the number is that of a socket of the next group
-                    if not connection.getsockopt(
-                        socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-                    ):  # gloo dies with its listener
+                    listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    if not listens:  # gloo dies with its listener
                         connection.shutdown(socket.SHUT_RDWR)
 
     def _insist(self, wait: int) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from distbelief.comm.exchange import Exchange
 from distbelief.comm.ondevice import OnDevice
 from distbelief.comm.segment import Memory, Segment
 from distbelief.errors import DistBeliefError
+from distbelief.strategies.aside import Aside
 from distbelief.strategies.base import Applied
 from distbelief.strategies.layout import Layout
 from distbelief.strategies.tileoptimizer import Recipe, state_bytes
@@ -45,38 +45,6 @@ _STEP = np.dtype(
         ("at", np.float64),
     ]
 )
-
-
-class Aside:
-    """A member's place for the old bytes of the tile that it updates. It is found by whoever comes after it."""
-
-    HEAD_BYTES = 64
-
-    def __init__(self, segment: Segment) -> None:
-        self._held = np.frombuffer(segment.buffer, np.int64, 2)
-        self._at = segment.tensor(torch.uint8, self.HEAD_BYTES, segment.size_bytes - self.HEAD_BYTES)
-
-    @property
-    def holds(self) -> tuple[int, int]:
-        """A tile, and which step it was about to take; -1: none. Of two members' places with the same in them either
-        may be used: what a tile was before a step does not depend on who says so."""
-        return int(self._held[0]) - 1, int(self._held[1])
-
-    def copy(self, tile: int, step: int, current: Sequence[torch.Tensor]) -> None:
-        self._held[0] = 0
-        at = self._at.data_ptr()
-        for part in current:
-            # a third faster than Tensor.copy_ here: it does not read what it is about to overwrite
-            ctypes.memmove(at, part.data_ptr(), part.numel())
-            at += part.numel()
-        self._held[1] = step
-        self._held[0] = tile + 1
-
-    def put_back(self, current: Sequence[torch.Tensor]) -> None:
-        at = 0
-        for part in current:
-            part.copy_(self._at[at : at + part.numel()])
-            at += part.numel()
 
 
 class ReplicaState:

@@ -30,7 +30,7 @@ def abort_late() -> str:
     abort = Abort()
 
     def set_when_it_waits() -> None:
-        time.sleep(0.3)
+        time.sleep(0.3)  # most likely it waits by then; if not, it is aborted before it does, and all else is the same
         abort.set("members have changed")
 
     threading.Thread(target=set_when_it_waits, daemon=True).start()
