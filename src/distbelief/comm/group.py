@@ -29,7 +29,9 @@ from distbelief.comm.words import Abort, Aborted
 
 _TRANSFER = (1 << 31) - 1  # a tag that no partial sum has: some may be on their way meanwhile
 _AGAIN_S = 0.1
-_MISSED_S = 5.0  # a wait whose sockets are closed ends within milliseconds, if it ends
+_MISSED_S = 1.0  # a wait whose sockets are closed ends within milliseconds, if it ends
+_HOPELESS_S = 5.0  # where this costs a process
+_ASLEEP_S = 30.0  # the user's own code may sleep a while, say for its data
 _OF_A_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 """Errors of this member's own device. The second came with a later torch than the oldest that will do."""
 
@@ -66,10 +68,13 @@ class TorchGroup:
         self._abort = abort
         timeout = datetime.timedelta(seconds=meeting.timeout_s)
         self._waits = 0
+        self._guarding = False
+        self._training_thread = time.pthread_getcpuclockid(threading.get_ident())
         self._leaving = threading.Lock()
         self._backend = backend
         self._before = _open_sockets()
         self._sockets: set[tuple[int, int]] | None = None
+        self._store: Store | None = None
         abort.wake = self._hang_up
         with self.network():
             self._store = meeting.store(abort)  # held here: torch's own hold on it is not enough
@@ -89,10 +94,16 @@ class TorchGroup:
             except BaseException:
                 self._close_store()
                 raise
-        self.know_sockets()
+        self._sockets = _open_sockets() - self._before
 
-    def know_sockets(self) -> None:
-        """Take note of the connections that there are: an abort ends these. Again, when more groups have been made."""
+    @contextmanager
+    def more_groups(self) -> Iterator[None]:
+        """Around making groups of some of the members: they meet again for each, and an abort ends that too."""
+        with self.network():
+            assert self._sockets is not None
+            self._before = _open_sockets() - self._sockets
+            self._sockets = None
+            yield
         self._sockets = _open_sockets() - self._before
 
     def _hang_up(self) -> None:
@@ -118,17 +129,35 @@ class TorchGroup:
 
     def _insist(self, wait: int) -> None:
         """While members meet, gloo tries a connection that has failed some times more, each time with a new socket:
-        so it is told again. Sometimes it sleeps on even so. Then only the end of this process helps: the coordinator
-        takes it for a death, and others have the state."""
-        until = time.monotonic() + _MISSED_S
+        so it is told again. Sometimes it sleeps on even so (docs/decisions/0018)."""
+        patience_s = _MISSED_S if self._abort.leave else _HOPELESS_S
+        began = awake_at = time.monotonic()
+        used_s = time.clock_gettime(self._training_thread)
         while True:
             time.sleep(_AGAIN_S)
-            if not self.waiting or self._waits != wait:
-                return
-            if time.monotonic() > until:
-                print("gloo has missed that the group is over: this worker ends, to be replaced", flush=True)
-                os._exit(1)
+            now = time.monotonic()
+            if used_s < (used_s := time.clock_gettime(self._training_thread)):
+                awake_at = now
+            with self._leaving:
+                if not (self.waiting or self._guarding) or self._waits != wait:
+                    return
+                if now - began > patience_s if self.waiting else now - awake_at > _ASLEEP_S:
+                    self._leave_behind()
+                    return
             self._shut_down()
+
+    def _leave_behind(self) -> None:
+        if self._abort.leave is None:  # the coordinator takes it for a death, and others have the state
+            print("gloo has missed that the group is over: this worker ends, to be replaced", flush=True)
+            os._exit(1)
+        self._abort.left_behind = True
+        self._abort.leave()
+
+    def _come_too_late(self) -> None:
+        """Somebody else has gone on: what is found here is of no use to anybody."""
+        if self._abort.left_behind:
+            self._close_store()
+            raise Aborted(self._abort.reason)
 
     @contextmanager
     def network(self) -> Iterator[None]:
@@ -146,19 +175,26 @@ class TorchGroup:
         finally:
             with self._leaving:
                 self.waiting = False
+            self._come_too_late()
 
     @contextmanager
     def guard(self) -> Iterator[None]:
         """Around code that is partly the user's and partly waits for others, inside of torch: only what comes from a
         connection, or after an abort, is a member's loss."""
-        self._abort.check()
+        self._waits += 1
+        self._guarding = True
         try:
+            self._abort.check()
             yield
         except (RuntimeError, dist.DistError) as error:
             if self._abort.reason or "gloo" in str(error) or isinstance(error, dist.DistError):
                 what = str(error).partition(". This is typically")[0]
                 raise Aborted(f"a connection between members broke: {what}") from error
             raise
+        finally:
+            with self._leaving:
+                self._guarding = False
+            self._come_too_late()
 
     def broken(self) -> list[Broken]:
         return []
@@ -192,6 +228,15 @@ class TorchGroup:
     def _close_store(self) -> None:
         if isinstance(self._store, MeetingStore):
             self._store.close()
+
+
+def forget_groups() -> list[dist.ProcessGroup]:
+    """torch's groups of this process, which it may now make anew though somebody waits in these. They are to be kept
+    until nobody does: the end of a group waits for that."""
+    kept = list(dist.distributed_c10d._world.pg_map)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return kept
 
 
 def wait_all(works: Sequence[dist.Work | None]) -> None:

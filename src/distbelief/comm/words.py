@@ -44,6 +44,10 @@ class Abort:
         self.reason = ""
         self.wake: Callable[[], None] = lambda: None
         """Rouses whoever sleeps in a wait of this generation."""
+        self.left_behind = False
+        """Whoever waits in this generation was not to be roused: somebody else has gone on in its place."""
+        self.leave: Callable[[], None] | None = None
+        """Tells that somebody else, if there can be one; see worker/ownthread.py."""
 
     def set(self, reason: str) -> None:
         self.reason = reason or "aborted"

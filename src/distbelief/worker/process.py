@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,7 @@ from distbelief.worker.failure import describe_failure
 from distbelief.worker.link import ControlLink
 from distbelief.worker.loading import Loaded, load, write_job_json
 from distbelief.worker.origin import frozen_of, newest_saved, opened_at, weights_of
+from distbelief.worker.ownthread import in_its_own_thread
 from distbelief.worker.place import Place
 from distbelief.worker.saving import Saver
 from distbelief.worker.spec import WorkerSpec
@@ -140,12 +142,21 @@ def _obey(place: Place, loaded: Loaded) -> Leave:
                 link.send(WorkerLeft(worker, generation))
             case TrainGeneration():
                 try:
-                    _train_generation(place, loaded, action, abort)
+                    _train(place, loaded, action, abort)
                 except Aborted as error:
-                    if (
-                        not abort.reason
-                    ):  # a connection broke, and the coordinator may not know it; it says what follows
+                    if not abort.reason:  # a connection broke, and the coordinator may not know; it says what follows
                         link.send(CollectiveFailed(worker, action.generation, str(error)))
+
+
+def _train(place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort) -> None:
+    generation = partial(_train_generation, place, loaded, action, abort)
+    if action.transport in ("shm", "slots") or loaded.device.type != "cpu":
+        generation()
+        return
+    in_its_own_thread(generation, abort, place.spec.threads)
+    if abort.left_behind:
+        print(f"gloo did not notice the end of generation {action.generation}; its thread is left behind", flush=True)
+        _let_go(place, loaded)
 
 
 def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort) -> None:
@@ -214,14 +225,20 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
         link.send(finished)
         link.finished(action.generation)
     finally:
-        if place.profile:
-            place.profile.left()
-        if place.saver:
-            place.saver.let_go()
-        loaded.prepared.let_go()
-        exchange.close()
-        link.progress.waiting = lambda: False
-        link.progress.recall = lambda reported: None
+        if not abort.left_behind:  # else all this is another generation's by now
+            _let_go(place, loaded)
+            exchange.close()
+
+
+def _let_go(place: Place, loaded: Loaded) -> None:
+    """Of a generation."""
+    if place.profile:
+        place.profile.left()
+    if place.saver:
+        place.saver.let_go()
+    loaded.prepared.let_go()
+    place.link.progress.waiting = lambda: False
+    place.link.progress.recall = lambda reported: None
 
 
 def _is_free(loaded: Loaded) -> bool:

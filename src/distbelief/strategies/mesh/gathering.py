@@ -10,12 +10,16 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 _SMALLEST_MAPPING_BYTES = 1 << 20
+
+Network = Callable[[], AbstractContextManager[None]]
+"""What to do all waiting in: see `TorchGroup.network`."""
 
 
 class Scratch:
@@ -35,8 +39,9 @@ class Scratch:
 class Gather(AllGather):
     """Everybody's piece, to everybody."""
 
-    def __init__(self, scratch: Scratch) -> None:
+    def __init__(self, scratch: Scratch, network: Network) -> None:
         self._scratch = scratch
+        self._network = network
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._scratch.take(_count(size), dtype)
@@ -45,14 +50,16 @@ class Gather(AllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """`input_tensor` is my piece of `output_tensor`."""
-        _exchange(group, lambda _: input_tensor, output_tensor.chunk(group.size()).__getitem__)
+        with self._network():
+            _exchange(group, lambda _: input_tensor, output_tensor.chunk(group.size()).__getitem__)
 
 
 class SumOfPieces(ReduceScatter):
     """Everybody's piece number k, on member k: added up in the order of the members."""
 
-    def __init__(self, scratch: Scratch) -> None:
+    def __init__(self, scratch: Scratch, network: Network) -> None:
         self._scratch = scratch
+        self._network = network
         self._has_input = False
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -71,7 +78,8 @@ class SumOfPieces(ReduceScatter):
             raise RuntimeError("torch asks for memory in another order than this was written for")
         me, pieces = group.rank(), input_tensor.chunk(group.size())
         arrived = [piece if rank == me else torch.empty_like(piece) for rank, piece in enumerate(pieces)]
-        _exchange(group, pieces.__getitem__, arrived.__getitem__)
+        with self._network():
+            _exchange(group, pieces.__getitem__, arrived.__getitem__)
         torch.add(arrived[0], arrived[1], out=output_tensor)
         for piece in arrived[2:]:
             output_tensor += piece

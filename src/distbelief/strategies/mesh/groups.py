@@ -21,14 +21,13 @@ class Groups:
         # torch remembers what it has worked out for a mesh, and takes one with equal names for the same one; but this
         # process may have had another place in it, and its groups are gone.
         self._names = {dimension: f"{dimension} {generation}" for dimension in DIMENSIONS}
-        with world.guard():
+        with world.more_groups():
             sizes = tuple(degrees.as_list())
             self._mesh: DeviceMesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(self._names.values()))
             self.data: dist.ProcessGroup = self._mesh.get_group(self._names["data"])
             """Those who hold the same part, and have other data."""
             self.samples: dist.ProcessGroup = self._group_of("data", "sharded")
             """Those who run the same stages on other data, whether they hold the same part or not."""
-        world.know_sockets()
 
     def _group_of(self, *dimensions: str) -> dist.ProcessGroup:
         mine: dist.ProcessGroup | None = None

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -119,7 +118,7 @@ def build_part(
     for stage in stages.values():
         if degrees.sharded > 1:
             blocks = list(_blocks(stage.module, model)) if has_modules else []
-            _shard(stage.module, blocks, groups.mesh("sharded"), real)
+            _shard(stage.module, blocks, groups, real)
             lines.append(
                 f"every parameter is divided by {degrees.sharded}; members gather "
                 + (f"{len(blocks)} blocks one at a time, and the rest" if blocks else "the whole part")
@@ -170,8 +169,8 @@ def _tie_again(modules: Sequence[torch.nn.Module], first_name: Mapping[str, str]
             module.get_submodule(owner)._buffers[key] = buffers.setdefault(first_name.get(name, name), buffer)
 
 
-def _shard(module: torch.nn.Module, blocks: Sequence[torch.nn.Module], mesh: DeviceMesh, real: set[int]) -> None:
-    scratch = Scratch()
+def _shard(module: torch.nn.Module, blocks: Sequence[torch.nn.Module], groups: Groups, real: set[int]) -> None:
+    mesh, scratch = groups.mesh("sharded"), Scratch()
     for number, block in enumerate(blocks):
         # The last one is needed again at once, for its backward pass.
         fully_shard(block, mesh=mesh, reshard_after_forward=number + 1 < len(blocks))
@@ -182,8 +181,8 @@ def _shard(module: torch.nn.Module, blocks: Sequence[torch.nn.Module], mesh: Dev
             wrapped.set_force_sum_reduction_for_comms(True)
             # A parameter that only some shards use gets zeros of the others, else members would add up different sets.
             wrapped.set_reduce_scatter_unused_params(True, recurse=False)
-            wrapped.set_custom_all_gather(Gather(scratch))
-            wrapped.set_custom_reduce_scatter(SumOfPieces(scratch))
+            wrapped.set_custom_all_gather(Gather(scratch, groups.world.network))
+            wrapped.set_custom_reduce_scatter(SumOfPieces(scratch, groups.world.network))
             # Not the next one ahead of time, which is the default: gloo does nothing meanwhile, and it takes memory.
             wrapped.set_modules_to_backward_prefetch([wrapped])
             for group in wrapped._get_fsdp_state()._fsdp_param_groups:
