@@ -54,6 +54,23 @@ class Rendezvous:
         return TCPStore(self.host, self.port, is_master=False, timeout=datetime.timedelta(seconds=self.timeout_s))
 
 
+class _Thread:
+    """The one that makes this, as others can see it while it lives."""
+
+    def __init__(self) -> None:
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._status = f"/proc/self/task/{threading.get_native_id()}/stat"
+
+    def used_s(self) -> float:
+        """Of a processor's time."""
+        return time.clock_gettime(self._clock)
+
+    def sleeps(self) -> bool:
+        """And does not only wait for a processor."""
+        with open(self._status) as status:
+            return status.read().rpartition(")")[2].split()[0] == "S"
+
+
 class TorchGroup:
     """See `Group`. It is torch's default group of this process until it is closed."""
 
@@ -69,7 +86,7 @@ class TorchGroup:
         timeout = datetime.timedelta(seconds=meeting.timeout_s)
         self._waits = 0
         self._guarding = False
-        self._training_thread = time.pthread_getcpuclockid(threading.get_ident())
+        self._training_thread = _Thread()
         self._leaving = threading.Lock()
         self._backend = backend
         self._before = _open_sockets()
@@ -131,17 +148,16 @@ class TorchGroup:
         """While members meet, gloo tries a connection that has failed some times more, each time with a new socket:
         so it is told again. Sometimes it sleeps on even so (docs/decisions/0018)."""
         patience_s = _MISSED_S if self._abort.leave else _HOPELESS_S
-        began = awake_at = time.monotonic()
-        used_s = time.clock_gettime(self._training_thread)
+        awake_at, used_s = time.monotonic(), 0.0
         while True:
             time.sleep(_AGAIN_S)
-            now = time.monotonic()
-            if used_s < (used_s := time.clock_gettime(self._training_thread)):
-                awake_at = now
             with self._leaving:
                 if not (self.waiting or self._guarding) or self._waits != wait:
-                    return
-                if now - began > patience_s if self.waiting else now - awake_at > _ASLEEP_S:
+                    return  # and perhaps its thread is gone
+                now = time.monotonic()
+                if used_s < (used_s := self._training_thread.used_s()) or not self._training_thread.sleeps():
+                    awake_at = now
+                if now - awake_at > (patience_s if self.waiting else _ASLEEP_S):
                     self._leave_behind()
                     return
             self._shut_down()
