@@ -172,8 +172,10 @@ def reduce_steps(keeper: KeeperClient, seat: Seat) -> dict[int, str]:
     exchange = join(keeper, seat)
     assert (exchange.rank, exchange.size) == (seat.rank, seat.size)
     digests = {index: hashlib.sha256() for index in exchange.tiles}
-    for step, occupied in enumerate([seat.shards, seat.shards, max(1, seat.shards - 1), 1, seat.shards]):
-        exchange.begin(plan(seat, step, occupied))
+    few = max(1, seat.shards - 1)
+    for step, occupied in enumerate([seat.shards, seat.shards, few, 1, seat.shards, few, seat.shards, 1]):
+        one_by_one = step > 3
+        exchange.begin(replace(plan(seat, step, occupied), one_by_one=one_by_one))
         write_partials(exchange, seat, step, occupied)
         before = snapshot(exchange, seat)
         check_share(exchange, seat, step, occupied)
@@ -183,7 +185,7 @@ def reduce_steps(keeper: KeeperClient, seat: Seat) -> dict[int, str]:
             found = exchange.scaled(index, factor) if step % 2 else exchange.reduced(index)
             expected = plain_sum(step, (0, seat.shards), occupied, tile) * factor
             assert same_bits(found.cpu(), expected), (step, tile, found.cpu() - expected)
-            assert same_bits(exchange.reduced(index).cpu(), expected), "asking again changes nothing"
+            assert one_by_one or same_bits(exchange.reduced(index).cpu(), expected), "asking again changes nothing"
             digests[index].update(found.cpu().view(torch.uint8).numpy().tobytes())
             found.mul_(0.5)  # a commit scales its gradients, and some optimizers write into them
         squares = exchange.share_squares({index: step + index / 8 for index in exchange.tiles})

@@ -105,6 +105,8 @@ class StepPlan:
     step: int
     sources: Sequence[Source]
     program: Program
+    one_by_one: bool = False
+    """Each sum is asked for once, and of no use any more when the next one is."""
 
 
 @dataclass(frozen=True)

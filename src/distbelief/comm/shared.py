@@ -1,8 +1,8 @@
 """The exchange between workers of one host: gradients are written straight into shared memory and added there.
 
 Each member owns some tiles. It adds the partial sums of a tile, in the tree's order, out of place into memory of its
-own; so an aborted step leaves every partial sum intact, and the next generation takes them over. A tile is reduced as
-soon as all members have published it, also in the middle of this member's own backward pass.
+own; so an aborted step leaves every partial sum intact, and the next generation takes them over. A tile is added up
+while its owner waits for others, if it does, else just before it is used: then the sum is still in the cache.
 """
 
 from __future__ import annotations
@@ -65,9 +65,12 @@ class SharedExchange:
         self._out: dict[int, torch.Tensor] = {}
         self._scratch: dict[torch.dtype, list[torch.Tensor]] = {}
         self._ready: deque[int] = deque()
-        """Tiles of mine that I have published, in that order, and not reduced yet."""
+        """Tiles of mine that I have published, in that order."""
+        self._passing: dict[int, torch.Tensor] = {}
+        """Rooms in one place, for sums of which one is wanted at a time."""
         self._reduced: set[int] = set()
         self._largest = max((tile.numel for tile in geometry.tiles), default=0)
+        self._place = Segment.private(max((tile.size_bytes for tile in geometry.tiles), default=0))
         self._letters = 0
         self._plan = StepPlan(-1, [], 0)
 
@@ -141,27 +144,30 @@ class SharedExchange:
             self._words.ring()  # its owner may be done with its own work, and wait for this
         elif not isinstance(self._plan.program, int):
             self._ready.append(tile)
-        while self._ready and self._everybody_published(self._ready[0]):
-            self._reduce(self._ready.popleft())
 
-    def _everybody_published(self, tile: int) -> bool:
-        get, word, stamp = self._words.get, TILES + tile, self._stamp
-        return all(get(rank, word) == stamp for rank in range(self.size))
-
-    def _reduce(self, tile: int) -> None:
-        self._reduced.add(tile)
+    def _reduce(self, tile: int, out: torch.Tensor) -> torch.Tensor:
         parts = [self._part(source, tile) for source in self._plan.sources]
-        out = self._room(tile)
         tree_add(self._plan.program, parts, out, self._scratch_for(out.dtype))
+        return out
 
     def _part(self, source: Source, tile: int) -> torch.Tensor:
         return self._of(source).tiles(source.rank, source.slot)[tile]
 
     def _room(self, tile: int) -> torch.Tensor:
+        """For a sum that is kept until the step is applied."""
+        self._reduced.add(tile)
         if tile not in self._out:
             shape = self._geometry.tiles[tile]
             self._out[tile] = torch.empty(shape.numel, dtype=shape.dtype)
         return self._out[tile]
+
+    def _room_in_passing(self, tile: int) -> torch.Tensor:
+        if not self._plan.one_by_one:
+            return self._room(tile)
+        if tile not in self._passing:
+            shape = self._geometry.tiles[tile]
+            self._passing[tile] = self._place.tensor(shape.dtype, 0, shape.numel)
+        return self._passing[tile]
 
     def where(self, source: Source) -> Segment:
         """The slot that holds a partial sum of the step, whoever made it."""
@@ -187,9 +193,10 @@ class SharedExchange:
         self._words.announce(ARRIVED, self._stamp)
         while not self._words.reached(ARRIVED, self._stamp) and meanwhile():
             self._abort.check()
-        while self._ready:  # who comes first adds up while it waits: what others finish last is not left for the end
-            self._words.await_all(TILES + self._ready[0], self._stamp)
-            self._reduce(self._ready.popleft())
+        while self._ready and not self._words.reached(ARRIVED, self._stamp):
+            tile = self._ready.popleft()
+            self._words.await_all(TILES + tile, self._stamp)
+            self._reduce(tile, self._room(tile))
         self._words.await_all(ARRIVED, self._stamp)
         rows, untouched = ledger.rows, np.asarray(ledger.untouched.all(axis=0))
         if any(source.back for source in self._plan.sources):
@@ -209,16 +216,16 @@ class SharedExchange:
         return rows, untouched
 
     def reduced(self, tile: int) -> torch.Tensor:
-        if tile not in self._reduced:
-            self._reduce(tile)
-        return self._out[tile]
+        if tile in self._reduced:
+            return self._out[tile]
+        return self._reduce(tile, self._room_in_passing(tile))
 
     def scaled(self, tile: int, factor: float) -> torch.Tensor:
         program = self._plan.program
         if tile in self._reduced or not isinstance(program, int):
             return self.reduced(tile).mul_(factor)
-        self._reduced.add(tile)  # nothing to add: one pass instead of a copy and another
-        return torch.mul(self._part(self._plan.sources[program], tile), factor, out=self._room(tile))
+        # nothing to add: one pass instead of a copy and another
+        return torch.mul(self._part(self._plan.sources[program], tile), factor, out=self._room_in_passing(tile))
 
     def share_squares(self, mine: dict[int, float]) -> list[float]:
         for tile, value in mine.items():

@@ -76,6 +76,7 @@ class DataParallelReplica:
         self._buffer_tiles = [t for t in exchange.tiles if t >= computer.layout.parameter_tiles]
         # One by one where old bytes are copied aside, while they are in the cache; else one call for all is quicker.
         self._tiles_at_once = [[t] for t in self._tiles] if exchange.shares_state else [self._tiles]
+        self._one_by_one = exchange.shares_state and computer.job.clip_norm is None
         memory = [TileMemory(t, self._state.values[t], self._state.optimizer[t]) for t in self._tiles]
         self._updates = TileUpdates(computer.job.seed, recipe, computer.layout, memory, apart=exchange.shares_state)
         self._copies: list[Copy] = []
@@ -155,7 +156,7 @@ class DataParallelReplica:
 
     def compute(self, step: int) -> None:
         work = self._work_of(step)
-        self.exchange.begin(StepPlan(self._stamp(step), work.sources, work.order))
+        self.exchange.begin(StepPlan(self._stamp(step), work.sources, work.order, self._one_by_one))
         self._rows.fill(0)
         self._touched.fill(0)
         self._began_at = time.perf_counter()
