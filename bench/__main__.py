@@ -8,7 +8,8 @@
 One thread per worker. Systems take turns, another one first in each repetition, and ratios are taken within one; a
 measurement during which others had much of the machine is taken again while there is time for it. All begin with the
 same weights and train on the same batches in the same order. Losses are held against those of one process: who did
-not do the work is not compared. The exit status is 1 when that happens to us, 2 when something of ours failed.
+not do the work is not compared. What goals are about is measured once more, in turns of seconds: all are there at
+once, and one of them runs (`turns`). The exit status is 1 when that happens to us, 2 when something of ours failed.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def _arguments() -> argparse.Namespace:
         help="keep what the file of results has, and do the rest; without it the file is begun anew",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="the file of results; default in bench/results")
-    parser.add_argument("--repetitions", type=options.count, help="of every system in every cell")
+    parser.add_argument("--repetitions", type=options.count, help="of every system in every cell; rounds of turns")
     parser.add_argument("--steps", type=_steps, help="of every run, the first one to warm up")
     for name, known in (("workload", list(WORKLOADS)), ("system", list(SYSTEMS))):
         kinds = options.some_of(name, known)

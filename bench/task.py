@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,8 @@ class Task:
     """Steps; 0 for never."""
     meet: bool = False
     """Ranks that share nothing wait for each other after the warm-up, so that they are measured side by side."""
+    broken_off: bool = False
+    """It will not come to its end: what ranks measure is written down as it comes."""
     folder: str = ""
 
     @property
@@ -155,6 +157,7 @@ class Record:
     losses: list[Any] = field(default_factory=list)
     evaluations: list[tuple[float, int, int, int]] = field(default_factory=list)
     """(when it was known, steps done, right, of how many)"""
+    _file: IO[str] | None = None
 
     def step(self, loss: Any, model: Callable[[Any], Any] | None = None, at: float | None = None) -> None:
         """A step has been done just now (or `at`); with `model`, a torch module, accuracy is measured where it is due.
@@ -168,6 +171,10 @@ class Record:
         if self.task.meet and done == self.task.warm_up:
             self._meet()
         self.ends.append(time.time() if at is None else at)
+        if self.task.broken_off:
+            if self._file is None:
+                self._file = (Path(self.task.folder) / f"rank{self.rank}.ends").open("w", buffering=1)
+            self._file.write(f"{self.ends[-1]}\n")
 
     def done(self, bytes_sent: int | None = None) -> None:
         content = {

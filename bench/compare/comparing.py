@@ -12,13 +12,14 @@ from pathlib import Path
 
 from bench.compare import losses, reference
 from bench.compare.launching import run
-from bench.compare.plan import CHECKED_STEPS, MOST_CHECKED_STEPS, Cell
+from bench.compare.plan import CHECKED_STEPS, MOST_CHECKED_STEPS, STEPS_PER_TURN, TURN_S, USUAL_TURN_S, Cell
 from bench.compare.records import Measurement, measurement
 from bench.compare.results import Results
 from bench.compare.store import Store
 from bench.compare.system import Start, System
-from bench.compare.systems import IDEAL, SINGLE, SYSTEMS
-from bench.machine import Patience
+from bench.compare.systems import IDEAL, OURS, SINGLE, SYSTEMS
+from bench.compare.turns import take_turns
+from bench.machine import Bystanders, Patience
 from bench.running import BENCH, TIMEOUT_S, DriverFailed, environment, free_ports
 from bench.workloads import WORKLOADS
 
@@ -40,6 +41,9 @@ class Comparison:
 
     def measure(self, cell: Cell, patience_s: float) -> None:
         """All repetitions of a cell; what a resumed file already holds is not measured again."""
+        if cell.part == "turns":
+            self._take_turns(cell)
+            return
         patience, name = Patience(patience_s), f"{cell.part} {cell.workload} ×{cell.workers}"
         for repetition, system_name in cell.turns():
             system = SYSTEMS[system_name]
@@ -47,7 +51,7 @@ class Comparison:
             failed = self._results.content["failed"].get(name, {})
             if self._results.has(key) or system_name not in self._pythons or system_name in failed:
                 continue
-            self._tell(f"{name}, repetition {repetition + 1} of {cell.repetitions_of(system_name)}: {system.title}")
+            self._tell(f"{name}, repetition {repetition + 1} of {cell.repetitions}: {system.title}")
             try:
                 found = self._least_disturbed(cell, system, patience)
                 problem = self._problem(cell, system, found)
@@ -56,6 +60,34 @@ class Comparison:
                 continue
             more = {"warm_up": cell.warm_up, "problem": problem, "retaken": patience.retaken}
             self._results.add(key, {**found.as_json(), **more})
+
+    def _take_turns(self, cell: Cell) -> None:
+        known = self._results.content.setdefault("turns", {})
+        if cell.workload in known:
+            return
+        name, bystanders = f"{cell.part} {cell.workload} ×{cell.workers}", Bystanders()
+        seconds = TURN_S.get(cell.workload, USUAL_TURN_S)
+        self._tell(f"{name}: {', '.join(cell.systems)}, {cell.repetitions} rounds of {seconds:g} s each")
+        steps = cell.warm_up + cell.timed * STEPS_PER_TURN * cell.repetitions
+        runs = []
+        for system in [SYSTEMS[one] for one in cell.systems if one in self._pythons]:
+            task = self._store.task(
+                cell.workload, cell.workers, steps, cell.warm_up, meet=system.name == IDEAL, broken_off=True
+            )
+            driver = BENCH / "drivers" / system.driver
+            runs.append(
+                (system, Start(self._pythons[system.name], driver, Path(task.folder), cell.workers, free_ports))
+            )
+        try:
+            found = take_turns(runs, seconds, cell.repetitions)
+        except DriverFailed as error:
+            self._results.fail(name, OURS, str(error))
+            return
+        finally:
+            for _, start in runs:
+                shutil.rmtree(start.folder, ignore_errors=True)
+        known[cell.workload] = {"turn_s": seconds, "others": bystanders.share(), "samples_per_s": found}
+        self._results.write()
 
     def _least_disturbed(self, cell: Cell, system: System, patience: Patience) -> Measurement:
         """Measure, and again while others disturb and patience lasts; what was disturbed least, whoever's it is."""

@@ -45,7 +45,7 @@ def run(system: System, start: Start, counted: bool, limit_s: float = TIMEOUT_S)
         _to_its_end(command, variables, start.folder, limit_s)
     bystanders, ran = Bystanders(), Ran(time.time())
     with (start.folder / OUTPUT).open("w") as output:
-        processes = _started(system.commands(start), variables, start.folder, output)
+        processes = started(system.commands(start), variables, start.folder, output)
         first = processes[0]
         try:
             _watch(processes if system.ends_with_all else [first], start.folder, ran, counted, limit_s)
@@ -59,7 +59,7 @@ def run(system: System, start: Start, counted: bool, limit_s: float = TIMEOUT_S)
                 process.wait()
     ran.others = bystanders.share()
     if first.returncode:
-        raise DriverFailed(f"{' '.join(first.args)} ended with {first.returncode}:\n{_tail(start.folder)}")  # type: ignore[arg-type]
+        raise DriverFailed(f"{' '.join(first.args)} ended with {first.returncode}:\n{tail(start.folder)}")  # type: ignore[arg-type]
     return ran
 
 
@@ -70,7 +70,7 @@ def _watch(ends: list[subprocess.Popen[bytes]], folder: Path, ran: Ran, counted:
     while any(one.poll() is None for one in ends):
         now = time.monotonic()
         if now > deadline:
-            raise DriverFailed(f"not done after {limit_s:.0f} s:\n{_tail(folder)}")
+            raise DriverFailed(f"not done after {limit_s:.0f} s:\n{tail(folder)}")
         if now >= next_look:
             next_look = now + LOOK_S
             if counted:
@@ -85,7 +85,7 @@ def _watch(ends: list[subprocess.Popen[bytes]], folder: Path, ran: Ran, counted:
         ran.wire.append((time.time(), isolation.loopback_bytes()))
 
 
-def _started(
+def started(
     commands: Commands, variables: Mapping[str, str], folder: Path, output: IO[str]
 ) -> list[subprocess.Popen[bytes]]:
     return [
@@ -106,7 +106,7 @@ def _to_its_end(command: list[str], variables: Mapping[str, str], folder: Path, 
         raise DriverFailed(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-TAIL:]}")
 
 
-def _tail(folder: Path) -> str:
+def tail(folder: Path) -> str:
     """The end of what was printed; before it the first error, which launchers bury under their own."""
     text = (folder / OUTPUT).read_text(errors="replace")
     first = FIRST_ERROR.search(text)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bench.compare import shown, summary
-from bench.compare.plan import ACCURACY_GOAL, DECIDING
+from bench.compare.plan import ACCURACY_GOAL
 from bench.compare.summary import Content, Row
-from bench.compare.systems import SYSTEMS
+from bench.compare.systems import DDP, IDEAL, SYSTEMS
 from bench.running import BENCH, ROOT
 from bench.workloads import WORKLOADS
 
@@ -66,7 +67,7 @@ def text(content: Content, file: Path, figures: dict[str, Path]) -> str:
     lines += ["## Speed", "", *picture("speed", "Samples per second over DDP's, by workload")]
     for workload, workers in summary.cells(content, "speed"):
         lines += [f"### {WORKLOADS[workload].title}", "", *_cell(content, "speed", workload, workers)]
-    lines += _verdicts(content)
+    lines += [*_turns(content), *_verdicts(content)]
     if summary.cells(content, "scaling"):
         lines += ["## Scaling", "", *picture("scaling", "Samples per second by number of workers")]
         lines += [
@@ -135,8 +136,8 @@ def _head(content: Content, file: Path) -> list[str]:
 def _cell(content: Content, part: str, workload: str, workers: int) -> list[str]:
     some = [one for one in content["measurements"] if (one["part"], one["workload"]) == (part, workload)]
     often = 1 + max(one["repetition"] for one in some)
-    usual = 1 + max((one["repetition"] for one in some if one["system"] not in DECIDING), default=often - 1)
-    repetitions = f"{usual}" if usual == often else f"{usual}, of our allreduce, the ideal and DDP {often}"
+    fewest = min(Counter(one["system"] for one in some).values())
+    repetitions = f"{often}" if fewest == often else f"{fewest} to {often}"
     warm_up, timed = some[0]["warm_up"], len(some[0]["losses"]) - some[0]["warm_up"]
     rows = summary.rows(content, part, workload, workers)
     about = f"{workers} workers; {timed} timed steps after {warm_up} of warm-up; repetitions: {repetitions}."
@@ -169,6 +170,29 @@ def _row(row: Row) -> list[str]:
         f"{row.peak_bytes / 1e6:.0f}",
         wire,
         f"{row.others.high:.0%}",
+    ]
+
+
+def _turns(content: Content) -> list[str]:
+    found = content.get("turns", {})
+    if not found:
+        return []
+    rows = [
+        [name, *(shown.quartiles_text(summary.turns(content, name, base)) for base in (DDP, IDEAL)),
+         f"{len(next(iter(one['samples_per_s'].values())))} × {one['turn_s']:g} s"]
+        for name, one in found.items()
+    ]  # fmt: skip
+    about = (
+        "Our allreduce, DDP and the ideal once more: all three are there at once, and one runs while the others are "
+        "stopped, in turns of seconds, so that neighbouring turns see the same machine. Ratios by round: medians "
+        "(quartiles). Goals are held against these."
+    )
+    return [
+        "### In turns",
+        "",
+        about,
+        "",
+        *_table(("allreduce, two workers", "over DDP", "of the ideal", "rounds"), rows),
     ]
 
 

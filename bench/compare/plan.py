@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from bench.compare.systems import DDP, IDEAL, OURS, OURS_ALL, SINGLE, SYSTEMS
 
-TRAINING, OTHERS = ("speed", "scaling", "accuracy"), ("bandwidth", "checkpoint", "recovery")
-PARTS = (*TRAINING, *OTHERS, "report")
+T = TypeVar("T")
+
+OTHERS = ("bandwidth", "checkpoint", "recovery")
+PARTS = ("speed", "turns", "scaling", "accuracy", *OTHERS, "report")
 
 GOALS = {
     "mlp": {DDP: 1.35, IDEAL: 0.92},
@@ -27,7 +30,11 @@ STEPS = {
 """Workload -> (steps of warm-up, timed steps)"""
 QUICK_STEPS = {**STEPS, "mlp": (5, 40), "cnn": (3, 15), "gpt": (1, 4), "wide_deep": (3, 15), "fashion": (2, 500)}
 DECIDING = (OURS, IDEAL, DDP)
-"""What goals are about: their ratios are near to the goals, and a few repetitions do not tell."""
+"""What goals are about: their ratios are near to the goals, and a few repetitions do not tell. So they take turns."""
+TURN_S = {"gpt": 4.0, "resnet": 3.0, "bert": 10.0}
+USUAL_TURN_S = 2.0
+STEPS_PER_TURN = 3
+"""Times the timed steps of a run: nobody takes that many in a turn."""
 CHECKED_STEPS = 12
 """The losses of the first so many steps are compared with those of one process."""
 MOST_CHECKED_STEPS = 60
@@ -45,8 +52,6 @@ class Cell:
     warm_up: int
     timed: int
     repetitions: int
-    deciding_repetitions: int = 0
-    """Of the deciding systems, where those are more."""
 
     @property
     def steps(self) -> int:
@@ -54,13 +59,9 @@ class Cell:
 
     def turns(self) -> Iterator[tuple[int, str]]:
         """(repetition, system), another system first in each repetition."""
-        for repetition in range(max(self.repetitions, self.deciding_repetitions)):
+        for repetition in range(self.repetitions):
             for system in rotated(self.systems, repetition):
-                if repetition < self.repetitions_of(system):
-                    yield repetition, system
-
-    def repetitions_of(self, system: str) -> int:
-        return max(self.repetitions, self.deciding_repetitions if system in DECIDING else 0)
+                yield repetition, system
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ class Size:
     """Of workers, for scaling."""
     accuracy: tuple[str, ...]
     steps: dict[str, tuple[int, int]]
+    rounds: int
+    """Of the deciding systems, for each workload whose speed is measured."""
     repetitions: int
-    deciding_repetitions: int
     scaling_repetitions: int
     accuracy_repetitions: int
 
@@ -97,8 +99,8 @@ FULL = Size(
     counts=(1, 2, 4),
     accuracy=(OURS, "ps-sync", "ps-async", SINGLE, DDP, "fsdp", *_PEERS),
     steps=STEPS,
+    rounds=24,
     repetitions=3,
-    deciding_repetitions=9,
     scaling_repetitions=2,
     accuracy_repetitions=2,
 )
@@ -112,8 +114,8 @@ QUICK = Size(
     counts=(1, 2, 4),
     accuracy=(OURS, DDP),
     steps=QUICK_STEPS,
+    rounds=4,
     repetitions=2,
-    deciding_repetitions=2,
     scaling_repetitions=1,
     accuracy_repetitions=1,
 )
@@ -128,17 +130,17 @@ def cells(
         named = systems or planned
         return tuple(name for name in named if name in SYSTEMS and SYSTEMS[name].takes(workload))
 
-    def cell(part: str, workload: str, workers: int, planned: Sequence[str], usual: int, deciding: int = 0) -> Cell:
+    def cell(part: str, workload: str, workers: int, planned: Sequence[str], usual: int) -> Cell:
         warm_up, timed = size.steps[workload]
         systems_here = chosen(workload, planned)
-        often = (repetitions, repetitions) if repetitions else (usual, deciding)
-        return Cell(part, workload, workers, systems_here, warm_up, timed, *often)
+        return Cell(part, workload, workers, systems_here, warm_up, timed, repetitions or usual)
 
     found = []
     if "speed" in parts:
         names = workloads or size.speed
-        often = (size.repetitions, size.deciding_repetitions)
-        found += [cell("speed", name, 2, size.speed.get(name, _MAIN), *often) for name in names]
+        found += [cell("speed", name, 2, size.speed.get(name, _MAIN), size.repetitions) for name in names]
+    if "turns" in parts:
+        found += [cell("turns", name, 2, DECIDING, size.rounds) for name in workloads or size.speed]
     if "scaling" in parts:
         for name in [one for one in workloads or size.scaling if one in size.scaling]:
             for count in size.counts:
@@ -149,7 +151,7 @@ def cells(
     return [one for one in found if one.systems]
 
 
-def rotated(names: Sequence[str], by: int) -> list[str]:
+def rotated(names: Sequence[T], by: int) -> list[T]:
     """
     >>> rotated(["a", "b", "c"], 4)
     ['b', 'c', 'a']

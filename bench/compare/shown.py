@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
+
 from rich.console import Console
 from rich.table import Table
 
 from bench.compare import summary
 from bench.compare.plan import ACCURACY_GOAL
 from bench.compare.summary import Content, Row
+from bench.compare.systems import DDP, IDEAL
 from bench.spreads import Spread
 from bench.workloads import WORKLOADS
+
+FEWEST_FOR_QUARTILES = 8
 
 
 def show(console: Console, content: Content) -> None:
@@ -17,6 +22,11 @@ def show(console: Console, content: Content) -> None:
         for workload, workers in summary.cells(content, part):
             rows = summary.rows(content, part, workload, workers)
             console.print(_speeds(f"{part}: {WORKLOADS[workload].title}; {_count(workers)}", rows))
+    if content.get("turns"):
+        table = Table("", "over DDP", "of the ideal", title="Our allreduce in turns of seconds: medians (quartiles)")
+        for workload in content["turns"]:
+            table.add_row(workload, *(quartiles_text(summary.turns(content, workload, one)) for one in (DDP, IDEAL)))
+        console.print(table)
     curves = summary.accuracy_curves(content)
     if curves:
         table = Table("", "seconds to it", "highest", title=f"Fashion-MNIST: accuracy of {ACCURACY_GOAL:.0%}")
@@ -44,6 +54,13 @@ def accuracy_times(curves: list[list[tuple[float, float]]]) -> str:
 
 def ratio_text(ratio: Spread | None) -> str:
     return "" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f} – {ratio.high:.2f})"
+
+
+def quartiles_text(ratio: Spread | None) -> str:
+    if ratio is None or len(ratio.values) < FEWEST_FOR_QUARTILES:
+        return ratio_text(ratio)
+    low, _, high = statistics.quantiles(ratio.values, n=4)
+    return f"{ratio.median:.3f} ({low:.2f} – {high:.2f})"
 
 
 def _speeds(title: str, rows: list[Row]) -> Table:

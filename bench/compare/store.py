@@ -22,13 +22,15 @@ class Store:
         self._folder = folder
         self._tasks = 0
 
-    def task(self, workload: str, workers: int, steps: int, warm_up: int, *, meet: bool = False) -> Task:
+    def task(
+        self, workload: str, workers: int, steps: int, warm_up: int, *, meet: bool = False, broken_off: bool = False
+    ) -> Task:
         stored = self._stored(workload)
         chosen = WORKLOADS[workload]
         self._tasks += 1
         task = Task(
             workload, workers, steps, warm_up, chosen.batch_per_worker, SEED, asdict(chosen.update), str(stored),
-            evaluate_every=max(1, steps // MOST_EVALUATIONS) if chosen.test else 0, meet=meet,
+            evaluate_every=max(1, steps // MOST_EVALUATIONS) if chosen.test else 0, meet=meet, broken_off=broken_off,
             folder=str(self._folder / f"task{self._tasks}"),
         )  # fmt: skip
         samples = len(np.load(stored / "y.npy", mmap_mode="r"))

@@ -29,7 +29,7 @@ from distbelief.comm.words import Abort, Aborted
 
 _TRANSFER = (1 << 31) - 1  # a tag that no partial sum has: some may be on their way meanwhile
 _AGAIN_S = 0.1
-_MISSED_S = 1.0  # a wait whose sockets are closed ends within milliseconds, if it ends
+_MISSED_S = 3.0  # a wait whose sockets are closed ends within milliseconds, if it ends
 _HOPELESS_S = 5.0  # where this costs a process
 _ASLEEP_S = 30.0  # the user's own code may sleep a while, say for its data
 _OF_A_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
@@ -133,7 +133,7 @@ class TorchGroup:
 
     def _shut_down(self) -> None:
         with self._leaving:
-            if self._sockets is None and not self.waiting:
+            if self._abort.left_behind or (self._sockets is None and not self.waiting):
                 return  # it has left this meeting, and may be in the next one: new sockets are not ours any more
             present = _open_sockets()
             for descriptor, identity in present - self._before if self._sockets is None else present & self._sockets:
@@ -163,7 +163,8 @@ class TorchGroup:
             self._shut_down()
 
     def _leave_behind(self) -> None:
-        if self._abort.leave is None:  # the coordinator takes it for a death, and others have the state
+        # In a guard it may be the user's code that sleeps, and would go on beside another thread when it wakes.
+        if self._abort.leave is None or not self.waiting:  # the coordinator takes it for a death; others have the state
             print("gloo has missed that the group is over: this worker ends, to be replaced", flush=True)
             os._exit(1)
         self._abort.left_behind = True
@@ -211,6 +212,19 @@ class TorchGroup:
             with self._leaving:
                 self._guarding = False
             self._come_too_late()
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Within a guard, around what waits for no member but perhaps long, say for data."""
+        with self._leaving:
+            self._waits += 1
+            self._guarding = False
+        try:
+            yield
+        finally:
+            with self._leaving:
+                self._guarding = True
+        self._abort.check()
 
     def broken(self) -> list[Broken]:
         return []

@@ -47,7 +47,7 @@ class Abort:
         self.left_behind = False
         """Whoever waits in this generation was not to be roused: somebody else has gone on in its place."""
         self.leave: Callable[[], None] | None = None
-        """Tells that somebody else, if there can be one; see worker/ownthread.py."""
+        """Tells that somebody else, if there can be one; see worker/successor.py."""
 
     def set(self, reason: str) -> None:
         self.reason = reason or "aborted"

@@ -95,6 +95,9 @@ class ControlLink:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._post(None)
         self._thread.join(timeout=5)
 

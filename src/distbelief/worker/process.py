@@ -49,10 +49,10 @@ from distbelief.worker.failure import describe_failure
 from distbelief.worker.link import ControlLink
 from distbelief.worker.loading import Loaded, load, write_job_json
 from distbelief.worker.origin import frozen_of, newest_saved, opened_at, weights_of
-from distbelief.worker.ownthread import in_its_own_thread
 from distbelief.worker.place import Place
 from distbelief.worker.saving import Saver
 from distbelief.worker.spec import WorkerSpec
+from distbelief.worker.successor import train_or_be_succeeded
 from distbelief.worker.training import Assignment, report_again, train
 
 if TYPE_CHECKING:
@@ -89,20 +89,49 @@ def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: b
             try:
                 saver = Saver(spec.saves, spec.worker, link.send) if spec.saves else None
                 client, profile = _client(spec, loaded, link), _profiler(spec, loaded, link)
-                end = _obey(Place(spec, link, keeper, saver, client=client, profile=profile), loaded)
-                if by_hand or (end.status == "refused" and not spec.shares_memory):
-                    _say_how_it_ended(spec, end)
-                return int(by_hand and end.status in ("refused", "failed"))
             except BaseException as error:
-                failure = describe_failure(spec, error, loaded.watch.step, loaded.watch.shard)
-            finally:
-                loaded.feed.close()
-                if loaded.evaluator:
-                    loaded.evaluator.close()
+                _close(loaded)
+                return _report(link, describe_failure(spec, error, -1, -1))
+            return _serve(Place(spec, link, keeper, saver, client=client, profile=profile), loaded, by_hand)
         assert failure is not None
-        link.send(failure)
-        while not isinstance(link.actions.get()[0], Leave):
-            pass
+        return _report(link, failure)
+
+
+def _serve(place: Place, loaded: Loaded, by_hand: bool) -> int:
+    """Do what the coordinator says until it lets this worker go. Returns its exit status."""
+    spec = place.spec
+    try:
+        end = _obey(place, loaded, partial(_go_on, place, loaded, by_hand))
+        if by_hand or (end.status == "refused" and not spec.shares_memory):
+            _say_how_it_ended(spec, end)
+        return int(by_hand and end.status in ("refused", "failed"))
+    except BaseException as error:
+        failure = describe_failure(spec, error, loaded.watch.step, loaded.watch.shard)
+    finally:
+        _close(loaded)
+    return _report(place.link, failure)
+
+
+def _close(loaded: Loaded) -> None:
+    loaded.feed.close()
+    if loaded.evaluator:
+        loaded.evaluator.close()
+
+
+def _go_on(place: Place, loaded: Loaded, by_hand: bool) -> int:
+    """In another thread: gloo has kept the one that trained."""
+    print("gloo did not notice that a generation was over: its thread is left behind, another one goes on", flush=True)
+    _let_go(place, loaded)
+    try:
+        return _serve(place, loaded, by_hand)
+    finally:
+        place.link.close()
+
+
+def _report(link: ControlLink, failure: WorkerFailed) -> int:
+    link.send(failure)
+    while not isinstance(link.actions.get()[0], Leave):
+        pass
     return EXIT_REPORTED
 
 
@@ -129,8 +158,8 @@ def _say_how_it_ended(spec: WorkerSpec, end: Leave) -> None:
         print(f"worker {spec.worker}: {end.status}{': ' if end.reason else ''}{end.reason}", flush=True)
 
 
-def _obey(place: Place, loaded: Loaded) -> Leave:
-    """What the coordinator says, until it lets this worker go."""
+def _obey(place: Place, loaded: Loaded, go_on: Callable[[], int]) -> Leave:
+    """What the coordinator says, until it lets this worker go. `go_on`: for a thread that takes this one's place."""
     worker, link = place.spec.worker, place.link
     while True:
         action, abort = link.actions.get()
@@ -142,21 +171,14 @@ def _obey(place: Place, loaded: Loaded) -> Leave:
                 link.send(WorkerLeft(worker, generation))
             case TrainGeneration():
                 try:
-                    _train(place, loaded, action, abort)
+                    train_one = partial(_train_generation, place, loaded, action, abort)
+                    if loaded.device.type == "cpu":
+                        train_or_be_succeeded(train_one, abort, go_on)
+                    else:
+                        train_one()
                 except Aborted as error:
                     if not abort.reason:  # a connection broke, and the coordinator may not know; it says what follows
                         link.send(CollectiveFailed(worker, action.generation, str(error)))
-
-
-def _train(place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort) -> None:
-    generation = partial(_train_generation, place, loaded, action, abort)
-    if action.transport in ("shm", "slots") or loaded.device.type != "cpu":
-        generation()
-        return
-    in_its_own_thread(generation, abort, place.spec.threads)
-    if abort.left_behind:
-        print(f"gloo did not notice the end of generation {action.generation}; its thread is left behind", flush=True)
-        _let_go(place, loaded)
 
 
 def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort) -> None:

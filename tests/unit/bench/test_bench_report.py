@@ -55,6 +55,16 @@ def test_goals_are_held_against_medians() -> None:
     assert found["first step: torch DDP's time (the soonest peer's) over ours"].found == 1.0
 
 
+def test_where_systems_have_taken_turns_goals_are_held_against_those() -> None:
+    whole = content(*TWO)
+    speeds = {"allreduce": [99.0, 110.0, None, 95.0], "ideal": [100.0, 100.0, 100.0, 100.0], "ddp": [50.0, None, 1.0]}
+    whole["turns"] = {"mlp": {"turn_s": 2.0, "others": 0.0, "samples_per_s": speeds}}
+    found = {one.what: one for one in summary.verdicts(whole)}
+    assert found["mlp: samples/s over the ideal's"].found == 0.99
+    assert found["mlp: samples/s over DDP's"].found == 1.98  # of the one round in which both were measured
+    assert summary.turns(whole, "cnn", "ddp") is None
+
+
 def test_who_is_not_comparable_comes_last_and_ours_is_a_problem() -> None:
     wrong = content(
         *TWO, measured("ps-sync", 0, 999.0, problem="its loss is 9"), measured("fsdp", 0, 9e9, problem="no")
@@ -90,6 +100,8 @@ def test_the_page_and_its_figures(tmp_path: Path) -> None:
     whole = content(*TWO, *more, *curve)
     whole["failed"] = {"speed mlp ×2": {"fsdp": "a traceback\nValueError: it cannot"}}
     whole["skipped"] = {"gloo-server": "no room"}
+    speeds = {"allreduce": [9.0] * 8, "ideal": [10.0] * 8}
+    whole["turns"] = {"mlp": {"turn_s": 2.0, "others": 0.0, "samples_per_s": speeds}}
     found = page.write(whole, tmp_path / "full.json", tmp_path / "docs" / "page.md", tmp_path / "docs" / "figures")
     written = {file.name for file in found}
     for name in ("speed", "scaling", "first-step", "accuracy", "costs"):
@@ -98,6 +110,7 @@ def test_the_page_and_its_figures(tmp_path: Path) -> None:
     text = found[0].read_text()
     assert "| **DistBelief allreduce** | 160 | 1.75 (1.50 – 2.00) | 0.88 (0.80 – 0.96) |" in text
     assert "**not met**" in text
+    assert "| mlp |  | 0.900 (0.90 – 0.90) | 8 × 2 s |" in text
     assert "2 timed steps after 1 of warm-up" in text
     assert "`ValueError: it cannot`" in text
     assert "server on torch gloo: no room" in text
@@ -134,11 +147,7 @@ def test_every_system_is_first_once_and_takes_what_it_can() -> None:
             assert 0 < one.warm_up < one.steps
 
 
-def test_what_goals_are_about_is_measured_more_often() -> None:
-    (cell,) = plan.cells(plan.FULL, ["speed"], ["mlp"], ["ddp", "fsdp", "allreduce"], None)
-    turns = list(cell.turns())
-    counts = {system: sum(1 for _, name in turns if name == system) for system in cell.systems}
-    assert counts == {"ddp": 9, "fsdp": 3, "allreduce": 9}
-    assert len(set(turns)) == len(turns) == 21
-    said = page.text(content(*TWO, measured("fsdp", 0, 90.0)), Path("full.json"), {})
-    assert "repetitions: 1, of our allreduce, the ideal and DDP 2." in said
+def test_what_goals_are_about_takes_turns_of_seconds() -> None:
+    (cell,) = plan.cells(plan.FULL, ["turns"], ["mlp"], [], None)
+    assert cell.systems == plan.DECIDING
+    assert cell.repetitions == plan.FULL.rounds

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,11 @@ class MeshReplica:
     def _task(self, step: int, shard: int, counts: bool = True) -> Task:
         _, low, high = self._schedule.shard(step, shard)
         seed = shard_seed(self._job.seed, step, shard)
-        return Task(shard, high - low, seed, lambda: self._fetch(step, shard, shard + 1), counts)
+        return Task(shard, high - low, seed, partial(self._bring, partial(self._fetch, step, shard, shard + 1)), counts)
+
+    def _bring(self, fetch: Callable[[], Any]) -> Any:
+        with self._groups.world.outside():
+            return fetch()
 
     def commit(self, step: int) -> StepResult:
         started = time.perf_counter()
@@ -183,6 +188,7 @@ class MeshReplica:
 
     def measure(self, tasks: Sequence[Task], measure: Callable[[Task, Any, Any], None]) -> None:
         row, rows, count = self._degrees.row(self._seat.rank), self._degrees.rows, len(tasks)
+        tasks = [replace(task, fetch=partial(self._bring, task.fetch)) for task in tasks]
         mine = list(tasks[row * count // rows : (row + 1) * count // rows])
         if self._degrees.sharded > 1 and tasks:
             most = max((r + 1) * count // rows - r * count // rows for r in range(rows))
