@@ -151,6 +151,8 @@ def _finish(
 ) -> WorkerFinished:  # fmt: skip
     """All updates are done: members do the rest together, as in other strategies."""
     leads = replica.exchange.rank == 0
+    if leads and (lines := replica.plan_lines()):  # perhaps others have done it all
+        task.show(lines)
     replica.save_weights(task.run_dir / "weights.safetensors")
     if evaluator:
         metrics = evaluator.evaluate(replica)
