@@ -67,7 +67,7 @@ def test_one_runs_at_a_time_and_nothing_is_left(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (speeds, turns, ends, left), broken = (json.loads(line) for line in done.stdout.splitlines())
     assert left == 0
-    assert "ValueError: too small" in broken
+    assert "too small" in broken  # both ranks say so, perhaps in the middle of each other
     assert [len(some) for some in speeds.values()] == [3, 3]
     assert all(speed > 0 for some in speeds.values() for speed in some)
     for mine, others in ((0, 1), (1, 0)):
