@@ -31,7 +31,7 @@ _TRANSFER = (1 << 31) - 1  # a tag that no partial sum has: some may be on their
 _AGAIN_S = 0.1
 _MISSED_S = 3.0  # a wait whose sockets are closed ends within milliseconds, if it ends
 _HOPELESS_S = 5.0  # where this costs a process
-_ASLEEP_S = 30.0  # the user's own code may sleep a while, say for its data
+_ASLEEP_S = 30.0  # the user's own code may sleep a while
 _OF_A_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 """Errors of this member's own device. The second came with a later torch than the oldest that will do."""
 

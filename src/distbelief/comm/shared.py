@@ -154,7 +154,7 @@ class SharedExchange:
         return self._of(source).tiles(source.rank, source.slot)[tile]
 
     def _room(self, tile: int) -> torch.Tensor:
-        """For a sum that is kept until the step is applied."""
+        """For a sum that is kept, and counts as there, until the step is applied."""
         self._reduced.add(tile)
         if tile not in self._out:
             shape = self._geometry.tiles[tile]
