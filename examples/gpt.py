@@ -100,6 +100,7 @@ def job(
     steps: int = 300,
     batch: int = 16,
     seed: int = 0,
+    matmul: str = "torch",
 ) -> Job:
     text = read_text(Path(folder).expanduser(), pattern, int(megabytes * 1_000_000))
     held_out = min(len(text) // 10, 50_000)  # the end of the text is never trained on
@@ -122,4 +123,5 @@ def job(
         steps=steps,
         evaluate_every=math.ceil(steps / 5),
         seed=seed,
+        matmul=matmul,  # onednn is much faster on some processors: see `distbelief doctor`
     )

@@ -12,7 +12,7 @@ from typing import Any
 from bench.compare import shown, summary
 from bench.compare.plan import ACCURACY_GOAL
 from bench.compare.summary import Content, Row
-from bench.compare.systems import DDP, IDEAL, SYSTEMS
+from bench.compare.systems import SYSTEMS
 from bench.running import BENCH, ROOT
 from bench.workloads import WORKLOADS
 
@@ -177,22 +177,25 @@ def _turns(content: Content) -> list[str]:
     found = content.get("turns", {})
     if not found:
         return []
+    lengths = {
+        name: f"{len(next(iter(one['samples_per_s'].values())))} × {one['turn_s']:g} s" for name, one in found.items()
+    }
     rows = [
-        [name, *(shown.quartiles_text(summary.turns(content, name, base)) for base in (DDP, IDEAL)),
-         f"{len(next(iter(one['samples_per_s'].values())))} × {one['turn_s']:g} s"]
-        for name, one in found.items()
-    ]  # fmt: skip
+        [name, *map(shown.quartiles_text, ratios), lengths[name.partition(",")[0]]]
+        for name, ratios in summary.turn_rows(content)
+    ]
     about = (
-        "Our allreduce, DDP and the ideal once more: all three are there at once, and one runs while the others are "
+        "Our allreduce, DDP and the ideal once more: all are there at once, and one runs while the others are "
         "stopped, in turns of seconds, so that neighbouring turns see the same machine. Ratios by round: medians "
-        "(quartiles). Goals are held against these."
+        "(quartiles). Goals are held against these. `oneDNN`: with `Job(matmul=\"onednn\")` ([why](matmul.md)); DDP "
+        "and the ideal are as they come, and the last ratio is to DDP on a model with the same layers."
     )
     return [
         "### In turns",
         "",
         about,
         "",
-        *_table(("allreduce, two workers", "over DDP", "of the ideal", "rounds"), rows),
+        *_table(("allreduce, two workers", *shown.TURN_HEAD, "rounds"), rows),
     ]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from bench.compare.systems import DDP, IDEAL, OURS, OURS_ALL, SINGLE, SYSTEMS
+from bench.compare.systems import DDP, DDP_ONEDNN, IDEAL, OURS, OURS_ALL, OURS_ONEDNN, SINGLE, SYSTEMS
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ STEPS = {
 }  # fmt: skip
 """Workload -> (steps of warm-up, timed steps)"""
 QUICK_STEPS = {**STEPS, "mlp": (5, 40), "cnn": (3, 15), "gpt": (1, 4), "wide_deep": (3, 15), "fashion": (2, 500)}
-DECIDING = (OURS, IDEAL, DDP)
+DECIDING = (OURS, OURS_ONEDNN, IDEAL, DDP, DDP_ONEDNN)
 """What goals are about: their ratios are near to the goals, and a few repetitions do not tell. So they take turns."""
 TURN_S = {"gpt": 4.0, "resnet": 3.0, "bert": 10.0}
 USUAL_TURN_S = 2.0
@@ -80,11 +80,11 @@ class Size:
     accuracy_repetitions: int
 
 
-_TORCH = (SINGLE, IDEAL, DDP, "fsdp", "gloo-server")
+_TORCH = (SINGLE, IDEAL, DDP, DDP_ONEDNN, "fsdp", "gloo-server")
 _PEERS = tuple(name for name, one in SYSTEMS.items() if one.kind == "peer" and name not in _TORCH)
 _OURS = tuple(one.name for one in OURS_ALL)
 _MAIN = (OURS, "ps-sync", "sharded", SINGLE, IDEAL, DDP, "fsdp")
-_BIG = (OURS, "pipeline", "sharded", SINGLE, IDEAL, DDP, "fsdp")
+_BIG = (OURS, OURS_ONEDNN, "pipeline", "sharded", SINGLE, IDEAL, DDP, DDP_ONEDNN, "fsdp")
 
 FULL = Size(
     speed={
@@ -108,7 +108,7 @@ QUICK = Size(
     speed={
         "mlp": (OURS, "ps-sync", SINGLE, IDEAL, DDP, "fsdp", "accelerate"),
         "cnn": (OURS, IDEAL, DDP),
-        "gpt": (OURS, IDEAL, DDP),
+        "gpt": (OURS, OURS_ONEDNN, IDEAL, DDP),
     },
     scaling={"mlp": (OURS, IDEAL, DDP)},
     counts=(1, 2, 4),

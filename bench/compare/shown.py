@@ -10,11 +10,11 @@ from rich.table import Table
 from bench.compare import summary
 from bench.compare.plan import ACCURACY_GOAL
 from bench.compare.summary import Content, Row
-from bench.compare.systems import DDP, IDEAL
 from bench.spreads import Spread
 from bench.workloads import WORKLOADS
 
 FEWEST_FOR_QUARTILES = 8
+TURN_HEAD = ("over DDP", "of the ideal", "over DDP with our layers")
 
 
 def show(console: Console, content: Content) -> None:
@@ -23,9 +23,9 @@ def show(console: Console, content: Content) -> None:
             rows = summary.rows(content, part, workload, workers)
             console.print(_speeds(f"{part}: {WORKLOADS[workload].title}; {_count(workers)}", rows))
     if content.get("turns"):
-        table = Table("", "over DDP", "of the ideal", title="Our allreduce in turns of seconds: medians (quartiles)")
-        for workload in content["turns"]:
-            table.add_row(workload, *(quartiles_text(summary.turns(content, workload, one)) for one in (DDP, IDEAL)))
+        table = Table("", *TURN_HEAD, title="Our allreduce in turns of seconds: medians (quartiles)")
+        for name, ratios in summary.turn_rows(content):
+            table.add_row(name, *map(quartiles_text, ratios))
         console.print(table)
     curves = summary.accuracy_curves(content)
     if curves:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.compare.plan import ACCURACY_GOAL, ANY_GOAL, COMMUNICATION_GOAL, COMPUTE_GOAL, GOALS
-from bench.compare.systems import DDP, IDEAL, OURS, SYSTEMS
+from bench.compare.systems import DDP, DDP_ONEDNN, IDEAL, OURS, OURS_ONEDNN, SYSTEMS
 from bench.spreads import Spread, spread
 from bench.workloads import WORKLOADS
 
 Content = Mapping[str, Any]
+TURN_BASES = (DDP, IDEAL, DDP_ONEDNN)
 
 
 @dataclass(frozen=True)
@@ -111,33 +112,36 @@ def _is_exact(name: str) -> bool:
     return kind(name) == "ours" and not SYSTEMS[name].asynchronous and name != "inexact"
 
 
-def turns(content: Content, workload: str, base: str) -> Spread | None:
+def turns(content: Content, workload: str, base: str, ours: str = OURS) -> Spread | None:
     """Our allreduce's samples/s over another system's, round by round; None where they have taken no turns."""
     speeds = content.get("turns", {}).get(workload, {}).get("samples_per_s", {})
-    pairs = zip(speeds.get(OURS, ()), speeds.get(base, ()), strict=False)  # one may have ended in the last round
+    pairs = zip(speeds.get(ours, ()), speeds.get(base, ()), strict=False)  # one may have ended in the last round
     ratios = [ours / others for ours, others in pairs if ours and others]
     return spread(ratios) if ratios else None
 
 
-def verdicts(content: Content) -> list[Verdict]:
-    """Our allreduce with two workers against the goals of issues 2 and 8."""
+def turn_rows(content: Content) -> list[tuple[str, list[Spread | None]]]:
+    """(workload and what is special about ours, its samples/s over those of `TURN_BASES`)"""
     found = []
-    for workload, workers in cells(content, "speed"):
-        ours = next((row for row in rows(content, "speed", workload, workers) if row.system == OURS), None)
-        if ours is None or ours.problem:
-            continue
-        over_ddp = max(
-            GOALS.get(workload, {}).get(DDP, ANY_GOAL),
-            COMMUNICATION_GOAL if WORKLOADS[workload].bound_by == "communication" else ANY_GOAL,
-        )
-        if to_ddp := turns(content, workload, DDP) or ours.to_ddp:
-            found.append(Verdict(f"{workload}: samples/s over DDP's", to_ddp.median, over_ddp))
-        over_ideal = GOALS.get(workload, {}).get(IDEAL, 0.0)
-        if WORKLOADS[workload].bound_by == "compute":
-            over_ideal = max(over_ideal, COMPUTE_GOAL)
-        to_ideal = turns(content, workload, IDEAL) or ours.to_ideal
-        if to_ideal and over_ideal:
-            found.append(Verdict(f"{workload}: samples/s over the ideal's", to_ideal.median, over_ideal))
+    for workload, one in content.get("turns", {}).items():
+        for ours in [name for name in one["samples_per_s"] if kind(name) == "ours"]:
+            special = title(ours).removeprefix(title(OURS)).lstrip(":, ")
+            name = f"{workload}, {special}" if special else workload
+            bases = [base if ours == OURS_ONEDNN or base != DDP_ONEDNN else "" for base in TURN_BASES]
+            found.append((name, [turns(content, workload, base, ours) for base in bases]))
+    return found
+
+
+def verdicts(content: Content) -> list[Verdict]:
+    """Our allreduce with two workers against the goals of issues 2 and 8; with torch's own products, and with oneDNN's
+    where those were measured."""
+    found = []
+    whole = {name: {row.system: row for row in rows(content, "speed", name, 2)} for name, _ in cells(content, "speed")}
+    for workload in dict.fromkeys([*whole, *content.get("turns", {})]):
+        for ours in (OURS, OURS_ONEDNN):
+            row = whole.get(workload, {}).get(ours)
+            if not (row and row.problem):
+                found += _verdicts_of(content, workload, ours, row)
     first = first_steps(content)
     if OURS in first:
         others = {name: one for name, one in first.items() if kind(name) == "peer" and SYSTEMS[name].first_step}
@@ -146,6 +150,23 @@ def verdicts(content: Content) -> list[Verdict]:
             quicker = soonest.median / first[OURS].median
             found.append(Verdict(f"first step: {title(name)}'s time (the soonest peer's) over ours", quicker, 1.0))
     return found
+
+
+def _verdicts_of(content: Content, workload: str, ours: str, row: Row | None) -> Iterator[Verdict]:
+    """`row`: of whole runs, which count where they have not taken turns."""
+    name = f"{workload}, oneDNN" if ours == OURS_ONEDNN else workload
+    over_ddp = max(
+        GOALS.get(workload, {}).get(DDP, ANY_GOAL),
+        COMMUNICATION_GOAL if WORKLOADS[workload].bound_by == "communication" else ANY_GOAL,
+    )
+    if to_ddp := turns(content, workload, DDP, ours) or (row and row.to_ddp):
+        yield Verdict(f"{name}: samples/s over DDP's", to_ddp.median, over_ddp)
+    over_ideal = GOALS.get(workload, {}).get(IDEAL, 0.0)
+    if WORKLOADS[workload].bound_by == "compute":
+        over_ideal = max(over_ideal, COMPUTE_GOAL)
+    to_ideal = turns(content, workload, IDEAL, ours) or (row and row.to_ideal)
+    if to_ideal and over_ideal:
+        yield Verdict(f"{name}: samples/s over the ideal's", to_ideal.median, over_ideal)
 
 
 def problems_of_ours(content: Content) -> list[str]:

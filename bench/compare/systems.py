@@ -9,6 +9,9 @@ from bench.compare.system import Commands, Start, System
 from bench.workloads import WORKLOADS
 
 SINGLE, IDEAL, DDP, OURS = "single", "ideal", "ddp", "allreduce"
+OURS_ONEDNN, DDP_ONEDNN = "allreduce-onednn", "ddp-onednn"
+LINEAR = ("mlp", "gpt", "bert", "wide", "wide8")
+"""Workloads that consist of linear layers: where it matters which library multiplies."""
 MICRO_BATCHES = 4
 """Of one worker's part of a batch, where it is divided further."""
 DIVISIBLE = tuple(
@@ -24,7 +27,9 @@ def torchrun(start: Start, processes: int) -> list[str]:
     return [start.python, *launcher, "--nproc-per-node", str(processes), str(start.driver)]
 
 
-def _ours(strategy: str, shards_per_worker: int = 1, *, freely: bool = False) -> Callable[[Start], Commands]:
+def _ours(
+    strategy: str, shards_per_worker: int = 1, *, freely: bool = False, matmul: str = "torch"
+) -> Callable[[Start], Commands]:
     """`freely`: nobody waits, and an update is one worker's batch; so a step of the others is one update per worker."""
 
     def commands(start: Start) -> Commands:
@@ -32,6 +37,7 @@ def _ours(strategy: str, shards_per_worker: int = 1, *, freely: bool = False) ->
             start.python, "-m", "distbelief.cli.main", "train", str(start.driver), "--workers", str(start.workers),
             "--strategy", strategy.format(workers=start.workers), "--threads", "1", "--save-every", "never",
             "--run-dir", str(start.folder / "run"), "--json", "--set", f"shards={shards_per_worker * start.workers}",
+            "--set", f"matmul={matmul}",
         ]  # fmt: skip
         if freely:
             from bench.task import Task
@@ -63,6 +69,15 @@ def _distbelief(
 
 OURS_ALL = (
     _distbelief(OURS, "allreduce", "exact mode, atomic commit, one shard per worker; gradients in shared memory"),
+    System(
+        OURS_ONEDNN,
+        "DistBelief allreduce, oneDNN",
+        "with_distbelief.py",
+        _ours("allreduce", matmul="onednn"),
+        kind="ours",
+        workloads=LINEAR,
+        note="the same with Job(matmul='onednn'): another library multiplies in linear layers",
+    ),
     _distbelief("allreduce-4", "allreduce", "four shards per worker: what elasticity costs", MICRO_BATCHES),
     _distbelief(
         "inexact", "allreduce:inexact", "four shards per worker, the result may depend on their number", MICRO_BATCHES
@@ -102,6 +117,16 @@ TORCH = (
         note="as many plain processes as workers at the same time, each with its part of the data; speeds added up",
     ),
     System(DDP, "torch DDP", "with_ddp.py", lambda start: [torchrun(start, start.workers)], note="gloo, torchrun"),
+    System(
+        DDP_ONEDNN,
+        "torch DDP with our layers",
+        "with_ddp_onednn.py",
+        lambda start: [torchrun(start, start.workers)],
+        kind="reference",
+        workloads=LINEAR,
+        first_step=False,
+        note="DDP on a model whose linear layers are ours (oneDNN): what is left of our advantage with the same products",
+    ),
     System(
         "fsdp", "torch FSDP2", "with_fsdp.py", lambda start: [torchrun(start, start.workers)], note="gloo, torchrun"
     ),

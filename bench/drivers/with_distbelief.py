@@ -6,7 +6,9 @@ from distbelief import Job, accuracy
 task = Task.load()
 
 
-def job(shards: int = task.workers, batch: int = task.global_batch, steps: int = task.steps) -> Job:
+def job(
+    shards: int = task.workers, batch: int = task.global_batch, steps: int = task.steps, matmul: str = "torch"
+) -> Job:
     return Job(
         name=task.workload,
         model=task.model,
@@ -20,5 +22,6 @@ def job(shards: int = task.workers, batch: int = task.global_batch, steps: int =
         steps=steps,
         shards=shards,
         seed=task.seed,
+        matmul=matmul,
         split=task.cuts(task.workers),
     )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 Precision = Literal["fp32", "bf16"]
+Matmul = Literal["torch", "onednn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,8 @@ class Job:
     """Largest global norm of the gradient."""
     precision: Precision = "fp32"
     """"bf16" runs forward and loss under autocast."""
+    matmul: Matmul = "torch"
+    """"onednn": linear layers on processors multiply with oneDNN. Much faster on AMD's; other last bits than torch's."""
     compile: bool = False
     """Run the model through torch.compile. The first step of every worker waits for the compiler."""
     validation: Any = None
@@ -110,6 +113,10 @@ class Job:
             return f"{self.resolved_shards} shards are more than the {self.global_batch} samples of a global batch"
         if self.precision not in ("fp32", "bf16"):
             return f"`precision` is fp32 or bf16, not {self.precision!r}"
+        if self.matmul not in ("torch", "onednn"):
+            return f"`matmul` is torch or onednn, not {self.matmul!r}"
+        if self.matmul == "onednn" and self.compile:
+            return "`compile` chooses the products itself: leave `matmul` out"
         if self.clip_norm is not None and not self.clip_norm > 0:
             return f"`clip_norm` must be above 0, not {self.clip_norm!r}"
         if self.readers < 1:

@@ -74,6 +74,17 @@ def test_same_weights_on_any_number_of_workers(
     assert all(one == metrics[0] for one in metrics), metrics
 
 
+def test_oneDNN_is_exact_too(distbelief: Cli) -> None:
+    small = ["layers=1", "width=64", "context=64", "steps=4", "megabytes=0.1", "matmul=onednn"]
+    job = [EXAMPLES / "gpt.py", *(part for setting in small for part in ("--set", setting))]
+    hashes = {
+        distbelief("train", *job, *way, "--json").json["weights_sha256"]
+        for way in (["--workers", 3], ["--shares", "1,3", *OVER_GLOO])
+    }
+    assert hashes == {undisturbed(*job)}
+    assert hashes != {undisturbed(*job[:-2])}, "torch's own products, as it seems"
+
+
 def test_bf16_is_exact_too(distbelief: Cli) -> None:
     job = [JOBS / "small.py", "--set", "precision=bf16"]
     result = distbelief("train", *job, "--workers", 3, "--json").json

@@ -15,6 +15,7 @@ from distbelief.doctor.checks import (
     openfiles,
     ports,
     processor,
+    products,
     sharedmemory,
     software,
 )
@@ -24,7 +25,7 @@ from distbelief.doctor.finding import Host
 def examine(run_dir: Path, together: bool, say: Callable[[str], None], name: str = "") -> Host:
     """Look at this machine. `together`: other hosts are to take part."""
     say("software and processor")
-    versions, cpu = software.probe(), processor.probe()
+    versions, cpu, multiplied = software.probe(), processor.probe(), products.probe()
     say("memory and disk")
     room = memory.probe()
     shared, files, place = sharedmemory.probe(room.room), openfiles.probe(), disk.probe(run_dir)
@@ -36,6 +37,7 @@ def examine(run_dir: Path, together: bool, say: Callable[[str], None], name: str
     findings = [
         software.judge(versions),
         processor.judge(cpu),
+        products.judge(multiplied),
         memory.judge(room),
         sharedmemory.judge(shared),
         openfiles.judge(files),

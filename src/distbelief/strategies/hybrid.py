@@ -64,6 +64,11 @@ class Meshed(ABC):
             raise JobError(
                 "a model that is divided is not compiled", hint="leave `compile` out of the job, or use allreduce"
             )
+        if job.matmul != "torch":
+            raise JobError(
+                f"a model that is divided does not multiply with {job.matmul}",
+                hint="leave `matmul` out of the job, or use allreduce",
+            )
         return PreparedMesh(job, schedule, device, self.wish(), self)
 
     def _check(self, **degrees: int | None) -> None:

@@ -1,7 +1,8 @@
 """A job trained by one plain PyTorch loop: what `distbelief verify` holds the strategies against.
 
 Read it to see what a step is. Nothing of the strategies, the workers or their transports is used. Looked up in
-the system are only what the job fixes (which samples a shard has, and the seeds), and how a batch is made and split.
+the system are only what the job fixes (which samples a shard has, the seeds, and with which library linear layers
+multiply), and how a batch is made and split.
 
     for each step:
         for each shard that has samples:
@@ -34,6 +35,7 @@ from distbelief.data.sources import InMemory, as_source, split_batch
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule, sample_seed, shard_seed, split
+from distbelief.strategies.onednn import use_onednn
 from distbelief.strategies.tables.embedding import settle
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -104,6 +106,8 @@ def make_model(job: Job) -> torch.nn.Module:
     seed_everything(job.seed)
     model = job.model if isinstance(job.model, torch.nn.Module) else job.model()
     settle(model)
+    if job.matmul == "onednn":
+        use_onednn(model)
     for parameter in model.parameters():
         # In the ordinary order of elements, also where the job asked for channels_last: strategies keep them so.
         parameter.data = parameter.detach().reshape(-1).clone().view(parameter.shape)

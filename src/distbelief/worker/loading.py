@@ -177,6 +177,7 @@ def write_job_json(spec: WorkerSpec, loaded: Loaded, workers: int) -> None:
         "settings": spec.settings,
         "seed": loaded.job.seed,
         "precision": loaded.job.precision,
+        "matmul": loaded.job.matmul,
         "workers": workers,
         "threads": spec.threads,
         "device": spec.device,

@@ -23,6 +23,7 @@ from distbelief.doctor.checks import (
     openfiles,
     ports,
     processor,
+    products,
     sharedmemory,
     software,
 )
@@ -143,7 +144,15 @@ def test_this_machine() -> None:
     found = processor.probe()
     assert 0 < found.usable <= found.cores
     assert found.facts()["instruction_set"] == found.instruction_set
+    assert products.probe().torch > 0
     assert software.probe().facts()["torch"]
+
+
+def test_the_faster_library_is_named() -> None:
+    assert "onednn" in products.judge(products.Products(120e9, 265e9)).found
+    assert products.judge(products.Products(250e9, 265e9)).found.endswith("250 GFLOP/s by torch, 265 by oneDNN")
+    assert products.judge(products.Products(250e9)).status == "ok"
+    assert products.judge(products.Products()).status == "skipped"
 
 
 def test_limits_of_a_container(tmp_path: Path) -> None:

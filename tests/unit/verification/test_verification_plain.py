@@ -89,6 +89,11 @@ def channels_last() -> nn.Module:
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
+def wide() -> nn.Module:
+    """With a product that is worth it, also in a shard of three samples."""
+    return nn.Sequential(nn.Linear(6, 512), nn.Linear(512, 1024), nn.Linear(1024, 3))
+
+
 def ignoring(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Only the class 2 counts."""
     counts = target == 2
@@ -114,6 +119,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "batch norm": {"model": lambda: nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 3))},
     "channels last": {"model": channels_last},
     "bf16": {"precision": "bf16"},
+    "onednn": {"matmul": "onednn", "model": wide},
     "sum and weight": {"loss": ignoring},
     "a batch of weight 0": {"loss": nothing, "model": Replacing},
     "no shuffling": {"shuffle": False, "shards": 1},
