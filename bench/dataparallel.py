@@ -1,10 +1,10 @@
-"""Data parallelism alone, in about a quarter of an hour: our allreduce beside DDP and the ideal, and what its options cost.
+"""Data parallelism alone, in a quarter of an hour: our allreduce beside DDP and the ideal, and what its options cost.
 
     python -m bench.dataparallel --json FILE
 
 A part of `python -m bench`: MLP, CNN and GPT on two workers, in turns of seconds; with one shard per worker and with
-four, exact and not, with torch's products and with oneDNN's. Then the launch to the first step, with losses checked, and
-the reduce in shared memory beside gloo and memcpy. Other options are those of `python -m bench`.
+four, exact and not, with torch's products and with oneDNN's. Then the launch to the first step, with losses checked,
+and the reduce in shared memory beside gloo and memcpy. Other options are those of `python -m bench`.
 """
 
 from __future__ import annotations

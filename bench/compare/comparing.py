@@ -86,7 +86,8 @@ class Comparison:
         finally:
             for _, start in runs:
                 shutil.rmtree(start.folder, ignore_errors=True)
-        known[cell.workload] = {"turn_s": seconds, "others": bystanders.share(), "samples_per_s": found}
+        at = time.strftime("%Y-%m-%dT%H:%M", time.gmtime())
+        known[cell.workload] = {"at": at, "turn_s": seconds, "others": bystanders.share(), "samples_per_s": found}
         self._results.write()
 
     def _least_disturbed(self, cell: Cell, system: System, patience: Patience) -> Measurement:

@@ -177,17 +177,18 @@ def _turns(content: Content) -> list[str]:
     found = content.get("turns", {})
     if not found:
         return []
-    lengths = {
-        name: f"{len(next(iter(one['samples_per_s'].values())))} × {one['turn_s']:g} s" for name, one in found.items()
+    measured = {
+        name: [f"{len(next(iter(one['samples_per_s'].values())))} × {one['turn_s']:g} s", one["at"]]
+        for name, one in found.items()
     }
     rows = [
-        [name, *map(shown.quartiles_text, ratios), lengths[name.partition(",")[0]]]
+        [name, *map(shown.quartiles_text, ratios), *measured[name.partition(",")[0]]]
         for name, ratios in summary.turn_rows(content)
     ]
     about = (
         "Our allreduce, DDP and the ideal once more: all are there at once, and one runs while the others are "
         "stopped, in turns of seconds, so that neighbouring turns see the same machine. Ratios by round: medians "
-        "(quartiles). Goals are held against these. `oneDNN`: with `Job(matmul=\"onednn\")` ([why](matmul.md)); DDP "
+        '(quartiles). Goals are held against these. `oneDNN`: with `Job(matmul="onednn")` ([why](matmul.md)); DDP '
         "and the ideal are as they come, and the last ratio is to DDP on a model with the same layers."
     )
     return [
@@ -195,7 +196,7 @@ def _turns(content: Content) -> list[str]:
         "",
         about,
         "",
-        *_table(("allreduce, two workers", *shown.TURN_HEAD, "rounds"), rows),
+        *_table(("allreduce, two workers", *shown.TURN_HEAD, "rounds", "measured"), rows),
     ]
 
 

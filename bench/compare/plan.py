@@ -33,6 +33,8 @@ DECIDING = (OURS, OURS_ONEDNN, IDEAL, DDP, DDP_ONEDNN)
 """What goals are about: their ratios are near to the goals, and a few repetitions do not tell. So they take turns."""
 TURN_S = {"gpt": 4.0, "resnet": 3.0, "bert": 10.0}
 USUAL_TURN_S = 2.0
+FEWER_ROUNDS = {"bert": 10}
+"""Where a round takes a minute."""
 STEPS_PER_TURN = 3
 """Times the timed steps of a run: nobody takes that many in a turn."""
 CHECKED_STEPS = 12
@@ -140,7 +142,8 @@ def cells(
         names = workloads or size.speed
         found += [cell("speed", name, 2, size.speed.get(name, _MAIN), size.repetitions) for name in names]
     if "turns" in parts:
-        found += [cell("turns", name, 2, DECIDING, size.rounds) for name in workloads or size.speed]
+        for name in workloads or size.speed:
+            found.append(cell("turns", name, 2, DECIDING, min(size.rounds, FEWER_ROUNDS.get(name, size.rounds))))
     if "scaling" in parts:
         for name in [one for one in workloads or size.scaling if one in size.scaling]:
             for count in size.counts:

@@ -125,7 +125,7 @@ TORCH = (
         kind="reference",
         workloads=LINEAR,
         first_step=False,
-        note="DDP on a model whose linear layers are ours (oneDNN): what is left of our advantage with the same products",
+        note="DDP on a model whose linear layers are ours: what is left of our advantage with the same products",
     ),
     System(
         "fsdp", "torch FSDP2", "with_fsdp.py", lambda start: [torchrun(start, start.workers)], note="gloo, torchrun"

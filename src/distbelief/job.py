@@ -62,7 +62,7 @@ class Job:
     precision: Precision = "fp32"
     """"bf16" runs forward and loss under autocast."""
     matmul: Matmul = "torch"
-    """"onednn": linear layers on processors multiply with oneDNN. Much faster on AMD's; other last bits than torch's."""
+    """"onednn": linear layers on processors multiply with it. Much faster on AMD's; other last bits than torch's."""
     compile: bool = False
     """Run the model through torch.compile. The first step of every worker waits for the compiler."""
     validation: Any = None

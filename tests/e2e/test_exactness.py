@@ -74,7 +74,7 @@ def test_same_weights_on_any_number_of_workers(
     assert all(one == metrics[0] for one in metrics), metrics
 
 
-def test_oneDNN_is_exact_too(distbelief: Cli) -> None:
+def test_onednn_is_exact_too(distbelief: Cli) -> None:
     small = ["layers=1", "width=64", "context=64", "steps=4", "megabytes=0.1", "matmul=onednn"]
     job = [EXAMPLES / "gpt.py", *(part for setting in small for part in ("--set", setting))]
     hashes = {

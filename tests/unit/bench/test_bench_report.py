@@ -58,7 +58,7 @@ def test_goals_are_held_against_medians() -> None:
 def test_where_systems_have_taken_turns_goals_are_held_against_those() -> None:
     whole = content(*TWO)
     speeds = {"allreduce": [99.0, 110.0, None, 95.0], "ideal": [100.0, 100.0, 100.0, 100.0], "ddp": [50.0, None, 1.0]}
-    whole["turns"] = {"mlp": {"turn_s": 2.0, "others": 0.0, "samples_per_s": speeds}}
+    whole["turns"] = {"mlp": {"at": "today", "turn_s": 2.0, "others": 0.0, "samples_per_s": speeds}}
     found = {one.what: one for one in summary.verdicts(whole)}
     assert found["mlp: samples/s over the ideal's"].found == 0.99
     assert found["mlp: samples/s over DDP's"].found == 1.98  # of the one round in which both were measured
@@ -106,7 +106,7 @@ def test_the_page_and_its_figures(tmp_path: Path) -> None:
     whole["failed"] = {"speed mlp ×2": {"fsdp": "a traceback\nValueError: it cannot"}}
     whole["skipped"] = {"gloo-server": "no room"}
     speeds = {"allreduce": [9.0] * 8, "ideal": [10.0] * 8, "allreduce-onednn": [15.0] * 8, "ddp-onednn": [12.0] * 8}
-    whole["turns"] = {"mlp": {"turn_s": 2.0, "others": 0.0, "samples_per_s": speeds}}
+    whole["turns"] = {"mlp": {"at": "today", "turn_s": 2.0, "others": 0.0, "samples_per_s": speeds}}
     found = page.write(whole, tmp_path / "full.json", tmp_path / "docs" / "page.md", tmp_path / "docs" / "figures")
     written = {file.name for file in found}
     for name in ("speed", "scaling", "first-step", "accuracy", "costs"):
@@ -115,8 +115,8 @@ def test_the_page_and_its_figures(tmp_path: Path) -> None:
     text = found[0].read_text()
     assert "| **DistBelief allreduce** | 160 | 1.75 (1.50 – 2.00) | 0.88 (0.80 – 0.96) |" in text
     assert "**not met**" in text
-    assert "| mlp |  | 0.900 (0.90 – 0.90) |  | 8 × 2 s |" in text
-    assert "| mlp, oneDNN |  | 1.500 (1.50 – 1.50) | 1.250 (1.25 – 1.25) | 8 × 2 s |" in text
+    assert "| mlp |  | 0.900 (0.90 – 0.90) |  | 8 × 2 s | today |" in text
+    assert "| mlp, oneDNN |  | 1.500 (1.50 – 1.50) | 1.250 (1.25 – 1.25) | 8 × 2 s | today |" in text
     assert "2 timed steps after 1 of warm-up" in text
     assert "`ValueError: it cannot`" in text
     assert "server on torch gloo: no room" in text
