@@ -121,7 +121,8 @@ def _head(content: Content, file: Path) -> list[str]:
         f"measurement others had up to {busy:.0%} of the machine's processor time",
         "- one thread per worker, torch's fused optimizers, the same first weights and batches for all; systems take "
         "turns in every repetition, and ratios are taken within one. Figures are medians (lowest – highest)",
-        "- losses were held against those of one process on the same batches: who did not do the work is not compared",
+        "- losses of whole runs were held against those of one process on the same batches: who did not do the work is "
+        "not compared",
         "- bytes on the wire: what went over a loopback of our own, headers included"
         + (f" (not measured: {content['wire']})" if content.get("wire") else "; shared memory is no wire"),
         "",
@@ -178,7 +179,10 @@ def _turns(content: Content) -> list[str]:
     if not found:
         return []
     measured = {
-        name: [f"{len(next(iter(one['samples_per_s'].values())))} × {one['turn_s']:g} s", one["at"]]
+        name: [
+            f"{len(next(iter(one['samples_per_s'].values())))} × {one['turn_s']:g} s",
+            f"{one['at']} UTC" if "at" in one else "",
+        ]
         for name, one in found.items()
     }
     rows = [

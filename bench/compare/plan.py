@@ -35,7 +35,7 @@ TURN_S = {"gpt": 4.0, "resnet": 3.0, "bert": 10.0}
 USUAL_TURN_S = 2.0
 FEWER_ROUNDS = {"bert": 10}
 """Where a round takes a minute."""
-STEPS_PER_TURN = 3
+STEPS_PER_TURN = 12
 """Times the timed steps of a run: nobody takes that many in a turn."""
 CHECKED_STEPS = 12
 """The losses of the first so many steps are compared with those of one process."""
@@ -110,7 +110,7 @@ QUICK = Size(
     speed={
         "mlp": (OURS, "ps-sync", SINGLE, IDEAL, DDP, "fsdp", "accelerate"),
         "cnn": (OURS, IDEAL, DDP),
-        "gpt": (OURS, OURS_ONEDNN, IDEAL, DDP),
+        "gpt": (OURS, OURS_ONEDNN, IDEAL, DDP, DDP_ONEDNN),
     },
     scaling={"mlp": (OURS, IDEAL, DDP)},
     counts=(1, 2, 4),

@@ -26,11 +26,11 @@ from distbelief.engines.keeping import CoordinatorKeeping
 from distbelief.engines.launch import Launch, Observer
 from distbelief.engines.rundir import verdict
 from distbelief.engines.signals import Signals
+from distbelief.engines.silence import Silence
 from distbelief.errors import RunFailed
 from distbelief.strategies import servers_of
 
 REFRESH_S = 0.2
-SILENT_S = 10.0  # a coordinator that does not answer for so long is ended, and another one takes over
 
 Announce = Callable[[Invitation], None]
 
@@ -77,7 +77,7 @@ class _Lead:
         self._stack = contextlib.ExitStack()
         self._authority = authority
         self._host = launch.host or host_name()
-        self._unheard_since = time.monotonic()
+        self._silence = Silence(time.monotonic())
 
     def __enter__(self) -> _Lead:
         return self
@@ -118,8 +118,8 @@ class _Lead:
                 self._observer.refresh()
             if agent.ended:
                 continue
-            if now - max(agent.answered_at, self._unheard_since) > SILENT_S:
-                self._unheard_since = now
+            if self._silence.is_too_long(now, agent.answered_at):
+                self._silence.begin()
                 self._coordinator.kill()
             if self._coordinator.has_ended():
                 self._coordinator_ended()
@@ -138,7 +138,7 @@ class _Lead:
         except RunFailed:
             self._agent.finish(HASTE_S)
             raise
-        self._unheard_since = time.monotonic()
+        self._silence.begin()
         self._agent.attach()  # it waits in the socket until there is somebody to read it
 
     def _stop(self) -> None:

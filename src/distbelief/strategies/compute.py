@@ -25,7 +25,7 @@ from distbelief.job import Job
 from distbelief.shards import shard_seed
 from distbelief.strategies.capture import GradientCapture
 from distbelief.strategies.layout import Layout, trainable
-from distbelief.strategies.onednn import use_onednn
+from distbelief.strategies.onednn import multiply_as_asked
 from distbelief.strategies.slotlinear import placeable
 from distbelief.strategies.tables.embedding import RowGradients, settle, tables_of
 
@@ -41,8 +41,8 @@ def make_model(job: Job, device: torch.device) -> torch.nn.Module:
         raise JobError(f"`model` made a {type(model).__name__}, not a torch.nn.Module")
     model = model.to(device)
     settle(model)
-    if job.matmul == "onednn":
-        use_onednn(model)
+    if device.type == "cpu":
+        multiply_as_asked(job, model)
     if not trainable(model):
         besides = " beside its tables" if tables_of(model) else ""
         raise JobError(f"the model has no trainable parameters{besides}")

@@ -79,8 +79,7 @@ class DeviceReplica(DataParallelReplica):
         return super().commit(step)
 
     def _update(self, step: int, scale: float, units: int, untouched: np.ndarray) -> None:
-        while self._copies:
-            self._copies.pop().finish_before_a_write()
+        self._finish_copies()
         sums = self.exchange.reduced_stretches()
         of_parameters = sums[: self._parameter_stretches]
         torch._foreach_mul_(of_parameters, scale)

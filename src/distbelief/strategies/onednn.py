@@ -16,11 +16,16 @@ import torch
 from torch import nn
 
 from distbelief.errors import JobError
+from distbelief.job import Job
 
 WORTHWHILE = 1 << 20
 """Multiplications: for fewer, what oneDNN does around a product costs more than the product."""
 SMALL = 1 << 12
 """Elements of a weight that few batches are large enough for."""
+
+
+def available() -> bool:
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def use_onednn(model: nn.Module) -> None:
@@ -31,20 +36,29 @@ def use_onednn(model: nn.Module) -> None:
     >>> [type(layer).__name__ for layer in model]
     ['OneDnnLinear', 'Linear']
     """
-    if not torch.backends.mkldnn.is_available():
+    if not available():
         raise JobError("this build of torch has no oneDNN", hint="leave `matmul` out of the job")
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.numel() >= SMALL:
             module.__class__ = OneDnnLinear
 
 
+def multiply_as_asked(job: Job, model: nn.Module) -> None:
+    """Also back again: a model that is an object may have been trained by another job before."""
+    for module in model.modules():
+        if type(module) is OneDnnLinear:
+            module.__class__ = nn.Linear  # type: ignore[assignment]
+    if job.matmul == "onednn":
+        use_onednn(model)
+
+
 class OneDnnLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as torch names it
         if not _is_ordinary(input, self.weight):
             return super().forward(input)
-        rows = input.reshape(-1, input.shape[-1])
-        out: torch.Tensor = _Products.apply(rows, self.weight, self.bias)  # type: ignore[no-untyped-call]
-        return out.view(*input.shape[:-1], out.shape[-1])
+        rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
+        out: torch.Tensor = _Products.apply(rows.contiguous(), self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return out if input.dim() == 2 else out.view(*input.shape[:-1], out.shape[-1])
 
 
 def _is_ordinary(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -70,18 +84,20 @@ def _product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None 
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(rows, weight)
+        # What is saved must not be written to until the backward pass: no more than is wanted there.
+        for_rows, for_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(rows if for_weight else None, weight if for_rows else None)
         return _product(rows, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         gradient = given[0].contiguous()  # that of a sum is one number, seen everywhere
         rows, weight = ctx.saved_tensors
-        for_rows, for_weight, for_bias = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # oneDNN's product has no derivative
-            of_rows = gradient.mm(weight) if for_rows else None
-            of_weight = gradient.t().mm(rows) if for_weight else None
-        else:
-            of_rows = _product(gradient, weight.t()) if for_rows else None
-            of_weight = _product(gradient.t(), rows.t()) if for_weight else None
-        return of_rows, of_weight, gradient if for_bias else None  # autograd sums the bias's over the rows
+        of_rows = of_weight = None
+        again = torch.is_grad_enabled()  # to be differentiated once more, and oneDNN's product has no derivative
+        if weight is not None:
+            of_rows = gradient.mm(weight) if again else _product(gradient, weight.t())
+        if rows is not None:
+            of_weight = gradient.t().mm(rows) if again else _product(gradient.t(), rows.t())
+        of_bias = gradient if ctx.needs_input_grad[2] else None  # autograd sums it over the rows
+        return of_rows, of_weight, of_bias

@@ -56,9 +56,9 @@ class PreparedModel:
             "torch": str(torch.__version__),
             "instruction_set": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
             "device": self._device.type,
-            "matmul": self._job.matmul,
             "optimizer": self._recipe.describe(),
             "MKL-DNN": os.environ.get("ONEDNN_MAX_CPU_ISA", "default"),
+            **({"matmul": self._job.matmul} if self._job.matmul != "torch" else {}),
             **({"tables": "on servers" if True in forms else "in the workers"} if forms else {}),
         }
 

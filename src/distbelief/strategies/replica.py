@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 
 from distbelief.comm.backups import Backup
 from distbelief.comm.exchange import ROW, Exchange, Gift, StepPlan
-from distbelief.comm.segment import Segment
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range, shard_seed
 from distbelief.strategies.agreement import agree_on_state
@@ -24,7 +23,6 @@ from distbelief.strategies.base import (
     BeginFrom,
     Division,
     Fetch,
-    Portion,
     RolledBack,
     Seat,
     StepResult,
@@ -34,10 +32,9 @@ from distbelief.strategies.base import (
 )
 from distbelief.strategies.committed import CommittedModel
 from distbelief.strategies.compute import ShardComputer, ShardResult
-from distbelief.strategies.copying import Copy, CopyPiece
+from distbelief.strategies.copiedtiles import CopiedTiles
 from distbelief.strategies.helping import Helper
 from distbelief.strategies.kinds import KindsOfDevices
-from distbelief.strategies.named import TilePortion, outside_of_tiles, whole_entries
 from distbelief.strategies.partials import ShardWork, slots_needed
 from distbelief.strategies.state import ReplicaState
 from distbelief.strategies.takeover import StepWork, plan_finish, plan_step, plan_takeover
@@ -46,7 +43,7 @@ from distbelief.strategies.updating import TileUpdates, set_buffers
 from distbelief.strategies.verdict import COUNTS, WEIGHT, judge_rows
 
 
-class DataParallelReplica:
+class DataParallelReplica(CopiedTiles):
     """See `Replica`. With `exact` off, a member's shards are fused into one batch: one unit of work per member."""
 
     def __init__(
@@ -79,7 +76,7 @@ class DataParallelReplica:
         self._one_by_one = exchange.shares_state and computer.job.clip_norm is None
         memory = [TileMemory(t, self._state.values[t], self._state.optimizer[t]) for t in self._tiles]
         self._updates = TileUpdates(computer.job.seed, recipe, computer.layout, memory, apart=exchange.shares_state)
-        self._copies: list[Copy] = []
+        self._copies = []
         self._ahead: tuple[int, Any] = (-1, None)
         self._work = lru_cache(maxsize=4)(self._plan)
         self._slot_tiles: dict[int, list[torch.Tensor]] = {}
@@ -290,8 +287,7 @@ class DataParallelReplica:
         return judge_rows(step, rows)
 
     def _update(self, step: int, scale: float, units: int, untouched: np.ndarray) -> None:
-        while self._copies:
-            self._copies.pop().finish_before_a_write()
+        self._finish_copies()
         factor, within = scale, 1.0  # by what gradients are multiplied in a pass of its own, and in that of the update
         if self._job.clip_norm is not None:
             factor = self._clip_factor(scale)
@@ -333,40 +329,6 @@ class DataParallelReplica:
         self.comm_s += time.perf_counter() - started
         norm = math.sqrt(math.fsum(everybody))
         return min(1.0, self._job.clip_norm / (norm + 1e-6))
-
-    @cached_property
-    def _portions(self) -> list[TilePortion]:
-        """Every member saves the tiles that it owns, or would own; the first one also what lies in no tile."""
-        layout, size = self._computer.layout, self.exchange.size
-        outside = whole_entries(self._outside(0))
-        return [
-            TilePortion(layout, self._recipe, range(rank, len(layout.tiles), size), outside if rank == 0 else [])
-            for rank in range(size)
-        ]
-
-    def _outside(self, applied: int) -> dict[str, torch.Tensor]:
-        return outside_of_tiles(self.model, self._computer.layout, self._state.integers(applied))
-
-    def portions(self) -> Sequence[Portion]:
-        return self._portions
-
-    def copy_portion(self, applied: int, into: Segment) -> Copy:
-        outside = self._outside(applied) if self.exchange.rank == 0 else {}
-        copying = Copy(self._beside_steps(self._copier(applied)), self._piece_starts(), into, outside)
-        self._copies.append(copying)
-        return copying
-
-    def _copier(self, applied: int) -> CopyPiece:
-        """Copies a piece of this member's portion, as it is after so many steps."""
-        return self._state.copy_tile
-
-    def _piece_starts(self) -> Mapping[int, int]:
-        """Those pieces -> their first byte in the portion."""
-        return self._portions[self.exchange.rank].starts
-
-    def _beside_steps(self, copy: CopyPiece) -> CopyPiece:
-        """The same, in a way that does not hold up what computes."""
-        return copy
 
     def measure(self, tasks: Sequence[Task], measure: Callable[[Task, Any, Any], None]) -> None:
         rank, size = self.exchange.rank, self.exchange.size

@@ -35,7 +35,7 @@ from distbelief.data.sources import InMemory, as_source, split_batch
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule, sample_seed, shard_seed, split
-from distbelief.strategies.onednn import use_onednn
+from distbelief.strategies.onednn import multiply_as_asked
 from distbelief.strategies.tables.embedding import settle
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -106,8 +106,7 @@ def make_model(job: Job) -> torch.nn.Module:
     seed_everything(job.seed)
     model = job.model if isinstance(job.model, torch.nn.Module) else job.model()
     settle(model)
-    if job.matmul == "onednn":
-        use_onednn(model)
+    multiply_as_asked(job, model)
     for parameter in model.parameters():
         # In the ordinary order of elements, also where the job asked for channels_last: strategies keep them so.
         parameter.data = parameter.detach().reshape(-1).clone().view(parameter.shape)

@@ -49,6 +49,15 @@ def transposed(model: Any, x: torch.Tensor) -> Any:
     return model(torch.cat([x.reshape(-1, WIDE)] * WIDE)[:WIDE].t()).square().mean()
 
 
+def of_a_part(model: Any, x: torch.Tensor) -> Any:
+    """Rows with a gap after each."""
+    return model(torch.cat([x, x], -1)[..., :WIDE]).square().mean()
+
+
+def of_one_row_everywhere(model: Any, x: torch.Tensor) -> Any:
+    return model(x.reshape(-1, WIDE)[:1].expand(ROWS, WIDE)).square().mean()
+
+
 def used_elsewhere(model: Any, x: torch.Tensor) -> Any:
     return (model(x).sum() + (x @ model.first.weight).square().sum()) * 0.1
 
@@ -103,7 +112,18 @@ def two_models(bias: bool) -> tuple[nn.Module, nn.Module]:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(ROWS, WIDE), (3, ROWS // 3, WIDE), (2, 3, ROWS // 6, WIDE)], ids=str)
 @pytest.mark.parametrize(
-    "loss", [ordinary, summed, transposed, used_elsewhere, recomputed, with_a_penalty, in_double_precision]
+    "loss",
+    [
+        ordinary,
+        summed,
+        transposed,
+        of_a_part,
+        of_one_row_everywhere,
+        used_elsewhere,
+        recomputed,
+        with_a_penalty,
+        in_double_precision,
+    ],
 )
 def test_right_within_rounding_in_whatever_a_model_does(bias: bool, shape: tuple[int, ...], loss: Loss) -> None:
     plain, ours = two_models(bias)
@@ -113,8 +133,9 @@ def test_right_within_rounding_in_whatever_a_model_does(bias: bool, shape: tuple
     torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
-    again = gradients(copy.deepcopy(ours).requires_grad_(), loss, x)[0]
+    again, same = gradients(two_models(bias)[1], loss, x)
     assert torch.equal(again, value)
+    assert all(map(torch.equal, same, got))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -137,6 +158,7 @@ def placed(tensor: torch.Tensor, offset: int) -> torch.Tensor:
 def test_bits_do_not_depend_on_where_numbers_lie(shape: tuple[int, int, int]) -> None:
     """Weights are in ordinary memory here and in shared memory there; and in the end all have the same bits."""
     rows, inputs, outputs = shape
+    torch.manual_seed(7)
     layer = nn.Linear(inputs, outputs)
     use_onednn(nn.Sequential(layer))
     assert rows * inputs * outputs >= WORTHWHILE
@@ -188,6 +210,19 @@ def test_layers_of_others_and_small_ones_are_left_alone() -> None:
     assert list(model.state_dict()) == names
 
 
+def test_what_torch_need_not_keep_may_be_written_to() -> None:
+    """A frozen layer's input is not needed for its own gradient."""
+    layer = nn.Linear(WIDE, WIDE).requires_grad_(False)
+    use_onednn(layer)
+    x = torch.randn(ROWS, WIDE, requires_grad=True)
+    h = x * 2
+    out = layer(h)
+    h += out
+    h.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, 2 * (1 + layer.weight.sum(0)).expand_as(x), rtol=1e-4, atol=1e-4)
+
+
 def job(**options: Any) -> Job:
     return Job(
         model=lambda: nn.Linear(WIDE, WIDE),
@@ -203,6 +238,11 @@ def job(**options: Any) -> Job:
 def test_a_job_asks_for_it() -> None:
     assert type(make_model(job())) is nn.Linear
     assert type(make_model(job(matmul="onednn"))) is OneDnnLinear
+    one = nn.Linear(WIDE, WIDE)
+    for matmul, kind in (("onednn", OneDnnLinear), ("torch", nn.Linear)):
+        made = make_model(Job(**{**vars(job()), "model": one, "matmul": matmul}))
+        assert made is one
+        assert type(one) is kind
     with pytest.raises(JobError, match="`matmul` is torch or onednn, not 'mkl'"):
         job(matmul="mkl")
     with pytest.raises(JobError, match="leave `matmul` out"):

@@ -23,23 +23,28 @@ class Products:
 
 def probe() -> Products:
     try:
-        import torch
-
-        from distbelief.strategies.onednn import OneDnnLinear, use_onednn
-    except Exception:  # the check of the software says it
+        return _measured()
+    except Exception:  # the check of the software says why
         return Products()
+
+
+def _measured() -> Products:
+    import torch
+
+    from distbelief.strategies.onednn import available, use_onednn
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         rows, plain, ours = torch.ones(SIDE, SIDE), torch.nn.Linear(SIDE, SIDE), torch.nn.Linear(SIDE, SIDE)
-        if torch.backends.mkldnn.is_available():
+        if available():
             use_onednn(ours)
         with torch.no_grad():
             times = [(_seconds(lambda: plain(rows)), _seconds(lambda: ours(rows))) for _ in range(TRIES)]
     finally:
         torch.set_num_threads(threads)
     of_torch, of_onednn = (2 * SIDE**3 / min(some) for some in zip(*times, strict=True))
-    return Products(of_torch, of_onednn if type(ours) is OneDnnLinear else 0.0)
+    return Products(of_torch, of_onednn if available() else 0.0)
 
 
 def _seconds(multiply: Callable[[], object]) -> float:
