@@ -105,7 +105,8 @@ def _head(content: Content, file: Path) -> list[str]:
     versions = {**machine["versions"], **content.get("versions", {})}
     name = file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else file.name
     link = f"[{name}](../{name})" if file.is_relative_to(ROOT) else name
-    busy = max((one["others"] for one in content["measurements"]), default=0.0)
+    told = [one for one in content["measurements"] if not _has_daemons(one["system"])]
+    busy = max((one["others"] for one in told), default=0.0)
     found = [
         "# Benchmarks",
         "",
@@ -118,7 +119,8 @@ def _head(content: Content, file: Path) -> list[str]:
         f"{machine['memory_gib']} GiB, {machine['instruction_set']}, Linux {machine['kernel']}",
         "- versions: " + ", ".join(f"{package} {version}" for package, version in versions.items()),
         f"- load before and after: {content['load']['before']}, {content['load'].get('after', [])}; during a "
-        f"measurement others had up to {busy:.0%} of the machine's processor time",
+        f"measurement others had up to {busy:.0%} of the machine's processor time (Ray's own processes count as "
+        "others' in its lines)",
         "- one thread per worker, torch's fused optimizers, the same first weights and batches for all; systems take "
         "turns in every repetition, and ratios are taken within one. Figures are medians (lowest – highest)",
         "- losses of whole runs were held against those of one process on the same batches: who did not do the work is "
@@ -132,6 +134,10 @@ def _head(content: Content, file: Path) -> list[str]:
     if busy > 0.3:
         found += ["**Preliminary: the machine was busy with other work while this was measured.**", ""]
     return found
+
+
+def _has_daemons(system: str) -> bool:
+    return system in SYSTEMS and SYSTEMS[system].has_daemons
 
 
 def _cell(content: Content, part: str, workload: str, workers: int) -> list[str]:
@@ -280,6 +286,10 @@ def _systems(content: Content) -> list[str]:
     if failed:
         lines += ["", "Failed:", ""]
         lines += [f"- {cell}: {summary.title(name)}: `{cause(why)}`" for cell, name, why in failed]
+    again = [(cell, name, why) for cell, some in content.get("tried_again", {}).items() for name, why in some.items()]
+    if again:
+        lines += ["", "Failed and tried again:", ""]
+        lines += [f"- {cell}: {summary.title(name)}, {len(why)} times: `{cause(why[0])}`" for cell, name, why in again]
     if content["skipped"]:
         lines += ["", "Skipped:", ""]
         lines += [f"- {summary.title(name)}: {reason}" for name, reason in content["skipped"].items()]

@@ -40,6 +40,7 @@ PEERS: tuple[System, ...] = (
         requirements=("ray[train]==2.60.0",),
         check="import ray.train.torch",
         variables={"RAY_USAGE_STATS_ENABLED": "0"},
+        has_daemons=True,
         note="TorchTrainer with prepare_model (DDP); a local Ray without dashboard is started and ended with each run",
     ),
     System(

@@ -47,6 +47,11 @@ class Results:
         self.content["failed"].setdefault(cell, {})[system] = reason
         self.write()
 
+    def tried_again(self, cell: str, system: str, reason: str) -> None:
+        """It failed in this cell, for this reason, and is given another try."""
+        self.content.setdefault("tried_again", {}).setdefault(cell, {}).setdefault(system, []).append(reason)
+        self.write()
+
     def write(self) -> None:
         """All or nothing: whoever breaks off finds the last whole one."""
         self._file.parent.mkdir(parents=True, exist_ok=True)

@@ -42,6 +42,9 @@ def show(console: Console, content: Content) -> None:
         console.print(table)
     for name, reason in content["skipped"].items():
         console.print(f"skipped: {summary.title(name)}: {reason}", markup=False)
+    for cell, again in content.get("tried_again", {}).items():
+        for name, reasons in again.items():
+            console.print(f"failed and tried again: {cell}: {summary.title(name)}: {len(reasons)} times", markup=False)
     for cell, failed in content["failed"].items():
         for name, reason in failed.items():
             console.print(f"failed: {cell}: {summary.title(name)}: {reason}\n", markup=False)

@@ -55,6 +55,8 @@ class System:
     time_to_accuracy: bool = True
     first_step: bool = True
     """It has a launcher whose time to the first step can be compared."""
+    has_daemons: bool = False
+    """Its work is done by processes that are not our children: what others had of the machine cannot be told."""
     note: str = ""
     """What a reader should know of its settings."""
 

@@ -106,6 +106,7 @@ def test_the_page_and_its_figures(tmp_path: Path) -> None:
     whole = content(*TWO, *more, *curve)
     whole["failed"] = {"speed mlp ×2": {"fsdp": "a traceback\nValueError: it cannot"}}
     whole["skipped"] = {"gloo-server": "no room"}
+    whole["tried_again"] = {"speed mlp ×2": {"ddp": ["SIGABRT", "SIGABRT"]}}
     speeds = {"allreduce": [9.0] * 8, "ideal": [10.0] * 8, "allreduce-onednn": [15.0] * 8, "ddp-onednn": [12.0] * 8}
     whole["turns"] = {"mlp": {"at": "today", "turn_s": 2.0, "others": 0.0, "samples_per_s": speeds}}
     found = page.write(whole, tmp_path / "full.json", tmp_path / "docs" / "page.md", tmp_path / "docs" / "figures")
@@ -120,6 +121,7 @@ def test_the_page_and_its_figures(tmp_path: Path) -> None:
     assert "| mlp, oneDNN |  | 1.500 (1.50 – 1.50) | 1.250 (1.25 – 1.25) | 8 × 2 s | today UTC |" in text
     assert "2 timed steps after 1 of warm-up" in text
     assert "`ValueError: it cannot`" in text
+    assert "- speed mlp ×2: torch DDP, 2 times: `SIGABRT`" in text
     assert "server on torch gloo: no room" in text
     assert "![Accuracy over time](figures/accuracy.png)" in text
     assert "Preliminary" not in text
@@ -128,6 +130,8 @@ def test_the_page_and_its_figures(tmp_path: Path) -> None:
 def test_a_busy_machine_makes_a_preliminary_page(tmp_path: Path) -> None:
     text = page.text(content(measured("ddp", 0, 1.0, others=0.6)), tmp_path / "x.json", {})
     assert "Preliminary" in text
+    text = page.text(content(measured("ray", 0, 1.0, others=0.6)), tmp_path / "x.json", {})
+    assert "Preliminary" not in text  # they are its own
 
 
 def test_results_are_resumed_only_with_the_same_settings(tmp_path: Path) -> None:
