@@ -75,8 +75,8 @@ def _without_server(state: State, server: int, now: float) -> Result:
 def ticked(state: State, now: float) -> Result:
     """Give up hosts that were not heard of for long, with their workers; and frozen members that nobody could kill.
 
-    Not the launching process's host: whoever stops that process for a while has stopped nothing else, and the
-    coordinator does not outlive it."""
+    Not the launching process's host: whoever stops that process for a while has stopped at the most those who want
+    memory from it, and the coordinator does not outlive it."""
     outputs: list[Output] = []
     cut: dict[int, str] = {}
     awake_s = state.pulse.awake_s(now)

@@ -105,7 +105,7 @@ class Journal:
         self.close()
 
     def _epoch_entry(self) -> Entry:
-        reason = "a coordinator has taken over"
+        reason = "a coordinator has taken over" if self.epoch > 1 else "the run has begun"
         return {"kind": "epoch", "epoch": self.epoch, "at": self._opened_at, "pid": os.getpid(), "reason": reason}
 
 

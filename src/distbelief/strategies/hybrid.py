@@ -67,7 +67,7 @@ class Meshed(ABC):
         if job.matmul != "torch":
             raise JobError(
                 f"a model that is divided does not multiply with {job.matmul}",
-                hint="leave `matmul` out of the job, or use allreduce",
+                hint="leave `matmul` out of the job, or take a strategy that does not divide it, such as allreduce",
             )
         return PreparedMesh(job, schedule, device, self.wish(), self)
 
