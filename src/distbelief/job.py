@@ -116,7 +116,7 @@ class Job:
         if self.matmul not in ("torch", "onednn"):
             return f"`matmul` is torch or onednn, not {self.matmul!r}"
         if self.matmul == "onednn" and self.compile:
-            return '`compile` and `matmul="onednn"` do not go together: the compiler chooses itself. Leave one of them out'
+            return '`compile` and `matmul="onednn"` do not go together: leave one of them out'
         if self.clip_norm is not None and not self.clip_norm > 0:
             return f"`clip_norm` must be above 0, not {self.clip_norm!r}"
         if self.readers < 1:
