@@ -161,6 +161,19 @@ def test_late_shards_are_computed_by_those_who_wait(
     assert slow < 20 * 4 < fast  # each has four shards in a step
 
 
+def test_who_helps_does_not_wait_for_a_command_that_is_stopped(watched: Callable[..., Watched], tmp_path: Path) -> None:
+    """Memory for backups comes from its process. Nobody needs them."""
+    run = watched(JOBS / "small.py", "--set", "brake_s=0.02", "--set", "steps=160", "--workers", 2, "--no-balance")
+    run.after(5)
+    run.run.signal(signal.SIGSTOP)
+    (tmp_path / "slow").write_text(str(run.members()[1]))
+    run.after(run.step() + 6)
+    (tmp_path / "slow").unlink()
+    run.run.signal(signal.SIGCONT)
+    assert run.result()["weights_sha256"] == undisturbed(*SMALL)
+    assert len(run.journal("epoch")) == len(run.journal("generation")) == 1
+
+
 def test_a_shard_that_kills_whoever_computes_it_ends_the_run(distbelief: Cli) -> None:
     outcome = distbelief("train", JOBS / "broken.py", "--set", "fault=deadly", "--workers", 3, "--run-dir", "run")
     assert outcome.status == 1

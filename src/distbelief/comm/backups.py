@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from distbelief.comm.ledger import ARRIVED, BEGUN, UNITS, Ledger
+from distbelief.errors import NotEnoughMemory
 
 _SLOTS = 1 << 16
 
@@ -45,6 +46,13 @@ class Backups:
             if rank != self._rank and words.get(rank, ARRIVED) < stamp and words.get(rank, BEGUN) == stamp
         ]
 
+    def has_room(self, slot: int) -> bool:
+        """Whether that slot of mine can be had now."""
+        try:
+            return self._ledger.slot_soon(self._rank, slot)
+        except NotEnoughMemory:
+            return False
+
     def claim(self, shard: int, stamp: int) -> bool:
         """Say that I compute it; False: somebody does already. Two may still do so at once, which only wastes time."""
         if int(self._ledger.claims[shard]) == stamp:
@@ -62,6 +70,8 @@ class Backups:
         """A backup of this shard of the step, if anybody has finished one."""
         for rank in np.flatnonzero(self._ledger.backups[:, shard] // _SLOTS == stamp).tolist():
             slot = int(self._ledger.backups[rank, shard]) % _SLOTS
+            if not self._ledger.slot_soon(rank, slot):
+                return None  # its owner can compute the shard itself
             tiles = self._ledger.tiles(rank, slot)
             return Backup(tiles, self._ledger.backup_rows[shard], self._ledger.backup_touched[shard])
         return None

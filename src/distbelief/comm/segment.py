@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import select
 import socket
+from collections import deque
 from typing import Protocol
 
 import torch
@@ -14,6 +16,7 @@ from distbelief.comm.memfd import allocate, receive_message, send_message
 from distbelief.errors import DistBeliefError, NotEnoughMemory
 
 _MAP_FIXED = 0x10
+_SOON_S = 0.05
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -76,15 +79,47 @@ class KeeperClient:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._lasting: dict[str, Segment] = {}
+        self._asked: deque[str] = deque()
+        """Names that no answer has come for yet: answers come in the order of the questions."""
+        self._answers: dict[str, Segment | DistBeliefError] = {}
 
     def segment(self, name: str, size_bytes: int = -1) -> Segment:
         """The segment of that name; made with this size if it is not there yet (never, when the size is left out)."""
+        self._ask(name, size_bytes)
+        while name in self._asked:
+            self._hear()
+        return self._given(name)
+
+    def segment_soon(self, name: str, size_bytes: int) -> Segment | None:
+        """The same for who can do without it. None: the keeper, which is in another process, does not answer at once;
+        it may be stopped. Ask again later."""
+        is_new = self._ask(name, size_bytes)
+        while name in self._asked:
+            if not select.select([self._sock], [], [], _SOON_S if is_new else 0)[0]:
+                return None
+            self._hear()
+        return self._given(name)
+
+    def _ask(self, name: str, size_bytes: int) -> bool:
+        if name in self._asked or name in self._answers:
+            return False
         send_message(self._sock, {"name": name, "size_bytes": size_bytes})
+        self._asked.append(name)
+        return True
+
+    def _hear(self) -> None:
         answer, fds = receive_message(self._sock)
         if "error" in answer:
             kind = NotEnoughMemory if answer["memory"] else DistBeliefError
-            raise kind(answer["error"], hint=answer["hint"])
-        return Segment(fds[0], answer["size_bytes"])
+            self._answers[self._asked.popleft()] = kind(answer["error"], hint=answer["hint"])
+        else:
+            self._answers[self._asked.popleft()] = Segment(fds[0], answer["size_bytes"])
+
+    def _given(self, name: str) -> Segment:
+        answer = self._answers.pop(name)
+        if isinstance(answer, DistBeliefError):
+            raise answer
+        return answer
 
     def lasting(self, name: str, size_bytes: int) -> Segment:
         """A segment that outlives generations: mapped once, so that its pages are not faulted in again at a regroup."""
@@ -101,4 +136,5 @@ class KeeperClient:
 
     def drop_before(self, group: str) -> None:
         """Let the keeper forget what groups of lower numbers have made: nobody may ask for it again."""
+        self._answers.clear()
         send_message(self._sock, {"drop_before": group})

@@ -69,11 +69,13 @@ class Helper:
     def help(self, step: int, work: Callable[[int], Sequence[int]], elapsed_s: float, mine_s: float) -> bool:
         """Compute one backup if there is one worth it. `work`: rank -> its shards of this step."""
         late = [Late(work(rank), begun) for rank, begun in self._backups.late(step + 1)]
-        shard = next((s for s in choose(late, elapsed_s, mine_s) if self._backups.claim(s, step + 1)), -1)
+        wanted, slot = choose(late, elapsed_s, mine_s), self._first_slot + self._slots
+        if not wanted or not self._backups.has_room(slot):
+            return False
+        shard = next((s for s in wanted if self._backups.claim(s, step + 1)), -1)
         if shard < 0:
             return False
         started = time.perf_counter()
-        slot = self._first_slot + self._slots
         self._slots += 1
         try:
             row, touched = self._compute(step, shard, slot)

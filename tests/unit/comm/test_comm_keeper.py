@@ -59,6 +59,29 @@ def test_two_clients_get_the_same_memory_under_one_name(keeper: SegmentKeeper) -
         assert not any(other.view(0, 4096))
 
 
+def test_who_can_do_without_it_does_not_wait_for_a_keeper_that_is_silent(keeper: SegmentKeeper) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        client = KeeperClient(theirs)
+        assert client.segment_soon("slot", 4096) is None
+        assert client.segment_soon("slot", 4096) is None
+        assert client.segment_soon("too large", 1 << 60) is None
+        for _ in range(2):  # each was asked for once
+            keeper.answer(ours)
+        with pytest.raises(NotEnoughMemory):
+            client.segment_soon("too large", 1 << 60)
+        late = client.segment_soon("slot", 4096)
+        assert late is not None
+        client.segment_soon("another", 4096)
+        server = threading.Thread(target=lambda: [keeper.answer(ours) for _ in range(2)])
+        server.start()
+        same = client.segment("slot", 4096)  # whose answer comes after that of the other
+        server.join()
+        same.tensor(torch.int32, 0, 1024).fill_(5)
+        assert late.tensor(torch.int32, 0, 1024).tolist() == [5] * 1024
+        assert client.segment_soon("another", 4096) is not None
+
+
 def test_members_write_parts_of_one_segment(stage: Stage) -> None:
     seen = stage.play(MEMBER, "fill_my_part", [{"rank": rank, "size": 4} for rank in range(4)])
     assert seen == [[1.0, 2.0, 3.0, 4.0]] * 4
