@@ -149,7 +149,8 @@ def test_the_pace_adapts_itself_and_every_batch_counts_once(start: Start, tmp_pa
     updates = sum(journal_result(run)["staleness"].values())
     assert counted(run.folder) == {float(updates)}
     assert updates < 400
-    assert [line["step"] for line in run.metrics("step")] == list(range(400))
+    # The batches that the dead one had leased are done by another one, after those that others had by then.
+    assert sorted(line["step"] for line in run.metrics("step")) == list(range(400))
     assert [entry["step"] for entry in run.journal("checkpoint")] == [150, 300, 400]  # gates fall on steps
     assert max(pace["n_push"] for pace in result["pace"].values()) > 1
     assert "worker" in run.journal("pace")[0]["reason"]

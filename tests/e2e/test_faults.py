@@ -26,7 +26,7 @@ def watched(start: Start, tmp_path: Path, wait_until: Wait) -> Callable[..., Wat
 
 SMALL = [JOBS / "small.py", "--set", "brake_s=0.1", "--set", "steps=160"]  # long, not costly: it sleeps
 SLOWER = [JOBS / "small.py", "--set", "brake_s=0.4", "--set", "steps=160"]  # to the same weights
-EVERYTHING = [JOBS / "everything.py", "--set", "epochs=9"]
+EVERYTHING = [JOBS / "everything.py", "--set", "epochs=9", "--set", "brake_s=0.03"]
 
 
 @pytest.mark.parametrize("transport", ["allreduce:shm", "allreduce:gloo"])

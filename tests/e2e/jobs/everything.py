@@ -6,6 +6,8 @@ use, one that no shard ever uses, a loss with weights, two parameter groups, cli
 """
 
 import random
+import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -62,10 +64,15 @@ def optimizer(parameters):
     return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 3e-3}], lr=1e-2)
 
 
-def job(epochs: int = 3) -> Job:
+def job(epochs: int = 3, brake_s: float = 0.0) -> Job:
+    def braking(output, target):
+        if brake_s and Path("brake").exists():  # slow for as long as the test needs time, then quick
+            time.sleep(brake_s)
+        return weighted(output, target)
+
     return Job(
         model=Net,
-        loss=weighted,
+        loss=braking,
         optimizer=optimizer,
         data=Augmented(),
         collate=None,
