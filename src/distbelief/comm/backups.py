@@ -49,7 +49,7 @@ class Backups:
     def has_room(self, slot: int) -> bool:
         """Whether that slot of mine can be had now."""
         try:
-            return self._ledger.slot_soon(self._rank, slot)
+            return self._ledger.has_slot(self._rank, slot)
         except NotEnoughMemory:
             return False
 
@@ -70,7 +70,7 @@ class Backups:
         """A backup of this shard of the step, if anybody has finished one."""
         for rank in np.flatnonzero(self._ledger.backups[:, shard] // _SLOTS == stamp).tolist():
             slot = int(self._ledger.backups[rank, shard]) % _SLOTS
-            if not self._ledger.slot_soon(rank, slot):
+            if not self._ledger.has_slot(rank, slot):
                 return None  # its owner can compute the shard itself
             tiles = self._ledger.tiles(rank, slot)
             return Backup(tiles, self._ledger.backup_rows[shard], self._ledger.backup_touched[shard])

@@ -59,7 +59,7 @@ class Ledger:
             self._slots[rank, index] = self._keeper.segment(self.slot_name(rank, index), self.geometry.slot_bytes)
         return self._slots[rank, index]
 
-    def slot_soon(self, rank: int, index: int) -> bool:
+    def has_slot(self, rank: int, index: int) -> bool:
         """Whether the slot can be used without waiting for the process that keeps it."""
         if (rank, index) not in self._slots:
             found = self._keeper.segment_soon(self.slot_name(rank, index), self.geometry.slot_bytes)

@@ -4,14 +4,25 @@ own bits where it is left to torch."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from linear_uses import (
+    WIDE,
+    Loss,
+    Two,
+    in_half_precision,
+    mapped,
+    ordinary,
+    recomputed,
+    summed,
+    transposed,
+    used_elsewhere,
+    with_a_penalty,
+)
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from distbelief import Job
 from distbelief.errors import JobError
@@ -19,34 +30,8 @@ from distbelief.strategies import onednn, parse
 from distbelief.strategies.onednn import WORTHWHILE, OneDnnLinear, use_onednn
 from distbelief.verification.plain import make_model
 
-WIDE, ROWS = 256, 24
-Loss = Callable[[Any, torch.Tensor], Any]
-
-
-class Two(nn.Module):
-    """Two layers that are worth it with so many rows, and one that never is."""
-
-    def __init__(self, bias: bool = True) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDE, WIDE, bias=bias)
-        self.second = nn.Linear(WIDE, 2 * WIDE, bias=bias)
-        self.small = nn.Linear(2 * WIDE, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.small(F.gelu(self.second(F.relu(self.first(x)))))
-        return out
-
-
-def ordinary(model: Any, x: torch.Tensor) -> Any:
-    return model(x).square().mean()
-
-
-def summed(model: Any, x: torch.Tensor) -> Any:
-    return model.second(model.first(x)).sum()
-
-
-def transposed(model: Any, x: torch.Tensor) -> Any:
-    return model(torch.cat([x.reshape(-1, WIDE)] * WIDE)[:WIDE].t()).square().mean()
+ROWS = 24
+"""So that products with the large layers are worth it."""
 
 
 def of_a_part(model: Any, x: torch.Tensor) -> Any:
@@ -56,29 +41,6 @@ def of_a_part(model: Any, x: torch.Tensor) -> Any:
 
 def of_one_row_everywhere(model: Any, x: torch.Tensor) -> Any:
     return model(x.reshape(-1, WIDE)[:1].expand(ROWS, WIDE)).square().mean()
-
-
-def used_elsewhere(model: Any, x: torch.Tensor) -> Any:
-    return (model(x).sum() + (x @ model.first.weight).square().sum()) * 0.1
-
-
-def recomputed(model: Any, x: torch.Tensor) -> Any:
-    return checkpoint(model, x, use_reentrant=False).square().mean()
-
-
-def with_a_penalty(model: Any, x: torch.Tensor) -> Any:
-    loss = ordinary(model, x)
-    (slope,) = torch.autograd.grad(loss, [model.first.weight], create_graph=True)
-    return loss + slope.square().sum()
-
-
-def in_half_precision(model: Any, x: torch.Tensor) -> Any:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return model(x).float().square().mean()
-
-
-def mapped(model: Any, x: torch.Tensor) -> Any:
-    return torch.func.vmap(model)(x).square().mean()
 
 
 def in_double_precision(model: Any, x: torch.Tensor) -> Any:

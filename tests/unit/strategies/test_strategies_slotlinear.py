@@ -8,76 +8,35 @@ from typing import Any
 
 import pytest
 import torch
+from linear_uses import (
+    WIDE,
+    Loss,
+    Two,
+    in_half_precision,
+    mapped,
+    ordinary,
+    recomputed,
+    summed,
+    transposed,
+    used_elsewhere,
+    with_a_penalty,
+)
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from distbelief.strategies.capture import GradientCapture
 from distbelief.strategies.layout import lay_out, trainable
 from distbelief.strategies.slotlinear import WORTHWHILE, placeable
-
-WIDE = 256
-Loss = Callable[[Any, torch.Tensor], Any]
-
-
-class Two(nn.Module):
-    """Two layers that are worth it, and one that is not."""
-
-    def __init__(self, bias: bool = True) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDE, WIDE, bias=bias)
-        self.second = nn.Linear(WIDE, 2 * WIDE, bias=bias)
-        self.small = nn.Linear(2 * WIDE, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.small(F.gelu(self.second(F.relu(self.first(x)))))
-        return out
-
-
-def ordinary(model: Any, x: torch.Tensor) -> Any:
-    return model(x).square().mean()
-
-
-def summed(model: Any, x: torch.Tensor) -> Any:
-    return model.second(model.first(x)).sum()
-
-
-def transposed(model: Any, x: torch.Tensor) -> Any:
-    wide = torch.cat([x.reshape(-1, WIDE)] * WIDE)[:WIDE]
-    return model(wide.t()).square().mean()
 
 
 def called_three_times(model: Any, x: torch.Tensor) -> Any:
     return model(model.first(F.relu(model.first(x)))).square().mean()
 
 
-def used_elsewhere(model: Any, x: torch.Tensor) -> Any:
-    return (model(x).sum() + (x @ model.first.weight).square().sum()) * 0.1
-
-
-def recomputed(model: Any, x: torch.Tensor) -> Any:
-    return checkpoint(model, x, use_reentrant=False).square().mean()
-
-
-def with_a_penalty(model: Any, x: torch.Tensor) -> Any:
-    loss = ordinary(model, x)
-    (slope,) = torch.autograd.grad(loss, [model.first.weight], create_graph=True)
-    return loss + slope.square().sum()
-
-
 def asked_before(model: Any, x: torch.Tensor) -> Any:
     loss = ordinary(model, x)
     (slope,) = torch.autograd.grad(loss, [model.first.weight], retain_graph=True)
     return loss * float(slope.abs().sum())
-
-
-def in_half_precision(model: Any, x: torch.Tensor) -> Any:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return model(x).float().square().mean()
-
-
-def mapped(model: Any, x: torch.Tensor) -> Any:
-    return torch.func.vmap(model)(x).square().mean()
 
 
 def without_gradients_in_part(model: Any, x: torch.Tensor) -> Any:
