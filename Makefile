@@ -57,12 +57,12 @@ test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/gpu
 
 sim: setup-dev
-	PYTHONPATH=tests $(BIN)/python -m sim.run --seeds $(SEEDS) --jobs 2 $(if $(MEMBERS),--members $(MEMBERS)) --keep-going
+	$(BIN)/python -m tests.sim.run --seeds $(SEEDS) --jobs 2 $(if $(MEMBERS),--members $(MEMBERS)) --keep-going
 
 # A real run, and a key-value service, under siege.
 fuzz: setup-dev
-	PYTHONPATH=tests $(BIN)/python -m fuzz --frames $(FRAMES)
-	PYTHONPATH=tests $(BIN)/python -m fuzz --frames $(FRAMES) --kv
+	$(BIN)/python -m tests.fuzz --frames $(FRAMES)
+	$(BIN)/python -m tests.fuzz --frames $(FRAMES) --kv
 
 # Side by side with peers. The first: everything, for hours; broken off, it goes on where it was with `make bench RESUME=1`.
 bench bench-quick: setup-dev

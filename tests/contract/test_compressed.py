@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from exchange_member import Seat
-from forked_stage import Stage
 from torch.distributed import TCPStore
 
-MEMBER = str(Path(__file__).with_name("compressed_member.py"))
+from tests.support.exchange.member import Seat
+from tests.support.stage import Stage
+
+MEMBER = "tests.support.exchange.compressed"
 METHODS = ["bf16", "int8", "int8=64", "topk=0.05", "powersgd=2"]
 WHERE = ["host", "device"]
 STEPS = 8

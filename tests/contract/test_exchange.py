@@ -7,17 +7,17 @@ from __future__ import annotations
 import itertools
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from exchange_member import SIZES, Seat
-from forked_stage import Stage
-from takeover_member import POINTS
 from torch.distributed import TCPStore
 
-MEMBER = str(Path(__file__).with_name("exchange_member.py"))
-TAKEOVER = str(Path(__file__).with_name("takeover_member.py"))
+from tests.support.exchange.member import SIZES, Seat
+from tests.support.exchange.takeover import POINTS
+from tests.support.stage import Stage
+
+MEMBER = "tests.support.exchange.member"
+TAKEOVER = "tests.support.exchange.takeover"
 KINDS = ["shared", "torch"]
 ON_DEVICE = ["slots", "slots on device", "torch on device", "device group"]
 COMPRESSED = ["int8", "powersgd=2"]

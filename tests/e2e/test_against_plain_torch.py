@@ -6,49 +6,20 @@ from __future__ import annotations
 
 import copy
 import json
-import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from conftest import JOBS, Outcome
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from distbelief.data.order import positions_to_samples
-from distbelief.shards import Schedule, shard_seed
-
-sys.path.insert(0, str(JOBS))
-import plain
+from distbelief.shards import shard_seed
+from tests.e2e.jobs import plain
+from tests.support.runs.command import JOBS, Outcome
+from tests.support.runs.plainloop import samples_of, seed_all, tree_sum
 
 Cli = Callable[..., Outcome]
-SCHEDULE = Schedule(len(plain.X), plain.BATCH, plain.SHARDS)
-
-
-def samples_of(step: int, shard: int) -> torch.Tensor:
-    epoch, first, end = SCHEDULE.shard(step, shard)
-    positions = np.arange(first, end)
-    return torch.from_numpy(positions_to_samples(positions, len(plain.X), plain.SEED, epoch, True))
-
-
-def seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
-    random.seed(seed)
-
-
-def tree_sum(parts: list) -> list:
-    """The sum of the parts: cut at the largest power of two below their number."""
-    if len(parts) == 1:
-        return parts[0]
-    middle = 1
-    while middle * 2 < len(parts):
-        middle *= 2
-    left, right = tree_sum(parts[:middle]), tree_sum(parts[middle:])
-    return [a + b for a, b in zip(left, right, strict=True)]
 
 
 def plain_loop(model: torch.nn.Module) -> list[float]:

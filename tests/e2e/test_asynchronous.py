@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conftest import JOBS, Outcome, Run
 from safetensors.torch import load_file
-from watched import Watched, expect_ours
 
 from distbelief.worker.origin import saved_at
+from tests.support.runs.command import JOBS, Outcome, Run
+from tests.support.runs.watched import Watched, expect_ours
 
 Cli = Callable[..., Outcome]
 Start = Callable[..., Run]

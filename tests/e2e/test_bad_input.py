@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import JOBS, Outcome
+
+from tests.support.runs.command import JOBS, Outcome
 
 Cli = Callable[..., Outcome]
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Outcome, Run
 from safetensors.torch import load_file
-from saved_runs import JOB, check_whole, kill_everything, step, until
 
 from distbelief.data.order import positions_to_samples
+from tests.support.runs.command import Outcome, Run
+from tests.support.runs.saved import JOB, check_whole, kill_everything, step, until
 
 Start = Callable[..., Run]
 Cli = Callable[..., Outcome]

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import JOBS, Run
-from reference import undisturbed
 
 from distbelief.comm.keys import new_key
+from tests.support.runs.command import JOBS, Run
+from tests.support.runs.reference import undisturbed
 
 Start = Callable[..., Run]
 Wait = Callable[[Callable[[], object]], None]

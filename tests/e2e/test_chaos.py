@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conftest import JOBS, Outcome
+from tests.support.runs.command import JOBS, Outcome
 
 Cli = Callable[..., Outcome]
 

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Outcome, Run, processes_of
-from reference import undisturbed
-from saved_runs import (
+
+from distbelief.checkpoint.reading import read_manifest, verify
+from tests.support.runs.command import Outcome, Run, processes_of
+from tests.support.runs.reference import undisturbed
+from tests.support.runs.saved import (
     JOB,
     LARGE,
     SLOW,
@@ -27,8 +29,6 @@ from saved_runs import (
     unsealed,
     until,
 )
-
-from distbelief.checkpoint.reading import read_manifest, verify
 
 Start = Callable[..., Run]
 Cli = Callable[..., Outcome]

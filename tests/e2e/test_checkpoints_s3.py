@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fsspec
 import pytest
 import s3fs
-from conftest import REPOSITORY, Outcome, Run
-from reference import undisturbed
-from saved_runs import JOB, LARGE, check_whole, kill_everything, notices, saved, step, until
 
 from distbelief.checkpoint.reading import list_checkpoints, verify
-
-sys.path.append(str(REPOSITORY / "tests" / "unit" / "checkpoint"))
-from s3_server import Gate, s3_server
+from tests.support.checkpoint.s3 import Gate, s3_server
+from tests.support.runs.command import Outcome, Run
+from tests.support.runs.reference import undisturbed
+from tests.support.runs.saved import JOB, LARGE, check_whole, kill_everything, notices, saved, step, until
 
 Start = Callable[..., Run]
 Cli = Callable[..., Outcome]

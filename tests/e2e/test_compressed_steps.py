@@ -7,10 +7,9 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from conftest import JOBS, Outcome, Run
-from watched import Watched, expect_ours
-
 from distbelief.worker.origin import saved_at
+from tests.support.runs.command import JOBS, Outcome, Run
+from tests.support.runs.watched import Watched, expect_ours
 
 Start = Callable[..., Run]
 Cli = Callable[..., Outcome]

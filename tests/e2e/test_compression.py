@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import JOBS, Outcome, Run
-from saved_runs import JOB, LARGE, SLOW, kill_everything, records, sealed, until
-from watched import Watched
 
 from distbelief.checkpoint.reading import read_manifest, read_tensors
+from tests.support.runs.command import JOBS, Outcome, Run
+from tests.support.runs.saved import JOB, LARGE, SLOW, kill_everything, records, sealed, until
+from tests.support.runs.watched import Watched
 
 Start = Callable[..., Run]
 Cli = Callable[..., Outcome]

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import JOBS, Outcome, Run
-from tests.hosts import Lab, why_not
+
+from tests.support.hosts import Lab, why_not
+from tests.support.runs.command import JOBS, Outcome, Run
 
 Start = Callable[..., Run]
 Wait = Callable[[Callable[[], object]], None]

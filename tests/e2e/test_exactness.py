@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import JOBS, REPOSITORY, Outcome
-from reference import undisturbed
 
 from distbelief.cli.summary import KEYS
+from tests.support.runs.command import JOBS, REPOSITORY, Outcome
+from tests.support.runs.reference import undisturbed
 
 Cli = Callable[..., Outcome]
 EXAMPLES = REPOSITORY / "examples"

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import JOBS, Outcome
 from safetensors.torch import load_file
+
+from tests.support.runs.command import JOBS, Outcome
 
 Cli = Callable[..., Outcome]
 

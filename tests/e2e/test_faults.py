@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import JOBS, Outcome, Run
-from reference import undisturbed
-from watched import Watched
+
+from tests.support.runs.command import JOBS, Outcome, Run
+from tests.support.runs.reference import undisturbed
+from tests.support.runs.watched import Watched
 
 Start = Callable[..., Run]
 Cli = Callable[..., Outcome]

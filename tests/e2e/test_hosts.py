@@ -10,15 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
-from tests.hosts import Lab, why_not
+
+from tests.support.hosts import Lab, why_not
+from tests.support.runs.command import REPOSITORY
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
 def hosts(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.hosts", *arguments], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tests.support.hosts", *arguments], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
     )
 
 

@@ -17,14 +17,14 @@ import psutil
 import pytest
 import torch
 import zmq
-from conftest import Run
 
 from distbelief import kv
 from distbelief.comm.kvwords import DeclareKey, Dense, PlaceKey
 from distbelief.errors import DistBeliefError
 from distbelief.kv import beginning
+from tests.support.runs.command import Run
 
-CLIENT = Path(__file__).parent / "kv_client.py"
+CLIENT = "tests.support.runs.kvclient"
 PUSHES = 120
 Wait = Callable[[Callable[[], object]], None]
 
@@ -59,7 +59,7 @@ def test_counts_are_exact_while_servers_are_killed(service: str, tmp_path: Path,
     signals = [tmp_path / "0", tmp_path / "1"]
     before = shared_values(psutil.Process())
     clients = [
-        subprocess.Popen([sys.executable, str(CLIENT), service, str(rank), str(PUSHES), str(signals[rank])])
+        subprocess.Popen([sys.executable, "-m", CLIENT, service, str(rank), str(PUSHES), str(signals[rank])])
         for rank in (0, 1)
     ]
     try:

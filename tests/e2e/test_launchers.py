@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import JOBS, Outcome, Run
-from reference import undisturbed
-from watched import Start, Wait, Watched
 
 from distbelief.comm.keys import new_key
+from tests.support.runs.command import JOBS, Outcome, Run
+from tests.support.runs.reference import undisturbed
+from tests.support.runs.watched import Start, Wait, Watched
 
 JOB = (JOBS / "small.py", "--set", "steps=30", "--set", "brake_s=0.5")
 BESIDE = '#!/bin/sh\n# What mpirun calls in the place of ssh: every host is this machine.\nshift\nexec sh -c "$*"\n'

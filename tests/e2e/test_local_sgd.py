@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import JOBS, Outcome, Run
-from reference import undisturbed
 from safetensors.torch import load_file
-from test_against_plain_torch import samples_of, seed_all, tree_sum
 from torch.nn import functional as F
-from watched import Watched
 
 from distbelief.shards import shard_seed
-
-sys.path.insert(0, str(JOBS))
-import plain
+from tests.e2e.jobs import plain
+from tests.support.runs.command import JOBS, Outcome, Run
+from tests.support.runs.plainloop import samples_of, seed_all, tree_sum
+from tests.support.runs.reference import undisturbed
+from tests.support.runs.watched import Watched
 
 Start = Callable[..., Run]
 Cli = Callable[..., Outcome]

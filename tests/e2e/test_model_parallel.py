@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import JOBS, Outcome, Run
-from reference import undisturbed_model
 from safetensors.torch import load_file
-from saved_runs import records, sealed
-from watched import Watched
 
 from distbelief.checkpoint.weights import save_weights
+from tests.support.runs.command import JOBS, Outcome, Run
+from tests.support.runs.reference import undisturbed_model
+from tests.support.runs.saved import records, sealed
+from tests.support.runs.watched import Watched
 
 Start = Callable[..., Run]
 Cli = Callable[..., Outcome]

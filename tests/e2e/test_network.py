@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import JOBS, Run
-from reference import undisturbed
-from tests.hosts import Lab, why_not
+
+from tests.support.hosts import Lab, why_not
+from tests.support.runs.command import JOBS, Run
+from tests.support.runs.reference import undisturbed
 
 Start = Callable[..., Run]
 Wait = Callable[[Callable[[], object]], None]

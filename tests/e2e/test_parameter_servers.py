@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import JOBS, Outcome, Run
-from reference import undisturbed
-from saved_runs import check_whole, sealed, step, until
-from watched import Watched, expect_ours
 
 from distbelief.comm.messages import CheckpointRequested, ServersRequested
 from distbelief.coordinator.client import ask
+from tests.support.runs.command import JOBS, Outcome, Run
+from tests.support.runs.reference import undisturbed
+from tests.support.runs.saved import check_whole, sealed, step, until
+from tests.support.runs.watched import Watched, expect_ours
 
 Start = Callable[..., Run]
 Cli = Callable[..., Outcome]

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import JOBS, Outcome, Run, processes_of
 
 from distbelief.engines.launch import Launch
 from distbelief.engines.lead import lead
 from distbelief.engines.rundir import make_run_dir
 from distbelief.errors import RunFailed
+from tests.support.runs.command import JOBS, Outcome, Run, processes_of
 
 Start = Callable[..., Run]
 Cli = Callable[..., Outcome]

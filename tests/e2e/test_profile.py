@@ -9,10 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conftest import JOBS, Run
-from watched import Watched
-
 from distbelief.observe.profiling.collecting import read_summary
+from tests.support.runs.command import JOBS, Run
+from tests.support.runs.watched import Watched
 
 Start = Callable[..., Run]
 Wait = Callable[[Callable[[], object]], None]

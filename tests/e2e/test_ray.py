@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import JOBS, Outcome, Run
-from raycluster import RayCluster
-from watched import Watched
+
+from tests.support.runs.command import JOBS, Outcome, Run
+from tests.support.runs.raycluster import RayCluster
+from tests.support.runs.watched import Watched
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import JOBS, Outcome, Run
+
+from tests.support.runs.command import JOBS, Outcome, Run
 
 Cli = Callable[..., Outcome]
 Wait = Callable[[Callable[[], object]], None]

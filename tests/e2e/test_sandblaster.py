@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import JOBS, Run
-from saved_runs import sealed, step, until
-from watched import Watched, expect_ours
 
 from distbelief.checkpoint.weights import weights_sha256
 from distbelief.strategies.sandblaster import Sandblaster
 from distbelief.verification.plain import make_model
 from distbelief.verification.plainlbfgs import train_by_search
 from distbelief.worker.jobfile import load_job
+from tests.support.runs.command import JOBS, Run
+from tests.support.runs.saved import sealed, step, until
+from tests.support.runs.watched import Watched, expect_ours
 
 Start = Callable[..., Run]
 Wait = Callable[[Callable[[], object]], None]

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import JOBS, processes_of
-from watched import Watched
 
 from distbelief.comm.badges import Authority
 from distbelief.comm.keys import new_key, read_key
 from distbelief.comm.seals import TURNED_AWAY
+from tests.support.runs.command import JOBS, processes_of
+from tests.support.runs.watched import Watched
 
-INTRUDER = Path(__file__).parent / "intruder.py"
+INTRUDER = "tests.support.runs.intruder"
 STEPS = 200
 
 
@@ -55,7 +55,7 @@ def _another_user_gets_at_nothing(run: Watched, tmp_path: Path) -> None:
         folder.chmod(0o755)  # the folders let it in: what is in them must not
     doors, pids = listening(processes), [one.pid for one in processes]
     assert len(doors) >= 3
-    arguments = [sys.executable, str(INTRUDER), str(run.folder), json.dumps(pids), json.dumps(doors)]
+    arguments = [sys.executable, "-m", INTRUDER, str(run.folder), json.dumps(pids), json.dumps(doors)]
     outcome = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=False)
     assert outcome.returncode == 0, outcome.stderr
     assert json.loads(outcome.stdout) == []

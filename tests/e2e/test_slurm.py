@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import JOBS, MARK, REPOSITORY, processes_of
-from reference import undisturbed
 
 from distbelief.engines.rundir import is_complete
+from tests.support.runs.command import JOBS, MARK, REPOSITORY, processes_of
+from tests.support.runs.reference import undisturbed
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol")
 NODES = ("n1", "n2")

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from conftest import JOBS, Run
 from safetensors.torch import load_file
-from saved_runs import check_whole
-from watched import Watched, expect_ours
+
+from tests.support.runs.command import JOBS, Run
+from tests.support.runs.saved import check_whole
+from tests.support.runs.watched import Watched, expect_ours
 
 Start = Callable[..., Run]
 Wait = Callable[[Callable[[], object]], None]

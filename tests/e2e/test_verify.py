@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import JOBS, REPOSITORY, Outcome
+
+from tests.support.runs.command import JOBS, REPOSITORY, Outcome
 
 Cli = Callable[..., Outcome]
 

@@ -1,4 +1,4 @@
-"""`PYTHONPATH=tests python -m fuzz --frames 1000000`: a real run of parameter servers under siege, beside its twin that
+"""`python -m tests.fuzz --frames 1000000`: a real run of parameter servers under siege, beside its twin that
 is left alone. The exit status is 0 if they have the same weights, and nothing has grown or died."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from fuzz.kvsiege import besiege
-from fuzz.siege import JOB, Siege
+from tests.fuzz.kvsiege import besiege
+from tests.fuzz.siege import JOB, Siege
 
 GROWTH_MB = 24.0
 """What a process may grow by between two measures: allocators and logs, not frames."""

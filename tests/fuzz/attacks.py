@@ -23,8 +23,8 @@ from distbelief.comm.serverwords import Push
 from distbelief.coordinator.speakers import FROM_SERVERS, FROM_WORKERS
 from distbelief.engines.guests import SOCKET, short_path
 from distbelief.servers.wire import FromPeer
-from fuzz.instances import instance
-from fuzz.mutation import garbage, mutated
+from tests.fuzz.instances import instance
+from tests.fuzz.mutation import garbage, mutated
 
 HANDSHAKE_MS = 400
 STUCK_MS = 5000

@@ -13,8 +13,8 @@ import torch
 
 from distbelief import kv
 from distbelief.comm.badges import Authority
-from fuzz.attacks import Attacker
-from fuzz.mutation import mutated
+from tests.fuzz.attacks import Attacker
+from tests.fuzz.mutation import mutated
 
 
 def besiege(frames: int, seed: int = 1) -> tuple[dict[str, int], dict[int, float]]:

@@ -17,7 +17,7 @@ import psutil
 
 from distbelief.comm import messages as m
 from distbelief.comm.badges import Authority
-from fuzz.attacks import Attacker
+from tests.fuzz.attacks import Attacker
 
 JOB = Path(__file__).parents[1] / "e2e" / "jobs" / "small.py"
 MARK = "DISTBELIEF_TEST_RUN"

@@ -21,8 +21,8 @@ from distbelief.comm.serverwords import FromClient, ToClient
 from distbelief.errors import DistBeliefError
 from distbelief.kv import words
 from distbelief.servers import wire
-from fuzz.instances import instance
-from fuzz.mutation import HEADS, garbage, mutated
+from tests.fuzz.instances import instance
+from tests.fuzz.mutation import HEADS, garbage, mutated
 
 FRAMES = int(os.environ.get("FUZZ_FRAMES", "1500"))
 

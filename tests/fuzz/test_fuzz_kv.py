@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fuzz.__main__ import GROWTH_MB
-from fuzz.kvsiege import besiege
+from tests.fuzz.__main__ import GROWTH_MB
+from tests.fuzz.kvsiege import besiege
 
 
 def test_a_service_under_siege() -> None:

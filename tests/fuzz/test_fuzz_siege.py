@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from distbelief.comm import seals
-from fuzz.__main__ import GROWTH_MB, undisturbed
-from fuzz.siege import Siege
+from tests.fuzz.__main__ import GROWTH_MB, undisturbed
+from tests.fuzz.siege import Siege
 
 STEPS = 200
 FRAMES = 2000

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_commands import JOB, Command
+
+from tests.support.runs.gpu import JOB, Command
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from gpu_commands import JOB, Command, kill_a_worker, most_members, steps_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,9 +17,8 @@ from distbelief.data.order import positions_to_samples
 from distbelief.data.seeding import seed_everything
 from distbelief.shards import Range, Schedule, shard_seed, split
 from distbelief.worker.devices import open_device
-
-sys.path.insert(0, str(JOB.parent))
-import small
+from tests.gpu.jobs import small
+from tests.support.runs.gpu import Command, kill_a_worker, most_members, steps_of
 
 Train = Callable[..., Command]
 

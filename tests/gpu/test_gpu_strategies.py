@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpu_commands import Command, kill_a_worker, most_members, steps_of
+
+from tests.support.runs.gpu import Command, kill_a_worker, most_members, steps_of
 
 Train = Callable[..., Command]
 

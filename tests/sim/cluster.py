@@ -16,20 +16,20 @@ from distbelief.comm import messages as m
 from distbelief.coordinator import state as s
 from distbelief.coordinator.saving import FINAL_S
 from distbelief.shards import Schedule
-from sim import faults
-from sim.clock import Clock
-from sim.coordinator_model import VirtualCoordinator
-from sim.faults import Kind
-from sim.invariants import Broken, Invariants
-from sim.memory import Key, Ledger, SharedMemory
-from sim.mischief import HOST, Mischief
-from sim.network import Network
-from sim.reference import Reference
-from sim.setting import setting
-from sim.storage import Storage
-from sim.training import Pace, Surroundings
-from sim.verdict import PATIENCE_S, judge
-from sim.worker_model import VirtualWorker
+from tests.sim import faults
+from tests.sim.clock import Clock
+from tests.sim.coordinator_model import VirtualCoordinator
+from tests.sim.faults import Kind
+from tests.sim.invariants import Broken, Invariants
+from tests.sim.memory import Key, Ledger, SharedMemory
+from tests.sim.mischief import HOST, Mischief
+from tests.sim.network import Network
+from tests.sim.reference import Reference
+from tests.sim.setting import setting
+from tests.sim.storage import Storage
+from tests.sim.training import Pace, Surroundings
+from tests.sim.verdict import PATIENCE_S, judge
+from tests.sim.worker_model import VirtualWorker
 
 ATTACH_EVERY_S = 1.0
 ENGINE, CLIENT = -1, -2

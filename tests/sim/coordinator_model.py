@@ -18,8 +18,8 @@ from distbelief.coordinator import journal
 from distbelief.coordinator import state as s
 from distbelief.coordinator.progress import REMEMBERED, Seen
 from distbelief.coordinator.replay import resumed
-from sim.clock import Clock
-from sim.invariants import Invariants
+from tests.sim.clock import Clock
+from tests.sim.invariants import Invariants
 
 TICK_S = 0.1
 FLUSH_TICKS = 2

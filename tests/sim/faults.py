@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sim.network import Weather
+from tests.sim.network import Weather
 
 Kind = Literal[
     "kill",

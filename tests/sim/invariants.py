@@ -7,7 +7,7 @@ from typing import Any
 
 from distbelief.comm import messages as m
 from distbelief.worker.control import Action, TrainGeneration, WorkerState
-from sim.reference import Reference
+from tests.sim.reference import Reference
 
 
 class Broken(Exception):

@@ -14,8 +14,8 @@ from distbelief.shards import Program, Range, program
 from distbelief.strategies.partials import Partials, partial_sums
 from distbelief.strategies.takeover import StepWork, _runs, _together, plan_step, plan_takeover
 from distbelief.worker.control import TrainGeneration
-from sim.invariants import Broken, Invariants
-from sim.reference import Reference, add, fingerprint_of, updated
+from tests.sim.invariants import Broken, Invariants
+from tests.sim.reference import Reference, add, fingerprint_of, updated
 
 TORN = -1
 Key = tuple[str, int]

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from distbelief.comm import messages as m
 from distbelief.coordinator import state as s
-from sim.faults import Fault, Kind
-from sim.memory import Key, Ledger
-from sim.worker_model import VirtualWorker
+from tests.sim.faults import Fault, Kind
+from tests.sim.memory import Key, Ledger
+from tests.sim.worker_model import VirtualWorker
 
 if TYPE_CHECKING:
-    from sim.cluster import Cluster
+    from tests.sim.cluster import Cluster
 
 HOST = "host"
 """Where the engine is. Workers that somebody starts by hand may be elsewhere."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sim.clock import Clock
+from tests.sim.clock import Clock
 
 HELD_S = 0.05
 """A message that waits for a broken line tries again after this long beyond its repair."""

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
-from sim.cluster import Outcome, run
-from sim.scale import table
+from tests.sim.cluster import Outcome, run
+from tests.sim.scale import table
 
 
 def main() -> int:

@@ -15,11 +15,11 @@ from distbelief.comm import messages as m
 from distbelief.worker.control import Save, Seal
 from distbelief.worker.copies import BUFFERS
 from distbelief.worker.saving import LAST_TRIES, LONGEST_RETRY_S, REMEMBERED, RETRY_S
-from sim.clock import Clock
-from sim.storage import CannotWrite, History, IsIncomplete, IsSealed, Part, Storage
+from tests.sim.clock import Clock
+from tests.sim.storage import CannotWrite, History, IsIncomplete, IsSealed, Part, Storage
 
 if TYPE_CHECKING:
-    from sim.training import Generation, Work
+    from tests.sim.training import Generation, Work
 
 FOLDER = "checkpoints"
 HEARD_AFTER_S = 10.0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from distbelief.comm import messages as m
-from sim.invariants import Invariants
+from tests.sim.invariants import Invariants
 
 History = dict[int, tuple[str, float]]
 """Step -> what it gave, and when."""

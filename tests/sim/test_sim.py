@@ -14,11 +14,11 @@ from distbelief.coordinator import detector, faults, regroup, saving
 from distbelief.coordinator import state as s
 from distbelief.coordinator.ending import Result, with_worker
 from distbelief.worker import control
-from sim import memory, training
-from sim.cluster import run
-from sim.faults import Kind
-from sim.run import parse_seeds, report
-from sim.scale import measure
+from tests.sim import memory, training
+from tests.sim.cluster import run
+from tests.sim.faults import Kind
+from tests.sim.run import parse_seeds, report
+from tests.sim.scale import measure
 
 FEW = range(1, 201)
 FIFTY_MEMBERS = range(1, 13)

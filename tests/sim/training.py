@@ -14,11 +14,11 @@ from typing import Protocol
 
 from distbelief.comm import messages as m
 from distbelief.worker.control import TrainGeneration
-from sim.invariants import Broken, Invariants
-from sim.memory import TORN, Key, Ledger, Past, Plan, SharedMemory, add_up, takeover
-from sim.reference import add, gradient, row
-from sim.saving import Copying, VirtualSaver, finish_copies, load, save_if_due
-from sim.storage import Storage
+from tests.sim.invariants import Broken, Invariants
+from tests.sim.memory import TORN, Key, Ledger, Past, Plan, SharedMemory, add_up, takeover
+from tests.sim.reference import add, gradient, row
+from tests.sim.saving import Copying, VirtualSaver, finish_copies, load, save_if_due
+from tests.sim.storage import Storage
 
 Work = Iterator["float | Wait"]
 LOOK = -1.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from sim.invariants import Broken
+from tests.sim.invariants import Broken
 
 if TYPE_CHECKING:
-    from sim.cluster import Cluster
+    from tests.sim.cluster import Cluster
 
 PATIENCE_S = 400.0
 """So long after the last fault a run must be over."""

@@ -15,11 +15,11 @@ from distbelief.comm import messages as m
 from distbelief.comm.words import Aborted
 from distbelief.worker import control
 from distbelief.worker.control import Action, GenerationFinished, WorkerState
-from sim.clock import Clock
-from sim.memory import Key, Ledger
-from sim.saving import VirtualSaver
-from sim.storage import Storage
-from sim.training import LOOK, OwnState, Surroundings, Wait, Work, train
+from tests.sim.clock import Clock
+from tests.sim.memory import Key, Ledger
+from tests.sim.saving import VirtualSaver
+from tests.sim.storage import Storage
+from tests.sim.training import LOOK, OwnState, Surroundings, Wait, Work, train
 
 GRACE_S = 2.0
 NOTICE_S = 0.01

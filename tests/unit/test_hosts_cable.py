@@ -7,7 +7,8 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.cable import Badness, Way, parse
+
+from tests.support.cable import Badness, Way, parse
 
 
 @pytest.mark.parametrize(

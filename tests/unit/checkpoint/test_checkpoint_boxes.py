@@ -7,13 +7,13 @@ from math import prod
 
 import pytest
 import torch
-from box_samples import boxes_within, cuts_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distbelief.checkpoint import boxes
 from distbelief.checkpoint.boxes import Box
 from distbelief.checkpoint.coverage import Stretch, coverage_fault
+from tests.support.checkpoint.boxes import boxes_within, cuts_of
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

@@ -14,11 +14,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_samples import FACTS, cut, files, forked, in_child, mount_small_disk, same_bits, save, state
 
 from distbelief.checkpoint.reading import list_checkpoints, newest_sound, read_tensors, verify
 from distbelief.checkpoint.retention import delete, tidy
 from distbelief.checkpoint.saving import seal, write_part
+from tests.support.checkpoint.samples import (
+    FACTS,
+    cut,
+    files,
+    forked,
+    in_child,
+    mount_small_disk,
+    same_bits,
+    save,
+    state,
+)
 
 MIB = 1 << 20
 NOBODY = 65534

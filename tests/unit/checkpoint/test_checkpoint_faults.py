@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_samples import FACTS, same_bits, save
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from distbelief.checkpoint.reading import newest_sound, read_manifest, read_tens
 from distbelief.checkpoint.retention import delete
 from distbelief.checkpoint.saving import seal, write_part
 from distbelief.checkpoint.storage import Where
+from tests.support.checkpoint.samples import FACTS, same_bits, save
 
 SECOND = "part-00002-of-00002.safetensors"
 

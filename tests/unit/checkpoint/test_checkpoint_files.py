@@ -12,7 +12,6 @@ import fsspec
 import msgspec
 import pytest
 import torch
-from checkpoint_samples import FACTS, cut, files, same_bits, save, state
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -35,6 +34,7 @@ from distbelief.checkpoint.reading import (
 )
 from distbelief.checkpoint.saving import seal, write_part
 from distbelief.errors import DistBeliefError
+from tests.support.checkpoint.samples import FACTS, cut, files, same_bits, save, state
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from checkpoint_samples import cut, files, save, state
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distbelief.checkpoint.reading import list_checkpoints, newest_sound, verify
 from distbelief.checkpoint.retention import delete, surplus, tidy
 from distbelief.checkpoint.saving import write_part
+from tests.support.checkpoint.samples import cut, files, save, state
 
 METRICS = st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.none() | st.floats())
 CHECKPOINTS = st.dictionaries(st.integers(0, 60), METRICS, max_size=20)

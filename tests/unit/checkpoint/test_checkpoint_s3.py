@@ -10,8 +10,6 @@ import pytest
 import s3fs
 import safetensors.torch
 import torch
-from checkpoint_samples import FACTS, cut, same_bits, save, state
-from s3_server import Gate, s3_server
 
 from distbelief.checkpoint.faults import CheckpointDamaged, StorageFailed
 from distbelief.checkpoint.parts import Slice
@@ -20,6 +18,8 @@ from distbelief.checkpoint.retention import delete, tidy
 from distbelief.checkpoint.saving import seal, write_part
 from distbelief.checkpoint.sources import read_source
 from distbelief.checkpoint.weightsfile import open_weights
+from tests.support.checkpoint.s3 import Gate, s3_server
+from tests.support.checkpoint.samples import FACTS, cut, same_bits, save, state
 
 FOLDER = "s3://training/runs/digits/checkpoints"
 MIB = 1 << 20

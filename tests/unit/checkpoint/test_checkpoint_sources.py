@@ -10,7 +10,6 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from checkpoint_samples import same_bits, save
 from torch import nn
 
 from distbelief.checkpoint import reading
@@ -23,6 +22,7 @@ from distbelief.checkpoint.saving import seal, write_part
 from distbelief.checkpoint.sources import RecordedJob, open_source, read_source, recorded_job
 from distbelief.checkpoint.weights import named_tensors, persistent_tensors, save_tensors
 from distbelief.errors import DistBeliefError
+from tests.support.checkpoint.samples import same_bits, save
 
 
 class Net(nn.Module):

@@ -12,12 +12,9 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from box_samples import boxes_within, pieces_of, same_bytes, tensors
-from checkpoint_samples import FACTS, in_child, same_bits, save, state
 from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_growth import MIB, peak_growth_bytes
 
 from distbelief.checkpoint import boxes, filling, partreading
 from distbelief.checkpoint.boxes import Box
@@ -27,6 +24,9 @@ from distbelief.checkpoint.parts import Slice
 from distbelief.checkpoint.reading import list_checkpoints, open_checkpoint, read_manifest, read_tensors, verify
 from distbelief.checkpoint.saving import seal, write_part
 from distbelief.checkpoint.storage import Where
+from tests.support.checkpoint.boxes import boxes_within, pieces_of, same_bytes, tensors
+from tests.support.checkpoint.memory import MIB, peak_growth_bytes
+from tests.support.checkpoint.samples import FACTS, in_child, same_bits, save, state
 
 FIRST, SECOND = "part-00001-of-00002.safetensors", "part-00002-of-00002.safetensors"
 

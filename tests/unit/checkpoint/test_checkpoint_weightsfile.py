@@ -8,16 +8,16 @@ import fsspec
 import pytest
 import safetensors.torch
 import torch
-from box_samples import boxes_within, same_bytes, tensors
-from checkpoint_samples import in_child, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_growth import MIB, peak_growth_bytes
 
 from distbelief.checkpoint import boxes, filling, partreading
 from distbelief.checkpoint.weights import KINDS, save_tensors
 from distbelief.checkpoint.weightsfile import open_weights
 from distbelief.errors import DistBeliefError
+from tests.support.checkpoint.boxes import boxes_within, same_bytes, tensors
+from tests.support.checkpoint.memory import MIB, peak_growth_bytes
+from tests.support.checkpoint.samples import in_child, same_bits
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), tensors(), min_size=1), st.data())

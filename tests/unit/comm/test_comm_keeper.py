@@ -9,17 +9,16 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
-from forked_stage import Stage
 
 from distbelief.comm.keeper import SegmentKeeper
 from distbelief.comm.segment import KeeperClient
 from distbelief.errors import DistBeliefError, NotEnoughMemory
+from tests.support.stage import Stage
 
-MEMBER = str(Path(__file__).with_name("comm_member.py"))
+MEMBER = "tests.support.exchange.sharing"
 
 
 @contextmanager

@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from forked_stage import Stage
 
 from distbelief.comm.memfd import allocate, free_memory_bytes, receive_message, send_message
 from distbelief.comm.segment import Segment
 from distbelief.errors import NotEnoughMemory
+from tests.support.stage import Stage
 
-MEMBER = str(Path(__file__).with_name("comm_member.py"))
+MEMBER = "tests.support.exchange.sharing"
 
 
 def descriptors() -> int:

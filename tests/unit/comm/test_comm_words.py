@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
-from forked_stage import Stage
 
 from distbelief.comm.words import Abort, Aborted, row_bytes
+from tests.support.stage import Stage
 
-MEMBER = str(Path(__file__).with_name("comm_member.py"))
+MEMBER = "tests.support.exchange.sharing"
 
 
 @pytest.mark.parametrize(("size", "rounds"), [(1, 5), (2, 500), (3, 200)])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator_play import CANARY, JOB, Run, records, starts
-
 from distbelief.comm import messages as m
+from tests.support.coordinator.play import CANARY, JOB, Run, records, starts
 
 
 def arrive(run: Run, gpus: dict[int, str], now: float = 1.0) -> list:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from coordinator_play import (
+
+from distbelief.comm import messages as m
+from distbelief.coordinator import state as s
+from distbelief.coordinator.balance import MIN_GAIN
+from distbelief.coordinator.detector import FLOOR_S
+from tests.support.coordinator.play import (
     Run,
     heartbeat,
     hired,
@@ -14,11 +19,6 @@ from coordinator_play import (
     starts,
     texts,
 )
-
-from distbelief.comm import messages as m
-from distbelief.coordinator import state as s
-from distbelief.coordinator.balance import MIN_GAIN
-from distbelief.coordinator.detector import FLOOR_S
 
 LEFT = m.EndRun(epoch=7, status="left", reason="it has handed its work over")
 NOT_NEEDED = m.EndRun(epoch=7, status="left", reason="it is not needed any more")

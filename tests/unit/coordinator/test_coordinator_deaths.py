@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from coordinator_play import (
+
+from distbelief.comm import messages as m
+from distbelief.coordinator import state as s
+from distbelief.coordinator.faults import EXPLAINED_S, MOST_RETRIES
+from distbelief.coordinator.hosts import ASK_AGAIN_S
+from distbelief.coordinator.vocabulary import EXIT_GRACE_S
+from tests.support.coordinator.play import (
     JOB,
     Run,
     ended,
@@ -19,12 +25,6 @@ from coordinator_play import (
     starts,
     texts,
 )
-
-from distbelief.comm import messages as m
-from distbelief.coordinator import state as s
-from distbelief.coordinator.faults import EXPLAINED_S, MOST_RETRIES
-from distbelief.coordinator.hosts import ASK_AGAIN_S
-from distbelief.coordinator.vocabulary import EXIT_GRACE_S
 
 
 def test_after_a_death_the_survivors_start_a_generation_that_knows_the_one_before() -> None:

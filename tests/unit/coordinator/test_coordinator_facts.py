@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from coordinator_play import CANARY, Run
-
 from distbelief.comm import messages as m
 from distbelief.coordinator import state as s
+from tests.support.coordinator.play import CANARY, Run
 
 
 def told(run: Run) -> m.RunFacts:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from coordinator_play import Run, records, replies, texts
-from test_coordinator_fleet import died, hired, killed, maps, ready, served, settled
 
 from distbelief.comm import messages as m
 from distbelief.coordinator import state as s
+from tests.support.coordinator.fleet import died, hired, killed, maps, ready, served, settled
+from tests.support.coordinator.play import Run, records, replies, texts
 
 
 def asked(run: Run, servers: int) -> tuple[m.Answer, list[s.Output]]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from coordinator_play import heartbeat, records, replies, sends, starts, texts
-from test_coordinator_hosts import offer, placed, spread, trained
-
 from distbelief.comm import messages as m
+from tests.support.coordinator.hosts import offer, placed, spread, trained
+from tests.support.coordinator.play import heartbeat, records, replies, sends, starts, texts
 
 GONE = m.HostLost("a", "its actor has died")
 

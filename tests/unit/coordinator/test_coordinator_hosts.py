@@ -2,39 +2,11 @@
 
 from __future__ import annotations
 
-from coordinator_play import Run, heartbeat, hired, records, replies, report, sends, starts, texts
-
 from distbelief.comm import messages as m
 from distbelief.coordinator import state as s
 from distbelief.coordinator.hosts import ASK_AGAIN_S, LOST_S
-
-
-def offer(host: str, nonce: str, room: int = 1, grows: bool = False) -> m.HostOffered:
-    return m.HostOffered(host, nonce, room, grows)
-
-
-def placed(outputs: list[s.Output]) -> dict[int, str]:
-    return {c.worker: c.host for _, c in sends(outputs) if isinstance(c, m.StartWorker)}
-
-
-def spread(workers: int = 3, rooms: dict[str, int] | None = None, **config: object) -> Run:
-    """A run whose launching process has no member; hosts a and b have come and were asked for its workers."""
-    rooms = rooms or {"a": 2, "b": 1}
-    run = Run(workers=workers, transport="gloo", local_workers=0, takes_hosts=True, **config)
-    run.feed(m.EngineAttached("here", room=0, server_room=0))
-    for host, room in rooms.items():
-        run.feed(offer(host, f"nonce {host}", room))
-        run.feed(m.EngineAttached(host, room=room))
-    return run
-
-
-def trained(run: Run) -> Run:
-    """All three workers have come, from the hosts that they were asked of."""
-    for worker, host in run.state.placed.items():
-        run.join(worker, host=host)
-    run.ready(*range(3))
-    assert run.state.phase == "training"
-    return run
+from tests.support.coordinator.hosts import offer, placed, spread, trained
+from tests.support.coordinator.play import Run, heartbeat, hired, records, replies, report, sends, starts, texts
 
 
 def test_a_host_is_given_a_name_of_its_own_and_keeps_it_when_it_asks_again() -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from coordinator_play import Run, ended, finished, heartbeat, lines, records, report, starts, texts
-from coordinator_world import World
 
 from distbelief.comm import messages as m
 from distbelief.coordinator import server as edge
 from distbelief.coordinator import state as s
 from distbelief.coordinator.saving import ASK_AGAIN_S
 from distbelief.errors import JobError
+from tests.support.coordinator.play import Run, ended, finished, heartbeat, lines, records, report, starts, texts
+from tests.support.coordinator.world import World
 
 
 def mesh(strategy: str, workers: int, **config: object) -> Run:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from coordinator_play import Run, records, texts
-
 from distbelief.comm import messages as m
 from distbelief.coordinator import state as s
+from tests.support.coordinator.play import Run, records, texts
 
 
 def beat(run: Run, worker: int, pace: list[int], step: int = 5) -> list[s.Output]:

@@ -4,11 +4,11 @@ earlier messages (docs/security.md has the reasons, message by message)."""
 from __future__ import annotations
 
 import pytest
-from coordinator_play import CANARY, JOB, Run, failure, finished, heartbeat, report
 
 from distbelief.comm import messages as m
 from distbelief.coordinator import state as s
 from distbelief.coordinator.speakers import FROM_WORKERS
+from tests.support.coordinator.play import CANARY, JOB, Run, failure, finished, heartbeat, report
 
 WHOLE_RUN: list[m.Event] = [
     m.EngineAttached("here"),

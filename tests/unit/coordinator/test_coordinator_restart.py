@@ -8,11 +8,21 @@ import signal
 from pathlib import Path
 
 import pytest
-from coordinator_process import CANARY, JOB, SECRET, beat, coordinator, engine_and_workers, finish, tell, told
 
 from distbelief.comm import messages as m
 from distbelief.coordinator import client
 from distbelief.errors import DistBeliefError
+from tests.support.coordinator.process import (
+    CANARY,
+    JOB,
+    SECRET,
+    beat,
+    coordinator,
+    engine_and_workers,
+    finish,
+    tell,
+    told,
+)
 
 
 def test_a_killed_worker_is_replaced_and_the_others_go_on(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ used twice, and what the dead one had decided but not carried out is carried out
 from __future__ import annotations
 
 import pytest
-from coordinator_play import Run, ended, finished, heartbeat, hired, records, replies, report, sends, starts
-from coordinator_world import World
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +11,19 @@ from distbelief.comm import messages as m
 from distbelief.coordinator import state as s
 from distbelief.coordinator.progress import Seen
 from distbelief.strategies.degrees import fit
+from tests.support.coordinator.play import (
+    Run,
+    ended,
+    finished,
+    heartbeat,
+    hired,
+    records,
+    replies,
+    report,
+    sends,
+    starts,
+)
+from tests.support.coordinator.world import World
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=100)
 

@@ -8,11 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from coordinator_play import CANARY, JOB, Run, ended, hired, lines, records, replies, report, starts, texts
-from coordinator_process import JOB as SMALL_JOB
-from coordinator_process import coordinator, engine_and_workers, finish, tell, told
-from coordinator_saves import part, saving_run, sealed
-from coordinator_world import World
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +15,23 @@ from distbelief.comm import messages as m
 from distbelief.coordinator import state as s
 from distbelief.coordinator.progress import Seen
 from distbelief.coordinator.replay import resumed as record_of
+from tests.support.coordinator.play import (
+    CANARY,
+    JOB,
+    Run,
+    ended,
+    hired,
+    lines,
+    records,
+    replies,
+    report,
+    starts,
+    texts,
+)
+from tests.support.coordinator.process import JOB as SMALL_JOB
+from tests.support.coordinator.process import coordinator, engine_and_workers, finish, tell, told
+from tests.support.coordinator.saves import part, saving_run, sealed
+from tests.support.coordinator.world import World
 
 
 def resumed(run: Run, workers: int = 2, strategy: str = "allreduce", **config: object) -> Run:

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import pytest
-from coordinator_play import Run, ended, lines, records, replies, report, sends, starts, texts
-from coordinator_saves import LAST, asked, at_step, failed, part, saving_run, sealed, seals, tick
 
 from distbelief.comm import messages as m
 from distbelief.coordinator import saving
 from distbelief.coordinator import state as s
+from tests.support.coordinator.play import Run, ended, lines, records, replies, report, sends, starts, texts
+from tests.support.coordinator.saves import LAST, asked, at_step, failed, part, saving_run, sealed, seals, tick
 
 # --- parts and seals -------------------------------------------------------------------------------------------------
 

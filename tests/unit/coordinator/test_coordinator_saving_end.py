@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from coordinator_play import Run, ended, hired, records, sends, starts, texts
-from coordinator_saves import LAST, all_finish, asked, at_step, failed, part, saving_run, sealed, seals, tick
 
 from distbelief.comm import messages as m
 from distbelief.coordinator import saving
 from distbelief.coordinator import state as s
+from tests.support.coordinator.play import Run, ended, hired, records, sends, starts, texts
+from tests.support.coordinator.saves import (
+    LAST,
+    all_finish,
+    asked,
+    at_step,
+    failed,
+    part,
+    saving_run,
+    sealed,
+    seals,
+    tick,
+)
 
 # --- stopping --------------------------------------------------------------------------------------------------------
 

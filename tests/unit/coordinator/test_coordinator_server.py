@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 import zmq
-from coordinator_process import (
+
+from distbelief.comm import messages as m
+from distbelief.comm.badges import Authority
+from tests.support.coordinator.process import (
     AUTHORITY,
     SECRET,
     WAIT_MS,
@@ -25,9 +28,6 @@ from coordinator_process import (
     tell,
     told,
 )
-
-from distbelief.comm import messages as m
-from distbelief.comm.badges import Authority
 
 STRANGER = Authority(b"x" * m.SECRET_BYTES).owner()
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from coordinator_play import CANARY, JOB, Run, ended, failure, finished, heartbeat, lines, records, sends
 from msgspec.structs import replace
 
 from distbelief.comm import messages as m
 from distbelief.coordinator import state as s
+from tests.support.coordinator.play import CANARY, JOB, Run, ended, failure, finished, heartbeat, lines, records, sends
 
 
 def test_the_run_waits_for_all_and_then_starts() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
-from coordinator_play import Run, ended, failure, finished, heartbeat, lines, records, report, sends
 
 from distbelief.comm import messages as m
 from distbelief.coordinator import state as s
+from tests.support.coordinator.play import Run, ended, failure, finished, heartbeat, lines, records, report, sends
 
 
 def test_heartbeats_become_lines_and_no_records() -> None:

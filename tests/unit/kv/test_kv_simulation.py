@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kv_world import SIZE, World, placed, pulled, pushed
+
+from tests.support.kvworld import SIZE, World, placed, pulled, pushed
 
 SLICES = [1, 2, 9]
 OWN = 9

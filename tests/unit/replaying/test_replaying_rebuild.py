@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from replaying_runs import recorded
 
 from distbelief.errors import DistBeliefError
 from distbelief.replaying.rebuild import Rebuilt, loaded_here, nearest
 from distbelief.replaying.records import read_run
+from tests.support.replayed import recorded
 
 
 def executed(rebuilt: Rebuilt, steps: range) -> list[str]:

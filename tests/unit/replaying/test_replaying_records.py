@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from replaying_runs import journalled
 
 from distbelief.comm.messages import Canary, WorkerFailed
 from distbelief.engines.launch import Launch, keep_launch
 from distbelief.errors import DistBeliefError
 from distbelief.replaying.records import canary_differs, chosen_step, read_run
+from tests.support.replayed import journalled
 
 CANARY = Canary("c1", {"threads": "2", "torch": "2.6"})
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replaying_runs import BAD_SAMPLE, BAD_SHARD, BAD_STEP, JOB, SHARDS, STEPS, journalled, recorded
 
 from distbelief.checkpoint.weights import weights_sha256
 from distbelief.errors import DistBeliefError
@@ -19,6 +18,7 @@ from distbelief.replaying.replay import replay as execute
 from distbelief.replaying.report import as_json, lines
 from distbelief.verification.plain import make_model, train_plainly
 from distbelief.worker.jobfile import load_job
+from tests.support.replayed import BAD_SAMPLE, BAD_SHARD, BAD_STEP, JOB, SHARDS, STEPS, journalled, recorded
 
 
 def replay(run_dir: Path, step: int | None = None, shard: int | None = None) -> Replayed:

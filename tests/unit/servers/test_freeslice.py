@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from served_parts import Kit, no_memory
 
 from distbelief.comm.segment import Segment
 from distbelief.comm.serverwords import VALUES_AT, Gradient
@@ -13,6 +12,7 @@ from distbelief.servers.freeslice import FreeSlice
 from distbelief.servers.slicememory import SliceMemory
 from distbelief.servers.stores import Change
 from distbelief.strategies.ps.pushcoding import PushCoding
+from tests.support.ps.parts import Kit, no_memory
 
 STRENGTH = 0.3
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from msgspec.structs import replace
-from served_parts import SHARDS, Kit
 
 from distbelief.comm.letters import Letter
 from distbelief.comm.messages import ServerMap
@@ -26,6 +25,7 @@ from distbelief.comm.serverwords import (
 )
 from distbelief.errors import DistBeliefError
 from distbelief.servers.node import Out, ServerNode
+from tests.support.ps.parts import SHARDS, Kit
 
 WORKER, OTHER = b"worker", b"other"
 

@@ -6,7 +6,6 @@ import random
 
 import msgspec
 import pytest
-from placement_servers import ONE_HOST, Servers, parts
 
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.servers.placement import (
@@ -23,6 +22,7 @@ from distbelief.servers.placement import (
     with_server,
     without,
 )
+from tests.support.ps.placement import ONE_HOST, Servers, parts
 
 
 def test_first_placement_is_balanced_and_backups_are_elsewhere() -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from served_parts import SHARDS, Kit
 
 from distbelief.comm.exchange import ROW
 from distbelief.comm.segment import Segment
@@ -18,6 +17,7 @@ from distbelief.errors import DistBeliefError
 from distbelief.servers.gathering import Gathered
 from distbelief.servers.runslice import Change, RunSlice
 from distbelief.shards import Range, split
+from tests.support.ps.parts import SHARDS, Kit
 
 STEPS = 5  # the last one fills two shards of five
 

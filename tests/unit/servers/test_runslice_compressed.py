@@ -6,7 +6,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from served_parts import SHARDS, Kit, no_memory
 
 from distbelief.comm.segment import Segment
 from distbelief.comm.serverwords import VALUES_AT, Afresh, Go, Measure
@@ -15,6 +14,7 @@ from distbelief.servers.runslice import Change, RunSlice
 from distbelief.servers.slicememory import SliceMemory
 from distbelief.shards import Range
 from distbelief.strategies.ps.pushcoding import PushCoding
+from tests.support.ps.parts import SHARDS, Kit, no_memory
 
 NODES: list[Range] = [(0, 4), (4, 5)]
 

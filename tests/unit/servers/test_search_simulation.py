@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from search_world import DeviceGroup, Kit, SearchWorld
 from torch import nn
+
+from tests.support.ps.searchworld import DeviceGroup, Kit, SearchWorld
 
 STEPS = 4
 

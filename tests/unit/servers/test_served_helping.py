@@ -7,9 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from served_parts import SHARDS, Kit
-from served_world import World
-from test_served_simulation import STEPS, disturb
 
 from distbelief.comm.exchange import Held, Source
 from distbelief.comm.serverwords import Begun, Go, Look, Measure, Measured
@@ -18,6 +15,9 @@ from distbelief.shards import Range
 from distbelief.strategies.ps.served import _on_all, measure_step
 from distbelief.strategies.ps.servedhelping import choose
 from distbelief.strategies.takeover import plan_step, plan_takeover
+from tests.support.ps.disturbing import STEPS, disturb
+from tests.support.ps.parts import SHARDS, Kit
+from tests.support.ps.world import World
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from served_parts import Kit
-from served_world import MAPS, World
 
-STEPS = 9  # more than an epoch: one batch leaves shards empty
+from tests.support.ps.disturbing import STEPS, disturb, disturb_nobody
+from tests.support.ps.parts import Kit
+from tests.support.ps.world import MAPS, World
 
 
 @pytest.fixture(scope="module")
@@ -18,28 +18,6 @@ def kit() -> Iterator[Kit]:
     torch.set_num_threads(1)  # as in runs
     yield Kit()
     torch.set_num_threads(before)
-
-
-def disturb(world: World, most_servers: int, turns: int) -> None:
-    """Whatever may happen, often enough that it happens in the middle of everything."""
-    for _ in range(turns):
-        what = world.chance.random()
-        if what < 0.30:
-            world.work()
-        elif what < 0.93:
-            world.deliver()
-        elif what < 0.96:
-            world.remind()
-        elif what < 0.972:
-            world.kill_server()
-        elif what < 0.99 and len(world.nodes) < most_servers:
-            world.join_server()
-        elif what < 0.992:
-            world.slow_down()
-        elif what < 0.994:
-            world.leave_server()
-        elif what > 0.996:
-            world.kill_worker()
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +78,3 @@ def test_twenty_servers_are_killed_in_one_run(kit: Kit) -> None:
     assert 0 < world.stores[f"{world.placed.map.primaries[0]}/0"].version < steps  # it was in the middle of it
     world.finish()
     assert world.generation == 1  # no worker was disturbed
-
-
-def disturb_nobody(world: World, turns: int) -> None:
-    for _ in range(turns):
-        world.work()
-        world.deliver()
-        world.deliver()
-    world.remind()

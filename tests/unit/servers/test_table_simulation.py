@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from table_parts import Kit, counting
-from table_world import FreeTableWorld, TableWorld
-from test_served_simulation import disturb, disturb_nobody
+
+from tests.support.ps.disturbing import disturb, disturb_nobody
+from tests.support.ps.tableparts import Kit, counting
+from tests.support.ps.tableworld import FreeTableWorld, TableWorld
 
 STEPS = 7  # more than an epoch: one batch leaves shards empty
 

@@ -7,7 +7,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from table_parts import PARTS, SHARDS, Kit
 
 from distbelief.comm.letters import Letter
 from distbelief.comm.serverwords import Go, Look, Measure, Read
@@ -16,6 +15,7 @@ from distbelief.errors import DistBeliefError
 from distbelief.servers.steptables import StepTables
 from distbelief.servers.stores import Change
 from distbelief.strategies.tables.embedding import RowGradients
+from tests.support.ps.tableparts import PARTS, SHARDS, Kit
 
 STEPS = 6
 

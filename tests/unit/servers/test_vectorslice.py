@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from search_world import Kit
 
 from distbelief.comm.segment import Segment
 from distbelief.comm.serverwords import VALUES_AT, Fetch, Fetched, Look, Node
@@ -30,6 +29,7 @@ from distbelief.servers.vectorslice import VectorSlice
 from distbelief.shards import Range, split
 from distbelief.strategies.base import nothing_saved
 from distbelief.worker.vectorstores import VectorStores
+from tests.support.ps.searchworld import Kit
 
 FIRST = first_number(3)
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forked_stage import Stage
-from owing_member import SAVED
 from torch.distributed import TCPStore
 
 from distbelief.checkpoint.reading import read_manifest, read_tensors
 from distbelief.checkpoint.saving import seal
+from tests.support.replicas.owing import SAVED
+from tests.support.stage import Stage
 
-MEMBER = str(Path(__file__).with_name("owing_member.py"))
+MEMBER = "tests.support.replicas.owing"
 _names = itertools.count()
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from alone import job_of, linear_data
 from torch import nn, optim
 
 from distbelief.comm.alone import AloneExchange
@@ -22,6 +21,7 @@ from distbelief.strategies.devicereplica import DeviceReplica
 from distbelief.strategies.prepared import PreparedAllReduce
 from distbelief.strategies.replica import DataParallelReplica
 from distbelief.worker.feed import Feed
+from tests.support.replicas.alone import job_of, linear_data
 
 CPU = torch.device("cpu")
 SHARDS = 4

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from alone import Alone, job_of, kept, linear_data
 from torch import nn, optim
 from torch.nn import functional as F
 
 from distbelief.comm.segment import KeeperClient
 from distbelief.strategies.base import NonFiniteLoss
 from distbelief.strategies.compute import make_model
+from tests.support.replicas.alone import Alone, job_of, kept, linear_data
 
 
 @pytest.fixture

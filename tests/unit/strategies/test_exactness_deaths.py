@@ -9,14 +9,14 @@ import itertools
 import math
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from dying_member import POINTS, Death, Script, Survived
-from forked_stage import Stage
 from torch.distributed import TCPStore
 
-MEMBER = str(Path(__file__).with_name("dying_member.py"))
+from tests.support.replicas.dying import POINTS, Death, Script, Survived
+from tests.support.stage import Stage
+
+MEMBER = "tests.support.replicas.dying"
 SHARDS = 8
 ARRIVED_BY = POINTS.index("after it arrived")
 """From here on, everything that the dying member has computed is published."""

@@ -9,20 +9,19 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import reduce
-from pathlib import Path
 
 import pytest
 import torch
-from forked_stage import Stage
-from replica_member import BREAK, Place, Trained
 from torch import nn, optim
 from torch.distributed import TCPStore
 
 from distbelief.comm.exchange import tree_add
 from distbelief.shards import Range, program
 from distbelief.strategies.layout import ALIGN
+from tests.support.replicas.member import BREAK, Place, Trained
+from tests.support.stage import Stage
 
-MEMBER = str(Path(__file__).with_name("replica_member.py"))
+MEMBER = "tests.support.replicas.member"
 
 _names = itertools.count()
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from forked_stage import Stage
-from replica_member import STEPS, Place
-from saving_member import Left, Saving
 from torch.distributed import TCPStore
 
 from distbelief.checkpoint.saving import seal
+from tests.support.replicas.member import STEPS, Place
+from tests.support.replicas.saving import Left, Saving
+from tests.support.stage import Stage
 
-MEMBER = str(Path(__file__).with_name("saving_member.py"))
+MEMBER = "tests.support.replicas.saving"
 SHARDS, HALF_WAY = 8, 4
 
 _names = itertools.count()

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from alone import Alone, Computed, job_of, kept, linear_data
 from torch import nn, optim
 from torch.nn import functional as F
 
 from distbelief.comm.segment import KeeperClient
 from distbelief.errors import JobError
 from distbelief.strategies.compute import make_model
+from tests.support.replicas.alone import Alone, Computed, job_of, kept, linear_data
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_local_replica import Trainer, assert_same_bits, job_of
 
 from distbelief.job import Job
 from distbelief.strategies.base import Saved
@@ -15,6 +14,7 @@ from distbelief.strategies.local.trainer import LocalTrainer
 from distbelief.strategies.local_sgd import LocalSGD
 from distbelief.verification.plain import make_model
 from distbelief.verification.plainlocal import train_locally
+from tests.support.replicas.local import Trainer, assert_same_bits, job_of
 
 
 def on_device(patch: pytest.MonkeyPatch, job: Job, how: LocalSGD, saved: Saved | None = None) -> Trainer:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from constructors import MODELS, OUTSIDE, default_types, gpt_like, holding
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from distbelief.data.seeding import seed_everything
 from distbelief.errors import JobError
 from distbelief.strategies.mesh.birth import Birth, watch_birth
+from tests.support.mesh.constructors import MODELS, OUTSIDE, default_types, gpt_like, holding
 
 SEED = 11
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from math import prod
 
@@ -11,30 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distbelief.checkpoint.boxes import Box, inside, sizes, volume, whole
+from distbelief.checkpoint.boxes import inside, sizes, volume, whole
 from distbelief.strategies.mesh.boxes import Holding, Missing, Move, covered, moves, writers
+from tests.support.mesh.divisions import SHAPES, Held, divisions
 
-Held = dict[str, Box]
-SHAPES: dict[str, tuple[int, ...]] = {"matrix": (5, 4), "vector": (7,), "number": (), "cube": (2, 3, 2), "none": (0, 3)}
 WHOLE = {name: torch.arange(prod(shape), dtype=torch.float32).view(shape) + 1 for name, shape in SHAPES.items()}
-
-
-@st.composite
-def divisions(draw: st.DrawFn, ranks: int) -> list[Held]:
-    """By rank. Every tensor is cut along each dimension as a plan would do it; parts are held by one or several."""
-    held: list[Held] = [{} for _ in range(ranks)]
-    for name, shape in SHAPES.items():
-        cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
-        parts = [tuple(box) for box in itertools.product(*(itertools.pairwise(cut) for cut in cuts))]
-        if len(parts) > ranks or not parts:
-            parts = [whole(shape)]
-        owners = draw(st.permutations(range(ranks)))
-        for number, owner in enumerate(owners):
-            if number < len(parts):
-                held[owner][name] = parts[number]
-            elif draw(st.booleans()):
-                held[owner][name] = draw(st.sampled_from(parts))
-    return held
 
 
 def pieces(held: Held) -> dict[str, torch.Tensor]:

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from forked_stage import Stage
-from mesh_saving_member import END, Act, Layout, matrix_job
 
 from distbelief.verification.plain import make_model, train_plainly
+from tests.support.mesh.saving import END, Act, Layout, matrix_job
+from tests.support.stage import Stage
 
-MEMBER = str(Path(__file__).with_name("mesh_saving_member.py"))
+MEMBER = "tests.support.mesh.saving"
 
 LAYOUTS = [
     Layout("allreduce", 1),

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from forked_stage import Stage
-from mesh_member import STEPS, Generation, Script
-from mesh_saving_member import SAVED, Act, Layout
-from test_mesh_replica import check, follow, put_together
 
 from distbelief.strategies.degrees import Degrees
 from distbelief.worker.origin import saved_at
+from tests.support.mesh.following import check, follow, put_together
+from tests.support.mesh.member import STEPS, Generation, Script
+from tests.support.mesh.saving import SAVED, Act, Layout
+from tests.support.stage import Stage
 
-SAVING = str(Path(__file__).with_name("mesh_saving_member.py"))
+SAVING = "tests.support.mesh.saving"
 FOUR = (0, 1, 2, 3)
 
 

@@ -7,10 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import cut_models as models
 import pytest
 import torch
-from cut_models import assert_same_bits, blueprint_of, give_values, on_meta, without_memory
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -21,6 +19,8 @@ from distbelief.errors import JobError
 from distbelief.strategies.mesh.cutting import Blueprint, Stage, draw
 from distbelief.strategies.mesh.profile import measure
 from distbelief.strategies.mesh.shardbuffers import ShardBuffers
+from tests.support.mesh import models
+from tests.support.mesh.models import assert_same_bits, blueprint_of, give_values, on_meta, without_memory
 
 
 def names(cut: Blueprint) -> list[str]:

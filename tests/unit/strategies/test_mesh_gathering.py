@@ -1,17 +1,16 @@
 """Gathering and adding up against plain arithmetic, with real members over gloo."""
 
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from forked_stage import Stage
-from gathering_member import whole
 
 from distbelief.strategies.mesh.gathering import Scratch, SumOfPieces, mapped
+from tests.support.mesh.gathering import whole
+from tests.support.stage import Stage
 
-MEMBER = str(Path(__file__).with_name("gathering_member.py"))
+MEMBER = "tests.support.mesh.gathering"
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (3, torch.float32), (4, torch.int64)])

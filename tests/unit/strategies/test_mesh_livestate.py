@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mesh_member import live_state, momentum, pieces_of
 from torch import nn
 from torch.nn import functional as F
 
 from distbelief.job import Job
 from distbelief.strategies.mesh.agreement import Position, catch_up
 from distbelief.strategies.mesh.livestate import LiveState, Verdict
+from tests.support.mesh.member import live_state, momentum, pieces_of
 
 DATA = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 

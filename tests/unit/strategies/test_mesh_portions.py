@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mesh_member import JOBS, live_state, pieces_of
-from test_mesh_boxes import SHAPES, Held, divisions
 from torch.nn import functional as F
 
 from distbelief.checkpoint.boxes import sizes
@@ -15,6 +13,8 @@ from distbelief.strategies.copying import Copy
 from distbelief.strategies.mesh.livestate import LiveState, Verdict
 from distbelief.strategies.mesh.portions import MeshPortion, copy_of, portions
 from distbelief.strategies.mesh.snapshots import Forms
+from tests.support.mesh.divisions import SHAPES, Held, divisions
+from tests.support.mesh.member import JOBS, live_state, pieces_of
 
 
 def forms_of(state: LiveState) -> Forms:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import cut_models as models
 import pytest
 import torch
-from cut_models import on_meta, without_memory
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distbelief.strategies.mesh.cutting import draw
 from distbelief.strategies.mesh.profile import measure
+from tests.support.mesh import models
+from tests.support.mesh.models import on_meta, without_memory
 
 
 class Peak(TorchDispatchMode):

@@ -6,11 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from forked_stage import Stage
-from mesh_member import Generation, Script
-from test_mesh_replica import check, follow, put_together
 
 from distbelief.strategies.degrees import Degrees
+from tests.support.mesh.following import check, follow, put_together
+from tests.support.mesh.member import Generation, Script
+from tests.support.stage import Stage
 
 PP2, TP2, DP2, FSDP2 = Degrees(pipeline=2), Degrees(tensor=2), Degrees(data=2), Degrees(sharded=2)
 PP3, FSDP3, DP2_PP2, ONE = Degrees(pipeline=3), Degrees(sharded=3), Degrees(data=2, pipeline=2), Degrees()

@@ -1,16 +1,15 @@
 """Divided models against one process, with real members over gloo."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from forked_stage import Stage
 
 from distbelief.strategies.mesh.tensorapply import held_box
+from tests.support.stage import Stage
 
-MEMBER = str(Path(__file__).with_name("tensor_member.py"))
+MEMBER = "tests.support.mesh.tensor"
 
 
 def compare(stage: Stage, case: str, tensor: int, fsdp: int = 1, **more: Any) -> list[Any]:

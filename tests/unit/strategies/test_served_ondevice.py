@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from alone import job_of, kept, linear_data
-from served_alone import ServedAlone
 from torch import nn
 
 from distbelief import EmbeddingTable
 from distbelief.comm.devicememory import DeviceMemory
 from distbelief.comm.segment import KeeperClient
 from distbelief.job import Job
+from tests.support.replicas.alone import job_of, kept, linear_data
+from tests.support.replicas.served import ServedAlone
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,7 +8,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from alone import Alone, job_of, kept, linear_data
 from torch import nn
 
 from distbelief.comm.exchange import ROW
@@ -24,6 +23,7 @@ from distbelief.strategies.committed import CommittedModel
 from distbelief.strategies.parameterserver import ParameterServer
 from distbelief.strategies.ps.preparedserved import PreparedServed
 from distbelief.worker.feed import Feed
+from tests.support.replicas.alone import Alone, job_of, kept, linear_data
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

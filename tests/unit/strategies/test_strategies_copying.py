@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
-from saved_states import Trainer, job_with
 
 from distbelief.comm.segment import Segment
 from distbelief.strategies.copying import Copy
+from tests.support.replicas.states import Trainer, job_with
 
 
 def begun(trainer: Trainer) -> tuple[Copy, Segment, bytes]:

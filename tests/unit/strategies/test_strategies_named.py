@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from saved_states import OPTIMIZERS, STEPS, Everything, Trainer, job_with
 from torch import nn
 
 from distbelief.checkpoint.faults import CheckpointMismatch
@@ -17,6 +16,7 @@ from distbelief.strategies import named
 from distbelief.strategies.base import Saved
 from distbelief.strategies.named import tied, transient
 from distbelief.worker.origin import weights_of
+from tests.support.replicas.states import OPTIMIZERS, STEPS, Everything, Trainer, job_with
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from linear_uses import (
+from torch import nn
+from torch.nn import functional as F
+
+from distbelief import Job
+from distbelief.errors import JobError
+from distbelief.strategies import onednn, parse
+from distbelief.strategies.onednn import WORTHWHILE, OneDnnLinear, use_onednn
+from distbelief.verification.plain import make_model
+from tests.support.replicas.linear import (
     WIDE,
     Loss,
     Two,
@@ -21,14 +29,6 @@ from linear_uses import (
     used_elsewhere,
     with_a_penalty,
 )
-from torch import nn
-from torch.nn import functional as F
-
-from distbelief import Job
-from distbelief.errors import JobError
-from distbelief.strategies import onednn, parse
-from distbelief.strategies.onednn import WORTHWHILE, OneDnnLinear, use_onednn
-from distbelief.verification.plain import make_model
 
 ROWS = 24
 """So that products with the large layers are worth it."""

@@ -7,32 +7,12 @@ import itertools
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distbelief.shards import Program, Range, split
-from distbelief.strategies.partials import Partials, partial_sums, slots_needed
+from distbelief.shards import Program, Range
+from distbelief.strategies.partials import partial_sums, slots_needed
 from distbelief.strategies.takeover import plan_step
+from tests.support.replicas.bracketing import Bracketing, execute, plain_tree
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a noisy machine is no failure
-
-Bracketing = int | tuple["Bracketing", "Bracketing"]
-
-
-def plain_tree(node: Range, occupied: int) -> Bracketing:
-    if node[1] - node[0] == 1:
-        return node[0]
-    left, right = split(node)
-    if right[0] >= occupied:
-        return plain_tree(left, occupied)
-    return plain_tree(left, occupied), plain_tree(right, occupied)
-
-
-def execute(partials: Partials) -> dict[int, Bracketing]:
-    """The contents of the slots at the end, written out as sums of shards."""
-    slots: dict[int, Bracketing] = {}
-    for work in partials.work:
-        slots[work.slot] = work.shard
-        for into, other in work.additions:
-            slots[into] = (slots[into], slots[other])
-    return slots
 
 
 @st.composite

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from linear_uses import (
+from torch import nn
+from torch.nn import functional as F
+
+from distbelief.strategies.capture import GradientCapture
+from distbelief.strategies.layout import lay_out, trainable
+from distbelief.strategies.slotlinear import WORTHWHILE, placeable
+from tests.support.replicas.linear import (
     WIDE,
     Loss,
     Two,
@@ -21,12 +27,6 @@ from linear_uses import (
     used_elsewhere,
     with_a_penalty,
 )
-from torch import nn
-from torch.nn import functional as F
-
-from distbelief.strategies.capture import GradientCapture
-from distbelief.strategies.layout import lay_out, trainable
-from distbelief.strategies.slotlinear import WORTHWHILE, placeable
 
 
 def called_three_times(model: Any, x: torch.Tensor) -> Any:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from alone import exchange, kept
 from torch import nn, optim
 
 from distbelief.comm.exchange import Geometry
@@ -17,6 +16,7 @@ from distbelief.strategies.base import Applied
 from distbelief.strategies.layout import Layout, lay_out, trainable
 from distbelief.strategies.state import ReplicaState
 from distbelief.strategies.tileoptimizer import Recipe, TileMemory, TileOptimizer
+from tests.support.replicas.alone import exchange, kept
 
 INTEGER_BYTES = 24
 

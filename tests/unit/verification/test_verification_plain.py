@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +13,7 @@ from torch.nn import functional as F
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.job import Job
 from distbelief.verification.plain import Part, add_up, make_model, make_optimizer, train_plainly
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "strategies"))
-from alone import Alone, kept
+from tests.support.replicas.alone import Alone, kept
 
 STEPS = 6
 generator = torch.Generator().manual_seed(2)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchmetrics
-from evaluate_member import make_job, tables
-from forked_stage import Stage
 from torch.distributed import TCPStore
 from torch.nn import functional as F
 
-MEMBER = str(Path(__file__).with_name("evaluate_member.py"))
+from tests.support.stage import Stage
+from tests.support.worker.evaluate import make_job, tables
+
+MEMBER = "tests.support.worker.evaluate"
 
 _names = itertools.count()
 

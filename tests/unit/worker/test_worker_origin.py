@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "strategies"))
-
-from saved_states import Trainer, job_with
 
 from distbelief.checkpoint.faults import CheckpointDamaged, CheckpointMissing, CheckpointUnusable
 from distbelief.checkpoint.manifest import Facts, part_name
@@ -22,6 +17,7 @@ from distbelief.checkpoint.weights import save_weights, weights_sha256
 from distbelief.errors import DistBeliefError
 from distbelief.worker.origin import HEARD_AFTER_S, facts_at, frozen_of, newest_saved, saved_at, weights_of
 from distbelief.worker.spec import Origin
+from tests.support.replicas.states import Trainer, job_with
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,6 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
-from saving_crew import SILENCE_S, WAIT_S, Crew, Trainer, job_with, quickly
 
 from distbelief.checkpoint.manifest import part_name
 from distbelief.checkpoint.reading import list_checkpoints, verify
@@ -22,6 +21,7 @@ from distbelief.worker.control import Save, Seal
 from distbelief.worker.origin import saved_at
 from distbelief.worker.saving import LAST_TRIES, Saver
 from distbelief.worker.spec import SavePlan
+from tests.support.worker.crew import SILENCE_S, WAIT_S, Crew, Trainer, job_with, quickly
 
 
 @pytest.fixture(autouse=True)

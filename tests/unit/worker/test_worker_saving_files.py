@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from saving_crew import WAIT_S, Crew, quickly
 
 from distbelief.checkpoint import retention
 from distbelief.checkpoint.manifest import part_name
 from distbelief.checkpoint.reading import list_checkpoints, verify
 from distbelief.comm.messages import CheckpointSealed, PartSaved
 from distbelief.errors import DistBeliefError
+from tests.support.worker.crew import WAIT_S, Crew, quickly
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,7 +40,7 @@ def test_what_it_raises_is_raised() -> None:
 
 def test_who_sleeps_on_is_succeeded_and_does_no_harm_when_it_wakes() -> None:
     command = [sys.executable, "-c", f"import {__name__} as here; here.leave_one_behind()"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.splitlines() == [
         "left behind, 1 core",
         "the next generation has met",

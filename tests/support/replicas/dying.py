@@ -1,5 +1,5 @@
 """A training whose members die at chosen points of a step, and whose survivors go on in the next generation, taking the
-unfinished step over. Runs in processes of the stage, with the job of replica_member.py.
+unfinished step over. Runs in processes of the stage, with the job of member.py.
 
 Everybody knows the whole script: who dies in which generation, at which point of which step, and who comes. A member
 dies by its own SIGKILL at that very point; the others notice it by its process number on a board in shared memory,
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -34,10 +33,7 @@ from distbelief.strategies.base import Seat
 from distbelief.strategies.prepared import PreparedAllReduce
 from distbelief.strategies.replica import DataParallelReplica
 from distbelief.worker.feed import Feed
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from replica_member import GLOBAL_BATCH, SAMPLES, STEPS, make_job
+from tests.support.replicas.member import GLOBAL_BATCH, SAMPLES, STEPS, make_job
 
 POINTS = [
     "before its shards",

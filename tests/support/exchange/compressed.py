@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import exchange_member as base
 import numpy as np
 import torch
 
@@ -31,6 +30,7 @@ from distbelief.comm.networked import networked, networked_on
 from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.comm.words import Abort, Aborted
 from distbelief.shards import mix
+from tests.support.exchange import member as base
 
 COMPRESSED = {"mixed": 2, "even": 8}
 """The first so many tiles; the one after them holds a buffer. In "mixed" each has other tiles far from it."""

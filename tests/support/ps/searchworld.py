@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from served_world import MAPS, World
 from torch import nn
 
 from distbelief.comm.devicememory import DeviceMemory
@@ -36,6 +35,7 @@ from distbelief.strategies.search.searching import SearchingMember
 from distbelief.verification.plain import make_model
 from distbelief.verification.plainlbfgs import train_by_search
 from distbelief.worker.vectorstores import VectorStores
+from tests.support.ps.world import MAPS, World
 
 SAMPLES = 42
 STRATEGY = Sandblaster(portion=4, history=3)

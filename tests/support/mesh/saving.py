@@ -3,7 +3,6 @@ stage. `allreduce` stands for one process, or for data parallelism alone."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,10 +25,7 @@ from distbelief.strategies.base import Replica, Saved, Seat
 from distbelief.strategies.degrees import Degrees, fit, ranges
 from distbelief.worker.feed import Feed
 from distbelief.worker.origin import facts_at, opened_at, saved_at
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from mesh_member import adam, gpt
+from tests.support.mesh.member import adam, gpt
 
 SAVED, END = 3, 6
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from conftest import JOBS, Run, processes_of
-from watched import of_kinds, steps_of
+from tests.support.runs.command import JOBS, Run, processes_of
+from tests.support.runs.watched import of_kinds, steps_of
 
 from distbelief.checkpoint.reading import list_checkpoints
 

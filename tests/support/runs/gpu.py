@@ -14,8 +14,8 @@ import psutil
 
 from distbelief.coordinator.journal import read as read_journal
 
-JOB = Path(__file__).parent / "jobs" / "small.py"
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
+JOB = ROOT / "tests" / "gpu" / "jobs" / "small.py"
 
 
 def steps_of(run_dir: Path) -> int:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from coordinator_play import JOB, Run, finished, report, sends
-
 from distbelief.comm import messages as m
 from distbelief.coordinator import state as s
+from tests.support.coordinator.play import JOB, Run, finished, report, sends
 
 LAST = JOB.steps
 

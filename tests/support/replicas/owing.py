@@ -1,11 +1,9 @@
 """A training with compressed gradients that begins from a checkpoint or from the first step, and saves its part of one
-on the way. Runs in processes of the stage, with the job of replica_member.py."""
+on the way. Runs in processes of the stage, with the job of member.py."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -25,10 +23,7 @@ from distbelief.strategies.devicereplica import DeviceReplica
 from distbelief.strategies.prepared import PreparedAllReduce
 from distbelief.worker.feed import Feed
 from distbelief.worker.origin import facts_at, opened_at, saved_at
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from replica_member import GLOBAL_BATCH, SAMPLES, STEPS, make_job
+from tests.support.replicas.member import GLOBAL_BATCH, SAMPLES, STEPS, make_job
 
 SHARDS = 8
 SAVED = 3

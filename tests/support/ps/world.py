@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from served_client import Client
-from served_parts import SHARDS, Kit
 
 from distbelief.comm.exchange import Held, Source
 from distbelief.comm.messages import ServerMap
@@ -30,6 +28,8 @@ from distbelief.servers.runslice import RunSlice
 from distbelief.shards import Range
 from distbelief.strategies.ps.served import _on_all
 from distbelief.strategies.takeover import plan_step, plan_takeover
+from tests.support.ps.client import Client
+from tests.support.ps.parts import SHARDS, Kit
 
 MAPS = "maps"
 Actor = tuple[str, int] | str

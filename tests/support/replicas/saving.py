@@ -1,11 +1,9 @@
 """A training that begins from a checkpoint or from the first step, and saves its part of one on the way, as a member of
-any group. Runs in processes of the stage, with the job of replica_member.py."""
+any group. Runs in processes of the stage, with the job of member.py."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -25,10 +23,7 @@ from distbelief.strategies.prepared import PreparedAllReduce
 from distbelief.worker.feed import Feed
 from distbelief.worker.origin import facts_at, frozen_of, saved_at
 from distbelief.worker.spec import Origin
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from replica_member import GLOBAL_BATCH, SAMPLES, STEPS, Place, make_job
+from tests.support.replicas.member import GLOBAL_BATCH, SAMPLES, STEPS, Place, make_job
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from coordinator_play import CANARY, JOB, records, report
-
 from distbelief.comm import messages as m
 from distbelief.coordinator import state as s
 from distbelief.coordinator.progress import Seen
 from distbelief.worker import control
+from tests.support.coordinator.play import CANARY, JOB, records, report
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from conftest import Run
+from tests.support.runs.command import Run
 
 Start = Callable[..., Run]
 Wait = Callable[[Callable[[], object]], None]

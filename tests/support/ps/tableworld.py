@@ -7,9 +7,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from served_client import Client
-from served_world import MAPS, World
-from table_parts import PARTS, SHARDS, Kit
 
 from distbelief.comm.exchange import Held, Source
 from distbelief.comm.letters import Letter
@@ -24,6 +21,9 @@ from distbelief.strategies.ps.served import _on_all
 from distbelief.strategies.tables.embedding import RowGradients
 from distbelief.strategies.tables.tablespecs import part_of
 from distbelief.strategies.takeover import plan_step, plan_takeover
+from tests.support.ps.client import Client
+from tests.support.ps.tableparts import PARTS, SHARDS, Kit
+from tests.support.ps.world import MAPS, World
 
 
 class TableClient(Client):

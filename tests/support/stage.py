@@ -1,14 +1,13 @@
 """Real members for tests: one process that has torch imported and no threads, and forks as many members as asked.
 
 The test process may have threads (a store, a plug-in), so it must not fork members itself; and importing torch for
-each member would take seconds. `Stage.play` runs a function of a file in several members at once and returns what
+each member would take seconds. `Stage.play` runs a function of a module in several members at once and returns what
 each gave. The stage keeps the shared segments, as the engine does in a run. Nothing here knows what is tested.
 """
 
 from __future__ import annotations
 
-import atexit
-import importlib.util
+import importlib
 import os
 import pickle
 import select
@@ -18,10 +17,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -46,22 +43,25 @@ class Stage:
     def __init__(self) -> None:
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            [sys.executable, "-m", "tests.support.stage"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
         )
 
-    def outcomes(self, file: str, function: str, members: Sequence[dict[str, Any]]) -> list[Outcome]:
-        """Call `function(keeper, **arguments)` of that file in one member for each of these dictionaries."""
+    def outcomes(self, module: str, function: str, members: Sequence[dict[str, Any]]) -> list[Outcome]:
+        """Call `function(keeper, **arguments)` of that module in one member for each of these dictionaries."""
         assert self._process.stdin
         assert self._process.stdout
         packed = [pickle.dumps(arguments) for arguments in members]  # only members have the classes to unpack them
-        pickle.dump((file, function, packed), self._process.stdin)
+        pickle.dump((module, function, packed), self._process.stdin)
         self._process.stdin.flush()
         answers: list[bytes] = pickle.load(self._process.stdout)
         return [pickle.loads(answer) for answer in answers]
 
-    def play(self, file: str, function: str, members: Sequence[dict[str, Any]]) -> list[Any]:
+    def play(self, module: str, function: str, members: Sequence[dict[str, Any]]) -> list[Any]:
         """The same, when every member is to succeed: their values."""
-        outcomes = self.outcomes(file, function, members)
+        outcomes = self.outcomes(module, function, members)
         failed = [f"member {n}: {o.error or f'died with {o.status}'}" for n, o in enumerate(outcomes) if not _well(o)]
         assert not failed, "\n".join(failed)
         return [outcome.value for outcome in outcomes]
@@ -76,17 +76,12 @@ def _well(outcome: Outcome) -> bool:
     return not outcome.error and outcome.status == 0
 
 
-@lru_cache(maxsize=1)
-def _the_stage() -> Stage:
-    it = Stage()
-    atexit.register(it.close)
-    return it
-
-
 @pytest.fixture(scope="session")
-def stage() -> Stage:
-    """One for the whole test run, although several folders import this fixture."""
-    return _the_stage()
+def stage() -> Iterator[Stage]:
+    """One for the whole test run."""
+    it = Stage()
+    yield it
+    it.close()
 
 
 # --- the stage's own process ----------------------------------------------------------------------------------------
@@ -108,10 +103,10 @@ def _main() -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            file, function, members = pickle.load(sys.stdin.buffer)
+            module, function, members = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        pickle.dump(_perform(file, function, members), sys.stdout.buffer)
+        pickle.dump(_perform(module, function, members), sys.stdout.buffer)
         sys.stdout.buffer.flush()
 
 
@@ -124,13 +119,13 @@ class _Actor:
     """A pickled Outcome, once it is whole."""
 
 
-def _perform(file: str, function: str, members: list[bytes]) -> list[bytes]:
+def _perform(module: str, function: str, members: list[bytes]) -> list[bytes]:
     from distbelief.comm.keeper import SegmentKeeper
 
     keeper = SegmentKeeper()
     actors: list[_Actor] = []
     for arguments in members:
-        actors.append(_fork(file, function, arguments, actors))
+        actors.append(_fork(module, function, arguments, actors))
     deadline, reason = time.monotonic() + HANG_S, "it hung"
     waiting = {actor.answer: actor for actor in actors}
     sockets = {actor.keeper.fileno(): actor for actor in actors}
@@ -160,7 +155,7 @@ def _perform(file: str, function: str, members: list[bytes]) -> list[bytes]:
     return [actor.content[1:] for actor in actors]
 
 
-def _fork(file: str, function: str, arguments: bytes, others: list[_Actor]) -> _Actor:
+def _fork(module: str, function: str, arguments: bytes, others: list[_Actor]) -> _Actor:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     read, write = os.pipe()
     stage = os.getpid()
@@ -171,26 +166,21 @@ def _fork(file: str, function: str, arguments: bytes, others: list[_Actor]) -> _
             os.close(other.answer)
         ours.close()
         os.close(read)
-        _act(stage, file, function, arguments, theirs, write)
+        _act(stage, module, function, arguments, theirs, write)
     theirs.close()
     os.close(write)
     return _Actor(pid, ours, read)
 
 
-def _act(stage: int, file: str, function: str, arguments: bytes, connection: socket.socket, answer: int) -> NoReturn:
+def _act(stage: int, module: str, function: str, arguments: bytes, connection: socket.socket, answer: int) -> NoReturn:
     from distbelief.comm.segment import KeeperClient
     from distbelief.lifeline import die_with_parent
 
     try:
         die_with_parent(stage)
         os.dup2(2, 1)  # the stage's own output carries answers
-        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-        assert spec
-        assert spec.loader
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        outcome = Outcome(getattr(module, function)(KeeperClient(connection), **pickle.loads(arguments)))
+        perform = getattr(importlib.import_module(module), function)
+        outcome = Outcome(perform(KeeperClient(connection), **pickle.loads(arguments)))
     except BaseException:
         outcome = Outcome(error=traceback.format_exc())
     try:
@@ -215,6 +205,6 @@ def _packed(outcome: Outcome) -> bytes:
 
 
 if __name__ == "__main__":
-    sys.modules["forked_stage"] = sys.modules["__main__"]  # answers are pickled under the name that tests import
-    Outcome.__module__ = "forked_stage"
-    _main()
+    from tests.support import stage as itself  # answers are pickled under the name that tests import
+
+    itself._main()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -25,10 +24,7 @@ from distbelief.comm.shared import SharedExchange
 from distbelief.comm.words import Abort, Aborted
 from distbelief.shards import cover, mix
 from distbelief.strategies.takeover import plan_takeover
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from exchange_member import (
+from tests.support.exchange.member import (
     PARAMETERS,
     Seat,
     geometry,

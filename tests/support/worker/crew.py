@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -11,10 +10,6 @@ from typing import TypeVar
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "strategies"))
-
-from saved_states import Trainer, job_with
-
 from distbelief.checkpoint.manifest import Facts
 from distbelief.comm.messages import CheckpointSealed, Event, PartSaved
 from distbelief.worker import saving
@@ -22,6 +17,7 @@ from distbelief.worker.control import Seal
 from distbelief.worker.origin import facts_at
 from distbelief.worker.saving import Saver
 from distbelief.worker.spec import SavePlan
+from tests.support.replicas.states import Trainer, job_with
 
 WAIT_S = 60.0  # only reached when something is broken
 SILENCE_S = 0.2

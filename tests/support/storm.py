@@ -1,6 +1,6 @@
 """A storm over several hosts: a run on a lab's bad cables, with deaths, freezes, cut cables and hosts that come and go.
 
-    python -m tests.storm --hosts 4 --faults 20 --seed 1 --impair "delay 20ms 5ms loss 1%"
+    python -m tests.support.storm --hosts 4 --faults 20 --seed 1 --impair "delay 20ms 5ms loss 1%"
 
 It trains a job on as many hosts, strikes it with faults drawn by the seed, lets it end, and compares the weights with
 those of one worker alone; every step must be in the metrics exactly once. The exit status says whether all is well.
@@ -24,11 +24,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.hosts import Lab
-
 from distbelief.comm.keys import new_key
+from tests.support.hosts import Lab
 
-JOB = Path(__file__).parent / "e2e" / "jobs" / "small.py"
+JOB = Path(__file__).parents[1] / "e2e" / "jobs" / "small.py"
 PORT = 5555
 PATIENCE_S = 180.0
 CUT_S = (2.0, 25.0)  # shorter and longer than it takes to miss a host

@@ -2,9 +2,9 @@
 
 In tests: `with Lab(3) as lab: subprocess.run([*lab.inside(2), "ip", "address"])`. By hand, as root:
 
-    python -m tests.hosts 4 -- ping -c 1 10.77.0.1
-    python -m tests.hosts 4 --impair "delay 20ms 5ms loss 1%" -- COMMAND --as {host} --at {address}
-    python -m tests.hosts 2                  # only makes them, says how to enter, and waits for Ctrl-C
+    python -m tests.support.hosts 4 -- ping -c 1 10.77.0.1
+    python -m tests.support.hosts 4 --impair "delay 20ms 5ms loss 1%" -- COMMAND --as {host} --at {address}
+    python -m tests.support.hosts 2                  # only makes them, says how to enter, and waits for Ctrl-C
 
 Host k is called `hostK`, has the addresses 10.77.0.k and fd77::k, and knows the others by name. Labs do not see each
 other: any number can be there at once. What a killed one left behind, the next one removes.
@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tests import cable
+from tests.support import cable
 
 GRACE_S = 10.0  # how long commands may take to end after Ctrl-C
 _ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && export DISTBELIEF_HOST="$1" HOST_INDEX="$3"; '
@@ -253,7 +253,7 @@ def main(arguments: Sequence[str]) -> int:
     at = list(arguments).index("--") if "--" in arguments else len(arguments)
     options, command = arguments[:at], arguments[at + 1 :]
     parser = argparse.ArgumentParser(
-        prog="python -m tests.hosts",
+        prog="python -m tests.support.hosts",
         usage="%(prog)s HOSTS [--impair HOW] [-- COMMAND …]",
         description="Hosts on this machine, and a command on each: {host}, {address}, {address6} in it become its own.",
     )

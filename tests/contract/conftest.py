@@ -1,5 +1,0 @@
-"""The stage that forks members, for every test of this folder."""
-
-from forked_stage import stage
-
-__all__ = ["stage"]

@@ -1,0 +1,1 @@
+"""Samples of checkpoints, boxes and stores, and how much memory a call needs."""

@@ -1,0 +1,1 @@
+"""A coordinator that is fed with messages, in this process or as a process."""

@@ -1,0 +1,1 @@
+"""Models to divide, and members of a divided model in real processes."""

@@ -1,0 +1,1 @@
+"""Members that evaluate and save."""
