@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from distbelief.data.order import positions_to_samples
+from distbelief.data.rules.order import positions_to_samples
 from distbelief.shards import Schedule
 
 

@@ -28,12 +28,12 @@ import torch
 import torch.distributed as dist
 
 from bench.running import TIMEOUT_S, DriverFailed, environment
-from distbelief.comm.exchange import ROW, Geometry, Gift, Source, StepPlan
-from distbelief.comm.keeper import SegmentKeeper
-from distbelief.comm.segment import KeeperClient
-from distbelief.comm.shared import SharedExchange
-from distbelief.comm.words import Abort
-from distbelief.strategies.layout import lay_out
+from distbelief.strategies.flatmodel.layout import lay_out
+from distbelief.transport.exchange import ROW, Geometry, Gift, Source, StepPlan
+from distbelief.transport.shm.exchange import SharedExchange
+from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.shm.keeper import SegmentKeeper
+from distbelief.transport.shm.segment import KeeperClient
 
 MEMBERS = 2
 METHODS = ("shared", "shared, whole", "gloo", "memcpy")

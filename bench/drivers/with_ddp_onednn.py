@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.task import Task
-from distbelief.strategies.onednn import use_onednn
+from distbelief.strategies.flatmodel.onednn import use_onednn
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from distbelief.comm.compression import block
-from distbelief.comm.compression.powersgd import LowRank
-from distbelief.comm.compression.spec import parse_codec
-from distbelief.comm.devicememory import pin
-from distbelief.comm.segment import Segment
+from distbelief.compression import block
+from distbelief.compression.powersgd import LowRank
+from distbelief.compression.spec import parse_codec
+from distbelief.transport.device.memory import pin
+from distbelief.transport.shm.segment import Segment
 
 ELEMENTS = 124 << 20
 TILE = 1 << 18

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from bench.modelparallel.job import BATCH, CLIP_NORM, GPT, SHARDS, boundaries, data, loss, optimizer
 from bench.modelparallel.systems import SYSTEMS
 from bench.workloads import SEED
-from distbelief.data.order import positions_to_samples
+from distbelief.data.rules.order import positions_to_samples
 from distbelief.shards import Schedule
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.workloads import SEED, WORKLOADS, Data, Workload
-from distbelief.data.order import positions_to_samples
+from distbelief.data.rules.order import positions_to_samples
 from distbelief.shards import Schedule
 
 CHECKPOINT_EVERY_STEPS = 20

@@ -16,27 +16,27 @@ if TYPE_CHECKING:
     from distbelief.errors import DistBeliefError, JobError, RunFailed
     from distbelief.job import Job
     from distbelief.result import Result
-    from distbelief.strategies.allreduce import AllReduce
-    from distbelief.strategies.hybrid import Hybrid, Pipeline, Sharded, Tensor
-    from distbelief.strategies.local_sgd import LocalSGD
-    from distbelief.strategies.sandblaster import Sandblaster
-    from distbelief.strategies.tables.embedding import EmbeddingTable
+    from distbelief.strategies.dataparallel.strategy import AllReduce
+    from distbelief.strategies.localsgd.strategy import LocalSGD
+    from distbelief.strategies.mesh.strategy import Hybrid, Pipeline, Sharded, Tensor
+    from distbelief.strategies.ps.tables.embedding import EmbeddingTable
+    from distbelief.strategies.sandblaster.strategy import Sandblaster
     from distbelief.worker.metrics import accuracy
 
 _HOME = {
-    "AllReduce": "distbelief.strategies.allreduce",
+    "AllReduce": "distbelief.strategies.dataparallel.strategy",
     "DistBeliefError": "distbelief.errors",
-    "EmbeddingTable": "distbelief.strategies.tables.embedding",
-    "Hybrid": "distbelief.strategies.hybrid",
+    "EmbeddingTable": "distbelief.strategies.ps.tables.embedding",
+    "Hybrid": "distbelief.strategies.mesh.strategy",
     "Job": "distbelief.job",
     "JobError": "distbelief.errors",
-    "LocalSGD": "distbelief.strategies.local_sgd",
-    "Pipeline": "distbelief.strategies.hybrid",
+    "LocalSGD": "distbelief.strategies.localsgd.strategy",
+    "Pipeline": "distbelief.strategies.mesh.strategy",
     "Result": "distbelief.result",
     "RunFailed": "distbelief.errors",
-    "Sandblaster": "distbelief.strategies.sandblaster",
-    "Sharded": "distbelief.strategies.hybrid",
-    "Tensor": "distbelief.strategies.hybrid",
+    "Sandblaster": "distbelief.strategies.sandblaster.strategy",
+    "Sharded": "distbelief.strategies.mesh.strategy",
+    "Tensor": "distbelief.strategies.mesh.strategy",
     "accuracy": "distbelief.worker.metrics",
     "idx": "distbelief.data.idx",
     "resume": "distbelief.api",

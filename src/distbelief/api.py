@@ -11,17 +11,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distbelief.coordinator.detector import STUCK_S
-from distbelief.engines.profileplan import as_text, profile_plan
-from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST
+from distbelief.coordinator.rules.detector import STUCK_S
 from distbelief.errors import DistBeliefError, JobError
+from distbelief.launch.rules.profileplan import as_text, profile_plan
+from distbelief.launch.rules.saveplan import DEFAULT_EVERY, KEEP_LAST
 from distbelief.result import Result, result_of
 
 if TYPE_CHECKING:
-    from distbelief.engines.engine import Engine
-    from distbelief.engines.launch import Launch
-    from distbelief.engines.lead import Announce
     from distbelief.job import Job
+    from distbelief.launch.engine import Engine
+    from distbelief.launch.launch import Launch
+    from distbelief.launch.lead import Announce
     from distbelief.observe.view import View
     from distbelief.strategies import AnyStrategy
 
@@ -78,8 +78,8 @@ def train(
     >>> result.steps, result.loss < 1.0
     (20, True)
     """
-    from distbelief.engines import chosen
     from distbelief.job import Job as JobType
+    from distbelief.launch import chosen
 
     if not isinstance(job, JobType):
         hint = "call the function and pass what it returns" if callable(job) else "a job file is for `distbelief train`"
@@ -110,7 +110,7 @@ def resume(
     With any number of workers the weights at the end are those of a run that was never interrupted. `job` is needed
     where the run was started by `train` with a Job: the same one again. A run that is complete is left alone.
     """
-    from distbelief.engines import chosen
+    from distbelief.launch import chosen
 
     chosen.check(on)
     with _view(quiet) as view:
@@ -153,8 +153,8 @@ def resume_run(
     """Resume the run in that directory, as `distbelief resume` does."""
     from dataclasses import replace
 
-    from distbelief.engines.launch import anywhere, read_launch
-    from distbelief.engines.rundir import ended
+    from distbelief.launch.launch import anywhere, read_launch
+    from distbelief.launch.rundir import ended
     from distbelief.strategies import learn_alike, parse
 
     launch = read_launch(run_dir)
@@ -226,7 +226,7 @@ def _launch(
     shares: Sequence[float],
     **options: Any,
 ) -> Launch:
-    from distbelief.engines.launch import Launch
+    from distbelief.launch.launch import Launch
     from distbelief.strategies import parse, usual_workers
 
     how = parse(strategy) if isinstance(strategy, str) else strategy
@@ -261,10 +261,10 @@ def _launch(
 def _run(launch: Launch, view: View, announce: Announce | None = None, **source: Any) -> Result:
     from dataclasses import replace
 
-    from distbelief.comm.messages import PROFILE_FOLDER
-    from distbelief.engines import chosen
-    from distbelief.engines.launch import keep_launch
-    from distbelief.engines.rundir import make_run_dir
+    from distbelief.control.messages import PROFILE_FOLDER
+    from distbelief.launch import chosen
+    from distbelief.launch.launch import keep_launch
+    from distbelief.launch.rundir import make_run_dir
 
     started = time.monotonic()
     launch = replace(launch, **source)
@@ -291,7 +291,7 @@ def _run(launch: Launch, view: View, announce: Announce | None = None, **source:
 def _profile(run_dir: Path, view: View) -> dict[str, Any]:
     """Where the time went. Whatever is wrong with it is said, and is nobody's failure."""
     from distbelief.observe.profiling.collecting import read_summary
-    from distbelief.observe.profiling.shown import as_data
+    from distbelief.observe.profiling.rules.shown import as_data
 
     try:
         summary, trace = read_summary(run_dir)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distbelief.data.order import positions_to_samples
+from distbelief.data.rules.order import positions_to_samples
 from tests.support.runs.command import Outcome, Run
 from tests.support.runs.saved import JOB, check_whole, kill_everything, step, until
 

@@ -19,9 +19,9 @@ import torch
 import zmq
 
 from distbelief import kv
-from distbelief.comm.kvwords import DeclareKey, Dense, PlaceKey
 from distbelief.errors import DistBeliefError
 from distbelief.kv import beginning
+from distbelief.kv.messages import DeclareKey, Dense, PlaceKey
 from tests.support.runs.command import Run
 
 CLIENT = "tests.support.runs.kvclient"
@@ -50,7 +50,7 @@ def command(process: psutil.Process) -> list[str]:
 
 def servers(above: psutil.Process) -> list[psutil.Process]:
     """Whoever the warm process has forked."""
-    found = [child for child in above.children(recursive=True) if "distbelief.engines.zygote" in command(child)]
+    found = [child for child in above.children(recursive=True) if "distbelief.launch.zygote" in command(child)]
     pids = {one.pid for one in found}
     return [child for child in found if child.ppid() in pids]
 

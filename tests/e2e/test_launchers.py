@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from distbelief.comm.keys import new_key
+from distbelief.control.keyfiles import new_key
 from tests.support.runs.command import JOBS, Outcome, Run
 from tests.support.runs.reference import undisturbed
 from tests.support.runs.watched import Start, Wait, Watched

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.comm.messages import CheckpointRequested, ServersRequested
+from distbelief.control.messages import CheckpointRequested, ServersRequested
 from distbelief.coordinator.client import ask
 from tests.support.runs.command import JOBS, Outcome, Run
 from tests.support.runs.reference import undisturbed

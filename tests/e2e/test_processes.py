@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.engines.launch import Launch
-from distbelief.engines.lead import lead
-from distbelief.engines.rundir import make_run_dir
 from distbelief.errors import RunFailed
+from distbelief.launch.launch import Launch
+from distbelief.launch.lead import lead
+from distbelief.launch.rundir import make_run_dir
 from tests.support.runs.command import JOBS, Outcome, Run, processes_of
 
 Start = Callable[..., Run]

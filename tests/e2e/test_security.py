@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distbelief.comm.badges import Authority
-from distbelief.comm.keys import new_key, read_key
-from distbelief.comm.seals import TURNED_AWAY
+from distbelief.control.credentials import Authority
+from distbelief.control.keyfiles import new_key, read_key
+from distbelief.control.signatures import TURNED_AWAY
 from tests.support.runs.command import JOBS, processes_of
 from tests.support.runs.watched import Watched
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.engines.rundir import is_complete
+from distbelief.launch.rundir import is_complete
 from tests.support.runs.command import JOBS, MARK, REPOSITORY, processes_of
 from tests.support.runs.reference import undisturbed
 

@@ -15,14 +15,14 @@ from typing import Any, get_args
 import msgspec
 import zmq
 
-from distbelief.comm import messages as m
-from distbelief.comm.badges import Authority
-from distbelief.comm.letters import Letter, pack
-from distbelief.comm.seals import SEAL_BYTES, Signer
-from distbelief.comm.serverwords import Push
-from distbelief.coordinator.speakers import FROM_SERVERS, FROM_WORKERS
-from distbelief.engines.guests import SOCKET, short_path
-from distbelief.servers.wire import FromPeer
+from distbelief.control import messages as m
+from distbelief.control.credentials import Authority
+from distbelief.control.signatures import SEAL_BYTES, Signer
+from distbelief.coordinator.rules.speakers import FROM_SERVERS, FROM_WORKERS
+from distbelief.launch.guests import SOCKET, short_path
+from distbelief.strategies.ps.protocol.frames import Letter, pack
+from distbelief.strategies.ps.protocol.messages import Push
+from distbelief.strategies.ps.protocol.peers import FromPeer
 from tests.fuzz.instances import instance
 from tests.fuzz.mutation import garbage, mutated
 

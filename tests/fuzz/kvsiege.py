@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from distbelief import kv
-from distbelief.comm.badges import Authority
+from distbelief.control.credentials import Authority
 from tests.fuzz.attacks import Attacker
 from tests.fuzz.mutation import mutated
 

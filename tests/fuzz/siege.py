@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from distbelief.comm import messages as m
-from distbelief.comm.badges import Authority
+from distbelief.control import messages as m
+from distbelief.control.credentials import Authority
 from tests.fuzz.attacks import Attacker
 
 JOB = Path(__file__).parents[1] / "e2e" / "jobs" / "small.py"

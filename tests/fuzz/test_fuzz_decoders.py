@@ -16,11 +16,14 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
-from distbelief.comm import letters, meetingwords, memfd, messages
-from distbelief.comm.serverwords import FromClient, ToClient
+from distbelief.control import messages
 from distbelief.errors import DistBeliefError
-from distbelief.kv import words
-from distbelief.servers import wire
+from distbelief.kv import supervisormessages as words
+from distbelief.strategies.ps.protocol import frames as letters
+from distbelief.strategies.ps.protocol import peers as wire
+from distbelief.strategies.ps.protocol.messages import FromClient, ToClient
+from distbelief.transport.gloo import rendezvousmessages as meetingwords
+from distbelief.transport.shm import memfd
 from tests.fuzz.instances import instance
 from tests.fuzz.mutation import HEADS, garbage, mutated
 

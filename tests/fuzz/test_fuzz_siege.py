@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.comm import seals
+from distbelief.control import signatures as seals
 from tests.fuzz.__main__ import GROWTH_MB, undisturbed
 from tests.fuzz.siege import Siege
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from distbelief.comm.compression import block
-from distbelief.comm.compression.codec import Codec
-from distbelief.comm.compression.powersgd import LowRank
-from distbelief.comm.compression.spec import parse_codec
+from distbelief.compression import block
+from distbelief.compression.codec import Codec
+from distbelief.compression.powersgd import LowRank
+from distbelief.compression.spec import parse_codec
 
 TEXTS = ["bf16", "int8", "int8:block=8", "topk:0.01", "topk:0.5"]
 LENGTHS = [1, 7, 1000, 1024, 1025, 1 << 18]

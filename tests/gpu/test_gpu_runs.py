@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from distbelief.checkpoint.weights import weights_sha256
-from distbelief.data.order import positions_to_samples
+from distbelief.data.rules.order import positions_to_samples
 from distbelief.data.seeding import seed_everything
 from distbelief.shards import Range, Schedule, shard_seed, split
 from distbelief.worker.devices import open_device

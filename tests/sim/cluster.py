@@ -1,6 +1,6 @@
 """A whole run in one thread: coordinator, engine, workers, lines between them, and what goes wrong.
 
-`run(seed)` gives the same outcome for the same seed. The engine does what engines/lead.py does: it starts workers,
+`run(seed)` gives the same outcome for the same seed. The engine does what launch/lead.py does: it starts workers,
 tells of exits, kills on the coordinator's word, and starts the coordinator again when it dies.
 """
 
@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from distbelief.comm import messages as m
-from distbelief.coordinator import state as s
-from distbelief.coordinator.saving import FINAL_S
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import state as s
+from distbelief.coordinator.rules.saving import FINAL_S
 from distbelief.shards import Schedule
 from tests.sim import faults
 from tests.sim.clock import Clock

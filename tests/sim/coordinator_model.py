@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from distbelief.comm import messages as m
+from distbelief.control import messages as m
 from distbelief.coordinator import journal
-from distbelief.coordinator import state as s
-from distbelief.coordinator.progress import REMEMBERED, Seen
-from distbelief.coordinator.replay import resumed
+from distbelief.coordinator.rules import state as s
+from distbelief.coordinator.rules.progress import REMEMBERED, Seen
+from distbelief.coordinator.rules.replay import resumed
 from tests.sim.clock import Clock
 from tests.sim.invariants import Invariants
 

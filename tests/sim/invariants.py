@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from distbelief.comm import messages as m
-from distbelief.worker.control import Action, TrainGeneration, WorkerState
+from distbelief.control import messages as m
+from distbelief.worker.rules.control import Action, TrainGeneration, WorkerState
 from tests.sim.reference import Reference
 
 

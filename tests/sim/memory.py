@@ -1,7 +1,8 @@
 """The memory that members share, as values: ledgers of generations and the state, with a place aside for each rank.
 
-The rules are those of comm/ledger.py, comm/shared.py and strategies/state.py. A ledger survives the members that wrote
-it. What is being written is TORN until the writer is done; whoever stops in between leaves it so.
+The rules are those of transport/shm/controlblock.py, transport/shm/exchange.py and
+strategies/flatmodel/state.py. A ledger survives the members that wrote it. What is being written
+is TORN until its writer has finished; a writer that dies in between leaves it torn.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from distbelief.comm.exchange import Held, Source
 from distbelief.shards import Program, Range, program
-from distbelief.strategies.partials import Partials, partial_sums
-from distbelief.strategies.takeover import StepWork, _runs, _together, plan_step, plan_takeover
-from distbelief.worker.control import TrainGeneration
+from distbelief.strategies.dataparallel.takeover import StepWork, _runs, _together, plan_step, plan_takeover
+from distbelief.strategies.flatmodel.partials import Partials, partial_sums
+from distbelief.transport.exchange import Held, Source
+from distbelief.worker.rules.control import TrainGeneration
 from tests.sim.invariants import Broken, Invariants
 from tests.sim.reference import Reference, add, fingerprint_of, updated
 
@@ -77,7 +78,7 @@ class Ledger:
         return len(self.announced.get(key, ())) == self.size
 
     def plan(self, occupied: int) -> Plan:
-        """An ordinary step, by the rules of strategies/takeover.py."""
+        """An ordinary step, by the rules of strategies/dataparallel/takeover.py."""
         if occupied not in self._plans:
             everybody = [partial_sums(self.shards, occupied, mine) for mine in self.ranges]
             found = _found(everybody, [])
@@ -179,7 +180,7 @@ def trusted(ledger: Ledger, rank: int, stamp: int) -> bool:
 
 
 def takeover(ledger: Ledger, occupied: int, held: Sequence[Held]) -> Plan:
-    """By the rules of strategies/takeover.py; computed once for all members instead of by each."""
+    """By the rules of strategies/dataparallel/takeover.py; computed once for all members instead of by each."""
     there = {shard for one in held for shard in range(*one.node)}
     missing = [shard for shard in range(occupied) if shard not in there]
     size = ledger.size

@@ -10,8 +10,8 @@ import random
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from distbelief.comm import messages as m
-from distbelief.coordinator import state as s
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import state as s
 from tests.sim.faults import Fault, Kind
 from tests.sim.memory import Key, Ledger
 from tests.sim.worker_model import VirtualWorker

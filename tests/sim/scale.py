@@ -6,8 +6,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 
-from distbelief.comm import messages as m
-from distbelief.coordinator import state as s
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import state as s
 
 SIZES = (10, 100, 1_000, 10_000)
 SAMPLES = 200

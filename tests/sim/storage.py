@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from distbelief.comm import messages as m
+from distbelief.control import messages as m
 from tests.sim.invariants import Invariants
 
 History = dict[int, tuple[str, float]]

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from distbelief.comm import messages as m
-from distbelief.coordinator import detector, faults, regroup, saving
-from distbelief.coordinator import state as s
-from distbelief.coordinator.ending import Result, with_worker
-from distbelief.worker import control
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import detector, faults, regroup, saving
+from distbelief.coordinator.rules import state as s
+from distbelief.coordinator.rules.ending import Result, with_worker
+from distbelief.worker.rules import control
 from tests.sim import memory, training
 from tests.sim.cluster import run
 from tests.sim.faults import Kind
@@ -144,7 +144,7 @@ def test_not_waiting_for_a_member_that_leaves_is_noticed(monkeypatch: pytest.Mon
         return state, outputs + more
 
     monkeypatch.setattr(faults, "release", hasty)
-    monkeypatch.setattr("distbelief.coordinator.joining.release", hasty)
+    monkeypatch.setattr("distbelief.coordinator.rules.joining.release", hasty)
     noticed("although generation", only=["scale", "leave"])
 
 

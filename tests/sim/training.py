@@ -2,7 +2,7 @@
 
 It yields how long something takes (a number of seconds), or what it waits for (a Wait); whoever drives it may throw
 Aborted into a wait, and may stop for ever between any two yields. The order of every write is that of
-strategies/replica.py over comm/shared.py (`together`) or comm/torchgroup.py (`apart`).
+strategies/dataparallel/replica.py over transport/shm/exchange.py (`together`) or transport/gloo/exchange.py (`apart`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from distbelief.comm import messages as m
-from distbelief.worker.control import TrainGeneration
+from distbelief.control import messages as m
+from distbelief.worker.rules.control import TrainGeneration
 from tests.sim.invariants import Broken, Invariants
 from tests.sim.memory import TORN, Key, Ledger, Past, Plan, SharedMemory, add_up, takeover
 from tests.sim.reference import add, gradient, row

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from distbelief.comm import messages as m
-from distbelief.comm.words import Aborted
-from distbelief.worker import control
-from distbelief.worker.control import Action, GenerationFinished, WorkerState
+from distbelief.control import messages as m
+from distbelief.transport.shm.futexflags import Aborted
+from distbelief.worker.rules import control
+from distbelief.worker.rules.control import Action, GenerationFinished, WorkerState
 from tests.sim.clock import Clock
 from tests.sim.memory import Key, Ledger
 from tests.sim.saving import VirtualSaver

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from distbelief.comm.kvwords import CATALOGUE, AddToKey, Dense, PlaceKey, PullKey
-from distbelief.comm.letters import Letter
-from distbelief.comm.messages import ServerMap
-from distbelief.comm.segment import Segment
-from distbelief.comm.serverwords import Answered, Push, Refused
-from distbelief.kv import watch
-from distbelief.servers.catalogue import Catalogue
-from distbelief.servers.keyslice import KeySlice
-from distbelief.servers.node import Out, ServerNode
+from distbelief.control.messages import ServerMap
+from distbelief.kv.catalogue import Catalogue
+from distbelief.kv.keyslice import KeySlice
+from distbelief.kv.messages import CATALOGUE, AddToKey, Dense, PlaceKey, PullKey
+from distbelief.kv.rules import watch
+from distbelief.strategies.ps.protocol.frames import Letter
+from distbelief.strategies.ps.protocol.messages import Answered, Push, Refused
+from distbelief.strategies.ps.server.node import Out, ServerNode
+from distbelief.transport.shm.segment import Segment
 
 SIZE = 4
 

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 
 from distbelief.checkpoint.saving import seal, write_part
-from distbelief.comm.messages import WorkerFailed
-from distbelief.comm.segment import Segment
+from distbelief.control.messages import WorkerFailed
 from distbelief.coordinator.journal import Journal
-from distbelief.engines.launch import Launch, keep_launch
+from distbelief.launch.launch import Launch, keep_launch
 from distbelief.replaying.rebuild import Rebuilt, loaded_here
 from distbelief.replaying.records import JobFacts, RecordedRun
 from distbelief.strategies.base import NonFiniteLoss, Replica
+from distbelief.transport.shm.segment import Segment
 from distbelief.worker.loading import Loaded
 
 STEPS, SHARDS = 8, 4

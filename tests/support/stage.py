@@ -92,9 +92,11 @@ def _main() -> None:
     import torch._dynamo  # the first optimizer imports it, and that takes longer than most tests
     import torchmetrics
 
-    from distbelief.comm import keeper, shared, torchgroup
     from distbelief.lifeline import die_with_parent
-    from distbelief.strategies import allreduce
+    from distbelief.strategies.dataparallel import strategy as allreduce
+    from distbelief.transport.gloo import exchange as torchgroup
+    from distbelief.transport.shm import exchange as shared
+    from distbelief.transport.shm import keeper
     from distbelief.worker import feed
 
     # Members have all of it at once, because it is imported here.
@@ -120,7 +122,7 @@ class _Actor:
 
 
 def _perform(module: str, function: str, members: list[bytes]) -> list[bytes]:
-    from distbelief.comm.keeper import SegmentKeeper
+    from distbelief.transport.shm.keeper import SegmentKeeper
 
     keeper = SegmentKeeper()
     actors: list[_Actor] = []
@@ -173,8 +175,8 @@ def _fork(module: str, function: str, arguments: bytes, others: list[_Actor]) ->
 
 
 def _act(stage: int, module: str, function: str, arguments: bytes, connection: socket.socket, answer: int) -> NoReturn:
-    from distbelief.comm.segment import KeeperClient
     from distbelief.lifeline import die_with_parent
+    from distbelief.transport.shm.segment import KeeperClient
 
     try:
         die_with_parent(stage)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from distbelief.comm.keys import new_key
+from distbelief.control.keyfiles import new_key
 from tests.support.hosts import Lab
 
 JOB = Path(__file__).parents[1] / "e2e" / "jobs" / "small.py"

@@ -12,8 +12,8 @@ from typing import TextIO
 
 from safetensors.torch import load_file
 
+from distbelief.chaos.rules.verdict import Closeness, Evidence, Record
 from distbelief.chaos.trial import Plan
-from distbelief.chaos.verdict import Closeness, Evidence, Record
 from distbelief.verification.compare import Comparison, Trained, allow_for_noise, compare, default_tolerance
 from distbelief.verification.process import run_plain
 

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distbelief.chaos import timeline
 from distbelief.chaos.follow import RunFollower, Seen
 from distbelief.chaos.relay import Relay
-from distbelief.chaos.schedule import Fault
-from distbelief.chaos.verdict import ENDS_A_WORKER, Note, Record
+from distbelief.chaos.rules import timeline
+from distbelief.chaos.rules.schedule import Fault
+from distbelief.chaos.rules.verdict import ENDS_A_WORKER, Note, Record
 from distbelief.chaos.victims import Throttle, Victim, catch
 from distbelief.errors import DistBeliefError
 

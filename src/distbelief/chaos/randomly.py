@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from distbelief.chaos.schedule import KINDS, WORKER_FAULTS, Fault, When, write
+from distbelief.chaos.rules.schedule import KINDS, WORKER_FAULTS, Fault, When, write
 
 FEWEST, MOST = 3, 6
 SHORTEST_S, LONGEST_S = 0.1, 2.0

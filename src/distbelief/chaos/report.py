@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from distbelief.chaos.verdict import Closeness, FaultOutcome, Verdict
+from distbelief.chaos.rules.verdict import Closeness, FaultOutcome, Verdict
 from distbelief.observe import text
 
 HEADINGS = ("fault", "at step", "noticed", "next commit", "shards recomputed")

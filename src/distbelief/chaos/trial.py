@@ -11,9 +11,9 @@ from typing import Any, TextIO
 from distbelief.api import run_file
 from distbelief.chaos.inject import Injector
 from distbelief.chaos.relay import Relay
-from distbelief.chaos.schedule import Fault
-from distbelief.chaos.verdict import Evidence, Note, Record
-from distbelief.comm.messages import ScaleRequested
+from distbelief.chaos.rules.schedule import Fault
+from distbelief.chaos.rules.verdict import Evidence, Note, Record
+from distbelief.control.messages import ScaleRequested
 from distbelief.coordinator import client, journal
 from distbelief.errors import DistBeliefError, RunInterrupted
 from distbelief.observe.plain import PlainView

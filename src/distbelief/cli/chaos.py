@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from distbelief.chaos.randomly import random_schedule
-from distbelief.chaos.schedule import Fault, check, parse
+from distbelief.chaos.rules.schedule import Fault, check, parse
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
 from distbelief.cli.options import JobFile, Settings
 from distbelief.cli.train import check_job_file, parse_settings
 
 if TYPE_CHECKING:
+    from distbelief.chaos.rules.verdict import Evidence, Promise, Verdict
     from distbelief.chaos.trial import Plan, Struck
-    from distbelief.chaos.verdict import Evidence, Promise, Verdict
 
 WORKERS = 4
 
@@ -66,8 +66,8 @@ def chaos(
     schedule = wanted_faults(faults, random, workers, servers_of(strategy))
 
     from distbelief.chaos.report import as_json, print_table  # after the checks, which need none of it
+    from distbelief.chaos.rules.verdict import together
     from distbelief.chaos.trial import Plan, run_twin
-    from distbelief.chaos.verdict import together
 
     plan = Plan(job, values, workers, strategy, run_dir or _new_run_dir(job))
     stream = sys.stderr if json else sys.stdout
@@ -108,9 +108,9 @@ def _trials(
     """Each schedule with its run and verdict; a bad verdict is the last."""
     from distbelief.chaos.closeness import how_close
     from distbelief.chaos.report import totals
-    from distbelief.chaos.schedule import write
+    from distbelief.chaos.rules.schedule import write
+    from distbelief.chaos.rules.verdict import judge
     from distbelief.chaos.trial import run_under_faults
-    from distbelief.chaos.verdict import judge
     from distbelief.strategies import servers_of
 
     promise = _promise(plan.strategy)

@@ -24,10 +24,10 @@ def checkpoint(
     """Save a checkpoint of a run while it trains. Returns when it is whole."""
     ctx.meta[MACHINE_OUTPUT] = json
     from distbelief.checkpoint.manifest import step_name
-    from distbelief.comm.messages import CheckpointRequested
+    from distbelief.control.messages import CheckpointRequested
     from distbelief.coordinator.client import ask
     from distbelief.coordinator.journal import read
-    from distbelief.engines.launch import read_launch
+    from distbelief.launch.launch import read_launch
 
     folder = read_launch(run).checkpoint_folder
     known = len(read(run / "journal.jsonl"))
@@ -46,7 +46,7 @@ def checkpoint(
 def _await(run: Path, step: int, known: int, timeout_s: float) -> dict[str, Any]:
     """The journal says when a checkpoint exists. `known`: so many records were there before it was asked for."""
     from distbelief.coordinator.journal import read
-    from distbelief.engines.rundir import ended
+    from distbelief.launch.rundir import ended
 
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:

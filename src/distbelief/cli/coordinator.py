@@ -26,7 +26,7 @@ from distbelief.cli.options import (
 from distbelief.cli.profile import Profile, ProfileSteps, asked_steps, print_profile
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.cli.train import check_job_file, parse_settings
-from distbelief.engines.saveplan import DEFAULT_EVERY
+from distbelief.launch.rules.saveplan import DEFAULT_EVERY
 from distbelief.observe.view import open_view
 
 
@@ -57,7 +57,7 @@ def coordinator(
     values = parse_settings(settings or [])
 
     from distbelief.api import run_file
-    from distbelief.comm.routes import endpoint
+    from distbelief.control.addresses import endpoint
 
     stream = sys.stderr if json else sys.stdout
     view = open_view(stream, plain=plain)

@@ -9,7 +9,7 @@ import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
 from distbelief.cli.keys import KeyFile
-from distbelief.comm.keys import HOW_TO_MAKE_ONE, read_key
+from distbelief.control.keyfiles import HOW_TO_MAKE_ONE, read_key
 
 
 def doctor(
@@ -48,13 +48,13 @@ def doctor(
         raise UsageError("--listen needs --key FILE", hint=HOW_TO_MAKE_ONE)
     import msgspec
 
-    from distbelief.comm.routes import endpoint, host_name
-    from distbelief.doctor.finding import Host, Report
+    from distbelief.control.addresses import endpoint, host_name
     from distbelief.doctor.host import examine
     from distbelief.doctor.joining import join as join_others
     from distbelief.doctor.line import Door, with_key
     from distbelief.doctor.meeting import Meeting
-    from distbelief.doctor.report import lines
+    from distbelief.doctor.rules.finding import Host, Report
+    from distbelief.doctor.rules.report import lines
 
     def say(text: str) -> None:
         typer.echo(typer.style(f"{text} …", dim=True), err=True)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from distbelief.comm.keys import new_key, read_key
+from distbelief.control.keyfiles import new_key, read_key
 
 KeyFile = Annotated[
     Path | None,

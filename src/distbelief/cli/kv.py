@@ -43,9 +43,9 @@ def kv(
     It prints the path of its connection file. Clients: `from distbelief import kv; store = kv.connect(PATH)`.
     """
     ctx.meta[MACHINE_OUTPUT] = json
-    from distbelief.engines.signals import Signals
     from distbelief.kv.connection import endpoint
-    from distbelief.kv.warden import Order, Warden
+    from distbelief.kv.supervisor import Order, Warden
+    from distbelief.launch.signals import Signals
 
     where = endpoint(listen)
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distbelief.cli.failures import UsageError
-from distbelief.engines.allocation import SOURCES
-from distbelief.engines.allocation.asked import Asked
-from distbelief.engines.chosen import LOCAL, check, is_ray
+from distbelief.launch.chosen import LOCAL, check, is_ray
+from distbelief.launch.launchers.rules import SOURCES
+from distbelief.launch.launchers.rules.asked import Asked
 
 if TYPE_CHECKING:
-    from distbelief.engines.allocated import Leading
+    from distbelief.launch.launchers.allocated import Leading
 
 RAY = "ray"
 ENGINES = (LOCAL, *SOURCES, RAY)
@@ -46,7 +46,7 @@ def placed(asked: Asked) -> Iterator[Leading | None]:
             f"there is no engine {asked.on!r}", hint=f"did you mean --on {near[0]}?" if near else ", ".join(ENGINES)
         )
 
-    from distbelief.engines.allocated import find_place, follow, leading
+    from distbelief.launch.launchers.allocated import find_place, follow, leading
 
     place = find_place(asked, os.environ)
     if place is None:

@@ -11,7 +11,7 @@ import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT
 from distbelief.cli.options import AsJson
-from distbelief.engines.profileplan import USUAL, profile_plan
+from distbelief.launch.rules.profileplan import USUAL, profile_plan
 
 Profile = Annotated[
     bool,
@@ -39,7 +39,7 @@ def profile(
     """Say where the time went in a run that was trained with --profile: by phase and worker, and the top operators."""
     ctx.meta[MACHINE_OUTPUT] = json
     from distbelief.observe.profiling.collecting import read_summary
-    from distbelief.observe.profiling.shown import as_data, lines
+    from distbelief.observe.profiling.rules.shown import as_data, lines
 
     summary, trace = read_summary(run)
     if json:
@@ -62,7 +62,7 @@ def asked_steps(usual: bool, steps: str) -> str:
 def print_profile(trace: str, stream: TextIO = sys.stdout) -> None:
     """After a run."""
     from distbelief.observe.profiling.collecting import read_summary
-    from distbelief.observe.profiling.shown import lines
+    from distbelief.observe.profiling.rules.shown import lines
 
     if trace:
         summary, _ = read_summary(Path(trace))

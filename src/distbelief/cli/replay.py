@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
-from distbelief.engines.processes import WORKER_ENVIRONMENT
+from distbelief.launch.processes import WORKER_ENVIRONMENT
 
 _STEP_HELP = (
     "The step to replay, counted from 0. Default: the one at which the run failed; if its parameters were not finite "

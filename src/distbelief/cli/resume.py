@@ -14,8 +14,8 @@ from distbelief.cli.keys import KeyFile, key_file
 from distbelief.cli.options import AsJson, Plain
 from distbelief.cli.placing import On, placed
 from distbelief.cli.summary import print_json, print_summary
-from distbelief.engines.allocation.asked import Asked
-from distbelief.engines.chosen import LOCAL
+from distbelief.launch.chosen import LOCAL
+from distbelief.launch.launchers.rules.asked import Asked
 from distbelief.observe.view import open_view
 
 
@@ -41,8 +41,8 @@ def resume(
     """Go on with a run that was stopped or that died. The result is that of a run that was never interrupted."""
     ctx.meta[MACHINE_OUTPUT] = json
     from distbelief.api import resume_run
-    from distbelief.comm.routes import endpoint
-    from distbelief.engines.rundir import is_complete
+    from distbelief.control.addresses import endpoint
+    from distbelief.launch.rundir import is_complete
 
     stream = sys.stderr if json else sys.stdout
     key_path = key_file(key)

@@ -29,7 +29,7 @@ def scale(
     """Change the number of workers or parameter servers of a run while it trains. The result stays the same, bit for
     bit, in strategies that are exact."""
     ctx.meta[MACHINE_OUTPUT] = json
-    from distbelief.comm.messages import ScaleRequested, ServersRequested
+    from distbelief.control.messages import ScaleRequested, ServersRequested
     from distbelief.coordinator.client import ask
 
     if workers is None and servers is None:

@@ -35,7 +35,7 @@ def slurm(
 
     It saves a checkpoint before its time is up, goes back into the queue, and goes on from there.
     """
-    from distbelief.engines.batchscript import Batch, script
+    from distbelief.launch.launchers.rules.batchscript import Batch, script
 
     check_job_file(job)
     given = list(options or [])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from distbelief.comm.seals import described
+from distbelief.control.signatures import described
 from distbelief.observe import text
 
 if TYPE_CHECKING:

@@ -32,11 +32,11 @@ from distbelief.cli.options import (
 from distbelief.cli.placing import On, placed
 from distbelief.cli.profile import Profile, ProfileSteps, asked_steps, print_profile
 from distbelief.cli.summary import print_json, print_summary
-from distbelief.coordinator.detector import STUCK_S
-from distbelief.engines.allocation.asked import Asked
-from distbelief.engines.chosen import LOCAL
-from distbelief.engines.saveplan import DEFAULT_EVERY, KEEP_LAST
+from distbelief.coordinator.rules.detector import STUCK_S
 from distbelief.errors import JobError
+from distbelief.launch.chosen import LOCAL
+from distbelief.launch.launchers.rules.asked import Asked
+from distbelief.launch.rules.saveplan import DEFAULT_EVERY, KEEP_LAST
 from distbelief.observe.view import open_view
 from distbelief.worker.jobfile import compile_job
 
@@ -90,7 +90,7 @@ def train(
 ) -> None:
     """Train a job on the workers of this machine, or of those that a launcher has given us (--on)."""
     ctx.meta[MACHINE_OUTPUT] = json
-    from distbelief.comm.routes import endpoint
+    from distbelief.control.addresses import endpoint
 
     key_path = key_file(key)
     where = endpoint(listen)

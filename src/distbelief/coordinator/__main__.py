@@ -19,15 +19,15 @@ import msgspec
 import zmq
 from msgspec import Struct
 
-from distbelief.comm.badges import Authority
-from distbelief.comm.doorkeeper import Doorkeeper
-from distbelief.comm.messages import SECRET_BYTES
-from distbelief.comm.seals import Refusals
+from distbelief.control.connectionlimit import Doorkeeper
+from distbelief.control.credentials import Authority
+from distbelief.control.messages import SECRET_BYTES
+from distbelief.control.signatures import Refusals
 from distbelief.coordinator import client
 from distbelief.coordinator import server as edge
 from distbelief.coordinator.journal import Journal
-from distbelief.coordinator.replay import resumed
-from distbelief.coordinator.state import RunConfig, resume
+from distbelief.coordinator.rules.replay import resumed
+from distbelief.coordinator.rules.state import RunConfig, resume
 from distbelief.errors import DistBeliefError
 from distbelief.lifeline import die_with_parent
 

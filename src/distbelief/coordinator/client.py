@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from distbelief.comm.badges import Authority
-from distbelief.comm.messages import Admit, Answer, Command, Event, JoinRequested, decode_command, encode
-from distbelief.comm.network import dial
-from distbelief.comm.reaching import unanswered
+from distbelief.control.credentials import Authority
+from distbelief.control.messages import Admit, Answer, Command, Event, JoinRequested, decode_command, encode
+from distbelief.control.sockets import dial
+from distbelief.control.unreachable import unanswered
 from distbelief.errors import DistBeliefError
 
 _FILE = "coordinator.json"

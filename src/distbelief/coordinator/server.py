@@ -21,16 +21,16 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from distbelief.comm import messages as m
-from distbelief.comm.badges import Keys
-from distbelief.comm.doorkeeper import Doorkeeper
-from distbelief.comm.network import protect
-from distbelief.comm.seals import NO_MESSAGE, NO_SEAL, NOT_ITS_OWN, OUT_OF_PLACE, Checker, Refusals, Refused
-from distbelief.coordinator import state as s
+from distbelief.control import messages as m
+from distbelief.control.connectionlimit import Doorkeeper
+from distbelief.control.credentials import Keys
+from distbelief.control.signatures import NO_MESSAGE, NO_SEAL, NOT_ITS_OWN, OUT_OF_PLACE, Checker, Refusals, Refused
+from distbelief.control.sockets import protect
 from distbelief.coordinator import traceparts
 from distbelief.coordinator.journal import Journal
-from distbelief.coordinator.progress import REMEMBERED, Seen
-from distbelief.coordinator.speakers import FROM_SERVERS, FROM_WORKERS, is_introduced, may_say
+from distbelief.coordinator.rules import state as s
+from distbelief.coordinator.rules.progress import REMEMBERED, Seen
+from distbelief.coordinator.rules.speakers import FROM_SERVERS, FROM_WORKERS, is_introduced, may_say
 from distbelief.errors import DistBeliefError
 
 DEFAULT_LISTEN = "tcp://127.0.0.1:*"

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from distbelief.comm.messages import PROFILE_FOLDER, TracePart
+from distbelief.control.messages import PROFILE_FOLDER, TracePart
 
 MOST_BYTES = 1 << 30
 _NAME = re.compile(r"worker-(\d+)-\d+\.[a-z]+(\.gz)?", re.ASCII)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from distbelief.comm.routes import host_name
+from distbelief.control.addresses import host_name
 from distbelief.doctor.checks import (
     cards,
     disk,
@@ -19,7 +19,7 @@ from distbelief.doctor.checks import (
     sharedmemory,
     software,
 )
-from distbelief.doctor.finding import Host
+from distbelief.doctor.rules.finding import Host
 
 
 def examine(run_dir: Path, together: bool, say: Callable[[str], None], name: str = "") -> Host:

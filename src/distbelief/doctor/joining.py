@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from distbelief.comm.routes import interface_to, own_address
-from distbelief.doctor import ofrun, words
-from distbelief.doctor.clock import Exchange, skew
-from distbelief.doctor.finding import Finding, Host, Report, duration, ok, problem
+from distbelief.control.addresses import interface_to, own_address
+from distbelief.doctor import messages as words
 from distbelief.doctor.line import Line, way_in
 from distbelief.doctor.links import Doorway, measure
+from distbelief.doctor.rules import ofrun
+from distbelief.doctor.rules.clock import Exchange, skew
+from distbelief.doctor.rules.finding import Finding, Host, Report, duration, ok, problem
 from distbelief.errors import DistBeliefError
 
 SILENT_S = 90.0

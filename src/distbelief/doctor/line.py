@@ -10,16 +10,16 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from distbelief.comm.badges import Authority
-from distbelief.comm.commands import RunFacts
-from distbelief.comm.events import FactsAsked
-from distbelief.comm.keys import required_key, run_secret
-from distbelief.comm.network import dial, protect
-from distbelief.comm.reaching import reach, unanswered
-from distbelief.comm.seals import Refused
+from distbelief.control.commands import RunFacts
+from distbelief.control.credentials import Authority
+from distbelief.control.events import FactsAsked
+from distbelief.control.keyfiles import required_key, run_secret
+from distbelief.control.signatures import Refused
+from distbelief.control.sockets import dial, protect
+from distbelief.control.unreachable import reach, unanswered
 from distbelief.coordinator.client import whereabouts
-from distbelief.doctor import words
-from distbelief.doctor.clock import Exchange
+from distbelief.doctor import messages as words
+from distbelief.doctor.rules.clock import Exchange
 from distbelief.errors import DistBeliefError
 
 ANSWER_S = 10.0

@@ -14,9 +14,9 @@ import struct
 import threading
 import time
 
-from distbelief.comm.reaching import attempt
-from distbelief.comm.routes import bracketed, split
-from distbelief.doctor.finding import Link
+from distbelief.control.addresses import bracketed, split
+from distbelief.control.unreachable import attempt
+from distbelief.doctor.rules.finding import Link
 
 TOKEN_BYTES = 32
 ROUND_TRIPS = 20

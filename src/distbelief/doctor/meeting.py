@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace as changed
 
-from distbelief.comm.events import FactsAsked
-from distbelief.comm.routes import own_address
-from distbelief.doctor import clock, compare, words
-from distbelief.doctor.finding import Finding, Host, Link, Report, ok, problem
+from distbelief.control.addresses import own_address
+from distbelief.control.events import FactsAsked
+from distbelief.doctor import messages as words
 from distbelief.doctor.line import Door
 from distbelief.doctor.links import Doorway, measure
+from distbelief.doctor.rules import clock, compare
+from distbelief.doctor.rules.finding import Finding, Host, Link, Report, ok, problem
 
 REMIND_S = 2.0
 ROUND_S = 60.0

@@ -22,8 +22,8 @@ from distbelief.data.seeding import seed_everything
 from distbelief.data.sources import InMemory, as_source, split_batch
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.job import Job
-from distbelief.strategies.compute import make_model
-from distbelief.strategies.tables.embedding import densified
+from distbelief.strategies.flatmodel.compute import make_model
+from distbelief.strategies.ps.tables.embedding import densified
 from distbelief.worker.jobfile import load_job
 
 SAMPLES = 3  # more than 1: torch.export takes a dimension of 1 for a constant

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from distbelief.errors import DistBeliefError
-from distbelief.kv.warden import Order, Warden
+from distbelief.kv.supervisor import Order, Warden
 
 
 def main() -> int:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from distbelief.comm.kvwords import CATALOGUE, DeclareKey, Dense, Entry, Form, PlaceKey, SealKey
 from distbelief.errors import DistBeliefError
 from distbelief.kv.checks import described
+from distbelief.kv.messages import CATALOGUE, DeclareKey, Dense, Entry, Form, PlaceKey, SealKey
 from distbelief.kv.patience import TookTooLong
 from distbelief.kv.traffic import Traffic, bytes_of
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.errors import DistBeliefError
+from distbelief.transport.shm.segment import KeeperClient, Segment
 
 SMALLEST = 1 << 16
 LENT_BYTES = 256 << 20

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from distbelief.comm.kvwords import Dense, Entry, Form, Rows
 from distbelief.errors import DistBeliefError
-from distbelief.servers.tensorbag import dtype_of, name_of
+from distbelief.kv.messages import Dense, Entry, Form, Rows
+from distbelief.strategies.ps.server.tensorbag import dtype_of, name_of
 
 HELD = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

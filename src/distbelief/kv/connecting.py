@@ -6,15 +6,15 @@ import contextlib
 import socket as sockets
 from pathlib import Path
 
-from distbelief.comm.badges import Authority
-from distbelief.comm.segment import KeeperClient
-from distbelief.comm.serverclient import ServerClient
+from distbelief.control.credentials import Authority
 from distbelief.errors import DistBeliefError
 from distbelief.kv import connection
 from distbelief.kv.buffers import Buffers
 from distbelief.kv.link import Link
 from distbelief.kv.store import Store
 from distbelief.kv.traffic import Traffic
+from distbelief.strategies.ps.protocol.client import ServerClient
+from distbelief.transport.shm.segment import KeeperClient
 
 
 def connect(

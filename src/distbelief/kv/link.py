@@ -11,11 +11,11 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from distbelief.comm.badges import Badge
-from distbelief.comm.messages import EndRun, Serve, ServerMap
-from distbelief.comm.network import dial
+from distbelief.control.credentials import Badge
+from distbelief.control.messages import EndRun, Serve, ServerMap
+from distbelief.control.sockets import dial
 from distbelief.errors import DistBeliefError
-from distbelief.kv import words
+from distbelief.kv import supervisormessages as words
 
 HERE_S = 0.5
 LOOK_S = 0.05

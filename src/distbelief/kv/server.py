@@ -1,4 +1,4 @@
-"""A server of a key-value service, as the warm process (engines/zygote.py) begins it."""
+"""A server of a key-value service, as the warm process (launch/zygote.py) begins it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 import zmq
 from msgspec import Struct
 
-from distbelief.comm.badges import Badge
-from distbelief.comm.kvwords import CATALOGUE
-from distbelief.comm.messages import EXIT_REPORTED
-from distbelief.comm.segment import KeeperClient, Segment
-from distbelief.servers.catalogue import Catalogue
-from distbelief.servers.keyslice import KeySlice
-from distbelief.servers.stores import SliceStore
-from distbelief.worker.serveredge import ServerEdge
+from distbelief.control.credentials import Badge
+from distbelief.control.messages import EXIT_REPORTED
+from distbelief.kv.catalogue import Catalogue
+from distbelief.kv.keyslice import KeySlice
+from distbelief.kv.messages import CATALOGUE
+from distbelief.strategies.ps.server.edge import ServerEdge
+from distbelief.strategies.ps.server.stores import SliceStore
+from distbelief.transport.shm.segment import KeeperClient, Segment
 
 SHARED_FROM = 1 << 16
 """Values of so many bytes or more lie in memory that clients can map: each takes a descriptor and a mapping."""

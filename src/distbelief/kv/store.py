@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from distbelief.comm.kvwords import Arrive, Dense, Entry, Form, Rows, SetOptimizer, Withdraw
-from distbelief.comm.words import Aborted
 from distbelief.errors import DistBeliefError
 from distbelief.kv import beginning, checks
+from distbelief.kv.keyoptimizer import optimizer_spec, row_optimizer
+from distbelief.kv.messages import Arrive, Dense, Entry, Form, Rows, SetOptimizer, Withdraw
 from distbelief.kv.patience import TookTooLong
 from distbelief.kv.traffic import Traffic
-from distbelief.servers.keyoptimizer import optimizer_spec, row_optimizer
-from distbelief.strategies.tables.rowinit import RowInit, TableForm
+from distbelief.strategies.ps.tables.rowinit import RowInit, TableForm
+from distbelief.transport.shm.futexflags import Aborted
 
 _LOST = "the values of all keys are lost: the servers that had them died before others had a copy"
 

@@ -1,7 +1,7 @@
 """What a store's calls become: changes of slices, and questions to them.
 
-Servers are reached through `comm/serverclient.py`, which sends everything until it is answered, to whoever has the
-slice by then. What is pushed is copied first, so the caller may go on at once.
+Servers are reached through `strategies/ps/protocol/client.py`, which sends every change until the slice's present
+primary has answered it. What is pushed is copied first, so the caller may go on at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
-from distbelief.comm.kvwords import (
+from distbelief.errors import DistBeliefError
+from distbelief.kv.buffers import LENT_BYTES, SMALLEST, Buffers
+from distbelief.kv.link import Link
+from distbelief.kv.messages import (
     CATALOGUE,
     AddToKey,
     AddToRows,
@@ -22,14 +25,11 @@ from distbelief.comm.kvwords import (
     PullKey,
     PullKeyRows,
 )
-from distbelief.comm.letters import Letter
-from distbelief.comm.serverclient import ServerClient, Stop
-from distbelief.errors import DistBeliefError
-from distbelief.kv.buffers import LENT_BYTES, SMALLEST, Buffers
-from distbelief.kv.link import Link
 from distbelief.kv.patience import Patience
-from distbelief.servers.tensorbag import as_bytes
-from distbelief.strategies.tables.rowbuckets import bucket_of
+from distbelief.strategies.ps.protocol.client import ServerClient, Stop
+from distbelief.strategies.ps.protocol.frames import Letter
+from distbelief.strategies.ps.server.tensorbag import as_bytes
+from distbelief.strategies.ps.tables.rowbuckets import bucket_of
 
 
 @dataclass(frozen=True)

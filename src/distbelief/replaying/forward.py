@@ -21,7 +21,7 @@ from distbelief.data.sources import split_batch
 from distbelief.job import Job
 from distbelief.replaying.findings import BATCH, LOSS, Finding, bad_samples, not_finite
 from distbelief.replaying.tracing import Trace
-from distbelief.strategies.compute import loss_sum, move
+from distbelief.strategies.flatmodel.compute import loss_sum, move
 
 _NOT_STEPPED_INTO = [
     *("torch.nn.modules.module", "torch._*", "torch.compiler*", "torch.jit*", "torch.utils*", "torch.autograd*"),

@@ -11,8 +11,8 @@ import torch
 from distbelief.replaying.findings import MODEL, Count, Finding, in_state, layer_of, not_finite
 from distbelief.replaying.forward import Passed, ShardWork, pass_through
 from distbelief.shards import Range, shard_seed, split
-from distbelief.strategies.layout import trainable
-from distbelief.strategies.replica import DataParallelReplica
+from distbelief.strategies.dataparallel.replica import DataParallelReplica
+from distbelief.strategies.flatmodel.layout import trainable
 from distbelief.worker.loading import Loaded
 
 Gradients = list[torch.Tensor | None]

@@ -11,20 +11,20 @@ import torch
 
 from distbelief.checkpoint.reading import newest_sound
 from distbelief.checkpoint.storage import Where
-from distbelief.comm.alone import AloneExchange
-from distbelief.comm.badges import NOBODY
-from distbelief.comm.devicememory import memory_on
-from distbelief.comm.ondevice import OnDevice
-from distbelief.comm.segment import Memory, Segment
+from distbelief.control.credentials import NOBODY
 from distbelief.errors import DistBeliefError, RunFailed
 from distbelief.replaying.records import RecordedRun
 from distbelief.strategies import parse, servers_of
 from distbelief.strategies.base import BeginFrom, Saved, Seat, nothing_saved
-from distbelief.strategies.hybrid import Meshed
-from distbelief.strategies.local_sgd import LocalSGD
-from distbelief.strategies.prepared import PreparedAllReduce
-from distbelief.strategies.replica import DataParallelReplica
-from distbelief.strategies.sandblaster import Sandblaster
+from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
+from distbelief.strategies.dataparallel.replica import DataParallelReplica
+from distbelief.strategies.localsgd.strategy import LocalSGD
+from distbelief.strategies.mesh.strategy import Meshed
+from distbelief.strategies.sandblaster.strategy import Sandblaster
+from distbelief.transport.alone import AloneExchange
+from distbelief.transport.device.exchange import OnDevice
+from distbelief.transport.device.memory import memory_on
+from distbelief.transport.shm.segment import Memory, Segment
 from distbelief.worker.failure import describe_failure
 from distbelief.worker.loading import Loaded, load
 from distbelief.worker.origin import saved_at, weights_of

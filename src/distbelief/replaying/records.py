@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from distbelief.checkpoint.records import read_record
-from distbelief.comm.messages import Canary, WorkerFailed
+from distbelief.control.messages import Canary, WorkerFailed
 from distbelief.coordinator.journal import read as read_journal
-from distbelief.engines.launch import Launch, read_launch
-from distbelief.engines.rundir import ended
 from distbelief.errors import DistBeliefError
+from distbelief.launch.launch import Launch, read_launch
+from distbelief.launch.rundir import ended
 from distbelief.observe.records import Tail
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from distbelief.checkpoint.sources import MODEL
 from distbelief.checkpoint.weights import weights_sha256
-from distbelief.comm.messages import WorkerFailed
+from distbelief.control.messages import WorkerFailed
 from distbelief.errors import DistBeliefError
 from distbelief.replaying.findings import in_state, not_finite
 from distbelief.replaying.inspection import Inspection, Question, inspect
@@ -25,7 +25,7 @@ from distbelief.replaying.rebuild import (
 from distbelief.replaying.records import RecordedRun, canary_differs, chosen_step, read_run
 from distbelief.replaying.verdict import Verdict, judge, judge_within_rounding
 from distbelief.strategies.base import NonFiniteLoss, Saved, StepResult
-from distbelief.strategies.replica import DataParallelReplica
+from distbelief.strategies.dataparallel.replica import DataParallelReplica
 from distbelief.worker.loading import Loaded
 
 

@@ -8,14 +8,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from distbelief.comm.compression.option import NAMES as COMPRESSIONS
+from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.errors import JobError
-from distbelief.strategies.allreduce import AllReduce
-from distbelief.strategies.degrees import Wish
-from distbelief.strategies.hybrid import SCHEDULES, Hybrid, Meshed, Pipeline, Sharded, Tensor, no_gradients_travel
-from distbelief.strategies.local_sgd import LocalSGD, parse_local_sgd
-from distbelief.strategies.parameterserver import MODES, ParameterServer
-from distbelief.strategies.sandblaster import Sandblaster, parse_sandblaster
+from distbelief.strategies.dataparallel.strategy import AllReduce
+from distbelief.strategies.localsgd.strategy import LocalSGD, parse_local_sgd
+from distbelief.strategies.mesh.strategy import (
+    SCHEDULES,
+    Hybrid,
+    Meshed,
+    Pipeline,
+    Sharded,
+    Tensor,
+    no_gradients_travel,
+)
+from distbelief.strategies.ps.strategy import MODES, ParameterServer
+from distbelief.strategies.rules.degrees import Wish
+from distbelief.strategies.sandblaster.strategy import Sandblaster, parse_sandblaster
 
 AnyStrategy = AllReduce | LocalSGD | ParameterServer | Sandblaster | Pipeline | Tensor | Sharded | Hybrid
 

@@ -14,11 +14,11 @@ import torch
 
 from distbelief.checkpoint.manifest import PartEntry
 from distbelief.checkpoint.parts import Slice
-from distbelief.comm.exchange import Geometry, Group
-from distbelief.comm.segment import Segment
 from distbelief.errors import DistBeliefError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
+from distbelief.transport.exchange import Geometry, Group
+from distbelief.transport.shm.segment import Segment
 
 Fetch = Callable[[int, int, int], tuple[Any, int]]
 """(step, first shard, end shard) -> the batch of those shards together, and how many samples it has."""

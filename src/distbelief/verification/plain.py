@@ -29,14 +29,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from distbelief.data.order import positions_to_samples
+from distbelief.data.rules.order import positions_to_samples
 from distbelief.data.seeding import seed_everything
 from distbelief.data.sources import InMemory, as_source, split_batch
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule, sample_seed, shard_seed, split
-from distbelief.strategies.onednn import multiply_as_asked
-from distbelief.strategies.tables.embedding import settle
+from distbelief.strategies.flatmodel.onednn import multiply_as_asked
+from distbelief.strategies.ps.tables.embedding import settle
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 

@@ -1,7 +1,7 @@
 """A job trained by `sandblaster` in one plain PyTorch loop: what `distbelief verify` holds that strategy against.
 
 Like plain.py, of which it is made. What it has in common with the strategy is the value that says what to do, and the
-arithmetic of L-BFGS (strategies/search/lbfgs.py), here on vectors in this process. The loss and its gradient are
+arithmetic of L-BFGS (strategies/sandblaster/rules/lbfgs.py), here on vectors in this process. Loss and gradient are
 computed by an ordinary loop over all samples, portion by portion, and added along a binary tree. The bits are the same.
 """
 
@@ -14,9 +14,9 @@ import torch
 
 from distbelief.data.sources import as_source
 from distbelief.job import Job
-from distbelief.strategies.sandblaster import Sandblaster
-from distbelief.strategies.search import lbfgs
-from distbelief.strategies.search.vectors import BLOCK, JoinedVectors, SlicedVectors
+from distbelief.strategies.sandblaster.rules import lbfgs
+from distbelief.strategies.sandblaster.strategy import Sandblaster
+from distbelief.strategies.sandblaster.vectors import BLOCK, JoinedVectors, SlicedVectors
 from distbelief.verification.plain import Buffers, ShardComputation, add_up, open_data
 
 

@@ -24,13 +24,13 @@ from dataclasses import dataclass
 
 import torch
 
-from distbelief.comm.compression.codec import Codec
-from distbelief.comm.compression.option import long_form
-from distbelief.comm.compression.spec import parse_codec
+from distbelief.compression.codec import Codec
+from distbelief.compression.option import long_form
+from distbelief.compression.spec import parse_codec
 from distbelief.errors import DistBeliefError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
-from distbelief.strategies.local_sgd import LocalSGD
+from distbelief.strategies.localsgd.strategy import LocalSGD
 from distbelief.verification.plain import (
     Buffers,
     Fetch,

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from distbelief.engines.processes import WORKER_ENVIRONMENT
 from distbelief.errors import DistBeliefError, JobError, RunFailed
+from distbelief.launch.processes import WORKER_ENVIRONMENT
 from distbelief.lifeline import die_with_parent
 
 THREADS = 1
@@ -100,8 +100,8 @@ def _train(order: Order) -> None:
     from distbelief.checkpoint.weights import save_weights
     from distbelief.data.seeding import seed_everything
     from distbelief.strategies import parse
-    from distbelief.strategies.local_sgd import LocalSGD
-    from distbelief.strategies.sandblaster import Sandblaster
+    from distbelief.strategies.localsgd.strategy import LocalSGD
+    from distbelief.strategies.sandblaster.strategy import Sandblaster
     from distbelief.verification.plain import make_model, nudge, train_plainly
     from distbelief.verification.plainlbfgs import train_by_search
     from distbelief.verification.plainlocal import train_locally

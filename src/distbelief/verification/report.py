@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 from distbelief.observe import text
 from distbelief.strategies import learn_alike, parse
-from distbelief.strategies.allreduce import AllReduce
+from distbelief.strategies.dataparallel.strategy import AllReduce
 from distbelief.verification.compare import ABOVE_NOISE, Comparison, Difference
 from distbelief.verification.trial import PLAIN, Plan
 

@@ -6,10 +6,10 @@ import json
 import time
 from dataclasses import dataclass
 
-from distbelief.comm.messages import Evaluation, StepReport, Timing, WorkerFinished
-from distbelief.comm.serverwords import Gathered, Lease, Wait
+from distbelief.control.messages import Evaluation, StepReport, Timing, WorkerFinished
 from distbelief.job import Job
-from distbelief.strategies.ps.asynchronous import AsynchronousReplica
+from distbelief.strategies.ps.protocol.messages import Gathered, Lease, Wait
+from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica
 from distbelief.worker.evaluate import Evaluator
 from distbelief.worker.link import Progress
 from distbelief.worker.origin import facts_at

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from distbelief.comm.memfd import require_memory
-from distbelief.comm.segment import Segment
+from distbelief.transport.shm.memfd import require_memory
+from distbelief.transport.shm.segment import Segment
 
 BUFFERS = 2
 

@@ -14,7 +14,7 @@ from distbelief.data.sources import InMemory, MapStyle, split_batch
 from distbelief.job import Job
 from distbelief.shards import Schedule, shard_seed
 from distbelief.strategies.base import Seated, Task
-from distbelief.strategies.compute import loss_sum, move
+from distbelief.strategies.flatmodel.compute import loss_sum, move
 from distbelief.worker.feed import Feed
 from distbelief.worker.metrics import ShardMetrics
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from distbelief.comm.devicegroup import DeviceGroup
-from distbelief.comm.devicememory import Accelerator
-from distbelief.comm.exchange import Geometry, Group
-from distbelief.comm.group import Rendezvous, TorchGroup
-from distbelief.comm.ledger import Past
-from distbelief.comm.networked import networked, networked_on
-from distbelief.comm.ondevice import OnDevice
-from distbelief.comm.served import ServedGroup
-from distbelief.comm.servedondevice import ServedOnDevice
-from distbelief.comm.shared import SharedExchange
-from distbelief.comm.sharedslots import SharedSlots
-from distbelief.comm.words import Abort
+from distbelief.compression.exchanges.choice import networked, networked_on
 from distbelief.errors import DistBeliefError
-from distbelief.worker.control import TrainGeneration
+from distbelief.strategies.ps.worker.deviceexchange import ServedOnDevice
+from distbelief.strategies.ps.worker.exchange import ServedGroup
+from distbelief.transport.device.exchange import OnDevice
+from distbelief.transport.device.group import DeviceGroup
+from distbelief.transport.device.memory import Accelerator
+from distbelief.transport.exchange import Geometry, Group
+from distbelief.transport.gloo.group import Rendezvous, TorchGroup
+from distbelief.transport.shm.controlblock import Past
+from distbelief.transport.shm.exchange import SharedExchange
+from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.shm.slots import SharedSlots
 from distbelief.worker.loading import Loaded
 from distbelief.worker.place import Place
+from distbelief.worker.rules.control import TrainGeneration
 
 
 def exchange_of(place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort) -> Group:

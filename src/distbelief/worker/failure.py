@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from distbelief.comm.messages import WorkerFailed
+from distbelief.control.messages import WorkerFailed
 from distbelief.data.readers import ReaderError
 from distbelief.errors import DistBeliefError, JobError, NotEnoughMemory
 from distbelief.strategies.base import NonFiniteLoss

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from distbelief.data.order import positions_to_samples
 from distbelief.data.readers import Readers
+from distbelief.data.rules.order import positions_to_samples
 from distbelief.data.sources import InMemory, MapStyle
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule

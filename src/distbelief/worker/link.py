@@ -18,8 +18,8 @@ from queue import SimpleQueue
 import msgspec
 import zmq
 
-from distbelief.comm.badges import Badge
-from distbelief.comm.messages import (
+from distbelief.control.credentials import Badge
+from distbelief.control.messages import (
     Command,
     Evaluation,
     Event,
@@ -30,10 +30,10 @@ from distbelief.comm.messages import (
     decode_command,
     encode,
 )
-from distbelief.comm.network import dial, hear_event
-from distbelief.comm.words import Abort
-from distbelief.worker import control
-from distbelief.worker.control import (
+from distbelief.control.sockets import dial, hear_event
+from distbelief.transport.shm.futexflags import Abort
+from distbelief.worker.rules import control
+from distbelief.worker.rules.control import (
     AbortStep,
     Action,
     GenerationFinished,

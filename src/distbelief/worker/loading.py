@@ -17,9 +17,7 @@ import numpy
 import torch
 
 from distbelief.checkpoint.manifest import Facts
-from distbelief.comm.memfd import require_memory
-from distbelief.comm.messages import Canary, JobFacts
-from distbelief.comm.segment import KeeperClient
+from distbelief.control.messages import Canary, JobFacts
 from distbelief.data.seeding import seed_everything
 from distbelief.data.sources import InMemory, MapStyle, as_source
 from distbelief.errors import JobError
@@ -27,8 +25,10 @@ from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies import keeps_state_on_devices, parse
 from distbelief.strategies.base import Prepared, Strategy
-from distbelief.strategies.named import tied, transient
-from distbelief.strategies.sandblaster import Sandblaster
+from distbelief.strategies.flatmodel.named import tied, transient
+from distbelief.strategies.sandblaster.strategy import Sandblaster
+from distbelief.transport.shm.memfd import require_memory
+from distbelief.transport.shm.segment import KeeperClient
 from distbelief.version import __version__
 from distbelief.worker.devices import describe, named_device, open_device, require_device_memory
 from distbelief.worker.evaluate import Evaluator

@@ -1,14 +1,14 @@
 """When a worker's pace is looked at again: after a stretch of updates that is long enough to tell something of it.
 
-How the pace follows from what was measured is `servers/pace.py`'s.
+How the pace follows from what was measured is `strategies/ps/rules/pace.py`'s.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from distbelief.servers.pace import Pace, next_pace
-from distbelief.strategies.ps.asynchronous import Spent
+from distbelief.strategies.ps.rules.pace import Pace, next_pace
+from distbelief.strategies.ps.worker.asynchronous import Spent
 
 UNCOUNTED = 2
 """The first updates open connections and map memory: they say nothing of the ones to come."""

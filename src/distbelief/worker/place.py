@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from distbelief.comm.segment import KeeperClient, Memory, Segment
-from distbelief.comm.serverclient import ServerClient
+from distbelief.strategies.ps.protocol.client import ServerClient
+from distbelief.transport.shm.segment import KeeperClient, Memory, Segment
 from distbelief.worker.link import ControlLink
 from distbelief.worker.saving import Saver
 from distbelief.worker.spec import WorkerSpec

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from distbelief.comm.messages import (
+from distbelief.control.addresses import interface_to
+from distbelief.control.messages import (
     EXIT_REPORTED,
     BrokenShard,
     CheckpointLoaded,
@@ -31,18 +32,16 @@ from distbelief.comm.messages import (
     WorkerLeft,
     WorkerReady,
 )
-from distbelief.comm.routes import interface_to
-from distbelief.comm.segment import KeeperClient
-from distbelief.comm.served import ServedGroup
-from distbelief.comm.serverclient import ServerClient
-from distbelief.comm.shared import SharedExchange
-from distbelief.comm.words import Abort, Aborted
 from distbelief.strategies.base import Replica, Saved, Seat, Seated
-from distbelief.strategies.parameterserver import ParameterServer
-from distbelief.strategies.ps.asynchronous import AsynchronousReplica
-from distbelief.strategies.sandblaster import Sandblaster
+from distbelief.strategies.ps.protocol.client import ServerClient
+from distbelief.strategies.ps.strategy import ParameterServer
+from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica
+from distbelief.strategies.ps.worker.exchange import ServedGroup
+from distbelief.strategies.sandblaster.strategy import Sandblaster
+from distbelief.transport.shm.exchange import SharedExchange
+from distbelief.transport.shm.futexflags import Abort, Aborted
+from distbelief.transport.shm.segment import KeeperClient
 from distbelief.worker.asynchronous import train_freely
-from distbelief.worker.control import Leave, StandDown, TrainGeneration
 from distbelief.worker.devices import identity
 from distbelief.worker.exchanges import exchange_of
 from distbelief.worker.failure import describe_failure
@@ -50,6 +49,7 @@ from distbelief.worker.link import ControlLink
 from distbelief.worker.loading import Loaded, load, write_job_json
 from distbelief.worker.origin import frozen_of, newest_saved, opened_at, weights_of
 from distbelief.worker.place import Place
+from distbelief.worker.rules.control import Leave, StandDown, TrainGeneration
 from distbelief.worker.saving import Saver
 from distbelief.worker.spec import WorkerSpec
 from distbelief.worker.successor import train_or_be_succeeded

@@ -7,23 +7,23 @@ import time
 
 import torch
 
-from distbelief.comm.segment import KeeperClient, Segment
 from distbelief.job import Job
-from distbelief.servers.freeslice import FreeSlice
-from distbelief.servers.freetables import FreeTables
-from distbelief.servers.ledgerslice import LedgerSlice, Terms
-from distbelief.servers.runslice import RunSlice
-from distbelief.servers.slicememory import SliceMemory
-from distbelief.servers.steptables import StepTables
-from distbelief.servers.stores import SliceStore
-from distbelief.servers.sumspace import SumSpace
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Saved
-from distbelief.strategies.ps.preparedserved import PreparedServed
-from distbelief.strategies.ps.pushcoding import PushCoding
-from distbelief.strategies.ps.slicing import SliceShape
-from distbelief.strategies.state import ReplicaState
-from distbelief.strategies.tables.savedtables import SavedTables, without_tables
+from distbelief.strategies.flatmodel.state import ReplicaState
+from distbelief.strategies.ps.protocol.pushcoding import PushCoding
+from distbelief.strategies.ps.rules.slicing import SliceShape
+from distbelief.strategies.ps.server.asyncslice import FreeSlice
+from distbelief.strategies.ps.server.leaseslice import LedgerSlice, Terms
+from distbelief.strategies.ps.server.slicememory import SliceMemory
+from distbelief.strategies.ps.server.stores import SliceStore
+from distbelief.strategies.ps.server.sumspace import SumSpace
+from distbelief.strategies.ps.server.syncslice import RunSlice
+from distbelief.strategies.ps.tables.asyncslice import FreeTables
+from distbelief.strategies.ps.tables.savedtables import SavedTables, without_tables
+from distbelief.strategies.ps.tables.syncslice import StepTables
+from distbelief.strategies.ps.worker.prepared import PreparedServed
+from distbelief.transport.shm.segment import KeeperClient, Segment
 from distbelief.worker.slicesource import LEDGER_BYTES, SliceSource
 from distbelief.worker.spec import WorkerSpec
 

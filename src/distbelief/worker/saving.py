@@ -1,6 +1,6 @@
 """Saving while training goes on: a thread copies this member's portion, another one writes the copy.
 
-Training waits only for what is not copied when it is about to write there again (strategies/copying.py).
+Training waits only for what is not copied when it is about to write there again (strategies/flatmodel/copying.py).
 Two copies can be in the making: one is written while the next is taken. What cannot be written is tried again from the
 same copy, until it is there or a newer one wants to be written. A failure never ends the run.
 """
@@ -20,12 +20,12 @@ from distbelief.checkpoint.reading import verify
 from distbelief.checkpoint.retention import clear_up
 from distbelief.checkpoint.saving import seal, write_part
 from distbelief.checkpoint.storage import folder_at, remove_file
-from distbelief.comm.messages import CheckpointSealed, Event, PartSaved, SaveFailed, SaveMissed, WrittenPart
-from distbelief.comm.segment import Segment
+from distbelief.control.messages import CheckpointSealed, Event, PartSaved, SaveFailed, SaveMissed, WrittenPart
 from distbelief.errors import DistBeliefError, NotEnoughMemory
 from distbelief.strategies.base import Copying, Portion, Seated
-from distbelief.worker.control import Save, Seal
+from distbelief.transport.shm.segment import Segment
 from distbelief.worker.copies import CopyMemory
+from distbelief.worker.rules.control import Save, Seal
 from distbelief.worker.spec import SavePlan
 
 RETRY_S = 1.0

@@ -8,13 +8,13 @@ import socket as sockets
 import torch
 import zmq
 
-from distbelief.comm.messages import EXIT_REPORTED
-from distbelief.comm.segment import KeeperClient
-from distbelief.strategies.ps.preparedserved import PreparedServed
-from distbelief.strategies.search.preparedsandblaster import PreparedSandblaster
+from distbelief.control.messages import EXIT_REPORTED
+from distbelief.strategies.ps.server.edge import ServerEdge, Slices
+from distbelief.strategies.ps.worker.prepared import PreparedServed
+from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
+from distbelief.transport.shm.segment import KeeperClient
 from distbelief.worker.loading import load_for_server
 from distbelief.worker.runstores import RunStores
-from distbelief.worker.serveredge import ServerEdge, Slices
 from distbelief.worker.spec import WorkerSpec
 from distbelief.worker.vectorstores import SearchStores
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from distbelief.comm.segment import KeeperClient, Segment
-from distbelief.comm.serverwords import VALUES_AT
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.base import Saved
+from distbelief.strategies.ps.protocol.messages import VALUES_AT
+from distbelief.transport.shm.segment import KeeperClient, Segment
 from distbelief.worker.origin import newest_saved, weights_of
 from distbelief.worker.spec import WorkerSpec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from distbelief.comm.badges import Badge
+from distbelief.control.credentials import Badge
 
 
 class SavePlan(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distbelief.checkpoint.manifest import Facts
-from distbelief.comm.messages import Evaluation, StepReport, Timing, WorkerFinished
+from distbelief.control.messages import Evaluation, StepReport, Timing, WorkerFinished
 from distbelief.job import Job
 from distbelief.strategies.base import Replica, Seated
 from distbelief.worker.evaluate import Evaluator

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from distbelief.comm.segment import KeeperClient, Segment
-from distbelief.comm.vectorwords import StepsDone
-from distbelief.servers.payloads import OpenSegment
-from distbelief.servers.searchslice import SearchSlice
-from distbelief.servers.stores import SliceStore
-from distbelief.servers.vectorslice import VectorSlice
 from distbelief.strategies.base import BeginFrom, Saved
-from distbelief.strategies.ps.slicing import SliceShape, parameter_stretch
-from distbelief.strategies.search.preparedsandblaster import PreparedSandblaster
-from distbelief.strategies.search.searching import START
-from distbelief.strategies.search.vectorportions import saved_state, saved_vectors, state_bytes
-from distbelief.strategies.state import ReplicaState
+from distbelief.strategies.flatmodel.state import ReplicaState
+from distbelief.strategies.ps.rules.slicing import SliceShape, parameter_stretch
+from distbelief.strategies.ps.server.payloads import OpenSegment
+from distbelief.strategies.ps.server.stores import SliceStore
+from distbelief.strategies.sandblaster.messages import StepsDone
+from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
+from distbelief.strategies.sandblaster.searching import START
+from distbelief.strategies.sandblaster.searchslice import SearchSlice
+from distbelief.strategies.sandblaster.vectorportions import saved_state, saved_vectors, state_bytes
+from distbelief.strategies.sandblaster.vectorslice import VectorSlice
+from distbelief.transport.shm.segment import KeeperClient, Segment
 from distbelief.worker.slicesource import LEDGER_BYTES, SliceSource
 from distbelief.worker.spec import WorkerSpec
 

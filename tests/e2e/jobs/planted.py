@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from distbelief import Job
-from distbelief.data.order import positions_to_samples
+from distbelief.data.rules.order import positions_to_samples
 
 STEP, SHARD = 137, 2
 BATCH, SHARDS, SAMPLES, SEED = 16, 4, 3200, 7

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from distbelief.comm import messages as m
-from distbelief.coordinator import state as s
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import state as s
 
 JOB = m.JobFacts(name="digits", shards=4, steps=10, global_batch=32, samples=1000, parameters=100, strategy="allreduce")
 CANARY = m.Canary(fingerprint="c3d4", facts={"threads": "1"})

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import zmq
 
-from distbelief.comm import messages as m
-from distbelief.comm.badges import Authority, Badge
-from distbelief.comm.network import dial
-from distbelief.comm.seals import Signer
+from distbelief.control import messages as m
+from distbelief.control.credentials import Authority, Badge
+from distbelief.control.signatures import Signer
+from distbelief.control.sockets import dial
 from distbelief.coordinator import journal
-from distbelief.coordinator.speakers import FROM_SERVERS, FROM_WORKERS
+from distbelief.coordinator.rules.speakers import FROM_SERVERS, FROM_WORKERS
 
 SECRET = bytes(range(m.SECRET_BYTES))
 AUTHORITY = Authority(SECRET)

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from distbelief.comm import messages as m
-from distbelief.coordinator import state as s
-from distbelief.coordinator.progress import Seen
-from distbelief.worker import control
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import state as s
+from distbelief.coordinator.rules.progress import Seen
+from distbelief.worker.rules import control
 from tests.support.coordinator.play import CANARY, JOB, records, report
 
 

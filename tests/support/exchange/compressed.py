@@ -16,20 +16,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from distbelief.comm.codedondevice import CodedOnDevice, coder_of
-from distbelief.comm.codedstretches import CodedStretches
-from distbelief.comm.codedtiles import CodedTiles
-from distbelief.comm.compressed import CompressedExchange
-from distbelief.comm.compression.codec import Encoded
-from distbelief.comm.compression.int8 import Int8
-from distbelief.comm.compression.subject import Compression, Place
-from distbelief.comm.devicememory import Accelerator
-from distbelief.comm.exchange import Exchange, Geometry, Gift, Source, StepPlan
-from distbelief.comm.group import Rendezvous
-from distbelief.comm.networked import networked, networked_on
-from distbelief.comm.segment import KeeperClient, Segment
-from distbelief.comm.words import Abort, Aborted
+from distbelief.compression.codec import Encoded
+from distbelief.compression.exchanges.base import CompressedExchange
+from distbelief.compression.exchanges.choice import networked, networked_on
+from distbelief.compression.exchanges.ondevice import CodedOnDevice, coder_of
+from distbelief.compression.exchanges.stretches import CodedStretches
+from distbelief.compression.exchanges.tiles import CodedTiles
+from distbelief.compression.int8 import Int8
+from distbelief.compression.subject import Compression, Place
 from distbelief.shards import mix
+from distbelief.transport.device.memory import Accelerator
+from distbelief.transport.exchange import Exchange, Geometry, Gift, Source, StepPlan
+from distbelief.transport.gloo.group import Rendezvous
+from distbelief.transport.shm.futexflags import Abort, Aborted
+from distbelief.transport.shm.segment import KeeperClient, Segment
 from tests.support.exchange import member as base
 
 COMPRESSED = {"mixed": 2, "even": 8}

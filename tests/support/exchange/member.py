@@ -21,20 +21,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from distbelief.comm import group
-from distbelief.comm.alone import AloneExchange
-from distbelief.comm.compression.subject import Compression, Place
-from distbelief.comm.devicegroup import DeviceGroup
-from distbelief.comm.exchange import Exchange, Geometry, Gift, Source, StepPlan, Tile
-from distbelief.comm.group import Rendezvous
-from distbelief.comm.networked import networked
-from distbelief.comm.ondevice import OnDevice
-from distbelief.comm.segment import KeeperClient
-from distbelief.comm.shared import SharedExchange
-from distbelief.comm.sharedslots import SharedSlots
-from distbelief.comm.torchgroup import TorchExchange
-from distbelief.comm.words import Abort, Aborted
+from distbelief.compression.exchanges.choice import networked
+from distbelief.compression.subject import Compression, Place
 from distbelief.shards import Range, cover, mix, program, split
+from distbelief.transport.alone import AloneExchange
+from distbelief.transport.device.exchange import OnDevice
+from distbelief.transport.device.group import DeviceGroup
+from distbelief.transport.exchange import Exchange, Geometry, Gift, Source, StepPlan, Tile
+from distbelief.transport.gloo import group
+from distbelief.transport.gloo.exchange import TorchExchange
+from distbelief.transport.gloo.group import Rendezvous
+from distbelief.transport.shm.exchange import SharedExchange
+from distbelief.transport.shm.futexflags import Abort, Aborted
+from distbelief.transport.shm.segment import KeeperClient
+from distbelief.transport.shm.slots import SharedSlots
 
 PARAMETERS = 7
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,9 +11,9 @@ import time
 import numpy as np
 import torch
 
-from distbelief.comm.segment import KeeperClient, Segment
-from distbelief.comm.words import Abort, Aborted, Words, row_bytes
 from distbelief.errors import NotEnoughMemory
+from distbelief.transport.shm.futexflags import Abort, Aborted, Words, row_bytes
+from distbelief.transport.shm.segment import KeeperClient, Segment
 
 
 def write_then_die(keeper: KeeperClient) -> None:

@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from distbelief.comm.exchange import Gift, Held, Source, StepPlan
-from distbelief.comm.ledger import ARRIVED, Past
-from distbelief.comm.segment import KeeperClient
-from distbelief.comm.shared import SharedExchange
-from distbelief.comm.words import Abort, Aborted
 from distbelief.shards import cover, mix
-from distbelief.strategies.takeover import plan_takeover
+from distbelief.strategies.dataparallel.takeover import plan_takeover
+from distbelief.transport.exchange import Gift, Held, Source, StepPlan
+from distbelief.transport.shm.controlblock import ARRIVED, Past
+from distbelief.transport.shm.exchange import SharedExchange
+from distbelief.transport.shm.futexflags import Abort, Aborted
+from distbelief.transport.shm.segment import KeeperClient
 from tests.support.exchange.member import (
     PARAMETERS,
     Seat,

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from distbelief.comm.segment import KeeperClient
-from distbelief.strategies.mesh.gathering import Gather, Scratch, SumOfPieces
+from distbelief.strategies.mesh.run.gathering import Gather, Scratch, SumOfPieces
+from distbelief.transport.shm.segment import KeeperClient
 
 CPU = torch.device("cpu")
 

@@ -18,25 +18,25 @@ from torch import nn
 from torch.nn import functional as F
 
 from distbelief.checkpoint.boxes import Box, whole
-from distbelief.comm.group import Rendezvous, TorchGroup
-from distbelief.comm.segment import KeeperClient
-from distbelief.comm.words import Abort, Aborted
 from distbelief.data.sources import as_source
 from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies import parse
 from distbelief.strategies.base import Seat
-from distbelief.strategies.degrees import Degrees, ranges
-from distbelief.strategies.layout import trainable
-from distbelief.strategies.mesh.livestate import LiveState
-from distbelief.strategies.mesh.optimizer import Local, LocalOptimizer
-from distbelief.strategies.mesh.part import Part
-from distbelief.strategies.mesh.prepared import PreparedMesh
-from distbelief.strategies.mesh.replica import MeshReplica
-from distbelief.strategies.mesh.running import WholeModel
-from distbelief.strategies.mesh.shardbuffers import ShardBuffers
-from distbelief.strategies.named import tied
-from distbelief.strategies.tileoptimizer import Recipe
+from distbelief.strategies.flatmodel.layout import trainable
+from distbelief.strategies.flatmodel.named import tied
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe
+from distbelief.strategies.mesh.run.part import Part
+from distbelief.strategies.mesh.run.prepared import PreparedMesh
+from distbelief.strategies.mesh.run.replica import MeshReplica
+from distbelief.strategies.mesh.run.runner import WholeModel
+from distbelief.strategies.mesh.run.shardbuffers import ShardBuffers
+from distbelief.strategies.mesh.state.livestate import LiveState
+from distbelief.strategies.mesh.state.optimizer import Local, LocalOptimizer
+from distbelief.strategies.rules.degrees import Degrees, ranges
+from distbelief.transport.gloo.group import Rendezvous, TorchGroup
+from distbelief.transport.shm.futexflags import Abort, Aborted
+from distbelief.transport.shm.segment import KeeperClient
 from distbelief.worker.feed import Feed
 from distbelief.worker.jobfile import load_job
 

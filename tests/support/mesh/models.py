@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from distbelief.strategies.mesh.cutting import Blueprint, Stage, draw
+from distbelief.strategies.mesh.cut.cutting import Blueprint, Stage, draw
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -13,16 +13,16 @@ from safetensors.torch import load_file
 
 from distbelief.checkpoint.manifest import Facts, PartRecord
 from distbelief.checkpoint.saving import seal, write_part
-from distbelief.comm.group import Rendezvous, TorchGroup
-from distbelief.comm.segment import KeeperClient, Segment
-from distbelief.comm.torchgroup import TorchExchange
-from distbelief.comm.words import Abort
 from distbelief.data.sources import as_source
 from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies import parse, wish_of
 from distbelief.strategies.base import Replica, Saved, Seat
-from distbelief.strategies.degrees import Degrees, fit, ranges
+from distbelief.strategies.rules.degrees import Degrees, fit, ranges
+from distbelief.transport.gloo.exchange import TorchExchange
+from distbelief.transport.gloo.group import Rendezvous, TorchGroup
+from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.shm.segment import KeeperClient, Segment
 from distbelief.worker.feed import Feed
 from distbelief.worker.origin import facts_at, opened_at, saved_at
 from tests.support.mesh.member import adam, gpt

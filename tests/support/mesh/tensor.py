@@ -20,8 +20,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from distbelief.comm.segment import KeeperClient
-from distbelief.strategies.mesh import headdropout, tensorapply, tensorplan
+from distbelief.strategies.mesh.tensor import apply as tensorapply
+from distbelief.strategies.mesh.tensor import headdropout
+from distbelief.strategies.mesh.tensor import plan as tensorplan
+from distbelief.transport.shm.segment import KeeperClient
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "gpt.py"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
-from distbelief.comm.letters import Letter
-from distbelief.comm.messages import ServerMap
-from distbelief.comm.serverwords import Answered, Push, Refused
+from distbelief.control.messages import ServerMap
+from distbelief.strategies.ps.protocol.frames import Letter
+from distbelief.strategies.ps.protocol.messages import Answered, Push, Refused
 
 
 class Client:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from distbelief.servers.leases import Done, Lease, Ledger, Wait, complete, lease, lost, restarted
+from distbelief.strategies.ps.rules.leases import Done, Lease, Ledger, Wait, complete, lease, lost, restarted
 
 SLICES = 3
 

@@ -11,17 +11,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from distbelief.comm.exchange import ROW
-from distbelief.comm.segment import Segment
-from distbelief.comm.serverwords import VALUES_AT, Go, Node
 from distbelief.job import Job
-from distbelief.servers.runslice import Change, RunSlice
-from distbelief.servers.slicememory import SliceMemory
-from distbelief.servers.sumspace import SumSpace
 from distbelief.shards import Range, Schedule, split
 from distbelief.strategies.base import nothing_saved
-from distbelief.strategies.parameterserver import ParameterServer
-from distbelief.strategies.ps.preparedserved import PreparedServed
+from distbelief.strategies.ps.protocol.messages import VALUES_AT, Go, Node
+from distbelief.strategies.ps.server.slicememory import SliceMemory
+from distbelief.strategies.ps.server.sumspace import SumSpace
+from distbelief.strategies.ps.server.syncslice import Change, RunSlice
+from distbelief.strategies.ps.strategy import ParameterServer
+from distbelief.strategies.ps.worker.prepared import PreparedServed
+from distbelief.transport.exchange import ROW
+from distbelief.transport.shm.segment import Segment
 
 SHARDS = 5
 SAMPLES, BATCH = 42, 10  # the last batch of an epoch fills two shards of five

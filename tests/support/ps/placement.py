@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from distbelief.servers.placement import (
+from distbelief.coordinator.rules.servers.placement import (
     NONE,
     CopyTo,
     Decision,

@@ -16,22 +16,22 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from distbelief.comm.devicememory import DeviceMemory
-from distbelief.comm.letters import Letter
-from distbelief.comm.messages import ServerMap
-from distbelief.comm.segment import Memory, Segment
-from distbelief.comm.servedondevice import ServedOnDevice
-from distbelief.comm.serverwords import VALUES_AT, Answered, Push, Refused
-from distbelief.comm.words import Abort, Aborted
+from distbelief.control.messages import ServerMap
+from distbelief.coordinator.rules.servers import placement
+from distbelief.coordinator.rules.servers.placement import Slice
 from distbelief.job import Job
-from distbelief.servers import placement
-from distbelief.servers.node import ServerNode
-from distbelief.servers.placement import Slice
-from distbelief.servers.stores import SliceStore
 from distbelief.strategies.base import Seat, nothing_saved
-from distbelief.strategies.sandblaster import Sandblaster
-from distbelief.strategies.search.preparedsandblaster import PreparedSandblaster
-from distbelief.strategies.search.searching import SearchingMember
+from distbelief.strategies.ps.protocol.frames import Letter
+from distbelief.strategies.ps.protocol.messages import VALUES_AT, Answered, Push, Refused
+from distbelief.strategies.ps.server.node import ServerNode
+from distbelief.strategies.ps.server.stores import SliceStore
+from distbelief.strategies.ps.worker.deviceexchange import ServedOnDevice
+from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
+from distbelief.strategies.sandblaster.searching import SearchingMember
+from distbelief.strategies.sandblaster.strategy import Sandblaster
+from distbelief.transport.device.memory import DeviceMemory
+from distbelief.transport.shm.futexflags import Abort, Aborted
+from distbelief.transport.shm.segment import Memory, Segment
 from distbelief.verification.plain import make_model
 from distbelief.verification.plainlbfgs import train_by_search
 from distbelief.worker.vectorstores import VectorStores

@@ -12,18 +12,18 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from distbelief.comm.exchange import ROW
-from distbelief.comm.serverwords import Go
-from distbelief.comm.tablewords import RowGradient, ShardRows
+from distbelief.coordinator.rules.servers.roles import Slice
 from distbelief.job import Job
-from distbelief.servers.freetables import FreeTables
-from distbelief.servers.roles import Slice
-from distbelief.servers.steptables import StepTables
-from distbelief.servers.stores import Change
 from distbelief.shards import Schedule
-from distbelief.strategies.tables.embedding import EmbeddingTable, RowGradients, on_servers
-from distbelief.strategies.tables.rowmessages import divided
-from distbelief.strategies.tables.tablespecs import part_of, specs_of
+from distbelief.strategies.ps.protocol.messages import Go
+from distbelief.strategies.ps.server.stores import Change
+from distbelief.strategies.ps.tables.asyncslice import FreeTables
+from distbelief.strategies.ps.tables.embedding import EmbeddingTable, RowGradients, on_servers
+from distbelief.strategies.ps.tables.messages import RowGradient, ShardRows
+from distbelief.strategies.ps.tables.rowmessages import divided
+from distbelief.strategies.ps.tables.syncslice import StepTables
+from distbelief.strategies.ps.tables.tablespecs import part_of, specs_of
+from distbelief.transport.exchange import ROW
 
 SHARDS = 5
 PARTS = 4

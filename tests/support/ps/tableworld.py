@@ -8,19 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from distbelief.comm.exchange import Held, Source
-from distbelief.comm.letters import Letter
-from distbelief.comm.serverwords import RUN, Answered, Go, Look, Measure, Push
-from distbelief.comm.tablewords import Count, Pull
-from distbelief.servers import placement
-from distbelief.servers.freetables import FreeTables
-from distbelief.servers.node import ServerNode
-from distbelief.servers.steptables import StepTables
+from distbelief.coordinator.rules.servers import placement
 from distbelief.shards import Range
-from distbelief.strategies.ps.served import _on_all
-from distbelief.strategies.tables.embedding import RowGradients
-from distbelief.strategies.tables.tablespecs import part_of
-from distbelief.strategies.takeover import plan_step, plan_takeover
+from distbelief.strategies.dataparallel.takeover import plan_step, plan_takeover
+from distbelief.strategies.ps.protocol.frames import Letter
+from distbelief.strategies.ps.protocol.messages import RUN, Answered, Go, Look, Measure, Push
+from distbelief.strategies.ps.server.node import ServerNode
+from distbelief.strategies.ps.tables.asyncslice import FreeTables
+from distbelief.strategies.ps.tables.embedding import RowGradients
+from distbelief.strategies.ps.tables.messages import Count, Pull
+from distbelief.strategies.ps.tables.syncslice import StepTables
+from distbelief.strategies.ps.tables.tablespecs import part_of
+from distbelief.strategies.ps.worker.synchronous import _on_all
+from distbelief.transport.exchange import Held, Source
 from tests.support.ps.client import Client
 from tests.support.ps.tableparts import PARTS, SHARDS, Kit
 from tests.support.ps.world import MAPS, World

@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from distbelief.comm.exchange import Held, Source
-from distbelief.comm.messages import ServerMap
-from distbelief.comm.segment import Segment
-from distbelief.comm.serverwords import VALUES_AT, Fetch, Go, Look, Measure, values_at
-from distbelief.servers import placement
-from distbelief.servers.node import Out, ServerNode
-from distbelief.servers.placement import Slice
-from distbelief.servers.roles import Decision, Placement
-from distbelief.servers.runslice import RunSlice
+from distbelief.control.messages import ServerMap
+from distbelief.coordinator.rules.servers import placement
+from distbelief.coordinator.rules.servers.placement import Slice
+from distbelief.coordinator.rules.servers.roles import Decision, Placement
 from distbelief.shards import Range
-from distbelief.strategies.ps.served import _on_all
-from distbelief.strategies.takeover import plan_step, plan_takeover
+from distbelief.strategies.dataparallel.takeover import plan_step, plan_takeover
+from distbelief.strategies.ps.protocol.messages import VALUES_AT, Fetch, Go, Look, Measure, values_at
+from distbelief.strategies.ps.server.node import Out, ServerNode
+from distbelief.strategies.ps.server.syncslice import RunSlice
+from distbelief.strategies.ps.worker.synchronous import _on_all
+from distbelief.transport.exchange import Held, Source
+from distbelief.transport.shm.segment import Segment
 from tests.support.ps.client import Client
 from tests.support.ps.parts import SHARDS, Kit
 

@@ -14,18 +14,18 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
-from distbelief.comm.exchange import Geometry
-from distbelief.comm.keeper import SegmentKeeper
-from distbelief.comm.segment import KeeperClient, Segment
-from distbelief.comm.shared import SharedExchange
-from distbelief.comm.words import Abort
 from distbelief.data.sources import as_source
 from distbelief.job import Job
 from distbelief.shards import Schedule, shard_seed
 from distbelief.strategies.base import Replica, Seat
-from distbelief.strategies.compute import ShardComputer, ShardResult, make_model
-from distbelief.strategies.layout import lay_out
-from distbelief.strategies.prepared import PreparedAllReduce
+from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
+from distbelief.strategies.flatmodel.compute import ShardComputer, ShardResult, make_model
+from distbelief.strategies.flatmodel.layout import lay_out
+from distbelief.transport.exchange import Geometry
+from distbelief.transport.shm.exchange import SharedExchange
+from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.shm.keeper import SegmentKeeper
+from distbelief.transport.shm.segment import KeeperClient, Segment
 from distbelief.worker.feed import Feed
 
 

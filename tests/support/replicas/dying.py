@@ -20,18 +20,18 @@ from typing import Any
 import torch
 
 from distbelief.checkpoint.weights import weights_sha256
-from distbelief.comm.exchange import Exchange
-from distbelief.comm.group import Rendezvous
-from distbelief.comm.ledger import ARRIVED, Past
-from distbelief.comm.segment import KeeperClient, Segment
-from distbelief.comm.shared import SharedExchange
-from distbelief.comm.torchgroup import TorchExchange
-from distbelief.comm.words import Abort, Aborted
 from distbelief.data.sources import as_source
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import Seat
-from distbelief.strategies.prepared import PreparedAllReduce
-from distbelief.strategies.replica import DataParallelReplica
+from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
+from distbelief.strategies.dataparallel.replica import DataParallelReplica
+from distbelief.transport.exchange import Exchange
+from distbelief.transport.gloo.exchange import TorchExchange
+from distbelief.transport.gloo.group import Rendezvous
+from distbelief.transport.shm.controlblock import ARRIVED, Past
+from distbelief.transport.shm.exchange import SharedExchange
+from distbelief.transport.shm.futexflags import Abort, Aborted
+from distbelief.transport.shm.segment import KeeperClient, Segment
 from distbelief.worker.feed import Feed
 from tests.support.replicas.member import GLOBAL_BATCH, SAMPLES, STEPS, make_job
 

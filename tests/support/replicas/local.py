@@ -9,13 +9,13 @@ import torch
 
 from distbelief.checkpoint.manifest import Facts
 from distbelief.checkpoint.saving import seal, write_part
-from distbelief.comm.alone import AloneExchange
-from distbelief.comm.segment import Segment
 from distbelief.data.sources import as_source
 from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies.base import BeginFrom, Saved, Seat, StepResult, nothing_saved
-from distbelief.strategies.local_sgd import LocalSGD
+from distbelief.strategies.localsgd.strategy import LocalSGD
+from distbelief.transport.alone import AloneExchange
+from distbelief.transport.shm.segment import Segment
 from distbelief.worker.feed import Feed
 from distbelief.worker.origin import facts_at, saved_at
 from tests.support.replicas.states import job_with

@@ -15,19 +15,20 @@ from torch import nn
 from torch.nn import functional as F
 
 from distbelief.checkpoint.weights import weights_sha256
-from distbelief.comm import shared
-from distbelief.comm.exchange import Exchange
-from distbelief.comm.group import Rendezvous
-from distbelief.comm.segment import KeeperClient
-from distbelief.comm.torchgroup import TorchExchange
-from distbelief.comm.words import Abort
-from distbelief.data.order import positions_to_samples
+from distbelief.data.rules.order import positions_to_samples
 from distbelief.data.sources import as_source
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule, shard_seed, split
-from distbelief.strategies import compute, takeover, tileoptimizer
 from distbelief.strategies.base import Seat
-from distbelief.strategies.prepared import PreparedAllReduce
+from distbelief.strategies.dataparallel import takeover
+from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
+from distbelief.strategies.flatmodel import compute, tileoptimizer
+from distbelief.transport.exchange import Exchange
+from distbelief.transport.gloo.exchange import TorchExchange
+from distbelief.transport.gloo.group import Rendezvous
+from distbelief.transport.shm import exchange as shared
+from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.shm.segment import KeeperClient
 from distbelief.worker.feed import Feed
 
 SAMPLES, GLOBAL_BATCH, STEPS, CLASSES = 56, 24, 7, 30

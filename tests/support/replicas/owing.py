@@ -10,17 +10,17 @@ import torch
 from distbelief.checkpoint.manifest import Facts, PartRecord
 from distbelief.checkpoint.saving import write_part
 from distbelief.checkpoint.weights import weights_sha256
-from distbelief.comm.devicememory import Accelerator
-from distbelief.comm.group import Rendezvous
-from distbelief.comm.networked import networked, networked_on
-from distbelief.comm.segment import KeeperClient, Segment
-from distbelief.comm.words import Abort
+from distbelief.compression.exchanges.choice import networked, networked_on
 from distbelief.data.sources import as_source
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Seat
-from distbelief.strategies.compressed import CompressedReplica
-from distbelief.strategies.devicereplica import DeviceReplica
-from distbelief.strategies.prepared import PreparedAllReduce
+from distbelief.strategies.dataparallel.compressed import CompressedReplica
+from distbelief.strategies.dataparallel.devicereplica import DeviceReplica
+from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
+from distbelief.transport.device.memory import Accelerator
+from distbelief.transport.gloo.group import Rendezvous
+from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.shm.segment import KeeperClient, Segment
 from distbelief.worker.feed import Feed
 from distbelief.worker.origin import facts_at, opened_at, saved_at
 from tests.support.replicas.member import GLOBAL_BATCH, SAMPLES, STEPS, make_job

@@ -10,16 +10,16 @@ import torch
 from distbelief.checkpoint.manifest import Facts, PartRecord
 from distbelief.checkpoint.saving import write_part
 from distbelief.checkpoint.weights import weights_sha256
-from distbelief.comm.exchange import Exchange
-from distbelief.comm.group import Rendezvous
-from distbelief.comm.segment import KeeperClient, Segment
-from distbelief.comm.shared import SharedExchange
-from distbelief.comm.torchgroup import TorchExchange
-from distbelief.comm.words import Abort
 from distbelief.data.sources import as_source
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Seat
-from distbelief.strategies.prepared import PreparedAllReduce
+from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
+from distbelief.transport.exchange import Exchange
+from distbelief.transport.gloo.exchange import TorchExchange
+from distbelief.transport.gloo.group import Rendezvous
+from distbelief.transport.shm.exchange import SharedExchange
+from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.shm.segment import KeeperClient, Segment
 from distbelief.worker.feed import Feed
 from distbelief.worker.origin import facts_at, frozen_of, saved_at
 from distbelief.worker.spec import Origin

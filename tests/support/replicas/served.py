@@ -8,27 +8,27 @@ from typing import Any
 
 import torch
 
-from distbelief.comm.alone import AloneExchange
-from distbelief.comm.badges import NOBODY
-from distbelief.comm.letters import Letter
-from distbelief.comm.messages import ServerMap
-from distbelief.comm.segment import KeeperClient, Segment
-from distbelief.comm.served import ServedGroup
-from distbelief.comm.servedondevice import ServedOnDevice
-from distbelief.comm.serverwords import Answered, Gathered, Lease, Push, is_update
-from distbelief.comm.shared import SharedExchange
-from distbelief.comm.words import Abort
+from distbelief.control.credentials import NOBODY
+from distbelief.control.messages import ServerMap
+from distbelief.coordinator.rules.servers.placement import NONE
 from distbelief.data.sources import as_source
 from distbelief.job import Job
-from distbelief.servers.node import ServerNode
-from distbelief.servers.placement import NONE
 from distbelief.shards import Schedule
 from distbelief.strategies import parse
 from distbelief.strategies.base import Seat
-from distbelief.strategies.parameterserver import ParameterServer
-from distbelief.strategies.ps.asynchronous import AsynchronousReplica
-from distbelief.strategies.ps.preparedserved import PreparedServed
-from distbelief.strategies.ps.served import ServedReplica
+from distbelief.strategies.ps.protocol.frames import Letter
+from distbelief.strategies.ps.protocol.messages import Answered, Gathered, Lease, Push, is_update
+from distbelief.strategies.ps.server.node import ServerNode
+from distbelief.strategies.ps.strategy import ParameterServer
+from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica
+from distbelief.strategies.ps.worker.deviceexchange import ServedOnDevice
+from distbelief.strategies.ps.worker.exchange import ServedGroup
+from distbelief.strategies.ps.worker.prepared import PreparedServed
+from distbelief.strategies.ps.worker.synchronous import ServedReplica
+from distbelief.transport.alone import AloneExchange
+from distbelief.transport.shm.exchange import SharedExchange
+from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.shm.segment import KeeperClient, Segment
 from distbelief.worker.feed import Feed
 from distbelief.worker.runstores import RunStores
 from distbelief.worker.spec import WorkerSpec

@@ -12,14 +12,14 @@ from torch import nn, optim
 
 from distbelief.checkpoint.manifest import Facts
 from distbelief.checkpoint.saving import seal, write_part
-from distbelief.comm.alone import AloneExchange
-from distbelief.comm.segment import Segment
 from distbelief.data.sources import as_source
 from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies.base import BeginFrom, Saved, Seat
-from distbelief.strategies.prepared import PreparedAllReduce
-from distbelief.strategies.replica import DataParallelReplica
+from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
+from distbelief.strategies.dataparallel.replica import DataParallelReplica
+from distbelief.transport.alone import AloneExchange
+from distbelief.transport.shm.segment import Segment
 from distbelief.worker.feed import Feed
 from distbelief.worker.origin import facts_at, saved_at
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import zmq
 
-from distbelief.comm.doorkeeper import MOST_STRANGERS
+from distbelief.control.connectionlimit import MOST_STRANGERS
 
 NOBODY = 65534
 

@@ -11,7 +11,7 @@ import torch
 from distbelief.checkpoint.weights import weights_sha256
 from distbelief.data.seeding import seed_everything
 from distbelief.strategies import parse
-from distbelief.strategies.local_sgd import LocalSGD
+from distbelief.strategies.localsgd.strategy import LocalSGD
 from distbelief.verification.plain import make_model, train_plainly
 from distbelief.verification.plainlocal import train_locally
 from distbelief.worker.jobfile import load_job

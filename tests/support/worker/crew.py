@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from distbelief.checkpoint.manifest import Facts
-from distbelief.comm.messages import CheckpointSealed, Event, PartSaved
+from distbelief.control.messages import CheckpointSealed, Event, PartSaved
 from distbelief.worker import saving
-from distbelief.worker.control import Seal
 from distbelief.worker.origin import facts_at
+from distbelief.worker.rules.control import Seal
 from distbelief.worker.saving import Saver
 from distbelief.worker.spec import SavePlan
 from tests.support.replicas.states import Trainer, job_with

@@ -10,17 +10,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from distbelief.checkpoint.weights import weights_sha256
-from distbelief.comm.exchange import Exchange
-from distbelief.comm.group import Rendezvous
-from distbelief.comm.segment import KeeperClient
-from distbelief.comm.shared import SharedExchange
-from distbelief.comm.torchgroup import TorchExchange
-from distbelief.comm.words import Abort
 from distbelief.data.sources import as_source
 from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Seat
-from distbelief.strategies.prepared import PreparedAllReduce
+from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
+from distbelief.transport.exchange import Exchange
+from distbelief.transport.gloo.exchange import TorchExchange
+from distbelief.transport.gloo.group import Rendezvous
+from distbelief.transport.shm.exchange import SharedExchange
+from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.shm.segment import KeeperClient
 from distbelief.worker.evaluate import Evaluator
 from distbelief.worker.feed import Feed
 from distbelief.worker.metrics import accuracy

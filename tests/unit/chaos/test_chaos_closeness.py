@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from distbelief.chaos.closeness import how_close
+from distbelief.chaos.rules.verdict import Closeness, Evidence
 from distbelief.chaos.trial import Plan
-from distbelief.chaos.verdict import Closeness, Evidence
 
 JOB = """
 import torch

@@ -18,7 +18,7 @@ import pytest
 
 from distbelief.chaos.inject import Injector
 from distbelief.chaos.relay import Relay
-from distbelief.chaos.schedule import parse
+from distbelief.chaos.rules.schedule import parse
 from distbelief.coordinator.journal import Journal
 from distbelief.errors import DistBeliefError
 

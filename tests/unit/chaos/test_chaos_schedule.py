@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distbelief.chaos import randomly, schedule
+from distbelief.chaos import randomly
 from distbelief.chaos.randomly import random_schedule
-from distbelief.chaos.schedule import KINDS, LASTING, NUMBERED, Fault, ScheduleError, When, check, parse, write
+from distbelief.chaos.rules import schedule
+from distbelief.chaos.rules.schedule import KINDS, LASTING, NUMBERED, Fault, ScheduleError, When, check, parse, write
 
 ISSUE = (
     "kill worker every 3s, freeze worker 2 at step 40 for 5s, slow worker 1 by 3x, kill coordinator at step 60, "

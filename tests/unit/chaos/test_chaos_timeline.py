@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from distbelief.chaos.schedule import Fault, parse
-from distbelief.chaos.timeline import Pending, begin, due, never_due
+from distbelief.chaos.rules.schedule import Fault, parse
+from distbelief.chaos.rules.timeline import Pending, begin, due, never_due
 
 
 def play(text: str, *looks: tuple[int, float]) -> tuple[list[list[str]], tuple[Pending, ...]]:

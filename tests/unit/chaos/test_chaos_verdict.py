@@ -12,7 +12,7 @@ import pytest
 
 from distbelief.chaos import report
 from distbelief.chaos.report import as_json, print_table, sentence
-from distbelief.chaos.verdict import Closeness, Evidence, Note, Record, Verdict, judge, together
+from distbelief.chaos.rules.verdict import Closeness, Evidence, Note, Record, Verdict, judge, together
 
 BEGAN = 1000.0
 

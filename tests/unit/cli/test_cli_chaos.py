@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from distbelief.chaos.schedule import FORMS
+from distbelief.chaos.rules.schedule import FORMS
 from distbelief.cli.chaos import wanted_faults
 from distbelief.cli.failures import UsageError
 from distbelief.cli.main import app

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from distbelief.cli.main import app
-from distbelief.comm.keys import new_key
+from distbelief.control.keyfiles import new_key
 from distbelief.doctor import line
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from distbelief.cli.keys import key_file
 from distbelief.cli.main import app
-from distbelief.comm.keys import new_key, read_key
+from distbelief.control.keyfiles import new_key, read_key
 from distbelief.errors import DistBeliefError
 
 

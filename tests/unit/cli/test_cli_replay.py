@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from distbelief.cli import replay as command
 from distbelief.cli.main import app
-from distbelief.engines.processes import WORKER_ENVIRONMENT
+from distbelief.launch.processes import WORKER_ENVIRONMENT
 
 
 def replay(*arguments: object) -> Any:

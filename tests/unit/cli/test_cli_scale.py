@@ -10,7 +10,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from distbelief.cli.main import app
-from distbelief.comm.messages import Answer, Event, ScaleRequested, ServersRequested
+from distbelief.control.messages import Answer, Event, ScaleRequested, ServersRequested
 from distbelief.coordinator import client
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from distbelief.comm.alone import AloneExchange
-from distbelief.comm.exchange import Exchange, Geometry, Gift, Source, StepPlan, Tile
-from distbelief.comm.segment import Segment
+from distbelief.transport.alone import AloneExchange
+from distbelief.transport.exchange import Exchange, Geometry, Gift, Source, StepPlan, Tile
+from distbelief.transport.shm.segment import Segment
 
 TILES = [Tile(0, torch.float32, 0, 300), Tile(1, torch.bfloat16, 1216, 64)]
 GEOMETRY = Geometry(TILES, 2048, slots=[4], shards=4, marks=2)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from distbelief.comm.badges import Authority
-from distbelief.comm.doorkeeper import LEAST_STRANGERS, MOST_STRANGERS, Doorkeeper, Strangers, most_strangers
-from distbelief.comm.network import dial, protect
-from distbelief.comm.seals import TURNED_AWAY, Refusals
+from distbelief.control.connectionlimit import LEAST_STRANGERS, MOST_STRANGERS, Doorkeeper, Strangers, most_strangers
+from distbelief.control.credentials import Authority
+from distbelief.control.signatures import TURNED_AWAY, Refusals
+from distbelief.control.sockets import dial, protect
 
 MOST = 5
 

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from distbelief.comm.keeper import SegmentKeeper
-from distbelief.comm.segment import KeeperClient
 from distbelief.errors import DistBeliefError, NotEnoughMemory
+from distbelief.transport.shm.keeper import SegmentKeeper
+from distbelief.transport.shm.segment import KeeperClient
 from tests.support.stage import Stage
 
 MEMBER = "tests.support.exchange.sharing"

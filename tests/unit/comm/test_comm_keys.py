@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.comm.keys import new_key, read_key, required_key, run_secret
+from distbelief.control.keyfiles import new_key, read_key, required_key, run_secret
 from distbelief.errors import DistBeliefError
 
 

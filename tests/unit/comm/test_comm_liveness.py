@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from distbelief.comm.liveness import LIFE_BYTES, Life
+from distbelief.transport.shm.liveness import LIFE_BYTES, Life
 
 
 class Child:

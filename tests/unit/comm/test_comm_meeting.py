@@ -9,11 +9,11 @@ import pytest
 import zmq
 from torch.distributed import DistStoreError
 
-from distbelief.comm.badges import Authority
-from distbelief.comm.meetingplace import Place, serve
-from distbelief.comm.meetingstore import MeetingStore
-from distbelief.comm.meetingwords import Found, Put, Want
-from distbelief.comm.words import Abort, Aborted
+from distbelief.control.credentials import Authority
+from distbelief.transport.gloo.rendezvousmessages import Found, Put, Want
+from distbelief.transport.gloo.rendezvousserver import Place, serve
+from distbelief.transport.gloo.rendezvousstore import MeetingStore
+from distbelief.transport.shm.futexflags import Abort, Aborted
 
 AUTHORITY = Authority(bytes(range(32)), "start")
 
@@ -93,7 +93,7 @@ def test_strangers_cannot_even_connect(
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from distbelief.comm import meetingplace
+    from distbelief.transport.gloo import rendezvousserver as meetingplace
 
     monkeypatch.setattr(meetingplace, "KEPT", 10)
     monkeypatch.setattr(meetingplace, "WAITING", 10)

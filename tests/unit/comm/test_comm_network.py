@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from distbelief.comm.badges import Authority
-from distbelief.comm.network import dial, dial_server, is_loopback, protect, protect_server
+from distbelief.control.credentials import Authority
+from distbelief.control.sockets import dial, dial_server, is_loopback, protect, protect_server
 
 KEYS, OTHERS = Authority(bytes(range(32))).keys(), Authority(bytes(32)).keys()
 WAIT_MS = 60_000  # only reached when something is broken

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from distbelief.comm import reaching
-from distbelief.comm.badges import Authority
-from distbelief.comm.network import protect
-from distbelief.comm.reaching import find, reach, unanswered
+from distbelief.control import unreachable as reaching
+from distbelief.control.credentials import Authority
+from distbelief.control.sockets import protect
+from distbelief.control.unreachable import find, reach, unanswered
 from distbelief.errors import DistBeliefError
 
 KEYS, OTHERS = Authority(bytes(range(32))).keys(), Authority(bytes(32)).keys()

@@ -6,7 +6,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from distbelief.comm.routes import Card, Machine, cards, endpoint, interface_to, own_address, resolve, route_to, split
+from distbelief.control.addresses import (
+    Card,
+    Machine,
+    cards,
+    endpoint,
+    interface_to,
+    own_address,
+    resolve,
+    route_to,
+    split,
+)
 from distbelief.errors import DistBeliefError, JobError
 
 LO = Card("lo", ("127.0.0.1", "::1"))

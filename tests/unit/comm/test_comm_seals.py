@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from distbelief.comm import seals
-from distbelief.comm.badges import Authority, Badge
-from distbelief.comm.seals import Checker, Claim, Refusals, Refused, Signer
+from distbelief.control import signatures as seals
+from distbelief.control.credentials import Authority, Badge
+from distbelief.control.signatures import Checker, Claim, Refusals, Refused, Signer
 
 AUTHORITY = Authority(bytes(range(32)), "first")
 

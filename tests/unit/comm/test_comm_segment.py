@@ -12,9 +12,9 @@ import psutil
 import pytest
 import torch
 
-from distbelief.comm.memfd import allocate, free_memory_bytes, receive_message, send_message
-from distbelief.comm.segment import Segment
 from distbelief.errors import NotEnoughMemory
+from distbelief.transport.shm.memfd import allocate, free_memory_bytes, receive_message, send_message
+from distbelief.transport.shm.segment import Segment
 from tests.support.stage import Stage
 
 MEMBER = "tests.support.exchange.sharing"

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from distbelief.comm import serverclient
-from distbelief.comm.badges import Authority
-from distbelief.comm.letters import Letter, pack
-from distbelief.comm.messages import ServerMap
-from distbelief.comm.serverclient import ServerClient
-from distbelief.comm.serverwords import Answered, Fetch, Fetched, Go, Look, Looked, Push, Refused
-from distbelief.comm.words import Abort, Aborted
-from distbelief.servers.wire import unpack
+from distbelief.control.credentials import Authority
+from distbelief.control.messages import ServerMap
+from distbelief.strategies.ps.protocol import client as serverclient
+from distbelief.strategies.ps.protocol.client import ServerClient
+from distbelief.strategies.ps.protocol.frames import Letter, pack
+from distbelief.strategies.ps.protocol.messages import Answered, Fetch, Fetched, Go, Look, Looked, Push, Refused
+from distbelief.strategies.ps.protocol.peers import unpack
+from distbelief.transport.shm.futexflags import Abort, Aborted
 
 BADGE = Authority(bytes(range(32))).worker(3)
 

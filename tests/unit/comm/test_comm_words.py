@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from distbelief.comm.words import Abort, Aborted, row_bytes
+from distbelief.transport.shm.futexflags import Abort, Aborted, row_bytes
 from tests.support.stage import Stage
 
 MEMBER = "tests.support.exchange.sharing"

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distbelief.comm.compression.bf16 import Bf16
-from distbelief.comm.compression.codec import CHUNK, Codec, Encoded, Header
-from distbelief.comm.compression.int8 import Int8
-from distbelief.comm.compression.spec import decode, parse_codec
-from distbelief.comm.compression.topk import TopK
+from distbelief.compression.bf16 import Bf16
+from distbelief.compression.codec import CHUNK, Codec, Encoded, Header
+from distbelief.compression.int8 import Int8
+from distbelief.compression.spec import decode, parse_codec
+from distbelief.compression.topk import TopK
 from distbelief.errors import DistBeliefError
 
 TEXTS = ["bf16", "int8:block=1024", "int8:block=8", "topk:0.01", "topk:0.5"]
@@ -39,7 +39,7 @@ def there_and_back(codec: Codec, vector: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_the_examples_of_the_docstrings_are_true(module: str) -> None:
-    found = importlib.import_module(f"distbelief.comm.compression.{module}")
+    found = importlib.import_module(f"distbelief.compression.{module}")
     assert doctest.testmod(found).failed == 0
 
 

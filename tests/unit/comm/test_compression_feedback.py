@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from distbelief.comm.compression.feedback import Feedback
-from distbelief.comm.compression.spec import parse_codec
+from distbelief.compression.feedback import Feedback
+from distbelief.compression.spec import parse_codec
 from distbelief.errors import DistBeliefError
 
 TEXTS = ["bf16", "int8:block=256", "topk:0.01"]

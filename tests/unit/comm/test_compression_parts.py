@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from distbelief.comm.compression.parts import PartsCoding
-from distbelief.comm.compression.subject import Place
-from distbelief.comm.segment import Segment
+from distbelief.compression.parts import PartsCoding
+from distbelief.compression.subject import Place
+from distbelief.transport.shm.segment import Segment
 
 PLACES = [Place(0, 0, (40, 5)), Place(1, 256, (0,)), Place(2, 256, (7,)), Place(3, 320, (3, 2))]
 ELEMENTS = 384

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distbelief.comm.compression.powersgd import LowRank, PowerSGD, orthonormal
+from distbelief.compression.powersgd import LowRank, PowerSGD, orthonormal
 from distbelief.errors import DistBeliefError
 
 SHAPES = [(40, 60), (60,), (8, 3, 5, 5), (2, 3), (), (0, 7), (64, 16)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from distbelief.comm.compression.residuals import Residuals
-from distbelief.comm.segment import Segment
+from distbelief.compression.residuals import Residuals
+from distbelief.transport.shm.segment import Segment
 
 
 def step(residuals: Residuals, number: int, value: float) -> None:

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distbelief.comm.compression import block
-from distbelief.comm.compression.bf16 import Bf16
-from distbelief.comm.compression.codec import Codec
-from distbelief.comm.compression.int8 import Int8
-from distbelief.comm.compression.topk import TopK
+from distbelief.compression import block
+from distbelief.compression.bf16 import Bf16
+from distbelief.compression.codec import Codec
+from distbelief.compression.int8 import Int8
+from distbelief.compression.topk import TopK
 
 CODECS: list[Codec] = [Bf16(), Int8(8), Int8(1024), TopK(0.01), TopK(0.5)]
 LARGEST = torch.finfo(torch.float32).max

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from distbelief.comm.compression.bf16 import Bf16
-from distbelief.comm.compression.int8 import Int8
-from distbelief.comm.compression.powersgd import LowRank
-from distbelief.comm.compression.spec import parse, parse_codec
-from distbelief.comm.compression.topk import TopK
+from distbelief.compression.bf16 import Bf16
+from distbelief.compression.int8 import Int8
+from distbelief.compression.powersgd import LowRank
+from distbelief.compression.spec import parse, parse_codec
+from distbelief.compression.topk import TopK
 from distbelief.errors import JobError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distbelief.comm.compression.switch import ENOUGH, PROBE, Message, Switch
+from distbelief.compression.switch import ENOUGH, PROBE, Message, Switch
 
 SIZE = 4_000_000
 RATIO = 4.0

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 import zmq
 
-from distbelief.comm.badges import Authority
-from distbelief.comm.letters import Letter, pack
-from distbelief.comm.messages import ServerMap
-from distbelief.comm.serverclient import ServerClient
-from distbelief.comm.serverwords import FromClient, Look, Looked, Measure, Measured, Question
-from distbelief.comm.words import Abort
+from distbelief.control.credentials import Authority
+from distbelief.control.messages import ServerMap
+from distbelief.strategies.ps.protocol.client import ServerClient
+from distbelief.strategies.ps.protocol.frames import Letter, pack
+from distbelief.strategies.ps.protocol.messages import FromClient, Look, Looked, Measure, Measured, Question
+from distbelief.transport.shm.futexflags import Abort
 
 BADGE = Authority(bytes(range(32))).worker(1)
 

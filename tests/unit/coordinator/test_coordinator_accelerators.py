@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distbelief.comm import messages as m
+from distbelief.control import messages as m
 from tests.support.coordinator.play import CANARY, JOB, Run, records, starts
 
 

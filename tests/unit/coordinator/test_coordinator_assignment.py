@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distbelief.coordinator.assignment import equal, proportional
+from distbelief.coordinator.rules.assignment import equal, proportional
 
 shares = st.lists(st.floats(min_value=1e-6, max_value=1e6, allow_nan=False), min_size=1, max_size=12)
 

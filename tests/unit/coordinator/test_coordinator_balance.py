@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distbelief.comm.messages import Timing
-from distbelief.coordinator.assignment import equal, proportional
-from distbelief.coordinator.balance import (
+from distbelief.control.messages import Timing
+from distbelief.coordinator.rules.assignment import equal, proportional
+from distbelief.coordinator.rules.balance import (
     ENOUGH,
     INTERVAL_S,
     KEPT,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from distbelief.comm import messages as m
-from distbelief.coordinator import state as s
-from distbelief.coordinator.balance import MIN_GAIN
-from distbelief.coordinator.detector import FLOOR_S
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import state as s
+from distbelief.coordinator.rules.balance import MIN_GAIN
+from distbelief.coordinator.rules.detector import FLOOR_S
 from tests.support.coordinator.play import (
     Run,
     heartbeat,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from distbelief.comm import messages as m
-from distbelief.coordinator import state as s
-from distbelief.coordinator.faults import EXPLAINED_S, MOST_RETRIES
-from distbelief.coordinator.hosts import ASK_AGAIN_S
-from distbelief.coordinator.vocabulary import EXIT_GRACE_S
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import state as s
+from distbelief.coordinator.rules.faults import EXPLAINED_S, MOST_RETRIES
+from distbelief.coordinator.rules.hosts import ASK_AGAIN_S
+from distbelief.coordinator.rules.vocabulary import EXIT_GRACE_S
 from tests.support.coordinator.play import (
     JOB,
     Run,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distbelief.coordinator.detector import FLOOR_S, STUCK_S, Pulse, Suspect, suspects
+from distbelief.coordinator.rules.detector import FLOOR_S, STUCK_S, Pulse, Suspect, suspects
 
 TICK_S = 0.1
 BEAT_S = 0.2

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from distbelief.comm.messages import Canary, JobFacts
-from distbelief.coordinator import explain
+from distbelief.control.messages import Canary, JobFacts
+from distbelief.coordinator.rules import explain
 
 JOB = JobFacts(name="digits", shards=4, steps=10, global_batch=32, samples=1000, parameters=100, strategy="allreduce")
 CANARY = Canary(fingerprint="c3d4", facts={"threads": "1", "torch": "2.13.0"})

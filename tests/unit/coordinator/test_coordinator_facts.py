@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from distbelief.comm import messages as m
-from distbelief.coordinator import state as s
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import state as s
 from tests.support.coordinator.play import CANARY, Run
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from distbelief.comm import messages as m
-from distbelief.coordinator import state as s
-from distbelief.coordinator.regroup import MOST_FAILED_HIRES
-from distbelief.coordinator.vocabulary import EXIT_GRACE_S, REPORTED_GRACE_S
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import state as s
+from distbelief.coordinator.rules.regroup import MOST_FAILED_HIRES
+from distbelief.coordinator.rules.vocabulary import EXIT_GRACE_S, REPORTED_GRACE_S
 from tests.support.coordinator.play import Run, ended, failure, finished, hired, lines, records, sends, starts, texts
 
 # --- a failure that is reported is not a death: it ends the run ------------------------------------------------------

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from distbelief.comm import messages as m
-from distbelief.coordinator import fleet
-from distbelief.coordinator import state as s
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import state as s
+from distbelief.coordinator.rules.servers import fleet
 from tests.support.coordinator.fleet import SLICES, died, hired, killed, maps, ready, served, settled
 from tests.support.coordinator.play import JOB, Run, ended, records, replies, report, starts, texts
 

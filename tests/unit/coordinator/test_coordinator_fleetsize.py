@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from distbelief.comm import messages as m
-from distbelief.coordinator import state as s
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import state as s
 from tests.support.coordinator.fleet import died, hired, killed, maps, ready, served, settled
 from tests.support.coordinator.play import Run, records, replies, texts
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distbelief.comm import messages as m
+from distbelief.control import messages as m
 from tests.support.coordinator.hosts import offer, placed, spread, trained
 from tests.support.coordinator.play import heartbeat, records, replies, sends, starts, texts
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from distbelief.comm import messages as m
-from distbelief.coordinator import state as s
-from distbelief.coordinator.hosts import ASK_AGAIN_S, LOST_S
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import state as s
+from distbelief.coordinator.rules.hosts import ASK_AGAIN_S, LOST_S
 from tests.support.coordinator.hosts import offer, placed, spread, trained
 from tests.support.coordinator.play import Run, heartbeat, hired, records, replies, report, sends, starts, texts
 

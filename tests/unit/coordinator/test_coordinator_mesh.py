@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from distbelief.comm import messages as m
+from distbelief.control import messages as m
 from distbelief.coordinator import server as edge
-from distbelief.coordinator import state as s
-from distbelief.coordinator.saving import ASK_AGAIN_S
+from distbelief.coordinator.rules import state as s
+from distbelief.coordinator.rules.saving import ASK_AGAIN_S
 from distbelief.errors import JobError
 from tests.support.coordinator.play import Run, ended, finished, heartbeat, lines, records, report, starts, texts
 from tests.support.coordinator.world import World

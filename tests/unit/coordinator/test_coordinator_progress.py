@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from distbelief.comm.messages import Evaluation, Heartbeat, Member, StepReport, Timing
-from distbelief.coordinator.progress import REMEMBERED, Progress, absorb, forget, workers_line
+from distbelief.control.messages import Evaluation, Heartbeat, Member, StepReport, Timing
+from distbelief.coordinator.rules.progress import REMEMBERED, Progress, absorb, forget, workers_line
 
 MEMBERS = [Member(0, "here", (0, 2)), Member(1, "here", (2, 4))]
 

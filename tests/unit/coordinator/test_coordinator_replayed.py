@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from distbelief.comm import messages as m
-from distbelief.coordinator import state as s
-from distbelief.coordinator.speakers import FROM_WORKERS
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import state as s
+from distbelief.coordinator.rules.speakers import FROM_WORKERS
 from tests.support.coordinator.play import CANARY, JOB, Run, failure, finished, heartbeat, report
 
 WHOLE_RUN: list[m.Event] = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.comm import messages as m
+from distbelief.control import messages as m
 from distbelief.coordinator import client
 from distbelief.errors import DistBeliefError
 from tests.support.coordinator.process import (

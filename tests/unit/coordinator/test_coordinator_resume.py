@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distbelief.comm import messages as m
-from distbelief.coordinator import state as s
-from distbelief.coordinator.progress import Seen
-from distbelief.strategies.degrees import fit
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import state as s
+from distbelief.coordinator.rules.progress import Seen
+from distbelief.strategies.rules.degrees import fit
 from tests.support.coordinator.play import (
     Run,
     ended,

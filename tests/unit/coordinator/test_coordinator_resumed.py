@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distbelief.comm import messages as m
-from distbelief.coordinator import state as s
-from distbelief.coordinator.progress import Seen
-from distbelief.coordinator.replay import resumed as record_of
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import state as s
+from distbelief.coordinator.rules.progress import Seen
+from distbelief.coordinator.rules.replay import resumed as record_of
 from tests.support.coordinator.play import (
     CANARY,
     JOB,

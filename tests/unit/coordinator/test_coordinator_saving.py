@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from distbelief.comm import messages as m
-from distbelief.coordinator import saving
-from distbelief.coordinator import state as s
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import saving
+from distbelief.coordinator.rules import state as s
 from tests.support.coordinator.play import Run, ended, lines, records, replies, report, sends, starts, texts
 from tests.support.coordinator.saves import LAST, asked, at_step, failed, part, saving_run, sealed, seals, tick
 

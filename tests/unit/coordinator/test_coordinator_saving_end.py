@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from distbelief.comm import messages as m
-from distbelief.coordinator import saving
-from distbelief.coordinator import state as s
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import saving
+from distbelief.coordinator.rules import state as s
 from tests.support.coordinator.play import Run, ended, hired, records, sends, starts, texts
 from tests.support.coordinator.saves import (
     LAST,

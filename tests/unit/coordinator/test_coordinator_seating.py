@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from distbelief.coordinator.seating import seat
-from distbelief.strategies.degrees import Degrees, Wish, fit
+from distbelief.coordinator.rules.seating import seat
+from distbelief.strategies.rules.degrees import Degrees, Wish, fit
 
 wishes = st.builds(
     Wish,

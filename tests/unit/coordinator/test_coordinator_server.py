@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from distbelief.comm import messages as m
-from distbelief.comm.badges import Authority
+from distbelief.control import messages as m
+from distbelief.control.credentials import Authority
 from tests.support.coordinator.process import (
     AUTHORITY,
     SECRET,

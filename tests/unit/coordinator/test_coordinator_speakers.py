@@ -6,10 +6,10 @@ from typing import get_args
 
 import pytest
 
-from distbelief.comm import messages as m
-from distbelief.comm.events import Event
-from distbelief.comm.seals import Claim
-from distbelief.coordinator.speakers import FROM_SERVERS, FROM_WORKERS, is_introduced, may_say
+from distbelief.control import messages as m
+from distbelief.control.events import Event
+from distbelief.control.signatures import Claim
+from distbelief.coordinator.rules.speakers import FROM_SERVERS, FROM_WORKERS, is_introduced, may_say
 
 OF_AGENTS = (m.EngineAttached("here"), m.WorkerExited(3, 0), m.ServerExited(3, 0))
 OF_OWNERS = (

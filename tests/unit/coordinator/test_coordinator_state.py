@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from distbelief.comm import messages as m
-from distbelief.coordinator import state as s
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import state as s
 from tests.support.coordinator.play import CANARY, JOB, Run, ended, failure, finished, heartbeat, lines, records, sends
 
 

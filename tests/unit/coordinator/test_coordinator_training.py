@@ -6,8 +6,8 @@ from typing import get_args
 
 import pytest
 
-from distbelief.comm import messages as m
-from distbelief.coordinator import state as s
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import state as s
 from tests.support.coordinator.play import Run, ended, failure, finished, heartbeat, lines, records, report, sends
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distbelief.data.order import positions_to_samples
+from distbelief.data.rules.order import positions_to_samples
 
 
 def order(samples: int, seed: int = 0, epoch: int = 0, first: int = 0, end: int | None = None) -> Any:

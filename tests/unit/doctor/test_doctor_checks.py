@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.comm.routes import Card, Machine
+from distbelief.control.addresses import Card, Machine
 from distbelief.doctor.checks import (
     cards,
     cgroup,
@@ -27,7 +27,7 @@ from distbelief.doctor.checks import (
     sharedmemory,
     software,
 )
-from distbelief.doctor.finding import Finding
+from distbelief.doctor.rules.finding import Finding
 
 GIB = 1 << 30
 GOOD_SOFTWARE = software.Software("3.12.1", "2.13.0+cpu", "2.1", "", "")

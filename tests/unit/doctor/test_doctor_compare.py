@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from distbelief.comm.commands import RunFacts
-from distbelief.doctor import clock, compare, ofrun, report
-from distbelief.doctor.clock import Exchange, Skew, skew
-from distbelief.doctor.finding import Finding, Host, Link, Report, ok, problem
+from distbelief.control.commands import RunFacts
+from distbelief.doctor.rules import clock, compare, ofrun, report
+from distbelief.doctor.rules.clock import Exchange, Skew, skew
+from distbelief.doctor.rules.finding import Finding, Host, Link, Report, ok, problem
 
 FACTS = {"torch": "2.13.0", "python": "3.12.1", "instruction_set": "x86_64 AVX512", "MKL-DNN": "default"}
 RUN = RunFacts(

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.comm import reaching
-from distbelief.doctor import line, meeting, words
-from distbelief.doctor.clock import skew
-from distbelief.doctor.finding import Host, Report
+from distbelief.control import unreachable as reaching
+from distbelief.doctor import line, meeting
+from distbelief.doctor import messages as words
 from distbelief.doctor.joining import join
 from distbelief.doctor.line import Door, Line, way_in, with_key
 from distbelief.doctor.links import TOKEN_BYTES, Doorway, measure
 from distbelief.doctor.meeting import Meeting
+from distbelief.doctor.rules.clock import skew
+from distbelief.doctor.rules.finding import Host, Report
 
 KEY = bytes(range(32))
 AUTHORITY = with_key(KEY)

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.engines import allocated
-from distbelief.engines.allocated import Asked, find_place, leading, run_folder
-from distbelief.engines.allocation import Place
-from distbelief.engines.house import Lodger
-from distbelief.engines.invitation import Invitation
-from distbelief.engines.launch import LOOPBACK_ONLY, Launch, anywhere
-from distbelief.engines.meeting import folder
-from distbelief.engines.meeting.folder import Folder
-from distbelief.engines.signals import sheltered
 from distbelief.errors import DistBeliefError, JobError
+from distbelief.launch.invitation import Invitation
+from distbelief.launch.launch import LOOPBACK_ONLY, Launch, anywhere
+from distbelief.launch.launchers import allocated
+from distbelief.launch.launchers.allocated import Asked, find_place, leading, run_folder
+from distbelief.launch.launchers.onehost import Lodger
+from distbelief.launch.launchers.rules import Place
+from distbelief.launch.rendezvous import folder
+from distbelief.launch.rendezvous.folder import Folder
+from distbelief.launch.signals import sheltered
 
 LAUNCH = Launch(run_dir=Path("/run"), workers=4, strategy="ps:sync:servers=2", exact=True, transport="auto")
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distbelief.engines.allocation import SOURCES, Place
-from distbelief.engines.allocation.nodelist import hosts_in
-from distbelief.engines.allocation.slurm import tasks_per_node
 from distbelief.errors import DistBeliefError
+from distbelief.launch.launchers.rules import SOURCES, Place
+from distbelief.launch.launchers.rules.nodelist import hosts_in
+from distbelief.launch.launchers.rules.slurm import tasks_per_node
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.engines.batchscript import Batch, script
 from distbelief.errors import DistBeliefError
+from distbelief.launch.launchers.rules.batchscript import Batch, script
 
 SRUN = """#!/bin/bash
 printf '%s\\n' "$@" > srun.args

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.comm.keys import new_key, read_key, run_secret
+from distbelief.control.keyfiles import new_key, read_key, run_secret
 from distbelief.coordinator.journal import Journal
-from distbelief.engines import allocated
-from distbelief.engines.allocated import Asked, leading
-from distbelief.engines.allocation import Place
-from distbelief.engines.farewell import Missing, still_missing, turn_away
-from distbelief.engines.invitation import Invitation
-from distbelief.engines.invited import serve_host
-from distbelief.engines.meeting.folder import Folder
 from distbelief.errors import DistBeliefError, RunFailed, RunInterrupted
+from distbelief.launch.invitation import Invitation
+from distbelief.launch.invited import serve_host
+from distbelief.launch.launchers import allocated
+from distbelief.launch.launchers.allocated import Asked, leading
+from distbelief.launch.launchers.failednotice import Missing, still_missing, turn_away
+from distbelief.launch.launchers.rules import Place
+from distbelief.launch.rendezvous.folder import Folder
 
 LONG_S = 60.0  # never waited for, if all is well
 

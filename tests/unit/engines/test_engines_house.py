@@ -11,10 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from distbelief.engines import house
-from distbelief.engines.allocation import Place
-from distbelief.engines.house import House, Lodger
 from distbelief.errors import DistBeliefError
+from distbelief.launch.launchers import onehost as house
+from distbelief.launch.launchers.onehost import House, Lodger
+from distbelief.launch.launchers.rules import Place
 
 
 def places(count: int, job: str = "") -> list[Place]:

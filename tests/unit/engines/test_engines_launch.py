@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from distbelief.comm.badges import NOBODY
-from distbelief.coordinator.vocabulary import RunConfig
-from distbelief.engines import rundir
-from distbelief.engines.launch import Launch, keep_launch, read_launch
+from distbelief.control.credentials import NOBODY
+from distbelief.coordinator.rules.vocabulary import RunConfig
 from distbelief.errors import DistBeliefError
+from distbelief.launch import rundir
+from distbelief.launch.launch import Launch, keep_launch, read_launch
 from distbelief.worker.spec import Origin, SavePlan
 
 FULL = Launch(

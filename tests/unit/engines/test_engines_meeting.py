@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from distbelief.comm.keys import new_key, read_key, run_secret
-from distbelief.engines.invitation import Invitation
-from distbelief.engines.meeting import folder, ownaddress
-from distbelief.engines.meeting.address import Address, Board
-from distbelief.engines.meeting.folder import Folder
-from distbelief.engines.meeting.interface import Word, invited
+from distbelief.control.keyfiles import new_key, read_key, run_secret
 from distbelief.errors import DistBeliefError
+from distbelief.launch.invitation import Invitation
+from distbelief.launch.rendezvous import folder, ownaddress
+from distbelief.launch.rendezvous.address import Address, Board
+from distbelief.launch.rendezvous.folder import Folder
+from distbelief.launch.rendezvous.interface import Word, invited
 
 INVITATION = Invitation("tcp://10.0.0.1:5555", bytes(range(32)))
 
@@ -78,7 +78,7 @@ def test_an_address_that_is_not_ours(key: Path) -> None:
 
 
 def test_on_the_launchers_board_only_the_address_stands(key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distbelief.engines.meeting.address.LINGER_S", 0.0)
+    monkeypatch.setattr("distbelief.launch.rendezvous.address.LINGER_S", 0.0)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
     where = f"127.0.0.1:{store.port}"
     first, other = Board(where, "job", key), Board(where, "job", key)

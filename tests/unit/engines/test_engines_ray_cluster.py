@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from distbelief.engines import chosen
-from distbelief.engines.ray import cluster
 from distbelief.errors import DistBeliefError
+from distbelief.launch import chosen
+from distbelief.launch.ray import cluster
 
 
 @pytest.mark.parametrize(

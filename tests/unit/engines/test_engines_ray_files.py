@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.engines.ray.following import Growing, Logs, Target
-from distbelief.engines.ray.quiet import quiet
-from distbelief.engines.ray.sight import sees, shown
+from distbelief.launch.ray.following import Growing, Logs, Target
+from distbelief.launch.ray.quiet import quiet
+from distbelief.launch.ray.sight import sees, shown
 
 
 def test_each_line_is_read_once_and_whole(tmp_path: Path) -> None:

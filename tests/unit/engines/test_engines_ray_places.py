@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distbelief.engines.ray.places import Need, Node, Place, place, room, shortage
+from distbelief.launch.ray.rules.places import Need, Node, Place, place, room, shortage
 
 
 def node(name: str, cpus: float, free: float | None = None, **more: object) -> Node:

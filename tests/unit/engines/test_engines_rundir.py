@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from distbelief.coordinator.journal import Journal
-from distbelief.engines import rundir
-from distbelief.engines.launch import Launch, keep_launch, read_launch
-from distbelief.engines.signals import Signals
 from distbelief.errors import DistBeliefError, RunInterrupted
+from distbelief.launch import rundir
+from distbelief.launch.launch import Launch, keep_launch, read_launch
+from distbelief.launch.signals import Signals
 
 
 def launched(folder: Path, **options: object) -> Launch:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distbelief.engines.saveplan import DEFAULT_EVERY, best, interval
 from distbelief.errors import DistBeliefError
+from distbelief.launch.rules.saveplan import DEFAULT_EVERY, best, interval
 
 
 @pytest.mark.parametrize(

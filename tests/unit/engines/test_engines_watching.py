@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from distbelief.engines.watching import Watching
+from distbelief.launch.watching import Watching
 
 
 def test_what_another_handler_has_read_is_not_waited_for() -> None:

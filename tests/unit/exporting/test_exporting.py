@@ -51,7 +51,7 @@ needs_onnx = pytest.mark.skipif(
 
 def a_run(folder: Path, text: str, settings: dict[str, str] | None = None) -> Path:
     """A run directory as training leaves it, with weights that are not the initial ones."""
-    from distbelief.strategies.compute import make_model
+    from distbelief.strategies.flatmodel.compute import make_model
     from distbelief.worker.jobfile import load_job
 
     run_dir = folder / "run"

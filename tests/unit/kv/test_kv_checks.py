@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from distbelief.comm.kvwords import Dense, Rows
 from distbelief.errors import DistBeliefError
 from distbelief.kv import checks
+from distbelief.kv.messages import Dense, Rows
 
 TABLE = Rows(10, 2, "zeros", 0.0, 0, None)
 

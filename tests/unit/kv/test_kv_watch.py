@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from distbelief.coordinator.fleetstate import Fleet
-from distbelief.kv import watch
-from distbelief.kv.watch import Fail, Kill, Output, Say, Start, Tell, TellAll
+from distbelief.coordinator.rules.servers.fleetstate import Fleet
+from distbelief.kv.rules import watch
+from distbelief.kv.rules.watch import Fail, Kill, Output, Say, Start, Tell, TellAll
 
 
 def begun(servers: int = 2) -> Fleet:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from distbelief.errors import DistBeliefError
-from distbelief.observe.profiling.clocks import ahead
 from distbelief.observe.profiling.collecting import collect, read_summary
-from distbelief.observe.profiling.merging import merge
 from distbelief.observe.profiling.parts import Part, Span, parse
-from distbelief.observe.profiling.shown import as_data, lines
-from distbelief.observe.profiling.summary import summarise
+from distbelief.observe.profiling.rules.clocks import ahead
+from distbelief.observe.profiling.rules.merging import merge
+from distbelief.observe.profiling.rules.shown import as_data, lines
+from distbelief.observe.profiling.rules.summary import summarise
 
 MS = 1_000_000
 DAY = 86_400 * 1000 * MS

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from distbelief.comm.messages import Canary, WorkerFailed
-from distbelief.engines.launch import Launch, keep_launch
+from distbelief.control.messages import Canary, WorkerFailed
 from distbelief.errors import DistBeliefError
+from distbelief.launch.launch import Launch, keep_launch
 from distbelief.replaying.records import canary_differs, chosen_step, read_run
 from tests.support.replayed import journalled
 

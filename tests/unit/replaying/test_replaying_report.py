@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from distbelief.comm.messages import WorkerFailed
+from distbelief.control.messages import WorkerFailed
 from distbelief.errors import RunFailed
 from distbelief.replaying.findings import Count, Finding
 from distbelief.replaying.inspection import Inspection, LayerView, ParameterView, ShardView

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distbelief.errors import DistBeliefError
-from distbelief.servers.applied import Applied, Marks
+from distbelief.strategies.ps.rules.applied import Applied, Marks
 
 numbers = st.lists(st.integers(0, 30), max_size=60)
 names = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12)), max_size=60)

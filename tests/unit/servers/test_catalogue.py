@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distbelief.comm.kvwords import Arrive, Consult, Consulted, DeclareKey, Dense, SealKey, Withdraw
-from distbelief.servers.catalogue import GRAIN, PIECE_BYTES, Catalogue, cut
-from distbelief.servers.stores import Change
+from distbelief.kv.catalogue import GRAIN, PIECE_BYTES, Catalogue, cut
+from distbelief.kv.messages import Arrive, Consult, Consulted, DeclareKey, Dense, SealKey, Withdraw
+from distbelief.strategies.ps.server.stores import Change
 
 FORM = Dense("float32", (10,))
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from distbelief.comm.segment import Segment
-from distbelief.comm.serverwords import VALUES_AT, Gradient
-from distbelief.servers.freeslice import FreeSlice
-from distbelief.servers.slicememory import SliceMemory
-from distbelief.servers.stores import Change
-from distbelief.strategies.ps.pushcoding import PushCoding
+from distbelief.strategies.ps.protocol.messages import VALUES_AT, Gradient
+from distbelief.strategies.ps.protocol.pushcoding import PushCoding
+from distbelief.strategies.ps.server.asyncslice import FreeSlice
+from distbelief.strategies.ps.server.slicememory import SliceMemory
+from distbelief.strategies.ps.server.stores import Change
+from distbelief.transport.shm.segment import Segment
 from tests.support.ps.parts import Kit, no_memory
 
 STRENGTH = 0.3

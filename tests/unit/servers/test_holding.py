@@ -9,9 +9,20 @@ from typing import Any
 
 import pytest
 
-from distbelief.servers import placement
-from distbelief.servers.holding import Answer, Copied, Copy, Forward, Holding, Name, Output, Refuse, Roles, Took
-from distbelief.servers.placement import NONE, Slice
+from distbelief.coordinator.rules.servers import placement
+from distbelief.coordinator.rules.servers.placement import NONE, Slice
+from distbelief.strategies.ps.rules.holding import (
+    Answer,
+    Copied,
+    Copy,
+    Forward,
+    Holding,
+    Name,
+    Output,
+    Refuse,
+    Roles,
+    Took,
+)
 
 
 class Ordered:

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from distbelief.comm.kvwords import (
+from distbelief.errors import JobError
+from distbelief.kv.catalogue import GRAIN
+from distbelief.kv.keyoptimizer import OPTIMIZERS, optimizer_spec, row_optimizer
+from distbelief.kv.keyslice import KeySlice
+from distbelief.kv.messages import (
     AddToKey,
     AddToRows,
     Dense,
@@ -20,12 +24,8 @@ from distbelief.comm.kvwords import (
     Rows,
     SetOptimizer,
 )
-from distbelief.comm.segment import Segment
-from distbelief.errors import JobError
-from distbelief.servers.catalogue import GRAIN
-from distbelief.servers.keyoptimizer import OPTIMIZERS, optimizer_spec, row_optimizer
-from distbelief.servers.keyslice import KeySlice
-from distbelief.servers.stores import Change
+from distbelief.strategies.ps.server.stores import Change
+from distbelief.transport.shm.segment import Segment
 
 NUMBERS: dict[str, dict[str, Any]] = {
     "sgd": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.servers.leases import Done, Lease, Ledger, Wait, complete, heard, lease, lost, restarted
+from distbelief.strategies.ps.rules.leases import Done, Lease, Ledger, Wait, complete, heard, lease, lost, restarted
 from tests.support.ps.leases import SLICES, World
 
 ACTIONS = {"ask": 9, "push": 5, "finish": 6, "late": 2, "die": 1, "heard": 1, "restart": 0.1}

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from distbelief.comm.serverwords import Ask, Complete, Gate, Gathered, Lease, Look, Members, Note, Open, Wait
-from distbelief.servers.ledgerslice import LedgerSlice, Terms
-from distbelief.servers.stores import Change
+from distbelief.strategies.ps.protocol.messages import (
+    Ask,
+    Complete,
+    Gate,
+    Gathered,
+    Lease,
+    Look,
+    Members,
+    Note,
+    Open,
+    Wait,
+)
+from distbelief.strategies.ps.server.leaseslice import LedgerSlice, Terms
+from distbelief.strategies.ps.server.stores import Change
 
 
 class Table:

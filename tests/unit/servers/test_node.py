@@ -8,9 +8,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from distbelief.comm.letters import Letter
-from distbelief.comm.messages import ServerMap
-from distbelief.comm.serverwords import (
+from distbelief.control.messages import ServerMap
+from distbelief.errors import DistBeliefError
+from distbelief.strategies.ps.protocol.frames import Letter
+from distbelief.strategies.ps.protocol.messages import (
     Answered,
     Contents,
     Fetch,
@@ -23,8 +24,7 @@ from distbelief.comm.serverwords import (
     Read,
     Refused,
 )
-from distbelief.errors import DistBeliefError
-from distbelief.servers.node import Out, ServerNode
+from distbelief.strategies.ps.server.node import Out, ServerNode
 from tests.support.ps.parts import SHARDS, Kit
 
 WORKER, OTHER = b"worker", b"other"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distbelief.errors import JobError
-from distbelief.servers.pace import Limits, Pace, next_pace
+from distbelief.strategies.ps.rules.pace import Limits, Pace, next_pace
 
 seconds = st.floats(0.001, 1000)
 

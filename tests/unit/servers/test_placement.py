@@ -7,8 +7,7 @@ import random
 import msgspec
 import pytest
 
-from distbelief.errors import DistBeliefError, JobError
-from distbelief.servers.placement import (
+from distbelief.coordinator.rules.servers.placement import (
     NONE,
     Decision,
     Drop,
@@ -22,6 +21,7 @@ from distbelief.servers.placement import (
     with_server,
     without,
 )
+from distbelief.errors import DistBeliefError, JobError
 from tests.support.ps.placement import ONE_HOST, Servers, parts
 
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distbelief.servers import portioning
-from distbelief.servers.portioning import Portioning
 from distbelief.shards import Range, split
-from distbelief.strategies.search.wholedata import MOST_TOGETHER
+from distbelief.strategies.sandblaster.rules import portioning
+from distbelief.strategies.sandblaster.rules.portioning import Portioning
+from distbelief.strategies.sandblaster.rules.wholedata import MOST_TOGETHER
 
 
 def nodes(node: Range) -> set[Range]:

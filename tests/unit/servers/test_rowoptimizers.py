@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from distbelief.errors import JobError
-from distbelief.strategies.tables.rowoptimizers import RowOptimizer, State, _corrections
+from distbelief.strategies.ps.tables.rowoptimizers import RowOptimizer, State, _corrections
 
 WIDTH = 5
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from distbelief.comm.exchange import ROW
-from distbelief.comm.segment import Segment
-from distbelief.comm.serverwords import Go, Node, Note
 from distbelief.errors import DistBeliefError
-from distbelief.servers.gathering import Gathered
-from distbelief.servers.runslice import Change, RunSlice
 from distbelief.shards import Range, split
+from distbelief.strategies.ps.protocol.messages import Go, Node, Note
+from distbelief.strategies.ps.rules.gathering import Gathered
+from distbelief.strategies.ps.server.syncslice import Change, RunSlice
+from distbelief.transport.exchange import ROW
+from distbelief.transport.shm.segment import Segment
 from tests.support.ps.parts import SHARDS, Kit
 
 STEPS = 5  # the last one fills two shards of five

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from distbelief.comm.segment import Segment
-from distbelief.comm.serverwords import VALUES_AT, Afresh, Go, Measure
 from distbelief.errors import DistBeliefError
-from distbelief.servers.runslice import Change, RunSlice
-from distbelief.servers.slicememory import SliceMemory
 from distbelief.shards import Range
-from distbelief.strategies.ps.pushcoding import PushCoding
+from distbelief.strategies.ps.protocol.messages import VALUES_AT, Afresh, Go, Measure
+from distbelief.strategies.ps.protocol.pushcoding import PushCoding
+from distbelief.strategies.ps.server.slicememory import SliceMemory
+from distbelief.strategies.ps.server.syncslice import Change, RunSlice
+from distbelief.transport.shm.segment import Segment
 from tests.support.ps.parts import SHARDS, Kit, no_memory
 
 NODES: list[Range] = [(0, 4), (4, 5)]

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from distbelief.comm.serverwords import Fetch, Look, Note
-from distbelief.comm.vectorwords import (
+from distbelief.errors import DistBeliefError
+from distbelief.strategies.ps.protocol.messages import Fetch, Look, Note
+from distbelief.strategies.ps.server.stores import Change
+from distbelief.strategies.sandblaster.messages import (
     Begin,
     Computed,
     Heard,
@@ -21,9 +23,7 @@ from distbelief.comm.vectorwords import (
     Total,
     first_number,
 )
-from distbelief.errors import DistBeliefError
-from distbelief.servers.searchslice import SearchSlice
-from distbelief.servers.stores import Change
+from distbelief.strategies.sandblaster.searchslice import SearchSlice
 
 FIRST, SECOND = first_number(1), first_number(2)
 

@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 import torch
 
-from distbelief.comm.exchange import Held, Source
-from distbelief.comm.serverwords import Begun, Go, Look, Measure, Measured
-from distbelief.servers.stores import Change
 from distbelief.shards import Range
-from distbelief.strategies.ps.served import _on_all, measure_step
-from distbelief.strategies.ps.servedhelping import choose
-from distbelief.strategies.takeover import plan_step, plan_takeover
+from distbelief.strategies.dataparallel.takeover import plan_step, plan_takeover
+from distbelief.strategies.ps.protocol.messages import Begun, Go, Look, Measure, Measured
+from distbelief.strategies.ps.server.stores import Change
+from distbelief.strategies.ps.worker.helping import choose
+from distbelief.strategies.ps.worker.synchronous import _on_all, measure_step
+from distbelief.transport.exchange import Held, Source
 from tests.support.ps.disturbing import STEPS, disturb
 from tests.support.ps.parts import SHARDS, Kit
 from tests.support.ps.world import World

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from distbelief.comm.letters import Letter
-from distbelief.comm.serverwords import Go, Look, Measure, Read
-from distbelief.comm.tablewords import Count, Pull
 from distbelief.errors import DistBeliefError
-from distbelief.servers.steptables import StepTables
-from distbelief.servers.stores import Change
-from distbelief.strategies.tables.embedding import RowGradients
+from distbelief.strategies.ps.protocol.frames import Letter
+from distbelief.strategies.ps.protocol.messages import Go, Look, Measure, Read
+from distbelief.strategies.ps.server.stores import Change
+from distbelief.strategies.ps.tables.embedding import RowGradients
+from distbelief.strategies.ps.tables.messages import Count, Pull
+from distbelief.strategies.ps.tables.syncslice import StepTables
 from tests.support.ps.tableparts import PARTS, SHARDS, Kit
 
 STEPS = 6

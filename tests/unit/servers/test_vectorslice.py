@@ -8,9 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from distbelief.comm.segment import Segment
-from distbelief.comm.serverwords import VALUES_AT, Fetch, Fetched, Look, Node
-from distbelief.comm.vectorwords import (
+from distbelief.errors import DistBeliefError
+from distbelief.shards import Range, split
+from distbelief.strategies.base import nothing_saved
+from distbelief.strategies.ps.protocol.messages import VALUES_AT, Fetch, Fetched, Look, Node
+from distbelief.strategies.ps.server.stores import Change
+from distbelief.strategies.sandblaster.messages import (
     Combine,
     Command,
     Copy,
@@ -23,11 +26,8 @@ from distbelief.comm.vectorwords import (
     Show,
     first_number,
 )
-from distbelief.errors import DistBeliefError
-from distbelief.servers.stores import Change
-from distbelief.servers.vectorslice import VectorSlice
-from distbelief.shards import Range, split
-from distbelief.strategies.base import nothing_saved
+from distbelief.strategies.sandblaster.vectorslice import VectorSlice
+from distbelief.transport.shm.segment import Segment
 from distbelief.worker.vectorstores import VectorStores
 from tests.support.ps.searchworld import Kit
 

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 import zmq
 
-from distbelief.comm.letters import Letter, pack, unpack_for_client
-from distbelief.comm.serverwords import (
+from distbelief.errors import DistBeliefError
+from distbelief.strategies.ps.protocol.frames import Letter, pack, unpack_for_client
+from distbelief.strategies.ps.protocol.messages import (
     Answered,
     Contents,
     Fetch,
@@ -24,10 +25,9 @@ from distbelief.comm.serverwords import (
     Refused,
     StepPast,
 )
-from distbelief.errors import DistBeliefError
-from distbelief.servers.applied import Applied
-from distbelief.servers.runslice import Snapshot
-from distbelief.servers.wire import CopySent, Forwarded, TookChange, unpack
+from distbelief.strategies.ps.protocol.peers import CopySent, Forwarded, TookChange, unpack
+from distbelief.strategies.ps.rules.applied import Applied
+from distbelief.strategies.ps.server.syncslice import Snapshot
 
 NODE = Node(3, 0, 4, b"rows", b"\x01\x00", b"integers")
 NAMED = Node(3, 0, 4, b"rows", b"\x01\x00", b"", "generation 2/slot/1.0")

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import nn, optim
 
-from distbelief.comm.alone import AloneExchange
-from distbelief.comm.exchange import Tile
-from distbelief.comm.ondevice import OnDevice, stretches
-from distbelief.comm.segment import Segment
 from distbelief.data.sources import as_source
 from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Seat
-from distbelief.strategies.devicereplica import DeviceReplica
-from distbelief.strategies.prepared import PreparedAllReduce
-from distbelief.strategies.replica import DataParallelReplica
+from distbelief.strategies.dataparallel.devicereplica import DeviceReplica
+from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
+from distbelief.strategies.dataparallel.replica import DataParallelReplica
+from distbelief.transport.alone import AloneExchange
+from distbelief.transport.device.exchange import OnDevice, stretches
+from distbelief.transport.exchange import Tile
+from distbelief.transport.shm.segment import Segment
 from distbelief.worker.feed import Feed
 from tests.support.replicas.alone import job_of, linear_data
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn, optim
 from torch.distributed import TCPStore
 
-from distbelief.comm.exchange import tree_add
 from distbelief.shards import Range, program
-from distbelief.strategies.layout import ALIGN
+from distbelief.strategies.flatmodel.layout import ALIGN
+from distbelief.transport.exchange import tree_add
 from tests.support.replicas.member import BREAK, Place, Trained
 from tests.support.stage import Stage
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
-from distbelief.comm.segment import KeeperClient
 from distbelief.errors import JobError
-from distbelief.strategies.compute import make_model
+from distbelief.strategies.flatmodel.compute import make_model
+from distbelief.transport.shm.segment import KeeperClient
 from tests.support.replicas.alone import Alone, Computed, job_of, kept, linear_data
 
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.strategies.search import lbfgs as module
-from distbelief.strategies.search.lbfgs import Settings, State, begin, direction, explain, iterate
-from distbelief.strategies.search.vectors import BLOCK, JoinedVectors, SlicedVectors
+from distbelief.strategies.sandblaster.rules import lbfgs as module
+from distbelief.strategies.sandblaster.rules.lbfgs import Settings, State, begin, direction, explain, iterate
+from distbelief.strategies.sandblaster.vectors import BLOCK, JoinedVectors, SlicedVectors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

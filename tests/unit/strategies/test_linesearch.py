@@ -12,8 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.lbfgs import _strong_wolfe
 
-from distbelief.strategies.search import linesearch as module
-from distbelief.strategies.search.linesearch import CURVATURE, SUFFICIENT_DECREASE, Ask, Outcome, strong_wolfe
+from distbelief.strategies.sandblaster.rules import linesearch as module
+from distbelief.strategies.sandblaster.rules.linesearch import (
+    CURVATURE,
+    SUFFICIENT_DECREASE,
+    Ask,
+    Outcome,
+    strong_wolfe,
+)
 
 Function = Callable[[float], tuple[float, float]]
 

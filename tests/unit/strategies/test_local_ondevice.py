@@ -8,10 +8,10 @@ import torch
 
 from distbelief.job import Job
 from distbelief.strategies.base import Saved
-from distbelief.strategies.local import prepared
-from distbelief.strategies.local.ondevice import DeviceTrainer
-from distbelief.strategies.local.trainer import LocalTrainer
-from distbelief.strategies.local_sgd import LocalSGD
+from distbelief.strategies.localsgd import prepared
+from distbelief.strategies.localsgd.ondevice import DeviceTrainer
+from distbelief.strategies.localsgd.strategy import LocalSGD
+from distbelief.strategies.localsgd.trainer import LocalTrainer
 from distbelief.verification.plain import make_model
 from distbelief.verification.plainlocal import train_locally
 from tests.support.replicas.local import Trainer, assert_same_bits, job_of

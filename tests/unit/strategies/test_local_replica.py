@@ -12,7 +12,7 @@ from distbelief.checkpoint.faults import CheckpointMismatch
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.strategies.base import NonFiniteLoss
-from distbelief.strategies.local_sgd import LocalSGD
+from distbelief.strategies.localsgd.strategy import LocalSGD
 from distbelief.verification.plain import make_model
 from distbelief.verification.plainlocal import train_locally
 from tests.support.replicas.local import STEPS, Trainer, assert_same_bits, job_of

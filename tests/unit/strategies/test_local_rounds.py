@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from distbelief.comm.segment import Segment
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
-from distbelief.strategies.local.innerstates import InnerStates
-from distbelief.strategies.local.rounds import Rounds
-from distbelief.strategies.local_sgd import LocalSGD
+from distbelief.strategies.localsgd.innerstates import InnerStates
+from distbelief.strategies.localsgd.rules.rounds import Rounds
+from distbelief.strategies.localsgd.strategy import LocalSGD
+from distbelief.transport.shm.segment import Segment
 
 rounds_of_any_kind = st.builds(
     lambda samples, batch, shards, local, replicas, total: Rounds(

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from distbelief.comm.segment import Segment
-from distbelief.comm.served import ServedGroup
-from distbelief.comm.serverwords import VALUES_AT, Fetched, values_at
-from distbelief.comm.words import Abort
 from distbelief.shards import Schedule
-from distbelief.strategies.compute import ShardComputer
-from distbelief.strategies.layout import lay_out
-from distbelief.strategies.ps.mappedvalues import MappedValues, whole_pages
-from distbelief.strategies.ps.servedmember import ServedMember
-from distbelief.strategies.ps.slicing import SliceShape, cut
-from distbelief.strategies.tileoptimizer import Recipe
+from distbelief.strategies.flatmodel.compute import ShardComputer
+from distbelief.strategies.flatmodel.layout import lay_out
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe
+from distbelief.strategies.ps.protocol.messages import VALUES_AT, Fetched, values_at
+from distbelief.strategies.ps.rules.slicing import SliceShape, cut
+from distbelief.strategies.ps.worker.exchange import ServedGroup
+from distbelief.strategies.ps.worker.mappedvalues import MappedValues, whole_pages
+from distbelief.strategies.ps.worker.member import ServedMember
+from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.shm.segment import Segment
 
 MODELS = {
     "smaller than a page": lambda: nn.Linear(6, 16),

@@ -6,8 +6,8 @@ from typing import Any
 
 from distbelief.checkpoint.boxes import Box
 from distbelief.strategies.base import Applied
-from distbelief.strategies.mesh.agreement import Position, choose, merged_history
-from distbelief.strategies.mesh.livestate import Verdict
+from distbelief.strategies.mesh.state.agreement import Position, choose, merged_history
+from distbelief.strategies.mesh.state.livestate import Verdict
 
 SHAPES = {"w": (4,), "b": ()}
 FIRST: dict[str, Box] = {"w": ((0, 2),)}

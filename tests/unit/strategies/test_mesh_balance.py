@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range
-from distbelief.strategies.mesh.balance import UnitCost, cut, explain
+from distbelief.strategies.mesh.rules.balance import UnitCost, cut, explain
 
 patient = settings(deadline=None)  # a noisy machine is no failure
 costs = st.lists(

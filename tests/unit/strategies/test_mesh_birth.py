@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from distbelief.data.seeding import seed_everything
 from distbelief.errors import JobError
-from distbelief.strategies.mesh.birth import Birth, watch_birth
+from distbelief.strategies.mesh.init.deferred import Birth, watch_birth
 from tests.support.mesh.constructors import MODELS, OUTSIDE, default_types, gpt_like, holding
 
 SEED = 11

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distbelief.checkpoint.boxes import inside, sizes, volume, whole
-from distbelief.strategies.mesh.boxes import Holding, Missing, Move, covered, moves, writers
+from distbelief.strategies.mesh.rules.boxes import Holding, Missing, Move, covered, moves, writers
 from tests.support.mesh.divisions import SHAPES, Held, divisions
 
 WHOLE = {name: torch.arange(prod(shape), dtype=torch.float32).view(shape) + 1 for name, shape in SHAPES.items()}

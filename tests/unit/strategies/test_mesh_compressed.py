@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distbelief.strategies.degrees import Degrees
+from distbelief.strategies.rules.degrees import Degrees
 from distbelief.worker.origin import saved_at
 from tests.support.mesh.following import check, follow, put_together
 from tests.support.mesh.member import STEPS, Generation, Script

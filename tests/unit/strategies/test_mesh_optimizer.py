@@ -12,8 +12,8 @@ from torch import nn, optim
 
 from distbelief.checkpoint.boxes import Box, sizes, whole
 from distbelief.errors import JobError
-from distbelief.strategies.mesh.optimizer import Local, LocalOptimizer
-from distbelief.strategies.tileoptimizer import Recipe
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe
+from distbelief.strategies.mesh.state.optimizer import Local, LocalOptimizer
 
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 

@@ -6,7 +6,15 @@ from collections import Counter
 
 import pytest
 
-from distbelief.strategies.mesh.orders import SCHEDULES, Action, Schedule, member_of, order, stage_count, stages_of
+from distbelief.strategies.mesh.run.schedules import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    member_of,
+    order,
+    stage_count,
+    stages_of,
+)
 
 SIZES = range(1, 6)
 SHARDS = range(18)

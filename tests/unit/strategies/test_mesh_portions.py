@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from distbelief.checkpoint.boxes import sizes
-from distbelief.comm.segment import Segment
-from distbelief.strategies.copying import Copy
-from distbelief.strategies.mesh.livestate import LiveState, Verdict
-from distbelief.strategies.mesh.portions import MeshPortion, copy_of, portions
-from distbelief.strategies.mesh.snapshots import Forms
+from distbelief.strategies.flatmodel.copying import Copy
+from distbelief.strategies.mesh.state.livestate import LiveState, Verdict
+from distbelief.strategies.mesh.state.portions import MeshPortion, copy_of, portions
+from distbelief.strategies.mesh.state.snapshots import Forms
+from distbelief.transport.shm.segment import Segment
 from tests.support.mesh.divisions import SHAPES, Held, divisions
 from tests.support.mesh.member import JOBS, live_state, pieces_of
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distbelief.strategies.mesh.cutting import draw
-from distbelief.strategies.mesh.profile import measure
+from distbelief.strategies.mesh.cut.cutting import draw
+from distbelief.strategies.mesh.cut.profile import measure
 from tests.support.mesh import models
 from tests.support.mesh.models import on_meta, without_memory
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distbelief.strategies.degrees import Degrees
-from distbelief.strategies.named import tied
+from distbelief.strategies.flatmodel.named import tied
+from distbelief.strategies.rules.degrees import Degrees
 from distbelief.verification.plain import make_model, train_plainly
 from tests.support.mesh.following import check, follow, plainly
 from tests.support.mesh.member import JOBS, STEPS, Generation, Script

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distbelief.strategies.degrees import Degrees
+from distbelief.strategies.rules.degrees import Degrees
 from tests.support.mesh.following import check, follow, put_together
 from tests.support.mesh.member import Generation, Script
 from tests.support.stage import Stage

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distbelief.checkpoint.boxes import Box, sizes, whole
-from distbelief.strategies.mesh.snapshots import FIRST_INTERVAL, LONGEST_INTERVAL, PRICE, Forms, Snapshot, interval
+from distbelief.strategies.mesh.state.snapshots import (
+    FIRST_INTERVAL,
+    LONGEST_INTERVAL,
+    PRICE,
+    Forms,
+    Snapshot,
+    interval,
+)
 
 FORMS: Forms = {
     "a": (torch.float32, (5, 3)),

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distbelief.strategies.mesh.tensorapply import held_box
+from distbelief.strategies.mesh.tensor.apply import held_box
 from tests.support.stage import Stage
 
 MEMBER = "tests.support.mesh.tensor"

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from distbelief.errors import JobError
-from distbelief.strategies.mesh.tensorplan import TensorPlan, explain, plan
+from distbelief.strategies.mesh.tensor.plan import TensorPlan, explain, plan
 
 EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[3] / "examples" / "gpt.py"))
 

@@ -14,19 +14,19 @@ from distbelief.checkpoint.faults import CheckpointMismatch
 from distbelief.checkpoint.manifest import Facts
 from distbelief.checkpoint.reading import open_checkpoint, read_tensors, verify
 from distbelief.checkpoint.saving import seal, write_part
-from distbelief.comm.segment import Segment
-from distbelief.coordinator import explain
+from distbelief.coordinator.rules import explain
 from distbelief.errors import DistBeliefError
 from distbelief.job import Job
 from distbelief.shards import Schedule
-from distbelief.strategies.allreduce import AllReduce
 from distbelief.strategies.base import Saved
-from distbelief.strategies.named import put_back
-from distbelief.strategies.parameterserver import ParameterServer
-from distbelief.strategies.ps.preparedserved import PreparedServed
-from distbelief.strategies.tables.embedding import EmbeddingTable
-from distbelief.strategies.tables.savedtables import PortionWithTables, SavedTables, without_tables
-from distbelief.strategies.tables.tablespecs import TableSpec, part_of
+from distbelief.strategies.dataparallel.strategy import AllReduce
+from distbelief.strategies.flatmodel.named import put_back
+from distbelief.strategies.ps.strategy import ParameterServer
+from distbelief.strategies.ps.tables.embedding import EmbeddingTable
+from distbelief.strategies.ps.tables.savedtables import PortionWithTables, SavedTables, without_tables
+from distbelief.strategies.ps.tables.tablespecs import TableSpec, part_of
+from distbelief.strategies.ps.worker.prepared import PreparedServed
+from distbelief.transport.shm.segment import Segment
 
 Arrays = dict[str, torch.Tensor]
 PARTS = 5

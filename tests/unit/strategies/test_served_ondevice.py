@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from distbelief import EmbeddingTable
-from distbelief.comm.devicememory import DeviceMemory
-from distbelief.comm.segment import KeeperClient
 from distbelief.job import Job
+from distbelief.transport.device.memory import DeviceMemory
+from distbelief.transport.shm.segment import KeeperClient
 from tests.support.replicas.alone import job_of, kept, linear_data
 from tests.support.replicas.served import ServedAlone
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from distbelief.comm.serverwords import Ask, Complete, Look, Looked
 from distbelief.errors import DistBeliefError
-from distbelief.servers.ledgerslice import LedgerSlice, Terms
-from distbelief.servers.stores import Change
 from distbelief.strategies.base import Saved
-from distbelief.strategies.layout import lay_out
-from distbelief.strategies.ps.owing import Owed, saved_tensors
+from distbelief.strategies.flatmodel.layout import lay_out
+from distbelief.strategies.ps.protocol.messages import Ask, Complete, Look, Looked
+from distbelief.strategies.ps.server.leaseslice import LedgerSlice, Terms
+from distbelief.strategies.ps.server.stores import Change
+from distbelief.strategies.ps.worker.owing import Owed, saved_tensors
 
 MODEL = nn.Linear(3, 2)
 LAYOUT = lay_out(MODEL)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from distbelief.strategies.layout import lay_out
-from distbelief.strategies.named import TilePortion
-from distbelief.strategies.ps.slicing import FEWEST_SLICES, MOST_SLICES, cut
-from distbelief.strategies.tileoptimizer import Recipe, state_bytes
+from distbelief.strategies.flatmodel.layout import lay_out
+from distbelief.strategies.flatmodel.named import TilePortion
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
+from distbelief.strategies.ps.rules.slicing import FEWEST_SLICES, MOST_SLICES, cut
 
 
 def parts(model: nn.Module) -> tuple[object, object]:

@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from distbelief.comm.exchange import ROW
-from distbelief.comm.segment import Segment
-from distbelief.comm.serverwords import VALUES_AT, Go, Node
 from distbelief.data.sources import as_source
 from distbelief.job import Job
-from distbelief.servers.runslice import Change, RunSlice
-from distbelief.servers.slicememory import SliceMemory
 from distbelief.shards import Schedule, shard_seed
 from distbelief.strategies.base import nothing_saved
-from distbelief.strategies.committed import CommittedModel
-from distbelief.strategies.parameterserver import ParameterServer
-from distbelief.strategies.ps.preparedserved import PreparedServed
+from distbelief.strategies.dataparallel.committed import CommittedModel
+from distbelief.strategies.ps.protocol.messages import VALUES_AT, Go, Node
+from distbelief.strategies.ps.server.slicememory import SliceMemory
+from distbelief.strategies.ps.server.syncslice import Change, RunSlice
+from distbelief.strategies.ps.strategy import ParameterServer
+from distbelief.strategies.ps.worker.prepared import PreparedServed
+from distbelief.transport.exchange import ROW
+from distbelief.transport.shm.segment import Segment
 from distbelief.worker.feed import Feed
 from tests.support.replicas.alone import Alone, job_of, kept, linear_data
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from distbelief.errors import JobError
-from distbelief.strategies.capture import GradientCapture
-from distbelief.strategies.layout import Layout, lay_out, trainable
+from distbelief.strategies.flatmodel.capture import GradientCapture
+from distbelief.strategies.flatmodel.layout import Layout, lay_out, trainable
 
 
 class Recorder:

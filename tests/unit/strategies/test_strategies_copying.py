@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from distbelief.comm.segment import Segment
-from distbelief.strategies.copying import Copy
+from distbelief.strategies.flatmodel.copying import Copy
+from distbelief.transport.shm.segment import Segment
 from tests.support.replicas.states import Trainer, job_with
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distbelief.strategies.degrees import MORE_MEMORY, Degrees, Place, Wish, fit, problem, ranges
+from distbelief.strategies.rules.degrees import MORE_MEMORY, Degrees, Place, Wish, fit, problem, ranges
 
 degree = st.integers(1, 4)
 meshes = st.builds(Degrees, degree, degree, degree, degree)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distbelief.strategies.helping import Late, choose
+from distbelief.strategies.dataparallel.helping import Late, choose
 
 SECONDS = st.floats(0.001, 1000)
 

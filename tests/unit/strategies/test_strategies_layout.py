@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from distbelief.errors import JobError
-from distbelief.strategies.layout import ALIGN, TILE_ELEMENTS, TILE_GROUP, Layout, float_buffers, lay_out, trainable
+from distbelief.strategies.flatmodel.layout import (
+    ALIGN,
+    TILE_ELEMENTS,
+    TILE_GROUP,
+    Layout,
+    float_buffers,
+    lay_out,
+    trainable,
+)
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a noisy machine is no failure
 

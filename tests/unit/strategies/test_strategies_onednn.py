@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from distbelief import Job
 from distbelief.errors import JobError
-from distbelief.strategies import onednn, parse
-from distbelief.strategies.onednn import WORTHWHILE, OneDnnLinear, use_onednn
+from distbelief.strategies import parse
+from distbelief.strategies.flatmodel import onednn
+from distbelief.strategies.flatmodel.onednn import WORTHWHILE, OneDnnLinear, use_onednn
 from distbelief.verification.plain import make_model
 from tests.support.replicas.linear import (
     WIDE,

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from distbelief.errors import JobError
 from distbelief.strategies import AnyStrategy, parse, wish_of
-from distbelief.strategies.allreduce import AllReduce
-from distbelief.strategies.degrees import Wish
-from distbelief.strategies.hybrid import SCHEDULES, Hybrid, Pipeline, Sharded, Tensor
-from distbelief.strategies.local_sgd import LocalSGD
-from distbelief.strategies.parameterserver import ParameterServer
-from distbelief.strategies.sandblaster import Sandblaster
+from distbelief.strategies.dataparallel.strategy import AllReduce
+from distbelief.strategies.localsgd.strategy import LocalSGD
+from distbelief.strategies.mesh.strategy import SCHEDULES, Hybrid, Pipeline, Sharded, Tensor
+from distbelief.strategies.ps.strategy import ParameterServer
+from distbelief.strategies.rules.degrees import Wish
+from distbelief.strategies.sandblaster.strategy import Sandblaster
 
 degree = st.integers(1, 64)
 snapshots = st.none() | st.integers(0, 1000)

@@ -10,16 +10,15 @@ from torch import nn
 
 from distbelief.checkpoint.coverage import Stretch, coverage_fault
 from distbelief.checkpoint.faults import CheckpointMismatch
-from distbelief.comm.segment import Segment
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.strategies import learn_alike, parse, servers_of, waits
 from distbelief.strategies.base import Saved
-from distbelief.strategies.ps.slicing import parameter_stretch
-from distbelief.strategies.sandblaster import Sandblaster
-from distbelief.strategies.search.lbfgs import Past, State
-from distbelief.strategies.search.preparedsandblaster import PreparedSandblaster
-from distbelief.strategies.search.vectorportions import (
+from distbelief.strategies.ps.rules.slicing import parameter_stretch
+from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
+from distbelief.strategies.sandblaster.rules.lbfgs import Past, State
+from distbelief.strategies.sandblaster.strategy import Sandblaster
+from distbelief.strategies.sandblaster.vectorportions import (
     STATE,
     VectorPortion,
     saved_state,
@@ -27,6 +26,7 @@ from distbelief.strategies.search.vectorportions import (
     state_bytes,
     vectors_of,
 )
+from distbelief.transport.shm.segment import Segment
 
 MODEL = lambda: nn.Sequential(nn.Linear(60, 180), nn.ReLU(), nn.Linear(180, 4))  # noqa: E731
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from distbelief.strategies.capture import GradientCapture
-from distbelief.strategies.layout import lay_out, trainable
-from distbelief.strategies.slotlinear import WORTHWHILE, placeable
+from distbelief.strategies.flatmodel.capture import GradientCapture
+from distbelief.strategies.flatmodel.layout import lay_out, trainable
+from distbelief.strategies.flatmodel.slotlinear import WORTHWHILE, placeable
 from tests.support.replicas.linear import (
     WIDE,
     Loss,

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn, optim
 
-from distbelief.comm.exchange import Geometry
-from distbelief.comm.segment import KeeperClient
 from distbelief.strategies.base import Applied
-from distbelief.strategies.layout import Layout, lay_out, trainable
-from distbelief.strategies.state import ReplicaState
-from distbelief.strategies.tileoptimizer import Recipe, TileMemory, TileOptimizer
+from distbelief.strategies.flatmodel.layout import Layout, lay_out, trainable
+from distbelief.strategies.flatmodel.state import ReplicaState
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory, TileOptimizer
+from distbelief.transport.exchange import Geometry
+from distbelief.transport.shm.segment import KeeperClient
 from tests.support.replicas.alone import exchange, kept
 
 INTEGER_BYTES = 24

@@ -10,9 +10,9 @@ import itertools
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distbelief.comm.exchange import Held, Source
 from distbelief.shards import Program, Range
-from distbelief.strategies.takeover import StepWork, plan_step, plan_takeover
+from distbelief.strategies.dataparallel.takeover import StepWork, plan_step, plan_takeover
+from distbelief.transport.exchange import Held, Source
 from tests.support.replicas.bracketing import Bracketing, execute, plain_tree
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a noisy machine is no failure

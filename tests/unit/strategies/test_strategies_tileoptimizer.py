@@ -11,8 +11,8 @@ import torch
 from torch import nn, optim
 
 from distbelief.errors import JobError
-from distbelief.strategies.layout import Layout, lay_out, trainable
-from distbelief.strategies.tileoptimizer import (
+from distbelief.strategies.flatmodel.layout import Layout, lay_out, trainable
+from distbelief.strategies.flatmodel.tileoptimizer import (
     ELEMENTWISE,
     FUSED,
     Factory,

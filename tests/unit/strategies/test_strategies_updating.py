@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn, optim
 
-from distbelief.strategies.layout import lay_out, trainable
-from distbelief.strategies.tileoptimizer import Recipe, TileMemory, state_bytes
-from distbelief.strategies.updating import TileUpdates
+from distbelief.strategies.flatmodel.layout import lay_out, trainable
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory, state_bytes
+from distbelief.strategies.flatmodel.updating import TileUpdates
 
 Optimizer = Callable[[list[nn.Parameter]], optim.Optimizer]
 

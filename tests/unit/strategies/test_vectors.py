@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range, split
-from distbelief.strategies.search import vectors as module
-from distbelief.strategies.search.vectors import BLOCK, JoinedVectors, SlicedVectors, add_partials
+from distbelief.strategies.sandblaster import vectors as module
+from distbelief.strategies.sandblaster.vectors import BLOCK, JoinedVectors, SlicedVectors, add_partials
 
 patient = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 

@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from distbelief.job import Job
-from distbelief.strategies.sandblaster import Sandblaster
+from distbelief.strategies.sandblaster.strategy import Sandblaster
 from distbelief.verification.plain import make_model
 from distbelief.verification.plainlbfgs import train_by_search
 

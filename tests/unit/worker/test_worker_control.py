@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distbelief.comm.messages import (
+from distbelief.control.messages import (
     Admit,
     Answer,
     Command,
@@ -21,7 +21,7 @@ from distbelief.comm.messages import (
     StartWorker,
     WrittenPart,
 )
-from distbelief.worker.control import (
+from distbelief.worker.rules.control import (
     AbortStep,
     Action,
     GenerationFinished,

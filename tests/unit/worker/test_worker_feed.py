@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from distbelief.data.order import positions_to_samples
+from distbelief.data.rules.order import positions_to_samples
 from distbelief.data.sources import as_source
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.comm.badges import NOBODY
+from distbelief.control.credentials import NOBODY
 from distbelief.errors import JobError
 from distbelief.worker.loading import load
 from distbelief.worker.spec import WorkerSpec

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from distbelief.comm.badges import Authority
-from distbelief.comm.messages import TracePart
+from distbelief.control.credentials import Authority
+from distbelief.control.messages import TracePart
 from distbelief.coordinator import traceparts
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.observe.profiling.parts import read_parts
@@ -18,7 +18,7 @@ from distbelief.worker.profiling import operators
 from distbelief.worker.profiling.instruments import INSTRUMENTS, Instrument, Instruments, places
 from distbelief.worker.profiling.profiler import Profiler
 from distbelief.worker.profiling.spans import Spans
-from distbelief.worker.profiling.window import window
+from distbelief.worker.rules.profilewindow import window
 from distbelief.worker.spec import ProfilePlan, WorkerSpec
 
 
@@ -193,7 +193,7 @@ def test_a_part_that_nobody_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["10", "20:10", "5:5", "a:b", "-1:4", "1:2:3", "1.5:3", "٣:٥"])
 def test_steps_that_make_no_sense(text: str) -> None:
-    from distbelief.engines.profileplan import profile_plan
+    from distbelief.launch.rules.profileplan import profile_plan
 
     with pytest.raises(DistBeliefError, match="does not say which steps to profile"):
         profile_plan(text)

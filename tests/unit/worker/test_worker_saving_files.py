@@ -12,7 +12,7 @@ import pytest
 from distbelief.checkpoint import retention
 from distbelief.checkpoint.manifest import part_name
 from distbelief.checkpoint.reading import list_checkpoints, verify
-from distbelief.comm.messages import CheckpointSealed, PartSaved
+from distbelief.control.messages import CheckpointSealed, PartSaved
 from distbelief.errors import DistBeliefError
 from tests.support.worker.crew import WAIT_S, Crew, quickly
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from distbelief.comm.group import Rendezvous, TorchGroup
-from distbelief.comm.words import Abort, Aborted
+from distbelief.transport.gloo.group import Rendezvous, TorchGroup
+from distbelief.transport.shm.futexflags import Abort, Aborted
 from distbelief.worker.successor import train_or_be_succeeded
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from distbelief.comm.routes import Machine, this_machine
-from distbelief.doctor.finding import Finding, ok, problem, skipped
+from distbelief.control.addresses import Machine, this_machine
+from distbelief.doctor.rules.finding import Finding, ok, problem, skipped
 
 
 def probe() -> Machine:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import psutil
 
-from distbelief.doctor.finding import Finding, ok, problem
+from distbelief.doctor.rules.finding import Finding, ok, problem
 
-_OURS = ("distbelief.coordinator", "distbelief.engines.zygote", "distbelief.kv")
+_OURS = ("distbelief.coordinator", "distbelief.launch.zygote", "distbelief.kv")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import psutil
 
 from distbelief.doctor.checks.cgroup import memory_left
-from distbelief.doctor.finding import Finding, megabytes, ok, problem
+from distbelief.doctor.rules.finding import Finding, megabytes, ok, problem
 
 LEAST_BYTES = 1 << 30
 """One worker takes some 300 MB before it has a model."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from dataclasses import dataclass
 
-from distbelief.doctor.finding import Finding, ok, problem
+from distbelief.doctor.rules.finding import Finding, ok, problem
 
 LEAST = 1024
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distbelief.comm.routes import resolve
-from distbelief.doctor.finding import Finding, ok, problem
+from distbelief.control.addresses import resolve
+from distbelief.doctor.rules.finding import Finding, ok, problem
 
 _LIMIT_S = 3.0
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -7,7 +7,7 @@ import platform
 from dataclasses import dataclass
 
 from distbelief.doctor.checks.cgroup import cpu_quota
-from distbelief.doctor.finding import Finding, ok, problem
+from distbelief.doctor.rules.finding import Finding, ok, problem
 
 BUSY = 2.0
 """Processes that want to run, for each core: with more the workers wait for cores instead of each other."""

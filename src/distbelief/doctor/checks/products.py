@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from distbelief.doctor.finding import Finding, ok, skipped
+from distbelief.doctor.rules.finding import Finding, ok, skipped
 
 SIDE = 512
 TRIES = 7
@@ -31,7 +31,7 @@ def probe() -> Products:
 def _measured() -> Products:
     import torch
 
-    from distbelief.strategies.onednn import available, use_onednn
+    from distbelief.strategies.flatmodel.onednn import available, use_onednn
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

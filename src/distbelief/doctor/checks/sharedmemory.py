@@ -6,7 +6,7 @@ import os
 import resource
 from dataclasses import dataclass
 
-from distbelief.doctor.finding import Finding, megabytes, ok, problem
+from distbelief.doctor.rules.finding import Finding, megabytes, ok, problem
 
 TRIED_BYTES = 64 << 20
 LEAST_SHM_BYTES = 64 << 20

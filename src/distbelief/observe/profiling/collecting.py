@@ -8,11 +8,11 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from distbelief.comm.messages import PROFILE_FOLDER
+from distbelief.control.messages import PROFILE_FOLDER
 from distbelief.errors import DistBeliefError
-from distbelief.observe.profiling.merging import Trace, merge
 from distbelief.observe.profiling.parts import OPERATORS, SPANS, read_parts
-from distbelief.observe.profiling.summary import Summary, summarise
+from distbelief.observe.profiling.rules.merging import Trace, merge
+from distbelief.observe.profiling.rules.summary import Summary, summarise
 from distbelief.observe.records import Tail
 from distbelief.strategies import waits
 

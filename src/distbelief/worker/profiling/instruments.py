@@ -28,39 +28,46 @@ class Instrument:
     is_context: bool = False
 
 
-_COMM, _STRATEGIES, _WORKER = "distbelief.comm", "distbelief.strategies", "distbelief.worker"
-
 INSTRUMENTS = (
-    Instrument(DATA, f"{_WORKER}.feed", "Feed", ("fetch",)),
-    Instrument(FORWARD, f"{_STRATEGIES}.compute", "ShardComputer", ("forward_context",), is_context=True),
-    Instrument(FORWARD, f"{_STRATEGIES}.mesh.running", "Runner", ("_forward",)),
+    Instrument(DATA, "distbelief.worker.feed", "Feed", ("fetch",)),
+    Instrument(
+        FORWARD, "distbelief.strategies.flatmodel.compute", "ShardComputer", ("forward_context",), is_context=True
+    ),
+    Instrument(FORWARD, "distbelief.strategies.mesh.run.runner", "Runner", ("_forward",)),
     Instrument(BACKWARD, "torch", "Tensor", ("backward",)),
-    Instrument(BACKWARD, f"{_STRATEGIES}.mesh.running", "Runner", ("_backward", "_backward_input", "_backward_weight")),
-    Instrument(REDUCE, f"{_COMM}.shared", "SharedExchange", ("_reduce", "share")),
-    Instrument(REDUCE, f"{_COMM}.torchgroup", "TorchExchange", ("begin", "publish", "reduced", "settle")),
-    Instrument(REDUCE, f"{_COMM}.ondevice", "OnDevice", ("_add_up", "_publish_all")),
-    Instrument(REDUCE, f"{_STRATEGIES}.mesh.gradients", "DataParallelSum", ("add",)),
-    Instrument(REDUCE, f"{_STRATEGIES}.mesh.gradients", "TiedSum", ("add",)),
-    Instrument(REDUCE, f"{_STRATEGIES}.ps.served", "ServedReplica", ("_push", "_bring")),
-    Instrument(REDUCE, f"{_STRATEGIES}.ps.asynchronous", "AsynchronousReplica", ("_push", "fetch")),
-    Instrument(OPTIMIZER, f"{_STRATEGIES}.replica", "DataParallelReplica", ("_update",)),
-    Instrument(OPTIMIZER, f"{_STRATEGIES}.local.trainer", "LocalTrainer", ("_update",)),
-    Instrument(OPTIMIZER, f"{_STRATEGIES}.mesh.livestate", "LiveState", ("apply",)),
-    Instrument(OPTIMIZER, f"{_STRATEGIES}.search.searching", "SearchingMember", ("_drive",)),
-    Instrument(WAIT, f"{_STRATEGIES}.compute", "Told", ("numbers",)),
-    Instrument(WAIT, f"{_COMM}.ondevice", "OnDevice", ("finish_copies",)),
-    Instrument(WAIT, f"{_COMM}.servedondevice", "ServedOnDevice", ("bring",)),
-    Instrument(WAIT, f"{_STRATEGIES}.local.ondevice", "DeviceTrainer", ("_bring_out",)),
-    Instrument(WAIT, f"{_COMM}.words", "Words", ("await_all",)),
-    Instrument(WAIT, f"{_COMM}.torchgroup", "TorchExchange", ("share",)),
-    Instrument(WAIT, f"{_COMM}.group", "TorchGroup", ("gather",)),
-    Instrument(WAIT, f"{_COMM}.serverclient", "ServerClient", ("_wait", "nap")),
-    Instrument(WAIT, f"{_STRATEGIES}.mesh.wires", "Wires", ("_await",)),
-    Instrument(WAIT, f"{_STRATEGIES}.mesh.replica", "MeshReplica", ("_vote",)),
-    Instrument(WAIT, f"{_WORKER}.asynchronous", "", ("_nap",)),
-    Instrument(EVALUATION, f"{_WORKER}.evaluate", "Evaluator", ("evaluate_with",)),
-    Instrument(CHECKPOINT, f"{_WORKER}.saving", "Saver", ("take", "let_go")),
-    Instrument(CHECKPOINT, f"{_STRATEGIES}.copying", "Copy", ("finish_before_a_write",)),
+    Instrument(
+        BACKWARD,
+        "distbelief.strategies.mesh.run.runner",
+        "Runner",
+        ("_backward", "_backward_input", "_backward_weight"),
+    ),
+    Instrument(REDUCE, "distbelief.transport.shm.exchange", "SharedExchange", ("_reduce", "share")),
+    Instrument(
+        REDUCE, "distbelief.transport.gloo.exchange", "TorchExchange", ("begin", "publish", "reduced", "settle")
+    ),
+    Instrument(REDUCE, "distbelief.transport.device.exchange", "OnDevice", ("_add_up", "_publish_all")),
+    Instrument(REDUCE, "distbelief.strategies.mesh.run.gradients", "DataParallelSum", ("add",)),
+    Instrument(REDUCE, "distbelief.strategies.mesh.run.gradients", "TiedSum", ("add",)),
+    Instrument(REDUCE, "distbelief.strategies.ps.worker.synchronous", "ServedReplica", ("_push", "_bring")),
+    Instrument(REDUCE, "distbelief.strategies.ps.worker.asynchronous", "AsynchronousReplica", ("_push", "fetch")),
+    Instrument(OPTIMIZER, "distbelief.strategies.dataparallel.replica", "DataParallelReplica", ("_update",)),
+    Instrument(OPTIMIZER, "distbelief.strategies.localsgd.trainer", "LocalTrainer", ("_update",)),
+    Instrument(OPTIMIZER, "distbelief.strategies.mesh.state.livestate", "LiveState", ("apply",)),
+    Instrument(OPTIMIZER, "distbelief.strategies.sandblaster.searching", "SearchingMember", ("_drive",)),
+    Instrument(WAIT, "distbelief.strategies.flatmodel.compute", "Told", ("numbers",)),
+    Instrument(WAIT, "distbelief.transport.device.exchange", "OnDevice", ("finish_copies",)),
+    Instrument(WAIT, "distbelief.strategies.ps.worker.deviceexchange", "ServedOnDevice", ("bring",)),
+    Instrument(WAIT, "distbelief.strategies.localsgd.ondevice", "DeviceTrainer", ("_bring_out",)),
+    Instrument(WAIT, "distbelief.transport.shm.futexflags", "Words", ("await_all",)),
+    Instrument(WAIT, "distbelief.transport.gloo.exchange", "TorchExchange", ("share",)),
+    Instrument(WAIT, "distbelief.transport.gloo.group", "TorchGroup", ("gather",)),
+    Instrument(WAIT, "distbelief.strategies.ps.protocol.client", "ServerClient", ("_wait", "nap")),
+    Instrument(WAIT, "distbelief.strategies.mesh.run.wires", "Wires", ("_await",)),
+    Instrument(WAIT, "distbelief.strategies.mesh.run.replica", "MeshReplica", ("_vote",)),
+    Instrument(WAIT, "distbelief.worker.asynchronous", "", ("_nap",)),
+    Instrument(EVALUATION, "distbelief.worker.evaluate", "Evaluator", ("evaluate_with",)),
+    Instrument(CHECKPOINT, "distbelief.worker.saving", "Saver", ("take", "let_go")),
+    Instrument(CHECKPOINT, "distbelief.strategies.flatmodel.copying", "Copy", ("finish_before_a_write",)),
 )
 
 

@@ -19,11 +19,11 @@ from typing import Any, BinaryIO
 import msgspec
 import torch
 
-from distbelief.comm.messages import PROFILE_FOLDER, TracePart
+from distbelief.control.messages import PROFILE_FOLDER, TracePart
 from distbelief.worker.profiling.instruments import REGROUP, Instruments
 from distbelief.worker.profiling.operators import REHEARSAL_S, Operators
 from distbelief.worker.profiling.spans import Spans
-from distbelief.worker.profiling.window import window
+from distbelief.worker.rules.profilewindow import window
 from distbelief.worker.spec import WorkerSpec
 
 STEP = "step"

@@ -1,0 +1,87 @@
+"""An encoded vector as one block of bytes, always equally many for one length: who receives it knows how many come.
+
+| elements in each frame, int32 | frame | frame … |       each of them from a multiple of 8 bytes on
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from distbelief.compression.codec import Codec, Encoded, Header
+from distbelief.errors import DistBeliefError
+
+_ALIGNED = 8
+
+
+def size_bytes(codec: Codec, length: int) -> int:
+    """
+    >>> from distbelief.compression.int8 import Int8
+    >>> size_bytes(Int8(block=8), 20)
+    48
+    """
+    return _places(codec, length)[-1][1]
+
+
+def write(codec: Codec, rest: Tensor, vector: Tensor, block: Tensor) -> None:
+    """Encode rest + vector into the block, and leave in `rest` what that lost."""
+    room = _frames(codec, vector.numel(), block)
+    sent = codec.encode_keeping(rest, vector, Encoded(Header(str(codec), vector.numel()), room))
+    counts = _heads(block, len(room))
+    for at, (frame, space) in enumerate(zip(sent.frames, room, strict=True)):
+        counts[at] = frame.numel()
+        if frame.data_ptr() != space.data_ptr():  # a codec that makes frames of its own
+            space[: frame.numel()].copy_(frame)
+
+
+def read(codec: Codec, block: Tensor, out: Tensor) -> None:
+    """Decode what `write` has left there."""
+    room = _frames(codec, out.numel(), block)
+    counts = _heads(block, len(room)).tolist()
+    if any(not 0 <= count <= space.numel() for count, space in zip(counts, room, strict=True)):
+        raise DistBeliefError(
+            f"a {codec} message of {out.numel()} elements says that its frames have {counts}",
+            hint="it was mixed up on its way; the same version must run on both sides",
+        )
+    frames = [space[:count] for count, space in zip(counts, room, strict=True)]
+    codec.decode(Header(str(codec), out.numel()), frames, out)
+
+
+def write_rows(codec: Codec, rests: Tensor, vectors: Tensor, blocks: Tensor) -> None:
+    """`write` for many vectors of one length, one in each row, on any device and without waiting for it."""
+    room = _frames(codec, vectors.shape[1], blocks)
+    heads = _heads(blocks, len(room))
+    for at, count in enumerate(codec.encode_rows(rests, vectors, room)):
+        heads[:, at] = count
+
+
+def read_rows(codec: Codec, blocks: Tensor, out: Tensor) -> None:
+    """`read` for what `write_rows` has left there, or `write`."""
+    room = _frames(codec, out.shape[1], blocks)
+    codec.decode_rows(room, _heads(blocks, len(room)), out)
+
+
+def _heads(blocks: Tensor, frames: int) -> Tensor:
+    return blocks[..., : 4 * frames].view(torch.int32)
+
+
+def _frames(codec: Codec, length: int, block: Tensor) -> list[Tensor]:
+    """Of one block, or of the blocks in all rows."""
+    places = _places(codec, length)
+    return [
+        block[..., end : end + count * dtype.itemsize].view(dtype)
+        for (_, end), (dtype, count) in zip(places, codec.frames(length), strict=False)
+    ]
+
+
+def _places(codec: Codec, length: int) -> list[tuple[int, int]]:
+    """(first byte, end) of the head and of each frame."""
+    frames = codec.frames(length)
+    places = [(0, _aligned(4 * len(frames)))]
+    for dtype, count in frames:
+        places.append((places[-1][1], _aligned(places[-1][1] + count * dtype.itemsize)))
+    return places
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED

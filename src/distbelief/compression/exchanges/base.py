@@ -1,0 +1,229 @@
+"""An exchange over torch.distributed that sends fewer bytes: what all ways of compressing have in common.
+
+Parameters' gradients are compressed on their way to the sum, and the sum on its way back; buffers, rows and words never
+are. What a member did not send is its residual, which goes with its next step. The first member measures whether
+compressing pays, and tells all others with the rows of a step how the next one goes. A step that goes uncompressed
+takes along what was left. Everybody applies the same bytes.
+
+Gradients and residuals may be on a device (`CodedOnDevice`): what is compressed there goes the same way as on the host,
+so members of both kinds can meet.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from distbelief.compression.residuals import Residuals
+from distbelief.compression.subject import Compression
+from distbelief.compression.switch import Message, Switch
+from distbelief.transport.device.memory import Accelerator, DeviceMemory
+from distbelief.transport.exchange import Geometry, Gift, Shared, Source, StepPlan
+from distbelief.transport.gloo.exchange import TorchExchange
+from distbelief.transport.gloo.group import Rendezvous
+from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.shm.segment import Memory, Segment
+
+_OFF, _ON = 1, 2  # the first member's word; the others' is 0
+
+
+class CompressedExchange(TorchExchange, ABC):
+    """See `Exchange`. Sums may depend on who takes part: it is not for exact strategies."""
+
+    def __init__(
+        self,
+        meeting: Rendezvous,
+        rank: int,
+        geometry: Geometry,
+        abort: Abort,
+        memory: dict[str, Segment] | None = None,
+        further: int = 0,
+        on: Accelerator | None = None,
+    ) -> None:
+        """`further`: elements that the way of compressing keeps beside the residuals. `on`: where the gradients are, if
+        not on the host."""
+        assert geometry.compression is not None
+        self.compression: Compression = geometry.compression
+        super().__init__(meeting, rank, geometry, abort, memory)
+        elements = geometry.slot_bytes // 4
+        self.accelerator = on
+        self.slots: Sequence[Memory] = self._slots
+        self.totals: Memory = self._sums
+        """What is compressed is read from the slots, and its sums are left here."""
+        vectors: Memory | None = None
+        if on:
+            self.slots = [DeviceMemory(geometry.slot_bytes, on.device) for _ in self._slots]
+            self.totals = DeviceMemory(geometry.slot_bytes, on.device)
+            vectors = on.keep("residuals", 8 * (elements + further))
+        self.residuals = Residuals(self._memory, elements, further, vectors)
+        self.switch = Switch(self.compression.method)
+        self.news: list[str] = []
+        """What people should know: that compression was switched off or on, and why."""
+        self._packed = [tile for tile in self.tiles if tile in self.compression.tiles]
+        self._unpacked = [tile for tile in self.tiles if tile not in self.compression.tiles]
+        self._switched_on = True
+        self._met = False
+        self.packing = False
+        """Whether this step is compressed."""
+        self._sources: list[Source] = []
+        """Mine."""
+        self._senders: frozenset[int] = frozenset()
+        self.releasing = False
+        self._released: dict[int, torch.Tensor] = {}
+        self._codec_s = self._wire_s = 0.0
+        self._bill = lru_cache(maxsize=16)(self._reckon)
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """(bytes that all members have sent, bytes that they would have sent uncompressed), as far as this one saw."""
+        return self.residuals.traffic
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan) -> None:
+        found = self.residuals.begin(plan.step)
+        if not self._met:
+            self._met = True
+            self._meet(found)
+        self.packing = self._switched_on and self.size > 1
+        self._plain = self._unpacked if self.packing else self.tiles
+        self._sources = [source for source in plan.sources if source.rank == self.rank]
+        self._senders = frozenset(source.rank for source in plan.sources)
+        self._codec_s = self._wire_s = 0.0
+        self.releasing = False
+        if self.packing:
+            self.residuals.wrote()
+        elif self._sources:
+            self.releasing = self.residuals.release()
+        else:
+            self.residuals.keep(slice(None))
+        super().begin(plan)
+        if self.packing:
+            self._begin_packed()
+
+    def publish(self, tile: int) -> None:
+        if self.packing and tile in self.compression.tiles:
+            self._publish_packed(tile)
+        else:
+            super().publish(tile)
+
+    def _part(self, source: Source, tile: int) -> torch.Tensor:
+        part = super()._part(source, tile)
+        if self.accelerator or not self.releases(source, tile):  # on a device it is added there
+            return part
+        if tile not in self._released:
+            self._released[tile] = torch.empty_like(part)
+        return torch.add(part, self.residuals.before[self._span(tile)], out=self._released[tile])
+
+    def releases(self, source: Source, tile: int) -> bool:
+        """Whether this partial sum of mine takes along what was left."""
+        return self.releasing and source == self._sources[0] and tile in self.compression.tiles
+
+    def share(self, gift: Gift, meanwhile: Callable[[], bool] = lambda: False) -> Shared:
+        if not self.packing or self._whole_when_shared:
+            # The sums that I own are not encoded yet; but nobody can apply the step before they are.
+            self.residuals.written()
+        return super().share(gift, meanwhile)
+
+    def _word(self) -> int:
+        if self.rank > 0:
+            return 0
+        return _ON if self.compression.always or self.switch.on else _OFF
+
+    def _hear(self, word: int) -> None:
+        self._switched_on = word == _ON
+
+    def _collect(self) -> None:
+        super()._collect()
+        if self.packing:
+            self._collect_packed()
+        self._measure()
+
+    def _spread(self) -> None:
+        started = time.perf_counter()
+        super()._spread()
+        self._wire_s = time.perf_counter() - started
+
+    def keep_untouched(self, untouched: np.ndarray) -> None:
+        """The step was applied, but not to these entries of the layout: what was sent of theirs was not used."""
+        if self.packing or self.releasing:
+            for place in self.compression.places:
+                if untouched[place.mark]:
+                    self.residuals.keep(place.part)
+
+    def _span(self, tile: int) -> slice:
+        """The elements of a tile in the residual."""
+        shape = self._geometry.tiles[tile]
+        return slice(shape.offset_bytes // 4, shape.offset_bytes // 4 + shape.numel)
+
+    # --- what it costs -----------------------------------------------------------------------------------------------
+
+    @property
+    def _measures(self) -> bool:
+        """Whether it is this member that decides whether compressing pays."""
+        return self.rank == 0 and self.size > 1 and not self.compression.always
+
+    def _measure(self) -> None:
+        wire, plain = self._bill(self._senders, self.packing)
+        self.residuals.count(wire, plain)
+        if not self._measures:
+            return
+        codec_s: float | None = self._codec_s if self.packing else None
+        if self.switch.probe_due:
+            codec_s = self._probe()
+        encoded = self._bill(self._senders, True)[0]
+        was_on = self.switch.on
+        self.switch = self.switch.after(
+            Message(plain // self.size, self._timed_bytes(), self._wire_s, codec_s, encoded // self.size)
+        )
+        if self.switch.on != was_on:
+            self.news.append(self.switch.why)
+
+    def _reckon(self, senders: frozenset[int], packing: bool) -> tuple[int, int]:
+        """(bytes, bytes uncompressed) that all members together send in a step with these givers of partial sums."""
+        plain = packed_plain = 0
+        for tile in self.tiles:
+            copies = len(senders - {self._owner[tile]}) + self.size - 1
+            size_bytes = copies * self._geometry.tiles[tile].size_bytes
+            plain += size_bytes
+            packed_plain += size_bytes if tile in self.compression.tiles else 0
+        return (plain - packed_plain + self._packed_bytes(senders) if packing else plain), plain
+
+    # --- what a way of compressing does ------------------------------------------------------------------------------
+
+    _whole_when_shared = True
+    """Whether the residual after the step is there when all is published, but for that of the sums that I own."""
+
+    def _meet(self, found: bool) -> None:
+        """Before a generation's first step. `found`: whether this member has a residual of the state it begins from."""
+
+    def encode(self, tiles: range) -> None:
+        """On a device: my part of these tiles is there. Called on the stream that copies to the host, while others are
+        computed; what can be made ready for the network is to be, and goes with `publish`."""
+
+    @abstractmethod
+    def _begin_packed(self) -> None: ...
+
+    @abstractmethod
+    def _publish_packed(self, tile: int) -> None: ...
+
+    @abstractmethod
+    def _collect_packed(self) -> None:
+        """Put the sums where they belong."""
+
+    @abstractmethod
+    def _packed_bytes(self, senders: frozenset[int]) -> int:
+        """What all members together send of compressed tiles in a step."""
+
+    @abstractmethod
+    def _timed_bytes(self) -> int:
+        """What went over this member's link in `_wire_s`, in the direction that had more of it."""
+
+    @abstractmethod
+    def _probe(self) -> float:
+        """Seconds that compressing this step, which went uncompressed, would have taken."""

@@ -1,0 +1,57 @@
+"""Which exchange members on several hosts use: the plain one, or one that compresses; the same on accelerators."""
+
+from __future__ import annotations
+
+from distbelief.compression.exchanges.base import CompressedExchange
+from distbelief.compression.exchanges.lowrank import LowRankSums
+from distbelief.compression.exchanges.ondevice import CodedOnDevice
+from distbelief.compression.exchanges.partialsums import CodedParts
+from distbelief.compression.exchanges.stretches import CodedStretches
+from distbelief.compression.exchanges.tiles import CodedTiles
+from distbelief.compression.option import long_form
+from distbelief.compression.powersgd import LowRank
+from distbelief.compression.spec import parse
+from distbelief.transport.device.exchange import OnDevice
+from distbelief.transport.device.memory import Accelerator
+from distbelief.transport.exchange import Geometry
+from distbelief.transport.gloo.exchange import TorchExchange
+from distbelief.transport.gloo.group import Rendezvous
+from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.shm.segment import Segment
+
+
+def networked(
+    meeting: Rendezvous,
+    rank: int,
+    geometry: Geometry,
+    abort: Abort,
+    memory: dict[str, Segment] | None = None,
+    on: Accelerator | None = None,
+) -> TorchExchange:
+    """`memory`: what this process keeps from one generation to the next. `on`: where what is compressed lies, if not on
+    the host; the exchange is then for `networked_on`, which says what is copied there and back."""
+    if geometry.compression is None:
+        return TorchExchange(meeting, rank, geometry, abort, memory)
+    if geometry.compression.apart:
+        return CodedParts(meeting, rank, geometry, abort, memory)
+    method = parse(long_form(geometry.compression.method))
+    if isinstance(method, LowRank):
+        return LowRankSums(meeting, rank, geometry, abort, method, memory, on)
+    if on is not None:
+        return CodedStretches(meeting, rank, geometry, abort, method, memory, on)
+    return CodedTiles(meeting, rank, geometry, abort, method, memory)
+
+
+def networked_on(
+    on: Accelerator,
+    meeting: Rendezvous,
+    rank: int,
+    geometry: Geometry,
+    abort: Abort,
+    memory: dict[str, Segment] | None = None,
+) -> OnDevice:
+    """The same for a member that computes on an accelerator."""
+    inner = networked(meeting, rank, geometry, abort, memory, on)
+    if isinstance(inner, CompressedExchange):
+        return CodedOnDevice(inner, geometry, on)
+    return OnDevice(inner, geometry, on.device, on.kept)

@@ -1,0 +1,110 @@
+"""A sum over the members of a torch group that travels encoded both ways, vector by vector.
+
+Every vector has an owner. It gets what the others encoded of theirs, adds that to its own, and encodes the sum, which
+all decode, the owner too. What an encoding loses stays with whoever encoded it. So a vector's sum depends on itself and
+its owner alone, not on the vectors beside it: whoever adds up the same in another group gets the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distbelief.compression import block
+from distbelief.compression.codec import Codec
+
+_LINE = 64
+
+
+class CodedSum:
+    """`sizes`: elements of each vector; `owners`: by their place in the group."""
+
+    def __init__(self, codec: Codec, sizes: Sequence[int], owners: Sequence[int], group: dist.ProcessGroup) -> None:
+        self.codec_s = self.wire_s = 0.0
+        """What the last sum took: encoding and decoding, and its way back to everybody."""
+        self._codec = codec
+        self._group = group
+        self._ranks = dist.get_process_group_ranks(group)
+        self._me = dist.get_rank(group)
+        self._owners = owners
+        self._places: list[slice] = []
+        """Of each vector in the block of its owner."""
+        ends = [0] * len(self._ranks)
+        for size, owner in zip(sizes, owners, strict=True):
+            first, length = ends[owner], block.size_bytes(codec, size)
+            self._places.append(slice(first, first + length))
+            ends[owner] += -(-length // _LINE) * _LINE
+        self._blocks = [torch.zeros(end, dtype=torch.uint8) for end in ends]
+        """For each owner; what I send it, and then the sums that it sends everybody."""
+        mine = [rank for rank in range(len(ends)) if rank != self._me and ends[self._me]]
+        self._inbox = {rank: torch.zeros(ends[self._me], dtype=torch.uint8) for rank in mine}
+        self._scratch = torch.empty(max(sizes, default=0))
+
+    @property
+    def traffic(self) -> int:
+        """Bytes that all members send."""
+        return 2 * (len(self._ranks) - 1) * sum(one.numel() for one in self._blocks)
+
+    @property
+    def timed_bytes(self) -> int:
+        """What went over this member's link in `wire_s`, in the direction that had more of it."""
+        mine = self._blocks[self._me].numel()
+        return max((len(self._ranks) - 1) * mine, sum(one.numel() for one in self._blocks) - mine)
+
+    def add(self, vectors: Sequence[Tensor], rests: Sequence[Tensor]) -> None:
+        """In place: the vectors become the sums, and the rests what is owed after it."""
+        self.codec_s = 0.0
+        works = [dist.irecv(room, self._ranks[rank], self._group) for rank, room in self._inbox.items()]
+        self._encode(vectors, rests, mine=False)
+        others = [(rank, one) for rank, one in enumerate(self._blocks) if rank != self._me and one.numel()]
+        works += [dist.isend(one, self._ranks[rank], self._group) for rank, one in others]
+        _wait(works)
+        for rank in sorted(self._inbox):
+            for vector, owner, place in zip(vectors, self._owners, self._places, strict=True):
+                if owner == self._me:
+                    vector.add_(self._decode(self._inbox[rank][place], self._scratch[: vector.numel()]))
+        self._encode(vectors, rests, mine=True)
+        started = time.perf_counter()
+        _wait(
+            [
+                dist.broadcast(one, self._ranks[rank], self._group, async_op=True)
+                for rank, one in enumerate(self._blocks)
+                if one.numel()
+            ]
+        )
+        self.wire_s = time.perf_counter() - started
+        for vector, owner, place in zip(vectors, self._owners, self._places, strict=True):
+            self._decode(self._blocks[owner][place], vector)
+
+    def _encode(self, vectors: Sequence[Tensor], rests: Sequence[Tensor], mine: bool) -> None:
+        started = time.perf_counter()
+        for vector, rest, owner, place in zip(vectors, rests, self._owners, self._places, strict=True):
+            if (owner == self._me) is mine:
+                block.write(self._codec, rest, vector, self._blocks[owner][place])
+        self.codec_s += time.perf_counter() - started
+
+    def _decode(self, content: Tensor, out: Tensor) -> Tensor:
+        started = time.perf_counter()
+        block.read(self._codec, content, out)
+        self.codec_s += time.perf_counter() - started
+        return out
+
+    def probe(self, vectors: Sequence[Tensor]) -> float:
+        """Seconds that encoding and decoding would take, for vectors that went as they are."""
+        self.codec_s = 0.0
+        rests = [torch.zeros_like(vector) for vector in vectors]
+        self._encode(vectors, rests, mine=True)
+        self._encode(vectors, rests, mine=False)
+        for vector, owner, place in zip(vectors, self._owners, self._places, strict=True):
+            self._decode(self._blocks[owner][place], self._scratch[: vector.numel()])
+        return self.codec_s * (2 - 1 / len(self._ranks))
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()

@@ -1,0 +1,178 @@
+"""Tiles that are encoded one by one (bf16, int8, top-k): to the tile's owner, and from there, added up, to everybody.
+
+The owner decodes what members sent, adds it to its own part, and encodes the sum once; everybody decodes the same
+bytes, the owner too. What an encoding loses stays with whoever encoded it.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from distbelief.compression import block
+from distbelief.compression.codec import Codec
+from distbelief.compression.exchanges.base import CompressedExchange
+from distbelief.transport.device.memory import Accelerator
+from distbelief.transport.exchange import Geometry
+from distbelief.transport.gloo.group import Rendezvous, wait_all
+from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.shm.segment import Segment
+
+_LINE = 64
+
+
+class CodedTiles(CompressedExchange):
+    """See `Exchange`."""
+
+    def __init__(
+        self,
+        meeting: Rendezvous,
+        rank: int,
+        geometry: Geometry,
+        abort: Abort,
+        codec: Codec,
+        memory: dict[str, Segment] | None = None,
+        on: Accelerator | None = None,
+    ) -> None:
+        super().__init__(meeting, rank, geometry, abort, memory, on=on)
+        self._codec = codec
+        self._sizes = {tile: block.size_bytes(codec, geometry.tiles[tile].numel) for tile in self._packed}
+        self._starts: dict[int, int] = {}
+        end = 0
+        for tile in self._packed:
+            self._starts[tile] = end
+            end += self._room_bytes(tile)
+        self._encoded_sums = torch.zeros(end, dtype=torch.uint8)
+        self._outbox: dict[int, torch.Tensor] = {}
+        self._inbox: dict[tuple[int, int], torch.Tensor] = {}
+        self._arrivals: dict[tuple[int, int], dist.Work | None] = {}
+        self._scratch: dict[int, torch.Tensor] = {}
+
+    def _room_bytes(self, tile: int) -> int:
+        return -(-self._sizes[tile] // _LINE) * _LINE
+
+    def _begin_packed(self) -> None:
+        others = sorted(self._senders - {self.rank})
+        with self.network():
+            for tile in self._packed:
+                for rank in others if self._owner[tile] == self.rank else []:
+                    if (rank, tile) not in self._inbox:
+                        self._inbox[rank, tile] = torch.zeros(self._sizes[tile], dtype=torch.uint8)
+                    incoming = dist.irecv(self._inbox[rank, tile], rank, tag=self._tag(rank, tile))
+                    self._arrivals[rank, tile] = incoming
+
+    def _publish_packed(self, tile: int) -> None:
+        owner = self._owner[tile]
+        if owner == self.rank:
+            return
+        if not self._sources:
+            self.residuals.keep(self._span(tile))
+            return
+        if tile not in self._outbox:
+            self._outbox[tile] = torch.zeros(self._sizes[tile], dtype=torch.uint8)
+        self._encode(tile, self._vector(tile), self._outbox[tile])
+        self._send(tile)
+
+    def _send(self, tile: int) -> None:
+        with self.network():
+            self._sends.append(dist.isend(self._outbox[tile], self._owner[tile], tag=self._tag(self.rank, tile)))
+
+    def _vector(self, tile: int) -> torch.Tensor:
+        """My part of the tile's sum."""
+        parts = [self._views[source.slot][tile] for source in self._sources]
+        if len(parts) == 1:
+            return parts[0]
+        total = self._room(tile).zero_()
+        for part in parts:
+            total.add_(part)
+        return total
+
+    def _room(self, tile: int) -> torch.Tensor:
+        numel = self._geometry.tiles[tile].numel
+        if numel not in self._scratch:
+            self._scratch[numel] = torch.empty(numel)
+        return self._scratch[numel]
+
+    def _encode(self, tile: int, vector: torch.Tensor, into: torch.Tensor) -> None:
+        started = time.perf_counter()
+        rest = self.residuals.after[self._span(tile)].copy_(self.residuals.before[self._span(tile)])
+        block.write(self._codec, rest, vector, into)
+        self._codec_s += time.perf_counter() - started
+
+    def _decode(self, content: torch.Tensor, out: torch.Tensor) -> None:
+        started = time.perf_counter()
+        block.read(self._codec, content, out)
+        self._codec_s += time.perf_counter() - started
+
+    def _spread(self) -> None:
+        if not self.packing:
+            super()._spread()
+            return
+        self._encode_sums()
+        started = time.perf_counter()
+        sums = [
+            dist.broadcast(self._encoded_sums[first:end], owner, async_op=True)
+            for owner, first, end in self._coded_stretches()
+        ]
+        wait_all([*self._broadcasts(), *sums])
+        self._wire_s = time.perf_counter() - started
+
+    def _encode_sums(self) -> None:
+        """Those that are mine to add."""
+        for tile in self._packed:
+            if self._owner[tile] == self.rank:
+                self._add_up(tile)
+                self._encode(tile, self._out[tile], self._sum_block(tile))
+
+    def _add_up(self, tile: int) -> None:
+        out = self._out[tile]
+        if self._sources:
+            out.copy_(self._vector(tile))
+        else:
+            out.zero_()
+        for rank in sorted(self._senders - {self.rank}):
+            wait_all([self._arrivals[rank, tile]])
+            self._decode(self._inbox[rank, tile], self._room(tile))
+            out.add_(self._room(tile))
+
+    def _collect_packed(self) -> None:
+        for tile in self._packed:
+            self._decode(self._sum_block(tile), self._out[tile])
+
+    def _sum_block(self, tile: int) -> torch.Tensor:
+        return self._encoded_sums[self._starts[tile] : self._starts[tile] + self._sizes[tile]]
+
+    def _coded_stretches(self) -> list[tuple[int, int, int]]:
+        """(owner, first byte, end byte) of each owner's encoded sums, which lie side by side."""
+        return [
+            (owner, self._starts[mine[0]], self._starts[mine[-1]] + self._sizes[mine[-1]])
+            for owner in range(self.size)
+            if (mine := [tile for tile in self._packed if self._owner[tile] == owner])
+        ]
+
+    def _packed_bytes(self, senders: frozenset[int]) -> int:
+        to_owners = sum(len(senders - {self._owner[tile]}) * size for tile, size in self._sizes.items())
+        return to_owners + (self.size - 1) * sum(end - first for _, first, end in self._coded_stretches())
+
+    def _timed_bytes(self) -> int:
+        stretches = [*self._stretches(), *(self._coded_stretches() if self.packing else [])]
+        out = sum((self.size - 1) * (end - first) for owner, first, end in stretches if owner == self.rank)
+        return max(out, sum(end - first for owner, first, end in stretches if owner != self.rank))
+
+    def _probe(self) -> float:
+        encode_s = decode_s = 0.0
+        for tile in self._packed:
+            content = torch.empty(self._sizes[tile], dtype=torch.uint8)
+            started = time.perf_counter()
+            block.write(self._codec, self._room(tile).zero_(), self._out[tile], content)
+            between = time.perf_counter()
+            block.read(self._codec, content, self._room(tile))
+            encode_s += between - started
+            decode_s += time.perf_counter() - between
+        return self._of_a_step(encode_s, decode_s)
+
+    def _of_a_step(self, encode_s: float, decode_s: float) -> float:
+        """What a step takes, of what all tiles take once."""
+        return encode_s + decode_s * (2 - 1 / self.size)  # sums, and the others' parts of the tiles that I own

@@ -1,0 +1,82 @@
+"""The float32 parameters of a flat layout, each encoded by itself, one after the other in one block of bytes.
+
+Unlike tiles, parameters are known to whoever knows the model. So what is encoded in here can be computed by a plain
+loop too, and does not depend on how memory is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distbelief.compression import block
+from distbelief.compression.codec import Codec
+from distbelief.compression.option import canonical, long_form
+from distbelief.compression.spec import parse_codec
+from distbelief.compression.subject import Place
+from distbelief.transport.shm.segment import Memory
+
+_LINE = 64
+
+
+@dataclass(frozen=True)
+class Part:
+    """One parameter."""
+
+    place: Place
+    rest: slice
+    """Its elements in what is owed."""
+    code: slice
+    """Its bytes in the block."""
+
+
+class PartsCoding:
+    """`method`: as `compression.option` knows them.
+
+    >>> coding = PartsCoding("topk=0.5", [Place(0, 0, (2,)), Place(1, 64, (1, 2))])
+    >>> from distbelief.transport.shm.segment import Segment
+    >>> slot, rest = Segment.private(4096), torch.zeros(coding.elements)
+    >>> slot.tensor(torch.float32, 0, 2)[:] = torch.tensor([1.0, 2.0])
+    >>> code = coding.room()
+    >>> coding.write(slot, rest, np.array([1, 0]), code)
+    >>> coding.vector(coding.parts[0], slot).tolist(), rest[coding.parts[0].rest].tolist()
+    ([0.0, 2.0], [1.0, 0.0])
+    """
+
+    def __init__(self, method: str, places: Iterable[Place]) -> None:
+        self.method = canonical(method)
+        self.codec: Codec = parse_codec(long_form(method))
+        self.parts: list[Part] = []
+        self.elements = self.size_bytes = 0
+        for place in places:
+            numel = place.part.stop - place.part.start
+            if not numel:
+                continue
+            size_bytes = block.size_bytes(self.codec, numel)
+            rest = slice(self.elements, self.elements + numel)
+            self.parts.append(Part(place, rest, slice(self.size_bytes, self.size_bytes + size_bytes)))
+            self.elements += -(-numel // _LINE) * _LINE
+            self.size_bytes += -(-size_bytes // _LINE) * _LINE
+
+    def room(self) -> Tensor:
+        return torch.zeros(self.size_bytes, dtype=torch.uint8)
+
+    def vector(self, part: Part, slot: Memory) -> Tensor:
+        first = part.place.part.start
+        return slot.tensor(torch.float32, 4 * first, part.place.part.stop - first)
+
+    def write(self, slot: Memory, rest: Tensor, touched: np.ndarray, into: Tensor) -> None:
+        """Encode what lies in the slot, and what is owed. Then the slot has what a receiver decodes, and `rest` what is
+        owed still. Nothing is sent of a parameter that was not touched: it may be that nobody will use it."""
+        for part in self.parts:
+            vector, code = self.vector(part, slot), into[part.code]
+            owed = rest[part.rest] if touched[part.place.mark] else torch.zeros_like(vector.zero_())
+            block.write(self.codec, owed, vector, code)
+            block.read(self.codec, code, vector)
+
+    def read(self, part: Part, code: Tensor, out: Tensor) -> None:
+        block.read(self.codec, code[part.code], out)

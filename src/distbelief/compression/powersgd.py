@@ -1,0 +1,253 @@
+"""PowerSGD: gradients of matrices as products of two thin ones, which members can sum (Vogels et al. 2019).
+
+A matrix M (n × m) is multiplied by Q (m × r), the products are summed over members and made orthonormal: P. Then Mᵀ P
+is summed, which is the new Q, and P Qᵀ is the sum of all M as far as it lies in r directions. The next step begins
+with this Q, so the directions follow the gradient (one step of a power iteration each time). What P does not span of
+a member's own M is its residual, added to its next gradient. Vectors and small matrices are summed as they are.
+
+The factors are stored as rows (Pᵀ, Qᵀ): so BLAS multiplies a thin one three to twenty times faster.
+After a sum everybody has the same bits, and computes the same from them in memory that is laid out alike. Matrices may
+be on a device; the factors are summed and made orthonormal on the host, which the network reads anyway, and where so
+thin ones take less time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distbelief.compression.limits import check_rank
+from distbelief.errors import DistBeliefError
+
+AllSum = Callable[[Tensor], Tensor]
+"""Sums a flat float32 vector of the host over all members, the same bits for everybody; it may write into it."""
+
+_ALIGNED = 16  # elements: BLAS may round differently at other alignments, so every matrix begins at a cache line
+_LOST = 1e-6  # a direction that is so much weaker than the strongest one is rounding error
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """PowerSGD as an option. More ranks, more bytes and a smaller error."""
+
+    rank: int = 4
+
+    def __post_init__(self) -> None:
+        check_rank(self.rank)
+
+    def __str__(self) -> str:
+        return f"powersgd:rank={self.rank}"
+
+    def over(self, shapes: Sequence[Sequence[int]], seed: int, device: torch.device | None = None) -> PowerSGD:
+        return PowerSGD(shapes, self.rank, seed, device)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """One parameter that is compressed, and where its factors lie in the vectors that are summed."""
+
+    at: int
+    rows: int
+    columns: int
+    rank: int
+    left: slice
+    right: slice
+
+
+class PowerSGD:
+    """Sums lists of gradients of these shapes. All members give the same shapes, rank and seed."""
+
+    def __init__(
+        self, shapes: Sequence[Sequence[int]], rank: int, seed: int, device: torch.device | None = None
+    ) -> None:
+        """`device`: where the gradients are. None: on the host, where the factors are summed too."""
+        self._shapes = [torch.Size(shape) for shape in shapes]
+        self._matrices: list[_Matrix] = []
+        lefts = rights = 0
+        for at, shape in enumerate(self._shapes):
+            rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) >= 2 else (0, 0)
+            thin = min(rank, rows, columns)
+            if 2 * thin * (rows + columns) <= rows * columns and rows * columns > 0:
+                left, right = slice(lefts, lefts + rows * thin), slice(rights, rights + columns * thin)
+                self._matrices.append(_Matrix(at, rows, columns, thin, left, right))
+                lefts, rights = _aligned(left.stop), _aligned(right.stop)
+        self._whole = sorted(set(range(len(self._shapes))) - {matrix.at for matrix in self._matrices})
+        self._offset = lefts
+        self._lefts = torch.zeros(lefts + sum(self._shapes[at].numel() for at in self._whole), device=device)
+        self._rights = torch.zeros(rights, device=device)
+        self._travelling = [_on_host(vector, device) for vector in (self._lefts, self._rights)]
+        """Both factors, where they are summed."""
+        self._starts = [_start(seed, matrix).to(device) for matrix in self._matrices]
+        self._queries = [start.clone() for start in self._starts]
+        self._residuals = [torch.zeros(matrix.rows, matrix.columns, device=device) for matrix in self._matrices]
+        self._sums = [torch.zeros(shape, device=device) for shape in self._shapes]
+
+    @property
+    def size_bytes(self) -> int:
+        """What one member puts into sums in one `reduce`."""
+        return 4 * (self._lefts.numel() + self._rights.numel())
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes than the gradients have."""
+        return 4 * sum(shape.numel() for shape in self._shapes) / self.size_bytes if self.size_bytes else 1.0
+
+    @torch.no_grad()
+    def reduce(self, gradients: Sequence[Tensor], all_sum: AllSum) -> list[Tensor]:
+        """The sums of the gradients over all members, approximately. They are written over by the next call."""
+        self._check(gradients)
+        for matrix, residual, query in zip(self._matrices, self._residuals, self._queries, strict=True):
+            residual.add_(gradients[matrix.at].reshape(matrix.rows, matrix.columns))
+            torch.mm(query, residual.T, out=_left(self._lefts, matrix))
+        self._pack(gradients)
+        lefts, rights = self._travelling
+        _replace(lefts, self._lefts)
+        _replace(lefts, all_sum(lefts))
+        for matrix in self._matrices:
+            left = _left(lefts, matrix)
+            left.copy_(orthonormal(left))
+        _replace(self._lefts, lefts)
+        self._unpack()
+        for matrix, residual in zip(self._matrices, self._residuals, strict=True):
+            torch.mm(_left(self._lefts, matrix), residual, out=_right(self._rights, matrix))
+        mine = self._rights.clone()
+        if self._matrices:
+            _replace(rights, self._rights)
+            _replace(rights, all_sum(rights))
+            _replace(self._rights, rights)
+        for i, matrix in enumerate(self._matrices):
+            left, right = _left(self._lefts, matrix), _right(self._rights, matrix)
+            torch.mm(left.T, right, out=self._sums[matrix.at].view(matrix.rows, matrix.columns))
+            self._residuals[i].addmm_(left.T, _right(mine, matrix), alpha=-1)
+            if not bool(_right(rights, matrix).isfinite().all()):
+                self._residuals[i].zero_()  # the sum says it, with NaN; later steps are not to blame
+            self._queries[i].copy_(_directions(right, self._starts[i]))
+        return self._sums
+
+    @torch.no_grad()
+    def release(self, gradients: Sequence[Tensor]) -> None:
+        """Add to gradients that are summed uncompressed, in place, what was left behind, and forget that."""
+        self._check(gradients)
+        for matrix, residual in zip(self._matrices, self._residuals, strict=True):
+            gradients[matrix.at].add_(residual.view(self._shapes[matrix.at]))
+            residual.zero_()
+
+    @property
+    def compressed(self) -> dict[int, tuple[int, int]]:
+        """Which of the gradients are compressed -> the shape of its query."""
+        return {matrix.at: (matrix.rank, matrix.columns) for matrix in self._matrices}
+
+    @property
+    def starts(self) -> list[Tensor]:
+        """The queries that a run begins with."""
+        return self._starts
+
+    def keep_in(self, residuals: Sequence[Tensor], queries: Sequence[Tensor]) -> None:
+        """Go on from the state that is in this memory, one tensor for each that is compressed, and keep it there."""
+        self._residuals = [r.view(m.rows, m.columns) for r, m in zip(residuals, self._matrices, strict=True)]
+        self._queries = list(queries)
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies, for a checkpoint: `query/…` is the same for all members and what a newcomer needs; `residual/…` is
+        this member's own."""
+        queries = {f"query/{m.at}": q.clone() for m, q in zip(self._matrices, self._queries, strict=True)}
+        return queries | {f"residual/{m.at}": r.clone() for m, r in zip(self._matrices, self._residuals, strict=True)}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from this state. Without its residuals they begin at zero."""
+        for i, matrix in enumerate(self._matrices):
+            query, residual = state.get(f"query/{matrix.at}"), state.get(f"residual/{matrix.at}")
+            if query is None or query.shape != self._queries[i].shape:
+                raise DistBeliefError(
+                    f"the state of PowerSGD does not fit parameter {matrix.at}, {list(self._shapes[matrix.at])}",
+                    hint="it was saved with another rank or model: begin without it",
+                )
+            self._queries[i].copy_(query)
+            if residual is None:
+                self._residuals[i].zero_()
+            else:
+                self._residuals[i].copy_(residual)
+
+    def _check(self, gradients: Sequence[Tensor]) -> None:
+        given = [gradient.shape for gradient in gradients]
+        if given != self._shapes:
+            raise DistBeliefError(
+                f"PowerSGD was made for gradients of shapes {[list(s) for s in self._shapes]}, and was given"
+                f" {[list(s) for s in given]}"
+            )
+        for gradient in gradients:
+            if gradient.dtype != torch.float32 or gradient.device.type != self._lefts.device.type:
+                raise DistBeliefError(
+                    f"PowerSGD takes float32 gradients on {self._lefts.device} here, not {gradient.dtype} on"
+                    f" {gradient.device}",
+                    hint="copy the gradients to float32 on that device first, or send them uncompressed",
+                )
+
+    def _pack(self, gradients: Sequence[Tensor]) -> None:
+        """What is not compressed goes with the first sum: two sums in all."""
+        start = self._offset
+        for at in self._whole:
+            stop = start + self._shapes[at].numel()
+            self._lefts[start:stop].copy_(gradients[at].reshape(-1))
+            start = stop
+
+    def _unpack(self) -> None:
+        start = self._offset
+        for at in self._whole:
+            stop = start + self._shapes[at].numel()
+            self._sums[at].view(-1).copy_(self._lefts[start:stop])
+            start = stop
+
+
+def orthonormal(matrix: Tensor) -> Tensor:
+    """Orthonormal rows that span those of the matrix; where these depend on each other or are zero, some others are
+    added. Householder's QR does that of itself. It needs numbers: for anything else the result is NaN.
+
+    >>> orthonormal(torch.zeros(2, 3)).abs().tolist()
+    [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
+    """
+    if not bool(matrix.isfinite().all()):
+        return torch.full_like(matrix, torch.nan)
+    columns: Tensor = torch.linalg.qr(matrix.T).Q
+    return columns.T
+
+
+def _directions(right: Tensor, start: Tensor) -> Tensor:
+    """The rows with length one, to begin the next step with. One that has vanished would stay away for ever, as
+    when a gradient was zero once: it begins anew."""
+    lengths = torch.linalg.vector_norm(right, dim=1, keepdim=True)
+    kept = lengths.isfinite() & (lengths > _LOST * lengths.amax()) & (lengths > torch.finfo(torch.float32).tiny)
+    return torch.where(kept, right / lengths.where(kept, 1.0), start)
+
+
+def _start(seed: int, matrix: _Matrix) -> Tensor:
+    random = torch.Generator().manual_seed((seed * 1_000_003 + matrix.at) % 2**63)
+    start = torch.randn(matrix.rank, matrix.columns, generator=random)
+    return start.div_(torch.linalg.vector_norm(start, dim=1, keepdim=True))
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // _ALIGNED) * _ALIGNED
+
+
+def _left(vector: Tensor, matrix: _Matrix) -> Tensor:
+    return vector[matrix.left].view(matrix.rank, matrix.rows)
+
+
+def _right(vector: Tensor, matrix: _Matrix) -> Tensor:
+    return vector[matrix.right].view(matrix.rank, matrix.columns)
+
+
+def _on_host(vector: Tensor, device: torch.device | None) -> Tensor:
+    """Room for as much on the host: the vector itself, where no device has it."""
+    return vector if device is None else torch.zeros(vector.numel(), pin_memory=device.type == "cuda")
+
+
+def _replace(mine: Tensor, summed: Tensor) -> None:
+    """Into my own memory, aligned as everybody's is."""
+    if summed is not mine:
+        mine.copy_(summed)

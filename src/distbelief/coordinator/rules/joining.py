@@ -1,0 +1,190 @@
+"""Workers come, are checked, and are given a seat. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import explain, membership
+from distbelief.coordinator.rules.ending import Result, fail, record, say, with_worker
+from distbelief.coordinator.rules.hiring import hire
+from distbelief.coordinator.rules.regroup import regroup, release, start_when_complete
+from distbelief.coordinator.rules.vocabulary import Output, ProtocolError, Reply, Send, State, Worker
+
+
+def joined(state: State, event: m.WorkerJoined, now: float) -> Result:
+    known = state.workers.get(event.worker)
+    newcomer = Worker(event.worker, event.host, event.pid)
+    if known is not None and known.pid in (0, event.pid):
+        # A repeat, or a worker whose exit overtook its joining: what is known of it stays.
+        newcomer = replace(known, host=event.host, pid=event.pid, estranged=known.estranged and known.ready)
+    elif known is not None and known.exited is None:
+        raise ProtocolError(f"{newcomer.name} says it is worker {event.worker}, which is {known.name} and alive")
+    elif known is not None:
+        raise ProtocolError(f"{newcomer.name} takes the number of a worker that is gone; give it another one")
+    hired = state.hired
+    if event.worker in hired:  # not so when it says it again
+        hired = {worker: at for worker, at in hired.items() if worker != event.worker}
+        state = replace(state, placed={worker: host for worker, host in state.placed.items() if worker != event.worker})
+    state = replace(state, next_worker=max(state.next_worker, event.worker + 1))
+    state = replace(with_worker(state, newcomer), active_at=now, hired=hired)
+    if event.worker not in state.guests:
+        return state, []
+    state = replace(state, guests=state.guests - {event.worker}, target=state.target + 1)
+    reason = f"{newcomer.name} was started by hand, and is counted on from now on"
+    return state, [record(state, now, "guest", reason, worker=event.worker, target=state.target)]
+
+
+def ready(state: State, event: m.WorkerReady, now: float) -> Result:
+    worker = state.workers.get(event.worker)
+    if worker is None or (not worker.pid and worker.exited is None):  # it is known from the journal only
+        return state, [Reply(m.Introduce(state.epoch, state.progress.reported.complete))]
+    if worker.refused and worker.exited is None:  # it was told, but has not heard
+        return state, [Reply(m.Refuse(state.epoch, "it does not fit into the run; the journal says why"))]
+    if worker.ready or worker.exited is not None:
+        return state, []
+    outputs: list[Output] = []
+    if state.reference is None:
+        reason = f"worker {event.worker} was the first to be ready; all others must match it"
+        facts = {"job": msgspec.to_builtins(event.job), "canary": msgspec.to_builtins(event.canary)}
+        outputs.append(record(state, now, "reference", reason, worker=event.worker, **facts))
+        state = replace(state, reference=event)
+    else:
+        run = state.reference
+        reason = explain.refusal(event.worker, event.job, event.canary, run.job, run.canary, state.config.exact)
+        reason = reason or _out_of_reach(state, worker) or _unfit_device(state, worker, event.gpu)
+        if reason:
+            return _refuse(state, worker, reason, now)
+    worker = replace(worker, ready=True, gpu=event.gpu)
+    state = replace(with_worker(state, worker), active_at=now, troubles=replace(state.troubles, failed_hires=0))
+    if worker.leaving:
+        state, more = release(state, worker, now)
+    else:
+        state, more = _seat(state, worker, now) if state.phase == "training" else start_when_complete(state, now)
+    return state, outputs + more
+
+
+def _out_of_reach(state: State, worker: Worker) -> str:
+    """Why a newcomer cannot take part although it computes the same."""
+    hosts = sorted({member.host for member in state.members} - {worker.host})
+    if state.config.transport != "shm" or not hosts:
+        return ""
+    return f"{worker.name} is on another host than the members ({', '.join(hosts)}), which share memory"
+
+
+def _unfit_device(state: State, worker: Worker, gpu: str) -> str:
+    """Why a newcomer cannot take part because of what it computes on."""
+    if gpu and state.start is not None and state.start.transport == "shm":
+        return f"{worker.name} computes on a GPU, and the members share a state in their host's memory"
+    others = {member.gpu for member in state.members if not state.workers[member.worker].gone}
+    if state.config.transport == "nccl" and (not gpu or gpu in others):
+        which = "shares its GPU with another" if gpu else "has no GPU"
+        return f"{worker.name} {which}, and with NCCL every worker needs one of its own"
+    return ""
+
+
+def _refuse(state: State, worker: Worker, reason: str, now: float) -> Result:
+    state = with_worker(state, replace(worker, refused=True))
+    if state.phase == "training":
+        # Another one would be refused as well: go on with those that are there.
+        state = replace(state, target=max(state.target - 1, 1))
+    outputs: list[Output] = [
+        record(state, now, "refused", reason, worker=worker.number, target=state.target),
+        Send(worker.number, m.Refuse(epoch=state.epoch, reason=reason)),
+    ]
+    if state.phase == "training":
+        return state, [*outputs, say(f"refused: {reason}", now)]
+    # The run counts on this worker and would wait for it for ever.
+    failure = m.WorkerFailed(worker=worker.number, host=worker.host, kind="refused", message=reason)
+    state, more = fail(state, failure, now)
+    return state, outputs + more
+
+
+def _seat(state: State, worker: Worker, now: float) -> Result:
+    """A worker that is ready after the start: a seat at the next boundary, if there is one, else it is a spare."""
+    assert state.start is not None
+    there = sum(1 for one in state.workers.values() if one.ready and one.counts)
+    if membership.takes(state, there) or any(state.workers[member.worker].gone for member in state.members):
+        return regroup(state, "join", f"{worker.name} has joined", now)
+    members = len(state.members)
+    why = f"there are {members} shards for {members} other members"
+    if state.degrees:
+        why = f"{there} workers make no more than {state.degrees}"
+    reason = f"{worker.name} has joined: it is a spare, since {why}"
+    return state, [
+        record(state, now, "spare", reason, worker=worker.number),
+        Send(worker.number, state.start),
+        say(reason, now),
+    ]
+
+
+# --- from outside ----------------------------------------------------------------------------------------------------
+
+
+def scaled(state: State, event: m.ScaleRequested, now: float) -> Result:
+    """Somebody wants another number of workers."""
+    if not 1 <= event.workers <= 100_000:
+        return state, [_answer(state, False, f"a run has 1 to 100,000 workers, not {event.workers:,}")]
+    if event.workers < state.config.min_workers:
+        text = f"the run was started with --min-workers {state.config.min_workers}; {event.workers} are fewer"
+        return state, [_answer(state, False, text)]
+    there = [worker for worker in state.workers.values() if worker.counts]
+    # Those on their way go first, then spares, then the members of the highest ranks: those at the front keep their
+    # shards and what is cached.
+    there.sort(key=lambda worker: (_standing(state, worker.number), worker.number))
+    surplus = [*there, *(Worker(number) for number in sorted(state.hired))][event.workers :]
+    leaving = [worker.number for worker in surplus]
+    reason = f"{event.workers} workers were asked for instead of {state.target}"
+    outputs: list[Output] = [record(state, now, "scaled", reason, target=event.workers, leaving=leaving)]
+    hired = {number: at for number, at in state.hired.items() if number not in leaving}
+    troubles = replace(state.troubles, failed_hires=0)
+    state = replace(state, target=event.workers, hired=hired, troubles=troubles)
+    outputs.append(say(reason, now))
+    for worker in surplus:
+        state, more = release(state, worker, now)
+        outputs += more
+    state, more = hire(state, now)
+    waiting = event.workers - len(there) - sum(1 for worker in state.hired if worker in state.placed)
+    outputs += [*more, _answer(state, True, _scaling(len(there), event.workers, waiting))]
+    if state.phase == "gathering" and state.reference:
+        state, more = start_when_complete(state, now)
+        outputs += more
+    return state, outputs
+
+
+def _standing(state: State, worker: int) -> tuple[int, int]:
+    """The lower, the longer it stays. In a mesh whole copies of the model go, so that one of them is left."""
+    rank = state.seats.get(worker, len(state.seats))
+    if state.degrees and state.is_member(worker):
+        return state.degrees.place(rank).data, rank
+    return (len(state.seats) if state.degrees else 0), rank
+
+
+def _scaling(there: int, target: int, waiting: int) -> str:
+    """`waiting`: those for whom no host has room now."""
+    if target > there:
+        starting = target - there - max(waiting, 0)
+        texts = [f"{starting} more {'worker is' if starting == 1 else 'workers are'} being started"] if starting else []
+        return "; ".join(
+            [*texts, *([f"for {waiting} more no host has room: another one may join"] if waiting > 0 else [])]
+        )
+    if target < there:
+        return f"{there - target} {'worker leaves' if there - target == 1 else 'workers leave'} after the present step"
+    return f"there are {target} workers already"
+
+
+def admitted(state: State, event: m.JoinRequested, now: float) -> Result:
+    """One more worker that nobody was asked to start: it gets the next number."""
+    number = state.next_worker
+    reason = f"a worker was started by hand (pid {event.pid})"
+    state = replace(state, next_worker=number + 1, guests=state.guests | {number})
+    return state, [
+        record(state, now, "admitted", reason, worker=number),
+        Reply(m.Admit(state.epoch, number)),
+    ]
+
+
+def _answer(state: State, ok: bool, text: str) -> Reply:
+    return Reply(m.Answer(state.epoch, ok, text))

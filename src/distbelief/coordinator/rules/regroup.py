@@ -1,0 +1,181 @@
+"""Who trains: the first generation, and every change of members after it. Pure.
+
+The rule that everything rests on: a member of the present generation is left out of the next only when it is certain
+that it does nothing in the present one any more: its process is gone, or it has said that it let go. So nobody ever
+writes where a newer generation works. In a mesh a member may also become a spare while it is alive: nothing is shared
+there, it has its own part of the state only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from distbelief.control import messages as m
+from distbelief.coordinator.rules import balance, explain, membership
+from distbelief.coordinator.rules.ending import Result, fail_without_culprit, record, say, with_worker
+from distbelief.coordinator.rules.hiring import MOST_FAILED_HIRES
+from distbelief.coordinator.rules.servers import mapping
+from distbelief.coordinator.rules.vocabulary import Output, Send, State, Troubles, Worker
+from distbelief.shards import Range
+from distbelief.strategies.rules.degrees import Degrees
+from distbelief.strategies.rules.degrees import problem as degrees_problem
+
+PAST, MOST_PAST, PAST_MEMBERS = 4, 64, 1024
+"""So many earlier generations are remembered, and more while none of them has committed a step, up to so many of them
+or so many members: each may have begun or half applied the same step."""
+
+
+def regroup(state: State, cause: str, reason: str, now: float, ranges: Sequence[Range] | None = None) -> Result:
+    """A new generation of everybody who can take part, if it can be now. `ranges`: if they are why."""
+    if state.phase != "training":
+        return state, []
+    members = [state.workers[member.worker] for member in state.members]
+    if any(worker.leaving and not worker.gone for worker in members):
+        return state, []  # it was asked to let go; the change is made when it has
+    staying = [worker for worker in members if worker.counts]
+    waiting = [worker for worker in state.workers.values() if worker.ready and worker.counts]
+    candidates = staying + [worker for worker in waiting if not state.is_member(worker.number)]
+    if len(candidates) < state.config.min_workers:
+        return _pause(state, len(candidates), reason, now)
+    return _start(state, candidates, cause, reason, now, ranges)
+
+
+def start_when_complete(state: State, now: float) -> Result:
+    """The first generation begins when every worker that was asked for is ready."""
+    if len(state.workers) < state.target:
+        return state, []  # without a look at each of them, every time that one more is ready
+    ready = [worker for worker in state.workers.values() if worker.ready and worker.counts]
+    if len(ready) < state.target or state.pending:  # a pending exit decides first
+        return state, []
+    if not state.fleet.complete:
+        return state, []
+    hosts = len({worker.host for worker in ready})
+    reason = f"all {len(ready)} workers are ready, on {hosts} host{'s' if hosts > 1 else ''}"
+    outputs: list[Output] = []
+    if state.fleet.target:  # before the members are told to begin: they ask the servers at once
+        state, outputs = mapping.found(state, f"all {len(state.fleet.there)} servers are ready", now)
+    state, more = _start(state, ready, "start", reason, now, None)
+    return state, outputs + more
+
+
+def _remembered(state: State, past: Sequence[m.PastGeneration]) -> int:
+    committed = [number for number, one in enumerate(past, 1) if one.generation <= state.progress.committed_in]
+    most = min(PAST_MEMBERS // len(state.members), MOST_PAST)
+    return max(PAST, min(committed[0] if committed else most, most))
+
+
+def _start(
+    state: State, candidates: list[Worker], cause: str, reason: str, now: float, ranges: Sequence[Range] | None
+) -> Result:
+    assert state.reference is not None
+    shards = state.reference.job.shards
+    problem = _wrong_start(state, len(candidates), shards) if cause == "start" else ""
+    if problem:
+        return fail_without_culprit(state, "job", problem, "", now)
+    if state.config.wish:
+        plan = membership.plan_mesh(state, shards, candidates)
+    else:
+        plan = membership.plan(state.config, shards, candidates, ranges or _ranges(state, shards, candidates))
+    if plan.problem:
+        return fail_without_culprit(state, "job", plan.problem, 'use transport "auto" or "gloo"', now)
+    past = list(state.start.past) if state.start else []
+    if state.start:
+        past = [m.PastGeneration(state.generation, state.members, state.start.degrees), *past]
+        past = past[: _remembered(state, past)]
+    generation = state.generation + 1
+    reported = state.progress.reported.complete
+    sealed = state.saves.sealed
+    degrees = plan.degrees.as_list() if plan.degrees else []
+    start = m.StartGeneration(state.epoch, generation, plan.members, plan.transport, past, reported, sealed, degrees)
+    was = state.degrees
+    facts = {
+        "generation": generation,
+        "members": msgspec.to_builtins(plan.members),
+        "spares": plan.spares,
+        "transport": plan.transport,
+        "cause": cause,
+        "lost": list(state.lost),
+        "past": msgspec.to_builtins(past),
+        "degrees": degrees,
+    }
+    for worker in candidates:
+        if worker.finished:
+            state = with_worker(state, replace(worker, finished=None))
+    numbers = [member.worker for member in plan.members]
+    state = replace(
+        state,
+        phase="training",
+        generation=generation,
+        start=start,
+        seats={number: rank for rank, number in enumerate(numbers)},
+        lost=(),
+        paused=False,
+        finished=0,
+        recoveries=state.recoveries + bool(state.lost),
+        pulse=state.pulse.restart(numbers, now),
+        speeds=state.speeds.restart(numbers),
+        look=balance.Look(),
+        looked_at=now,
+        troubles=replace(state.troubles, broken_at=None),
+    )
+    outputs: list[Output] = [record(state, now, "generation", reason, **facts)]
+    outputs += [Send(worker.number, start) for worker in candidates]
+    if cause != "start":
+        outputs.append(say(_change(cause, reason, was, plan.degrees), now))
+    if plan.spares:
+        what_for = str(plan.degrees or f"{shards} {state.config.unit}{'s' if shards > 1 else ''}")
+        outputs.append(say(explain.spares(len(candidates), what_for, plan.spares), now))
+    return state, outputs
+
+
+def _wrong_start(state: State, workers: int, shards: int) -> str:
+    """What was asked for must fit. If workers have come or gone meanwhile, the best is made of those that are there."""
+    wish = state.config.wish
+    return degrees_problem(wish, workers, shards) if wish and workers == state.config.workers else ""
+
+
+def _change(cause: str, reason: str, was: Degrees | None, now: Degrees | None) -> str:
+    fewer = cause in ("death", "leave", "cut")
+    if was == now:
+        return f"{reason}; the others go on" if fewer else reason
+    return f"{reason}; {'the others' if fewer else 'the members'} go on as {now} (was {was})"
+
+
+def _ranges(state: State, shards: int, candidates: list[Worker]) -> Sequence[Range] | None:
+    """By measured speed, once there is any; None: by the user's shares, or equal."""
+    seated = [worker.number for worker in candidates[:shards]]
+    if not state.config.balances or not any(state.speeds.shard_s(number) for number in seated):
+        return None
+    return balance.assign(shards, seated, state.speeds)
+
+
+def _pause(state: State, there: int, reason: str, now: float) -> Result:
+    if state.troubles.failed_hires >= MOST_FAILED_HIRES and not state.hired:
+        message = (
+            f"{reason}; {there} of at least {state.config.min_workers} workers are left, and new ones fail to start"
+        )
+        return fail_without_culprit(state, "exit", message, "see the logs of the last workers in the logs folder", now)
+    if state.paused:
+        return state, []
+    text = (
+        f"paused: {reason}; {there} of at least {state.config.min_workers} workers "
+        f"{'is' if there == 1 else 'are'} there; the run goes on when there are enough"
+    )
+    return replace(state, paused=True), [record(state, now, "paused", text), say(text, now)]
+
+
+def release(state: State, worker: Worker, now: float) -> Result:
+    """Let a worker go: a spare at once, a member when it has let go of the generation."""
+    state = with_worker(state, replace(worker, leaving=True))
+    if state.is_member(worker.number) and not worker.gone:
+        return state, [Send(worker.number, m.Retire(state.epoch, state.generation))]
+    return state, [Send(worker.number, m.EndRun(state.epoch, "left", "it is not needed any more"))]
+
+
+def committed(state: State) -> State:
+    """A step was committed: what went wrong before it is over."""
+    troubles = Troubles(failed_hires=state.troubles.failed_hires, killers=state.troubles.killers)
+    return state if state.troubles == troubles else replace(state, troubles=troubles)

@@ -1,0 +1,212 @@
+"""A run as its journal tells it: every decision taken in again, in order. Pure.
+
+Only what was decided is there. What is missing after the last record (a command that nobody heard, a decision that
+followed from the last one) is made good by the rules for living runs, as soon as engines and workers are heard of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from distbelief.control import messages as m
+from distbelief.coordinator.rules.ending import with_worker
+from distbelief.coordinator.rules.hosts import Offer
+from distbelief.coordinator.rules.servers.fleetstate import Fleet, ServerProcess
+from distbelief.coordinator.rules.servers.roles import Placement
+from distbelief.coordinator.rules.vocabulary import State, Worker
+
+Entry = Mapping[str, Any]
+
+
+def replay(state: State, entry: Entry, now: float) -> State:
+    """The state after one more record. Kinds that change nothing are passed over, also those of later versions."""
+    match entry.get("kind"):
+        case "reference":
+            facts = {name: entry[name] for name in ("worker", "job", "canary")}
+            return replace(state, reference=msgspec.convert(facts, m.WorkerReady))
+        case "generation":
+            return _generation(state, entry)
+        case "hired" | "placed":
+            placed = dict(zip(entry["workers"], entry.get("hosts", []), strict=False))
+            hired = {**state.hired, **dict.fromkeys(entry["workers"], now)}
+            return _numbered(replace(state, hired=hired, placed={**state.placed, **placed}), entry["workers"])
+        case "host":
+            return replace(state, offers={**state.offers, entry["nonce"]: Offer(entry["host"], entry["grows"])})
+        case "grown":
+            offers = {**state.offers, entry["nonce"]: Offer(entry["host"], added=entry["added"])}
+            return replace(state, offers=offers, target=entry["target"])
+        case "admitted":
+            return _numbered(replace(state, guests=state.guests | {entry["worker"]}), [entry["worker"]])
+        case "guest":
+            state = replace(state, guests=state.guests - {entry["worker"]}, target=entry["target"])
+            return _arrived(state, [entry["worker"]])
+        case "spare":
+            return _arrived(state, [entry["worker"]])
+        case "refused":
+            state = _with(_arrived(state, [entry["worker"]]), entry["worker"], refused=True)
+            return replace(state, target=entry.get("target", state.target))
+        case "lost" | "exited":
+            worker = entry["worker"]
+            lost = (*state.lost, worker) if state.is_member(worker) else state.lost
+            return replace(_with(_arrived(state, [worker]), worker, exited=entry["status"]), lost=lost)
+        case "estranged":
+            return _with(state, entry["worker"], estranged=True)
+        case "leaves" | "scaled":
+            leaving = [entry["worker"]] if "worker" in entry else entry.get("leaving", [])
+            state = _arrived(state, leaving)
+            for worker in leaving:
+                state = _with(state, worker, leaving=True)
+            return replace(state, target=entry["target"])
+        case "checkpoint":
+            return replace(state, saves=replace(state.saves, sealed=entry["step"], sealed_at=now))
+        case "loaded":
+            # It is the newest there is, whatever was sealed before: newer ones were found damaged.
+            saves = replace(state.saves, loaded_by=entry["worker"], sealed=entry["step"], sealed_at=now)
+            return replace(state, saves=saves)
+        case "rolled_back":
+            reexecuted = state.reexecuted + max(entry["reached"] - entry["step"], 0)
+            progress = replace(state.progress, redone=max(state.progress.redone, entry["reached"]))
+            return replace(state, rolled_back=entry["generation"], reexecuted=reexecuted, progress=progress)
+        case "plan":
+            return replace(state, plan=tuple(entry["lines"]))
+        case "pace":
+            paces = {**state.fleet.paces, entry["worker"]: (entry["n_push"], entry["n_fetch"])}
+            return replace(state, fleet=replace(state.fleet, paces=paces))
+        case "servers":
+            return replace(state, fleet=_fleet(state.fleet, entry, now))
+        case "servers_hired":
+            hired = {**state.fleet.hired, **dict.fromkeys(entry["servers"], now)}
+            placed = {**state.fleet.placed, **dict(zip(entry["servers"], entry.get("hosts", []), strict=False))}
+            next_server = max(state.fleet.next_server, *(number + 1 for number in entry["servers"]))
+            return replace(state, fleet=replace(state.fleet, hired=hired, placed=placed, next_server=next_server))
+        case "server_pause":
+            fleet = state.fleet
+            left = {server: at for server, at in fleet.lost_at.items() if server != entry["server"]}
+            return replace(state, fleet=replace(fleet, lost_at=left, pauses=(*fleet.pauses, entry["pause_s"])))
+        case "servers_scaled":
+            return replace(state, fleet=state.fleet.aiming_at(entry["target"], entry["dropped"]))
+        case "resumed":
+            return _resumed(state, entry, now)
+        case "ended":
+            return replace(state, phase="ended", outcome=m.EndRun(state.epoch, entry["status"], entry["reason"]))
+    return state
+
+
+def _fleet(fleet: Fleet, entry: Entry, now: float) -> Fleet:
+    """Servers that died since are told of by the engine, as long as it lives."""
+    there = [msgspec.convert({**one, "heard_at": now}, ServerProcess) for one in entry["servers"]]
+    placed = msgspec.convert(entry["placement"], Placement, strict=False)
+    numbers = {one.number for one in there}
+    on_their_way = fleet.hired.keys() - numbers - set(entry["gone"])  # some may have died before they were ready
+    return replace(
+        fleet,
+        there={one.number: one for one in there},
+        hired={number: fleet.hired[number] for number in sorted(on_their_way)},
+        next_server=max(fleet.next_server, *(number + 1 for number in numbers)),
+        gone=frozenset(entry["gone"]),
+        slices=tuple(entry["slices"]),
+        placement=placed,
+        version=placed.map.version,
+        life=entry["life"],
+        sealed=entry["sealed"],
+        target=entry["target"],
+        kills=entry["kills"],
+        lost_at={int(server): at for server, at in entry.get("lost_at", {}).items()},
+    )
+
+
+def _generation(state: State, entry: Entry) -> State:
+    start = msgspec.convert({**entry, "epoch": state.epoch}, m.StartGeneration)
+    seats = {member.worker: rank for rank, member in enumerate(start.members)}
+    spares = entry.get("spares", [])
+    for worker in state.seats.keys() - seats.keys() - set(spares):
+        if not state.workers[worker].gone:
+            state = _with(state, worker, left=True)  # nobody is left out who still does something
+    state = _arrived(state, [*seats, *spares])
+    for member in start.members:
+        facts = {"host": member.host, "pid": member.pid, "gpu": member.gpu}
+        state = _with(state, member.worker, **facts, ready=True, estranged=False)
+    return replace(
+        state,
+        phase="training",
+        generation=start.generation,
+        start=start,
+        seats=seats,
+        lost=(),
+        recoveries=state.recoveries + bool(entry["lost"]),
+        taken_over=start.generation - 1,
+    )
+
+
+def _resumed(state: State, entry: Entry, now: float) -> State:
+    """Everybody is gone, and the run goes on with new workers. Numbers keep going up; what was agreed on stays."""
+    reference = state.reference
+    if reference:
+        reference = msgspec.structs.replace(
+            reference, job=msgspec.structs.replace(reference.job, strategy=entry["strategy"])
+        )
+    workers: list[int] = entry["workers"]
+    return State(
+        state.config,
+        state.epoch,
+        active_at=now,
+        target=len(workers),
+        next_worker=max(state.next_worker, *(worker + 1 for worker in workers)),
+        generation=state.generation,
+        taken_over=state.generation,
+        reference=reference,
+        # As if they had been asked for long ago: the engine is told of them as soon as it is there.
+        hired=dict.fromkeys(workers, -math.inf),
+        recoveries=state.recoveries,
+        rolled_back=state.rolled_back,
+        reexecuted=state.reexecuted,
+        fleet=_resumed_fleet(state.fleet, state.config.servers),
+    )
+
+
+def _resumed_fleet(fleet: Fleet, servers: int) -> Fleet:
+    first = fleet.next_server
+    return Fleet(
+        servers,
+        first + servers,
+        hired=dict.fromkeys(range(first, first + servers), -math.inf),
+        version=fleet.version,
+        life=fleet.life,
+        gone=frozenset(range(first)),
+        kills=fleet.kills,
+        pauses=fleet.pauses,
+    )
+
+
+def resumed(state: State, strategy: str, now: float) -> dict[str, Any]:
+    """The record that lets a run that is over, or whose members are all gone, go on with new workers."""
+    first = state.next_worker
+    return {
+        "kind": "resumed",
+        "epoch": state.epoch,
+        "at": now,
+        "reason": f"the run was resumed with {state.config.workers} workers",
+        "workers": list(range(first, first + state.config.workers)),
+        "strategy": strategy,
+    }
+
+
+def _arrived(state: State, workers: Iterable[int]) -> State:
+    """They are known, so they are not on their way any more."""
+    workers = list(workers)
+    for worker in workers:
+        state = _with(state, worker)
+    return replace(_numbered(state, workers), hired={w: at for w, at in state.hired.items() if w not in workers})
+
+
+def _numbered(state: State, workers: Iterable[int]) -> State:
+    return replace(state, next_worker=max(state.next_worker, *(worker + 1 for worker in workers), 0))
+
+
+def _with(state: State, worker: int, **facts: Any) -> State:
+    return with_worker(state, replace(state.workers.get(worker, Worker(worker)), **facts))

@@ -1,0 +1,60 @@
+"""Who may say what to the coordinator: members speak for themselves, owners of the run for the rest. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from distbelief.control import messages as m
+from distbelief.control.signatures import AGENT, OWNER, SERVER, WORKER, Claim
+
+FROM_WORKERS = (
+    m.WorkerJoined,
+    m.WorkerReady,
+    m.Heartbeat,
+    m.StepTakenOver,
+    m.RolledBack,
+    m.PlanShown,
+    m.TracePart,
+    m.PeerDied,
+    m.CollectiveFailed,
+    m.LeaveRequested,
+    m.WorkerLeft,
+    m.WorkerFinished,
+    m.WorkerFailed,
+    m.CheckpointLoaded,
+    m.PartSaved,
+    m.CheckpointSealed,
+    m.SaveFailed,
+    m.SaveMissed,
+)
+"""What a worker says itself; its exit is told by the engine."""
+_INTRODUCTIONS = (m.WorkerJoined, m.WorkerReady, m.Heartbeat)
+FROM_AGENTS = (m.EngineAttached, m.WorkerExited, m.ServerExited)
+"""What the agents of this start of the run say; an owner has the key, but may be of an earlier start."""
+FROM_SERVERS = (m.ServerReady, m.ServerBeat, m.SliceCopied, m.ServerFailed)
+
+
+def may_say(claim: Claim, event: m.Event) -> bool:
+    """
+    >>> may_say(Claim(WORKER, 3), m.LeaveRequested(3)), may_say(Claim(WORKER, 3), m.LeaveRequested(4))
+    (True, False)
+    >>> may_say(Claim(WORKER, 3), m.StopRequested("I do not like it"))
+    False
+    """
+    if isinstance(event, m.LeaveRequested) and claim.role == AGENT:  # a host that leaves takes its workers along
+        return True
+    if isinstance(event, FROM_AGENTS):
+        return claim.role == AGENT
+    if isinstance(event, FROM_WORKERS):
+        return claim == (WORKER, event.worker)
+    if isinstance(event, FROM_SERVERS):
+        return claim == (SERVER, event.server)
+    return claim.role in (OWNER, AGENT)
+
+
+def is_introduced(workers: Container[int], event: m.Event) -> bool:
+    """Whether its sender has said who it is before, or does so now. A worker that a new coordinator does not know is
+    asked to, and then says everything again."""
+    if isinstance(event, FROM_WORKERS) and not isinstance(event, _INTRODUCTIONS):
+        return event.worker in workers
+    return True

@@ -1,0 +1,59 @@
+"""How far two hosts' clocks are apart, from messages that went there and back. Pure.
+
+As NTP does it: the answer was written in the middle of the round trip, give or take half of it; the quickest round
+trip knows best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from distbelief.doctor.rules.finding import Finding, duration, ok, problem
+
+MOST_S = 1.0
+"""Training compares no clocks across hosts; people who read the logs of several do, and so do certificates and S3."""
+
+
+class Exchange(Struct, frozen=True):
+    """One question and its answer, by the clock of who asked; `told` is the other's clock."""
+
+    asked: float
+    told: float
+    heard: float
+
+
+class Skew(Struct, frozen=True):
+    ahead_s: float
+    """Of the other clock."""
+    within_s: float
+    """It may be so much more or less."""
+    round_trip_s: float
+
+
+def skew(exchanges: Sequence[Exchange]) -> Skew:
+    """How far this clock is ahead of the one that answered.
+
+    >>> skew([Exchange(asked=105.0, told=100.5, heard=106.0), Exchange(asked=205.0, told=200.05, heard=205.1)])
+    Skew(ahead_s=5.0, within_s=0.05, round_trip_s=0.1)
+    """
+    best = min(exchanges, key=lambda one: one.heard - one.asked)
+    trip = round(best.heard - best.asked, 9)
+    return Skew(round((best.asked + best.heard) / 2 - best.told, 9), trip / 2, trip)
+
+
+def judge(skews: dict[str, Skew], reference: str) -> Finding:
+    """`skews`: of every other host, against the reference's clock."""
+    about = "clocks"
+    off = {host: one for host, one in skews.items() if abs(one.ahead_s) - one.within_s > MOST_S}
+    if off:
+        told = [
+            f"{host} is {duration(abs(one.ahead_s))} {'ahead of' if one.ahead_s > 0 else 'behind'} {reference}"
+            for host, one in off.items()
+        ]
+        return problem(
+            about, "; ".join(told), f"set the clock there: start chrony or systemd-timesyncd on {' and '.join(off)}"
+        )
+    most = max((abs(one.ahead_s) + one.within_s for one in skews.values()), default=0.0)
+    return ok(about, f"at most {duration(most)} apart from {reference}")

@@ -1,0 +1,131 @@
+"""What several hosts have to have in common, and whether the ways between them are good. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from distbelief.doctor.rules.finding import Finding, Link, duration, megabytes, ok, problem
+
+SLOW_BYTES_PER_S = 10e6
+"""About a hundred megabits: a model of 100 MB would take ten seconds a step."""
+FAST_BYTES_PER_S = 125e6
+"""A gigabit. What is faster is not complained about, though others may be faster still."""
+ODD = 10
+"""A way that has a tenth of what is usual between these hosts is not as it should be."""
+FAR_S = 0.05
+
+_WHY = {
+    "distbelief": "they may not understand each other; install the same version everywhere",
+    "python": "a job that was pickled by one cannot be read by the other; use the same Python everywhere",
+    "torch": "their results differ in the last bits; install the same torch everywhere",
+    "numpy": "data that is made with it may differ; install the same numpy everywhere",
+    "instruction_set": "their results differ in the last bits, and exact runs refuse them; use machines of one kind, "
+    "or ATEN_CPU_CAPABILITY on the newer ones",
+    "MKL-DNN": "their results differ in the last bits; set ONEDNN_MAX_CPU_ISA to the same everywhere",
+    "driver": "install the same driver everywhere, so that all run the same torch",
+    "CUDA": "install the same build of torch everywhere",
+}
+
+
+def versions(facts: Mapping[str, Mapping[str, str]]) -> list[Finding]:
+    """`facts` of every host."""
+    found = []
+    for name, why in _WHY.items():
+        values = {host: _told(name, known.get(name, "none")) for host, known in facts.items()}
+        if len(set(values.values())) > 1:
+            found.append(problem("versions", _odd_ones(name.replace("_", " "), values), why))
+    return found or [ok("versions", f"the same on all {len(facts)} hosts")]
+
+
+def _told(name: str, value: str) -> str:
+    """Of Python only the minor version matters."""
+    return ".".join(value.split(".")[:2]) if name == "python" else value
+
+
+def _odd_ones(name: str, values: Mapping[str, str]) -> str:
+    """
+    >>> _odd_ones("torch", {"a": "2.13", "b": "2.12", "c": "2.13"})
+    'torch: b has 2.12, the others have 2.13'
+    """
+    groups: dict[str, list[str]] = {}
+    for host, value in values.items():
+        groups.setdefault(value, []).append(host)
+    *odd, (usual, usual_hosts) = sorted(groups.items(), key=lambda group: len(group[1]))
+    told = [f"{_names(hosts)} {value}" for value, hosts in odd]
+    rest = f"the others have {usual}" if len(usual_hosts) > 1 else f"{_names(usual_hosts)} {usual}"
+    return f"{name}: {', '.join([*told, rest])}"
+
+
+def _names(hosts: Sequence[str]) -> str:
+    return f"{' and '.join(hosts)} {'has' if len(hosts) == 1 else 'have'}"
+
+
+def links(measured: Sequence[Link]) -> list[Finding]:
+    broken = [link for link in measured if link.error]
+    good = [link for link in measured if not link.error]
+    found = [
+        problem(
+            "links",
+            f"{link.source} does not reach {link.target}: {link.error}",
+            "members connect to each other, each to each: let the firewalls pass all ports between the hosts, and "
+            "check the routes of both",
+        )
+        for link in broken
+    ]
+    found += _slow(good)
+    found += [
+        problem("links", _words(link), "the hosts are far apart: use hosts of one place, or local_sgd")
+        for link in good
+        if link.latency_s > FAR_S
+    ]
+    if found or not good:
+        return found
+    speeds, times = [link.bytes_per_s for link in good], [link.latency_s for link in good]
+    text = f"{megabytes(min(speeds))}/s or more, {duration(max(times))} or less there and back, between all of them"
+    return [ok("links", text)]
+
+
+def _slow(good: Sequence[Link]) -> list[Finding]:
+    """Each slow way; where all ways of one host are slow, and not of all hosts, that host."""
+    usual = statistics.median(link.bytes_per_s for link in good) if good else 0.0
+    least = max(SLOW_BYTES_PER_S, min(usual / ODD, FAST_BYTES_PER_S))
+    slow = [link for link in good if link.bytes_per_s < least]
+    rest = [link.bytes_per_s for link in good if link.bytes_per_s >= least]
+    others = f"; the others have {megabytes(statistics.median(rest))}/s" if rest else ""
+    advice = (
+        "check the cable, the switch's port and its speed (ethtool), and who else uses that network; "
+        "a slow network wants --strategy local_sgd:H or compression"
+    )
+    found = []
+    for host in sorted({link.source for link in slow}):
+        its = [link for link in good if host in (link.source, link.target)]
+        if rest and len(its) > 2 and all(link in slow for link in its):
+            speeds = [link.bytes_per_s for link in its]
+            range_ = f"{megabytes(min(speeds))}/s to {megabytes(max(speeds))}/s"
+            found.append(problem("links", f"every way from and to {host} is slow, {range_}{others}", advice))
+            slow = [link for link in slow if link not in its]
+    return found + [problem("links", _words(link) + others, advice) for link in slow]
+
+
+def _words(link: Link) -> str:
+    way = f"{link.source} → {link.target}"
+    return f"{way}: {megabytes(link.bytes_per_s)}/s, {duration(link.latency_s)} there and back"
+
+
+def rounds(hosts: int) -> list[list[tuple[int, int]]]:
+    """Every pair of hosts once, as many at a time as do not get in each other's way (a round-robin tournament).
+
+    >>> rounds(3)
+    [[(1, 2)], [(0, 2)], [(0, 1)]]
+    """
+    places: list[int | None] = [*range(hosts)]
+    if hosts % 2:
+        places.append(None)
+    found = []
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        pairs = zip(places[:half], reversed(places[half:]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        places = [places[0], places[-1], *places[1:-1]]
+    return [pairs for pairs in found if pairs]

@@ -1,0 +1,143 @@
+"""Which keys there are and where their stretches lie, and who waits at a barrier: a slice among slices, and replicated.
+
+It is a `Store` (see holding.py). What it tells must not be undone by a death, so it answers when its backup has it too.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import torch
+
+from distbelief.kv.messages import (
+    Arrive,
+    Consult,
+    Consulted,
+    DeclareKey,
+    Dense,
+    Entry,
+    Form,
+    SealKey,
+    Stretch,
+    Withdraw,
+)
+from distbelief.strategies.ps.protocol.frames import Letter
+from distbelief.strategies.ps.protocol.messages import Given, Question
+from distbelief.strategies.ps.server.stores import Change, Snapshot, State
+from distbelief.strategies.ps.server.tensorbag import dtype_of
+
+PIECE_BYTES = 1 << 20
+"""A value is cut into pieces of this size at least: a smaller one costs more in messages than servers gain."""
+GRAIN = 64
+"""Elements. Cuts are at multiples of it, so that vectorised arithmetic gives a piece the bits of the whole."""
+
+
+def cut(elements: int, item_bytes: int, loads: dict[int, int]) -> list[Stretch]:
+    """Where the stretches of a new value go. `loads`: the bytes that each slice has, which are counted on.
+
+    >>> loads = {1: 0, 2: 4, 3: 0}
+    >>> cut(10, 4, loads), loads
+    ([Stretch(slice=1, first=0, end=10)], {1: 40, 2: 4, 3: 0})
+    >>> [(one.slice, one.end - one.first) for one in cut(600_000, 4, loads)]
+    [(3, 200000), (2, 200000), (1, 200000)]
+    """
+    pieces = min(len(loads), max(1, -(-elements * item_bytes // PIECE_BYTES)))
+    size = -(-elements // (pieces * GRAIN)) * GRAIN
+    found = []
+    for first, slice_ in zip(range(0, max(elements, 1), max(size, 1)), _lightest(loads, pieces), strict=False):
+        end = min(first + size, elements)
+        loads[slice_] += (end - first) * item_bytes
+        found.append(Stretch(slice_, first, end))
+    return found
+
+
+def _lightest(loads: dict[int, int], count: int) -> list[int]:
+    return sorted(loads, key=lambda number: (loads[number], number))[:count]
+
+
+class _Book(msgspec.Struct):
+    room: int
+    """Bytes for values, all together. A number that all servers were given: so all refuse the same."""
+    loads: dict[int, int]
+    entries: dict[str, Entry]
+    waiting: dict[int, tuple[int, int]]
+    """At the barrier: rank -> (client, of how many workers)."""
+
+
+class Catalogue:
+    def __init__(self, slices: int, room: int) -> None:
+        """`slices`: how many hold values; they are numbered from 1. `room`: bytes for values, all together."""
+        self.version = 0
+        self._book = _Book(room, dict.fromkeys(range(1, slices + 1), 0), {}, {})
+
+    # --- as a store --------------------------------------------------------------------------------------------------
+
+    def apply(self, change: Change) -> None:
+        content, book = change.content, self._book
+        match content:
+            case DeclareKey():
+                self._declare(content)
+            case SealKey(client=client, key=key, attempt=attempt):
+                entry = book.entries.get(key)
+                if entry is not None and (entry.owner, entry.attempt) == (client, attempt):
+                    book.entries[key] = msgspec.structs.replace(entry, sealed=True)
+            case Arrive(client=client, rank=rank, workers=workers):
+                book.waiting[rank] = (client, workers)
+                wanted = max(workers for _, workers in book.waiting.values())
+                if book.waiting.keys() >= set(range(wanted)):
+                    book.waiting.clear()
+            case Withdraw(client=client, rank=rank):
+                if book.waiting.get(rank, (-1, 0))[0] == client:
+                    del book.waiting[rank]
+        self.version += 1
+
+    def _declare(self, wish: DeclareKey) -> None:
+        entries = self._book.entries
+        entry = entries.get(wish.key)
+        if entry is None:
+            if _size(wish.form) <= self._room:
+                entries[wish.key] = Entry(wish.form, self._cut(wish.form), wish.client, 0)
+        elif not entry.sealed and entry.form == wish.form and entry.attempt == wish.instead_of:
+            entries[wish.key] = msgspec.structs.replace(entry, owner=wish.client, attempt=entry.attempt + 1)
+
+    @property
+    def _room(self) -> int:
+        return self._book.room - sum(self._book.loads.values())
+
+    def _cut(self, form: Form) -> list[Stretch]:
+        if isinstance(form, Dense):
+            return cut(math.prod(form.shape), dtype_of(form.dtype).itemsize, self._book.loads)
+        return []  # every slice has rows of it
+
+    def state(self) -> State:
+        return Snapshot(self.version, msgspec.msgpack.encode(self._book)), torch.zeros(1, dtype=torch.uint8)
+
+    def load(self, state: State) -> None:
+        self._book = msgspec.msgpack.decode(state[0].about, type=_Book)
+        self.version = state[0].version
+
+    def with_bytes(self, change: Change) -> Change:
+        return change  # it has none
+
+    # --- what is asked of it -----------------------------------------------------------------------------------------
+
+    def given(self, client: int) -> Given | None:
+        return None
+
+    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
+        book = self._book
+        if not isinstance(question, Consult) or not caught_up:
+            return None
+        found = {key: book.entries[key] for key in question.keys if key in book.entries}
+        if question.sealed and not all(entry.sealed for entry in found.values()):
+            return None
+        if question.rank >= 0 and book.waiting.get(question.rank, (-1, 0))[0] == question.client:
+            return None
+        workers = max((workers for _, workers in book.waiting.values()), default=0)
+        return Letter(Consulted(question.ticket, question.slice, found, sorted(book.waiting), workers, self._room))
+
+
+def _size(form: Form) -> int:
+    """Of a table nothing is there at first."""
+    return math.prod(form.shape) * dtype_of(form.dtype).itemsize if isinstance(form, Dense) else 0

@@ -1,0 +1,345 @@
+"""The process that watches over a key-value service: it starts servers, sees them end, and says who has what.
+
+One thread, one poll loop. What it decides is `watch.py`'s; here are the sockets, the processes and the clock. It also
+keeps the memory that servers and clients of this machine share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket as sockets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from distbelief.control.connectionlimit import Doorkeeper
+from distbelief.control.credentials import Authority
+from distbelief.control.messages import SECRET_BYTES, EndRun, Serve, ServerBeat, ServerFailed, ServerReady, SliceCopied
+from distbelief.control.signatures import NO_MESSAGE, NO_SEAL, NOT_ITS_OWN, OWNER, SERVER, Claim, Refusals, Refused
+from distbelief.coordinator.rules.servers.fleetstate import Fleet
+from distbelief.coordinator.server import bind
+from distbelief.errors import DistBeliefError
+from distbelief.kv import connection
+from distbelief.kv import supervisormessages as words
+from distbelief.kv.rules import watch
+from distbelief.launch.processes import LogPipe, Zygote
+from distbelief.launch.watching import Watching
+from distbelief.transport.shm.keeper import SegmentKeeper
+from distbelief.transport.shm.memfd import free_memory_bytes, receive_message
+
+TICK_S = 0.2
+GONE_S = 120.0
+"""A client that was not heard of for so long is told of no maps any more, until it is heard of again."""
+_SERVER = "distbelief.kv.server"
+_WARM = "ps:sync"
+"""The warm process imports what servers need."""
+
+
+@dataclass(frozen=True)
+class Order:
+    folder: Path
+    """Where the connection file and the logs go. Only its owner may look into it."""
+    servers: int = 2
+    listen: str = "tcp://127.0.0.1:*"
+    shares: bool = True
+    """Values stay in shared memory where client and servers are on one machine."""
+
+
+@dataclass
+class _Client:
+    number: int
+    identity: bytes
+    heard_at: float
+
+
+class Warden:
+    """Used as a context: on leaving it, everything has ended."""
+
+    def __init__(self, order: Order, say: Callable[[str], None]) -> None:
+        self._order = order
+        self._say = say
+        self._stack = contextlib.ExitStack()
+        self._authority = Authority(secrets.token_bytes(SECRET_BYTES))
+        self._checker = self._authority.checker()
+        self._refusals = Refusals()
+        self._keeper = SegmentKeeper()
+        self._room = free_memory_bytes() // min(order.servers, 2)  # every value has two holders, if there are two
+        self._watching = Watching()
+        self._pids: dict[int, int] = {}
+        self._identities: dict[int, bytes] = {}
+        self._clients: dict[str, _Client] = {}
+        self._next_client = 0
+        self._failed: watch.Fail | None = None
+        self._owned: dict[sockets.socket, str] = {}
+        """How the names of the memory begin that a client has asked for over that socket."""
+        self._departed: list[tuple[float, str]] = []
+        """When the memory of a client that is gone may go too."""
+
+    def __enter__(self) -> Warden:
+        try:
+            self._begin()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _begin(self) -> None:
+        order, stack = self._order, self._stack
+        stack.callback(self._keeper.close)
+        context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
+        try:
+            self._socket, self.address = bind(context, self._authority.keys(), order.listen)
+        except DistBeliefError as error:
+            raise DistBeliefError(error.message.replace("the coordinator", "the service"), hint=error.hint) from error
+        stack.callback(self._socket.close, 500)
+        self._doorkeeper = Doorkeeper(self._socket, self._refusals)
+        stack.callback(self._doorkeeper.close)
+        self._listener = self._listen(order.folder / "keeper.sock")
+        stack.callback(self._listener.close)
+        self._watching.watch(self._socket, self._receive)
+        self._watching.watch(self._doorkeeper.events, self._doorkeeper.attend)
+        self._watching.watch(self._listener, self._accept)
+        self._zygote = Zygote(self._log("starter"), _WARM)
+        stack.callback(self._zygote.close)
+        self._watching.watch(self._zygote.socket, self._warm)
+        self._fleet = Fleet()
+
+    def _listen(self, path: Path) -> sockets.socket:
+        listener = sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET)
+        path.unlink(missing_ok=True)
+        before = os.umask(0o077)
+        try:
+            listener.bind(str(path))
+        except OSError as error:
+            listener.close()
+            raise DistBeliefError(
+                f"cannot listen on {path}: {error}", hint="name a folder with a shorter path"
+            ) from error
+        finally:
+            os.umask(before)
+        listener.listen()
+        return listener
+
+    # --- the life of the service -------------------------------------------------------------------------------------
+
+    def run(self, stop: int, ready: Callable[[Path], None]) -> None:
+        """Until the descriptor `stop` can be read. `ready` is called once, with the connection file."""
+        stopped: list[bool] = []
+        self._watching.watch(stop, lambda: stopped.append(True))
+        path = self._order.folder / connection.FILE
+        told = False
+        try:
+            while not stopped:
+                self._watching.serve(TICK_S)
+                for event in self._zygote.early_exits:
+                    self._exited(event)
+                self._zygote.early_exits.clear()
+                self._do(watch.ticked(self._fleet, time.monotonic()))
+                self._forget_clients()
+                if news := self._refusals.news(time.monotonic()):
+                    self._say(news)
+                if self._failed:
+                    log = next(iter(self._failed.hint.split()[-1:]), "")
+                    raise DistBeliefError(
+                        self._failed.message, hint=self._failed.hint, details=_tail(self._order.folder / log)
+                    )
+                if self._fleet.life and not told:
+                    told = True
+                    keeper = str(self._order.folder / "keeper.sock") if self._order.shares else ""
+                    boot = connection.this_boot()
+                    secret = self._authority.secret.hex()
+                    connection.write(path, connection.Connection(self.address, secret, boot, keeper))
+                    ready(path)
+        finally:
+            path.unlink(missing_ok=True)
+            (self._order.folder / "keeper.sock").unlink(missing_ok=True)
+            self._end()
+
+    def _end(self) -> None:
+        reason = self._failed.message if self._failed else "the service was stopped"
+        for client in self._clients.values():
+            self._send(client.identity, EndRun(1, "failed" if self._failed else "stopped", reason))
+        for identity in self._identities.values():
+            self._send(identity, EndRun(1, "stopped", reason))
+
+    # --- processes ---------------------------------------------------------------------------------------------------
+
+    def _warm(self) -> None:
+        self._zygote.wait_ready()
+        self._watching.watch(self._zygote.socket, self._process_ended)
+        self._do(watch.begun(self._order.servers, time.monotonic()))
+
+    def _start(self, number: int) -> None:
+        host = sockets.gethostname()
+        spec = {
+            "worker": number,
+            "host": host,
+            "address": self.address,
+            "badge": msgspec.to_builtins(self._authority.server(number)),
+            "slices": watch.slices_for(self._order.servers),
+            "room": self._room,
+            "shares": self._order.shares,
+        }
+        pid, keeper = self._zygote.fork_entry(number, _SERVER, spec, self._log(f"server-{number}"))
+        self._pids[pid] = number
+        self._watching.watch(keeper, lambda: self._kept(keeper))
+
+    def _process_ended(self) -> None:
+        try:
+            event, _ = receive_message(self._zygote.socket)
+        except EOFError:
+            self._watching.unwatch(self._zygote.socket)
+            self._failed = watch.Fail(
+                "the process that starts servers has ended, and they with it", "look in starter.log"
+            )
+            return
+        self._exited(event)
+
+    def _exited(self, event: dict[str, Any]) -> None:
+        if event.get("event") == "exited" and event["pid"] in self._pids:
+            number = self._pids.pop(event["pid"])
+            self._identities.pop(number, None)
+            self._keeper.drop_all(f"server {number}/")
+            self._do(watch.exited(self._fleet, number, event["status"], time.monotonic()))
+
+    def _log(self, name: str) -> LogPipe:
+        pipe = LogPipe(name, self._order.folder / f"{name}.log", lambda source, line: None)
+        self._watching.watch(pipe.read_fd, lambda: self._logged(pipe))
+        self._stack.callback(pipe.close)
+        return pipe
+
+    def _logged(self, pipe: LogPipe) -> None:
+        if not pipe.pump():
+            self._watching.unwatch(pipe.read_fd)
+            pipe.close()
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        client, _ = self._listener.accept()
+        self._watching.watch(client, lambda: self._kept(client))
+
+    def _kept(self, asker: sockets.socket) -> None:
+        """The kernel closes the socket when a client ends; one that is only stopped may go on, and needs its memory."""
+        try:
+            owner, line, _ = self._keeper.answer(asker).partition("/")
+            if owner.startswith("client "):
+                self._owned[asker] = owner + line
+        except (EOFError, OSError, ValueError, KeyError, TypeError):
+            if asker in self._owned:  # a server may still have to map what it has pushed
+                self._departed.append((time.monotonic() + GONE_S, self._owned.pop(asker)))
+            self._watching.unwatch(asker)
+            asker.close()
+
+    def _forget_clients(self) -> None:
+        now = time.monotonic()
+        self._clients = {name: one for name, one in self._clients.items() if now - one.heard_at < GONE_S}
+        while self._departed and self._departed[0][0] < now:
+            self._keeper.drop_all(self._departed.pop(0)[1])
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        for _ in range(1000):
+            try:
+                identity = self._socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                message = self._heard(self._socket.recv_multipart())
+            except Refused as refused:
+                self._refusals.add(refused.reason)
+                continue
+            self._doorkeeper.know(identity)
+            self._hear(identity.bytes, message)
+
+    def _heard(self, frames: list[bytes]) -> words.Heard:
+        if len(frames) != 2:
+            raise Refused(NO_SEAL)
+        claim = self._checker.check(frames[0], frames[1], time.monotonic())
+        try:
+            message = words.decode_heard(frames[1])
+        except msgspec.MsgspecError:
+            raise Refused(NO_MESSAGE) from None
+        if not _may_say(claim, message):
+            raise Refused(NOT_ITS_OWN)
+        return message
+
+    def _hear(self, identity: bytes, message: words.Heard) -> None:
+        now = time.monotonic()
+        match message:
+            case ServerReady(server=server, host=host, pid=pid, address=address):
+                self._identities[server] = identity
+                self._do(watch.ready(self._fleet, server, host, pid, address, now), identity)
+            case ServerBeat(server=server, version=version):
+                self._do(watch.beat(self._fleet, server, version, now), identity)
+            case SliceCopied(server=server, slice=number, target=target, known=known):
+                self._do(watch.copied(self._fleet, number, server, target, known))
+            case ServerFailed(server=server, message=text):
+                self._say(f"server {server}: {text}")  # its end follows
+            case words.ClientHere(name=name, version=version):
+                self._greet(identity, name, version, now)
+            case words.ClientGone(name=name):
+                self._clients.pop(name, None)
+
+    def _greet(self, identity: bytes, name: str, version: int, now: float) -> None:
+        known = self._fleet.map()
+        if known is None:
+            return  # it asks again
+        if name not in self._clients:
+            self._clients[name] = _Client(self._next_client, identity, now)
+            self._next_client += 1
+        client = self._clients[name]
+        client.identity, client.heard_at = identity, now
+        self._send(identity, words.Welcome(client.number, watch.slices_for(self._order.servers)))
+        if version < known.version:
+            self._send(identity, Serve(1, known))
+
+    def _send(self, identity: bytes, message: words.Told) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # it is gone
+            self._socket.send_multipart([identity, words.encode(message)], zmq.NOBLOCK)
+
+    def _do(self, result: watch.Result, speaker: bytes = b"") -> None:
+        self._fleet, outputs = result
+        known = self._fleet.map()
+        for one in outputs:
+            match one:
+                case watch.Start(server=server):
+                    self._start(server)
+                case watch.Kill(server=server):
+                    for pid in [pid for pid, number in self._pids.items() if number == server]:
+                        self._zygote.kill(pid)
+                case watch.Tell() if known:
+                    self._send(speaker, Serve(1, known))
+                case watch.TellAll() if known:
+                    told = Serve(1, known)
+                    for identity in [*self._identities.values(), *(one.identity for one in self._clients.values())]:
+                        self._send(identity, told)
+                case watch.Say(text=text):
+                    self._say(text)
+                case watch.Fail():
+                    self._failed = one
+
+
+def _may_say(claim: Claim, message: words.Heard) -> bool:
+    """Servers speak for themselves; whoever has the connection file is a client."""
+    if isinstance(message, words.ClientHere | words.ClientGone):
+        return claim.role == OWNER
+    return claim == (SERVER, message.server)
+
+
+def _tail(path: Path) -> str:
+    """The last lines of a log."""
+    with contextlib.suppress(OSError):
+        return "\n".join(path.read_text(errors="replace").splitlines()[-15:])
+    return ""

@@ -1,0 +1,203 @@
+"""The agent of a host: it has a line to the coordinator, starts and ends members as it is told, and tells what it sees.
+
+The launching process has one for its own host (lead.py), every other host has one that was invited (invited.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from distbelief.control.credentials import Authority
+from distbelief.control.messages import (
+    Command,
+    EndRun,
+    EngineAttached,
+    Event,
+    KillServer,
+    KillWorker,
+    ServerExited,
+    StartServer,
+    StartWorker,
+    WorkerExited,
+    decode_command,
+    encode,
+)
+from distbelief.control.sockets import dial
+from distbelief.launch.hosting import Hosting, Role, Store
+from distbelief.launch.launch import Launch
+from distbelief.launch.processes import LogLine, LogPipe
+from distbelief.launch.watching import Watching
+
+HASTE_S = 0.3
+GRACE_S = 3.0  # how long processes may take to end by themselves
+ATTACH_EVERY_S = 1.0
+
+
+@dataclass
+class Room:
+    """The most members that a host takes; -1: no limit."""
+
+    workers: int = -1
+    servers: int = -1
+
+
+class Agent:
+    def __init__(
+        self,
+        launch: Launch,
+        host: str,
+        authority: Authority,
+        room: Room,
+        show: LogLine,
+        broken: Callable[[], None],
+        elsewhere: Store | None = None,
+    ) -> None:
+        """`show`: every line that a member prints. `broken`: called when this host can start nobody any more.
+        `elsewhere`: torch's meeting point, if this is not the launching process's own agent."""
+        self.host = host
+        self.room = room
+        self.watching = Watching()
+        self.answered_at = time.monotonic()
+        self.outcome: EndRun | None = None
+        """How the run ended, when it was said."""
+        self.insistence: list[Event] = []
+        """What is said again with everything else, since it must be heard."""
+        self._launch = launch
+        self._badge = authority.agent()
+        self._signer = self._badge.signer()
+        self._leads = elsewhere is None
+        self._show = show
+        self._broken = broken
+        self._stack = contextlib.ExitStack()
+        self._epoch = 0
+        self._next_attach = 0.0
+        self.ended = False
+        self._deadline = float("inf")
+        self.hosting = Hosting(launch, host, authority, self.watching, self, elsewhere)
+        self._stack.callback(self.hosting.close)
+
+    def begin(self, address: str) -> None:
+        """The coordinator listens there."""
+        context = self._stack.enter_context(zmq.Context())
+        self._socket = self._stack.enter_context(context.socket(zmq.DEALER))
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)  # a machine that is gone closes no connection
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, 2_000)
+        dial(self._socket, address, self._badge.door)
+        self.watching.watch(self._socket, self.hear)
+        self.hosting.begin(address)
+
+    def attach(self) -> None:
+        """Tell all there is to know. Repeated, so that what was lost, on the way or with a coordinator, is mended."""
+        self._next_attach = time.monotonic() + ATTACH_EVERY_S
+        there = self.hosting
+        self.send(
+            EngineAttached(
+                self.host,
+                there.running("worker"),
+                there.exits("worker"),
+                there.running("server"),
+                there.exits("server"),
+                self.room.workers,
+                self.room.servers,
+            )
+        )
+        for event in self.insistence:
+            self.send(event)
+
+    def serve(self, timeout_s: float) -> None:
+        """One round: wait for something to happen, and do what is due."""
+        self.watching.serve(timeout_s)
+        self.hosting.collect()
+        now = time.monotonic()
+        if now >= self._next_attach and not self.ended:
+            self.attach()
+        if now >= self._deadline:
+            self._deadline = float("inf")
+            self.finish(GRACE_S / 2)
+            self.hosting.kill_all()
+
+    @property
+    def done(self) -> bool:
+        return self.ended and self.hosting.is_empty
+
+    def finish(self, grace_s: float = GRACE_S) -> None:
+        """The run is over here; whoever has not ended after that time is ended."""
+        self.ended = True
+        self.hosting.cancel()
+        self._deadline = min(self._deadline, time.monotonic() + grace_s)
+
+    def finish_by(self, grace_s: float) -> None:
+        """At the latest then; the end may be said before."""
+        until = time.monotonic() + grace_s
+        self._deadline = min(self._deadline, until) if self.ended else until
+
+    # --- what it is told ---------------------------------------------------------------------------------------------
+
+    def hear(self) -> None:
+        while self._socket.poll(0):
+            self.answered_at = time.monotonic()
+            self._obey(decode_command(self._socket.recv_multipart()[-1]))
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, EndRun):
+            # After a failure nobody has anything left to do, and a worker that still loads hears nothing.
+            self.outcome = command
+            self.finish(GRACE_S if command.status == "completed" else HASTE_S)
+            return
+        self._epoch = max(self._epoch, command.epoch)
+        if command.epoch < self._epoch:
+            return  # no command of an older coordinator is carried out
+        match command:
+            case StartWorker() if self._concerns_us(command.host) and self.room.workers:
+                self.hosting.start("worker", command.worker)
+            case StartServer() if self._concerns_us(command.host) and self.room.servers:
+                self.hosting.start("server", command.server)
+            case KillWorker():
+                self.hosting.kill("worker", command.worker)
+            case KillServer():
+                self.hosting.kill("server", command.server)
+
+    def _concerns_us(self, host: str) -> bool:
+        return not self.ended and (host == self.host or (host == "" and self._leads))
+
+    # --- what it tells -----------------------------------------------------------------------------------------------
+
+    def exited(self, role: Role, number: int, status: int) -> None:
+        self.send(WorkerExited(number, status) if role == "worker" else ServerExited(number, status))
+
+    def cannot_host(self) -> None:
+        self.room = Room(0, 0)
+        self._broken()
+
+    def send(self, event: Event) -> None:
+        message = encode(event)
+        with contextlib.suppress(zmq.Again):  # nobody has read for long; all of it is said again and again
+            self._socket.send_multipart([self._signer.seal(message), message], zmq.NOBLOCK)
+
+    def log(self, source: str) -> LogPipe:
+        log = LogPipe(source, self._launch.run_dir / "logs" / f"{source.replace(' ', '-')}.log", self._show)
+        self._stack.callback(log.close)
+
+        def pump() -> None:
+            if not log.pump():
+                self.watching.unwatch(log.read_fd)
+                log.close()
+
+        self.watching.watch(log.read_fd, pump)
+        return log
+
+    def close(self) -> None:
+        """Every process that was started here is gone when this returns."""
+        self._stack.close()
+
+
+def signal_name(number: int) -> str:
+    return signal.Signals(number).name

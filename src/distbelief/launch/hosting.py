@@ -1,0 +1,237 @@
+"""The workers and parameter servers of a run on this machine: forked from a warm process, or come by hand; watched,
+given shared memory, and ended. It does what it is told and tells what it sees: the coordinator decides.
+
+Members have numbers, workers and servers each their own. Leaving it leaves no process and no segment behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import socket
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from distbelief.control.credentials import Authority
+from distbelief.control.sockets import host_of
+from distbelief.launch import parcel
+from distbelief.launch.guests import Guests
+from distbelief.launch.launch import Launch
+from distbelief.launch.processes import LogPipe, Zygote
+from distbelief.launch.signals import sheltered
+from distbelief.launch.watching import Watching
+from distbelief.transport.shm.keeper import SegmentKeeper
+from distbelief.transport.shm.memfd import receive_message
+from distbelief.worker.spec import WorkerSpec
+
+Role = Literal["worker", "server"]
+Member = tuple[Role, int]
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where torch's rendezvous store is, if the run needs one."""
+
+    at: tuple[str, int] | None = None
+
+
+class Told(Protocol):
+    """Whoever hosts for a run."""
+
+    def log(self, source: str) -> LogPipe:
+        """Where a process may print to."""
+
+    def exited(self, role: Role, number: int, status: int) -> None: ...
+
+    def cannot_host(self) -> None:
+        """The warm process has died, and all that it had forked with it. The exits were told before."""
+
+
+class Hosting:
+    def __init__(
+        self,
+        launch: Launch,
+        host: str,
+        authority: Authority,
+        watching: Watching,
+        told: Told,
+        elsewhere: Store | None = None,
+    ) -> None:
+        """`elsewhere`: torch's meeting point, where this is not the launching process's host, which has it."""
+        self._launch = launch
+        self._host = host
+        self._leads = elsewhere is None
+        self._authority = authority
+        self._watching = watching
+        self._told = told
+        self._stack = contextlib.ExitStack()
+        self._can_fork = False
+        self._wanted: list[Member] = []
+        """Members that we were asked to start before we could."""
+        self._members: dict[int, Member] = {}  # by process
+        self._places: dict[int, int] = {}
+        """Of workers, among those of this host: accelerators are taken in turn."""
+        self._alive: set[int] = set()
+        self._exits: dict[Member, int] = {}
+        self._address = ""
+        self._guests: Guests | None = None
+        self._store = elsewhere.at if elsewhere else None
+        self._keeper = SegmentKeeper()
+        self._stack.callback(self._keeper.close)
+        if launch.job_pickle:
+            self._keeper.put("job", launch.job_pickle)
+        with sheltered(launch.shelters):
+            self._zygote = Zygote(told.log("zygote"), launch.strategy)
+        self._stack.callback(self._zygote.close)
+
+    def begin(self, address: str) -> None:
+        """The coordinator listens there: from now on members can be started, as soon as the warm process is ready."""
+        self._address = address
+        self._watching.watch(self._zygote.socket, self._zygote_ready)
+        if self._leads:
+            self._guests = Guests(self._launch.run_dir, self._authority.secret)
+            self._stack.callback(self._guests.close)
+            self._watching.watch(self._guests.listener, self._guest_arrives)
+
+    def _zygote_ready(self) -> None:
+        self._zygote.wait_ready()
+        self._can_fork = True
+        self._watching.watch(self._zygote.socket, self._zygote_event)
+        if self._leads and self._launch.needs_store:
+            host = host_of(self._address)
+            # Members of a launching process that died and was started again (Ray does that) still look for it there.
+            before = parcel.store_left_behind(self._launch.run_dir)
+            port = before[1] if before and before[0] == host else 0
+            keeper = self._authority.server(-1)  # of no slices
+            self._store = (host, self._zygote.fork_store(host, port, keeper, self._told.log("store")))
+        if self._leads and self._launch.takes_hosts:
+            self._stack.callback(parcel.write(self._launch, self._authority.start, self._store).unlink, missing_ok=True)
+        wanted, self._wanted = self._wanted, []
+        for role, number in wanted:
+            self._fork(role, number)
+
+    def _spec(self, role: Role, number: int) -> WorkerSpec:
+        badge = self._authority.worker(number) if role == "worker" else self._authority.server(number)
+        place = self._place(number) if role == "worker" else 0
+        return self._launch.worker_spec(number, self._host, self._address, badge, self._store, place)
+
+    def _place(self, worker: int) -> int:
+        """The smallest number that no other worker here has."""
+        taken = {place for number, place in self._places.items() if number in self.running("worker")}
+        self._places[worker] = next(place for place in itertools.count() if place not in taken)
+        return self._places[worker]
+
+    # --- what it is told ---------------------------------------------------------------------------------------------
+
+    def start(self, role: Role, number: int) -> None:
+        """Start a member, once: the coordinator may grow impatient and say it again."""
+        if (role, number) in self._members.values() or (role, number) in self._wanted:
+            return
+        if self._can_fork:
+            self._fork(role, number)
+        else:
+            self._wanted.append((role, number))
+
+    def kill(self, role: Role, number: int) -> None:
+        for pid in [pid for pid in self._alive if self._members[pid] == (role, number)]:
+            self._end_by_force(pid)
+
+    def cancel(self) -> None:
+        """Start nobody any more of those that could not be started yet."""
+        self._wanted.clear()
+
+    def kill_all(self) -> None:
+        for pid in list(self._alive):
+            self._end_by_force(pid)
+
+    def _fork(self, role: Role, number: int) -> None:
+        fork = self._zygote.fork_worker if role == "worker" else self._zygote.fork_server
+        pid, connection = fork(self._spec(role, number), self._told.log(f"{role} {number}"))
+        self._adopt((role, number), pid, connection)
+
+    def _adopt(self, member: Member, pid: int, connection: socket.socket) -> None:
+        self._members[pid] = member
+        self._alive.add(pid)
+        self._stack.callback(connection.close)
+        self._watching.watch(connection, lambda: self._segment_request(connection))
+
+    def _end_by_force(self, pid: int) -> None:
+        if self._guests is None or not self._guests.kill(pid):
+            self._zygote.kill(pid)
+
+    # --- what it sees ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._alive
+
+    @property
+    def has_hosted(self) -> bool:
+        return bool(self._exits)
+
+    def running(self, role: Role) -> dict[int, int]:
+        """Number -> process; 0: it is started as soon as that can be."""
+        found = [(self._members[pid], pid) for pid in self._alive]
+        found += [(member, 0) for member in self._wanted]
+        return {number: pid for (of, number), pid in found if of == role}
+
+    def exits(self, role: Role) -> dict[int, int]:
+        """Number -> exit status, of those that are gone."""
+        return {number: status for (of, number), status in self._exits.items() if of == role}
+
+    def collect(self) -> None:
+        """Tell of exits that were reported while a fork was awaited."""
+        early = list(self._zygote.early_exits)
+        self._zygote.early_exits.clear()
+        for event in early:
+            self._exited(event)
+
+    def _guest_arrives(self) -> None:
+        """A worker that somebody has started by hand, with a number that the coordinator gave it."""
+        assert self._guests is not None
+        guest = self._guests.accept(lambda number: self._spec("worker", number))
+        if guest is None:
+            return
+        self._adopt(("worker", guest.worker), guest.pid, guest.connection)
+
+        def left() -> None:
+            self._watching.unwatch(guest.pidfd)
+            assert self._guests is not None
+            self._exited({"event": "exited", "pid": guest.pid, "status": self._guests.departed(guest)})
+
+        self._watching.watch(guest.pidfd, left)
+
+    def _zygote_event(self) -> None:
+        try:
+            event, _ = receive_message(self._zygote.socket)
+        except EOFError:
+            self._can_fork = False
+            self._watching.unwatch(self._zygote.socket)
+            for pid in list(self._alive):  # members die with the zygote; guests are told of the end
+                self._exited({"event": "exited", "pid": pid, "status": -signal.SIGKILL})
+            self._told.cannot_host()
+            return
+        self._exited(event)
+
+    def _exited(self, event: dict[str, Any]) -> None:
+        pid = int(event.get("pid", -1))
+        if event.get("event") != "exited" or pid not in self._alive:
+            return
+        self._alive.discard(pid)
+        role, number = member = self._members[pid]
+        self._exits[member] = int(event["status"])
+        if role == "server":
+            self._keeper.drop_all(f"server {number}/")
+        self._told.exited(role, number, self._exits[member])
+
+    def _segment_request(self, connection: socket.socket) -> None:
+        try:
+            self._keeper.answer(connection)
+        except (EOFError, OSError, ValueError, KeyError, TypeError):  # gone, or no worker of ours
+            self._watching.unwatch(connection)
+            connection.close()
+
+    def close(self) -> None:
+        """Every process that was started here is gone when this returns."""
+        self._stack.close()

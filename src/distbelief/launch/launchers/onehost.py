@@ -1,0 +1,122 @@
+"""The processes of one launch on one host: one of them runs the members, the others lend it their cores and wait.
+
+mpirun and srun bind each process to cores of its own, and whatever one of them forks has only those. So each tells the
+one that hosts which cores it was given, and hears at the end how the run went. They meet at a socket without a file, so
+nothing is left behind by a kill; the kernel says whose process is at the other end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import socket
+import struct
+import time
+
+import msgspec
+
+from distbelief.errors import DistBeliefError
+from distbelief.launch.launchers.rules import Place
+
+PATIENCE_S = 120.0
+"""For the processes of a host to start: they come from a shared disk, all at once."""
+_CREDENTIALS = struct.Struct("3i")
+_LOOK_S = 0.1
+
+
+class House:
+    """For the process that hosts: the others of this launch here. `cores`: all that were given to any of them."""
+
+    def __init__(self, place: Place, patience_s: float = PATIENCE_S) -> None:
+        self.cores = os.sched_getaffinity(0)
+        self._others: list[socket.socket] = []
+        if place.local_count == 1:
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            try:
+                listener.bind(_name(place))
+            except OSError as error:
+                raise DistBeliefError(
+                    f"another process hosts for this launch already ({error.strerror})",
+                    hint=f"are two runs started by one {place.launcher}? give each its own",
+                ) from error
+            listener.listen(place.local_count)
+            try:
+                self._gather(listener, place.local_count - 1, time.monotonic() + patience_s)
+            except BaseException:
+                self.tell(1)
+                raise
+
+    def _gather(self, listener: socket.socket, expected: int, until: float) -> None:
+        while len(self._others) < expected:
+            listener.settimeout(max(0.001, until - time.monotonic()))
+            try:
+                other, _ = listener.accept()
+            except TimeoutError:
+                raise DistBeliefError(
+                    f"{expected - len(self._others)} of {expected + 1} processes on this host have not come",
+                    hint="were they all started with the same command?",
+                ) from None
+            if _user_of(other) != os.getuid():
+                other.close()
+                continue
+            self._others.append(other)
+            with contextlib.suppress(OSError, msgspec.MsgspecError):  # it is gone again: its launcher will know
+                other.settimeout(max(0.001, until - time.monotonic()))
+                self.cores |= msgspec.json.decode(other.recv(1 << 16), type=set[int])
+
+    def tell(self, status: int) -> None:
+        """The run is over: the others end with its status."""
+        for other in self._others:
+            with other, contextlib.suppress(OSError):
+                other.setblocking(False)
+                other.send(msgspec.json.encode(status))
+        self._others = []
+
+
+class Lodger:
+    """For any other process: it lends its cores to the one that hosts here, and waits for the end."""
+
+    def __init__(self, place: Place, patience_s: float = PATIENCE_S) -> None:
+        self._host = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        _reach(self._host, place, time.monotonic() + patience_s)
+        with contextlib.suppress(OSError):  # it is gone again: we hear so in `wait`
+            self._host.send(msgspec.json.encode(os.sched_getaffinity(0)))
+
+    def wait(self) -> int:
+        """The run's exit status; 1 when the one that hosts vanished without a word."""
+        with self._host:
+            try:
+                return msgspec.json.decode(self._host.recv(64), type=int)
+            except (OSError, msgspec.MsgspecError):
+                return 1
+
+
+def _reach(host: socket.socket, place: Place, until: float) -> None:
+    while True:
+        try:
+            host.connect(_name(place))
+        except OSError as error:
+            if time.monotonic() > until:
+                raise DistBeliefError(
+                    "the process that is to host on this machine has not come",
+                    hint="was it started, and with the same command?",
+                ) from error
+            time.sleep(_LOOK_S)
+            continue
+        if _user_of(host) != os.getuid():
+            raise DistBeliefError("a process of another user stands where this launch's processes meet")
+        return
+
+
+def _user_of(peer: socket.socket) -> int:
+    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(raw)[1])
+
+
+def _name(place: Place) -> str:
+    """An abstract name: the same for all of one launch on one host, and for nobody else."""
+    what = msgspec.json.encode([os.getuid(), platform.node(), place.host, place.launcher, place.job])
+    return "\0distbelief-" + hashlib.blake2b(what, digest_size=16).hexdigest()

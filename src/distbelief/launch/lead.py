@@ -1,0 +1,162 @@
+"""Leading a run: the coordinator, and the agent of this host, in the process that was asked to train.
+
+This is the embedded engine, and the heart of all others: they only bring agents of other hosts. It starts the
+coordinator, and another one when it dies, has members started here, and shows progress. One thread, one poll loop;
+whatever happens, leaving it leaves no process and no segment behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from distbelief.control.addresses import host_name
+from distbelief.control.credentials import Authority
+from distbelief.control.keyfiles import read_key, run_secret
+from distbelief.control.messages import SECRET_BYTES, StopRequested
+from distbelief.coordinator.rules.saving import STOP_S
+from distbelief.errors import RunFailed
+from distbelief.launch.agent import GRACE_S, HASTE_S, Agent, Room, signal_name
+from distbelief.launch.coordinatorrestart import CoordinatorKeeping
+from distbelief.launch.invitation import Invitation
+from distbelief.launch.launch import Launch, Observer
+from distbelief.launch.rules.silence import Silence
+from distbelief.launch.rundir import verdict
+from distbelief.launch.signals import Signals
+from distbelief.strategies import servers_of
+
+REFRESH_S = 0.2
+
+Announce = Callable[[Invitation], None]
+
+
+def lead(
+    launch: Launch,
+    observer: Observer,
+    announce: Announce | None = None,
+    *,
+    authority: Authority | None = None,
+    signals: Signals | None = None,
+) -> dict[str, Any]:
+    """Run to the end. Returns the journal's last record; raises when the run did not complete.
+
+    `announce` is told where other hosts' agents are let in, as soon as they are. `authority`: of a run that somebody
+    else has made. `signals`: those of somebody who asks us to stop, instead of this process's own.
+    """
+    with signals or Signals() as signals, _Lead(launch, observer, signals, authority or authority_of(launch)) as run:
+        observer.started(launch.run_dir, launch.workers)
+        if launch.in_the_clear:
+            observer.log("security", launch.in_the_clear)
+        invitation = run.start()
+        if announce:
+            announce(invitation)
+        elif launch.takes_hosts:
+            where = invitation.address.removeprefix("tcp://")
+            key = " --key FILE" if launch.key_file else ""
+            observer.log("coordinator", f"listens at {where}: distbelief worker --join {where}{key}")
+        run.loop()
+    return verdict(launch.run_dir, signals)
+
+
+def authority_of(launch: Launch) -> Authority:
+    """By the key, or a secret of this run alone: whoever may read the run directory can join with it."""
+    secret = run_secret(read_key(Path(launch.key_file))) if launch.key_file else secrets.token_bytes(SECRET_BYTES)
+    return Authority(secret, start=secrets.token_hex(8))
+
+
+class _Lead:
+    def __init__(self, launch: Launch, observer: Observer, signals: Signals, authority: Authority) -> None:
+        self._launch = launch
+        self._observer = observer
+        self._signals = signals
+        self._stack = contextlib.ExitStack()
+        self._authority = authority
+        self._host = launch.host or host_name()
+        self._silence = Silence(time.monotonic())
+
+    def __enter__(self) -> _Lead:
+        return self
+
+    def start(self) -> Invitation:
+        """Coordinator and zygote start side by side: importing torch is the longest part of a launch."""
+        launch = self._launch
+        room = Room(launch.room, 0 if launch.local_workers == 0 else launch.local_servers)
+        self._agent = Agent(launch, self._host, self._authority, room, self._observer.log, self._cannot_host)
+        self._stack.callback(self._agent.close)
+        self._coordinator = CoordinatorKeeping(launch, self._authority, self._host, self._agent.log)
+        self._stack.callback(self._coordinator.close)
+        address = self._coordinator.address()
+        self._agent.watching.watch(self._signals.wake_fd, self._stop)
+        self._agent.begin(address)
+        if not launch.resumed:  # then the journal knows who is to be there
+            self._start_first()
+        self._agent.attach()
+        return Invitation(address, self._authority.secret)
+
+    def _start_first(self) -> None:
+        launch = self._launch
+        workers = launch.workers if launch.local_workers < 0 else min(launch.local_workers, launch.workers)
+        for worker in range(workers):
+            self._agent.hosting.start("worker", worker)
+        servers = servers_of(launch.strategy) if workers else 0
+        for server in range(servers if launch.local_servers < 0 else min(launch.local_servers, servers)):
+            self._agent.hosting.start("server", server)
+
+    def loop(self) -> None:
+        """Serve until the coordinator has ended the run and every process is gone."""
+        agent, next_refresh = self._agent, 0.0
+        while not agent.done:
+            agent.serve(REFRESH_S)
+            now = time.monotonic()
+            if now >= next_refresh:
+                next_refresh = now + REFRESH_S
+                self._observer.refresh()
+            if agent.ended:
+                continue
+            if self._silence.is_too_long(now, agent.answered_at):
+                self._silence.begin()
+                self._coordinator.kill()
+            if self._coordinator.has_ended():
+                self._coordinator_ended()
+
+    def _coordinator_ended(self) -> None:
+        """It has ended the run, or it has died: then another one takes the run over from the journal."""
+        self._agent.hear()  # its last words may still be in the socket
+        if self._agent.ended:
+            return
+        if not self._coordinator.has_died():
+            # The end is on the disk: nobody needs to be told but our own workers, and they are ended.
+            self._agent.finish()
+            return
+        try:
+            self._coordinator.start_again()
+        except RunFailed:
+            self._agent.finish(HASTE_S)
+            raise
+        self._silence.begin()
+        self._agent.attach()  # it waits in the socket until there is somebody to read it
+
+    def _stop(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._signals.wake_fd)
+        word = StopRequested(f"{signal_name(self._signals.received)} received", at_once=self._signals.count > 1)
+        self._agent.insistence = [word]
+        self._agent.send(word)
+        grace_s = GRACE_S if self._signals.count == 1 else 0.0
+        if grace_s and self._launch.save_plan:  # the coordinator ends the run when a checkpoint is there, or sooner
+            grace_s += 10 * STOP_S
+        self._agent.finish_by(grace_s)
+
+    def _cannot_host(self) -> None:
+        self._agent.send(StopRequested("the process that starts workers has died", at_once=True))
+        self._agent.finish(0.5)
+
+    def __exit__(self, *_: object) -> None:
+        """Every process we started is gone when this returns, also after an exception."""
+        self._stack.close()
+        self._observer.refresh()

@@ -1,0 +1,97 @@
+"""What the agent of another host is sent when it is welcomed: the launch, the job, and torch's meeting point.
+
+It lies in the run directory while the run lives, readable by its owner alone: whoever sees that file sees the run
+directory, and the coordinator hands it on from there. Only an authenticated coordinator's parcel is ever opened: the
+job in it may be pickled.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from distbelief.errors import DistBeliefError
+from distbelief.launch import jobcode
+from distbelief.launch.launch import Launch, from_data, to_data
+
+FILE = "parcel.bin"
+
+
+class Parcel(msgspec.Struct, frozen=True):
+    run_dir: str
+    launch: dict[str, Any]
+    resumed: bool
+    start: str
+    """See `badges.Authority`."""
+    job_pickle: bytes = b""
+    code: dict[str, bytes] = {}
+    store: tuple[str, int] | None = None
+
+
+def write(launch: Launch, start: str, store: tuple[str, int] | None) -> Path:
+    code = jobcode.collect(Path(launch.job_file)) if launch.job_file else {}
+    run_dir = str(launch.run_dir.resolve())
+    whole = Parcel(run_dir, to_data(launch), launch.resumed, start, launch.job_pickle, code, store)
+    path = launch.run_dir / FILE
+    draft = path.with_suffix(".draft")
+    draft.unlink(missing_ok=True)  # with whatever rights it had
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(fd, "wb") as file:
+        file.write(msgspec.msgpack.encode(whole))
+    draft.rename(path)
+    return path
+
+
+def read(content: bytes) -> Parcel:
+    try:
+        return msgspec.msgpack.decode(content, type=Parcel)
+    except msgspec.MsgspecError as error:
+        raise DistBeliefError(
+            f"what the coordinator sent cannot be read: {error}", hint="is it of another version of DistBelief?"
+        ) from error
+
+
+def store_left_behind(run_dir: Path) -> tuple[str, int] | None:
+    """Where torch's rendezvous was, if a launching process was killed in this run directory."""
+    try:
+        return read((run_dir / FILE).read_bytes()).store
+    except (OSError, DistBeliefError):
+        return None
+
+
+def open_here(parcel: Parcel, content: bytes, folder: Path) -> Launch:
+    """The launch as it is on this host. `folder`: a private one, for what the host does not have."""
+    run_dir = Path(parcel.run_dir)
+    launch = from_data(run_dir, parcel.launch)
+    if not _sees(run_dir, content):
+        if launch.save_plan and "://" not in launch.checkpoint_folder:
+            raise DistBeliefError(
+                f"this host does not see the run directory {run_dir}, where checkpoints are saved",
+                hint="give a --run-dir on a folder that all hosts share, or --checkpoints s3://… when starting the run",
+            )
+        run_dir = folder / "run"
+        launch = replace(launch, is_away=True)
+        (run_dir / "logs").mkdir(parents=True)
+    launch = replace(launch, run_dir=run_dir, job_pickle=parcel.job_pickle, resumed=parcel.resumed)
+    if launch.job_file and not jobcode.is_here(Path(launch.job_file), parcel.code):
+        code = folder / "code"
+        jobcode.unpack(parcel.code, code)
+        launch = replace(launch, job_file=str(code / Path(launch.job_file).name))
+    here = tuple(path for path in launch.sys_path if path == "" or os.path.exists(path))
+    return replace(launch, sys_path=here)
+
+
+def private_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="distbelief-")
+
+
+def _sees(run_dir: Path, content: bytes) -> bool:
+    try:
+        return (run_dir / FILE).read_bytes() == content
+    except OSError:
+        return False

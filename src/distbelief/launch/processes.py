@@ -1,0 +1,219 @@
+"""The processes of a run on this machine: the zygote, what it forks, and the coordinator. Starting, reading, ending.
+
+Nothing here decides anything; `local.py` does, on the coordinator's word.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from distbelief.control.credentials import Badge
+from distbelief.errors import DistBeliefError, RunFailed
+from distbelief.transport.shm.memfd import receive_message, send_message
+from distbelief.worker.spec import WorkerSpec
+
+_LONGEST_LINE = 1 << 16
+_LAST_READS = 64  # of 64 KiB each: what a pipe can hold, and some more
+
+LogLine = Callable[[str, str], None]
+
+WORKER_ENVIRONMENT = {
+    "OPENBLAS_NUM_THREADS": "1",  # numpy's own pool would be a thread in the zygote before it forks
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a member's death makes gloo print pages of C++ frames; we say it in one line
+}
+
+_WHOLE_MODELS = ("allreduce", "ps", "local_sgd")  # the other strategies count on memory that goes back when it is freed
+_MALLOC = ("hugetlb=1", f"mmap_threshold={32 << 20}", f"trim_threshold={256 << 20}")
+"""glibc asks for huge pages, and keeps what is freed for the next step; what is very large goes back (docs/log.md)."""
+
+
+def zygote_environment(strategy: str, own: Mapping[str, str]) -> dict[str, str]:
+    """For the process that workers and servers are forked from. `own`: ours; what a person has set there stays.
+
+    >>> "GLIBC_TUNABLES" in zygote_environment("sharded", {})
+    False
+    >>> zygote_environment("ps:sync", {"GLIBC_TUNABLES": "glibc.malloc.check=3"})["GLIBC_TUNABLES"]
+    'glibc.malloc.check=3'
+    """
+    memory = {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{setting}" for setting in _MALLOC)}
+    wanted = memory if strategy.split(":")[0] in _WHOLE_MODELS else {}
+    return {"PYTHONHASHSEED": "0", **wanted, **own, **WORKER_ENVIRONMENT}  # a set is iterated over in one order
+
+
+class LogPipe:
+    """What a process prints, line by line, into its log file and to `show`."""
+
+    def __init__(self, source: str, path: Path, show: LogLine) -> None:
+        self._source = source
+        self._file = path.open("ab", buffering=0)
+        self._show = show
+        self._rest = b""
+        self.read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.read_fd, False)
+
+    def close_write(self) -> None:
+        """Our own copy of the writing end: without it the end of the process is the end of the pipe."""
+        os.close(self.write_fd)
+
+    def pump(self) -> bool:
+        """Pass on some of what is there: a worker that never stops printing must not keep us from the rest. False: the
+        pipe is at its end."""
+        try:
+            data = os.read(self.read_fd, 65536)
+        except BlockingIOError:
+            return True
+        if data:
+            self._file.write(data)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                self._show(self._source, line.decode(errors="replace"))
+            if len(self._rest) > _LONGEST_LINE:  # a progress bar that only returns the carriage
+                self._show(self._source, self._rest.decode(errors="replace"))
+                self._rest = b""
+            return True
+        if self._rest:
+            self._show(self._source, self._rest.decode(errors="replace"))
+            self._rest = b""
+        return False
+
+    def close(self) -> None:
+        if self._file.closed:
+            return
+        for _ in range(_LAST_READS):
+            if not self.pump():
+                break
+        os.close(self.read_fd)
+        self._file.close()
+
+
+class CoordinatorProcess:
+    """`python -m distbelief.coordinator`, told what to do over its stdin, which also is its lifeline."""
+
+    def __init__(self, order: dict[str, Any], log: LogPipe) -> None:
+        """`order`: run_dir, secret, config, and where to listen (see coordinator/__main__.py)."""
+        self.started_at = time.monotonic()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "distbelief.coordinator"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.write_fd,
+            start_new_session=True,  # the terminal's signals are the engine's business
+        )
+        log.close_write()
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def address(self) -> str:
+        """Where it listens; waits until it says so."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        answer = json.loads(line) if line else {"error": "the coordinator ended before it could serve"}
+        if "error" in answer:
+            raise DistBeliefError(answer["error"], hint=answer.get("hint", "see logs/coordinator.log"))
+        return str(answer["address"])
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    @property
+    def was_killed(self) -> bool:
+        """By SIGKILL: somebody wanted it, or the machine is out of memory. It is no fault of its own."""
+        return self._process.poll() == -signal.SIGKILL
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """It ends by itself after the run, or when its stdin ends; if not in time, end it."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream:
+                stream.close()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Zygote:
+    """The engine's handle on the warm process (see zygote.py)."""
+
+    def __init__(self, log: LogPipe, strategy: str) -> None:
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.early_exits: list[dict[str, Any]] = []
+        """Exits that were reported while a fork was awaited."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "distbelief.launch.zygote", str(theirs.fileno()), str(os.getpid()), strategy],
+            pass_fds=[theirs.fileno()],
+            env=zygote_environment(strategy, os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=log.write_fd,
+            stderr=log.write_fd,
+            start_new_session=True,
+        )
+        log.close_write()
+        theirs.close()
+
+    def wait_ready(self) -> None:
+        try:
+            receive_message(self.socket)
+        except EOFError:
+            raise RunFailed("the process that starts workers ended at once", hint="see logs/zygote.log") from None
+
+    def fork_worker(self, spec: WorkerSpec, log: LogPipe) -> tuple[int, socket.socket]:
+        """Fork a worker. Returns its process number and our end of its socket to the segment keeper."""
+        return self._fork({"do": "worker", "id": spec.worker, "spec": msgspec.to_builtins(spec)}, log)
+
+    def fork_server(self, spec: WorkerSpec, log: LogPipe) -> tuple[int, socket.socket]:
+        """Likewise a parameter server."""
+        return self._fork({"do": "server", "id": spec.worker, "spec": msgspec.to_builtins(spec)}, log)
+
+    def fork_entry(self, number: int, module: str, spec: dict[str, Any], log: LogPipe) -> tuple[int, socket.socket]:
+        """Likewise whatever the module's `run(spec, socket)` is."""
+        return self._fork({"do": "entry", "id": number, "module": module, "spec": spec}, log)
+
+    def fork_store(self, host: str, port: int, badge: Badge, log: LogPipe) -> int:
+        """Fork the place where torch groups meet. Returns its port: the one that was wished for (0: any), if it is
+        free."""
+        request = {"do": "store", "id": -1, "host": host, "port": port, "badge": msgspec.to_builtins(badge)}
+        _, sock = self._fork(request, log)
+        with sock:
+            return int(receive_message(sock)[0]["port"])
+
+    def _fork(self, request: dict[str, Any], log: LogPipe) -> tuple[int, socket.socket]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            send_message(self.socket, request, [theirs.fileno(), log.write_fd])
+            log.close_write()
+            while True:
+                answer, _ = receive_message(self.socket)
+                if answer["event"] == "started":
+                    return int(answer["pid"]), ours
+                self.early_exits.append(answer)
+
+    def kill(self, pid: int) -> None:
+        send_message(self.socket, {"do": "kill", "pid": pid})
+
+    def close(self) -> None:
+        self.socket.close()
+        try:
+            self._process.wait(3)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,155 @@
+"""The agents of a run in a Ray cluster: started where there is room, watched, and ended."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distbelief.launch.invitation import Invitation
+from distbelief.launch.ray.agentactor import AgentActor
+from distbelief.launch.ray.rules.places import Need, Place
+
+PLACED_S = 5.0
+"""Within so long a placement group is there if there is room at all."""
+
+
+@dataclass(frozen=True)
+class Running:
+    place: Place
+    host: str
+    actor: Any
+    ended: Any
+    """Ray's promise of what `serve` returns."""
+    group: Any
+
+
+@dataclass(frozen=True)
+class Gone:
+    host: str
+    node: str
+    reason: str
+    refused: bool
+    """The node cannot take part: another agent there would fare no better."""
+    is_certain: bool = True
+    """That the agent alone is gone. Else its node may be."""
+
+
+class Agents:
+    def __init__(self, run: str, need: Need) -> None:
+        self._run = run
+        self._need = need
+        self._running: list[Running] = []
+        self._reserved: list[Any] = []
+        """Placement groups in which nobody is yet."""
+        self._names: set[str] = set()
+
+    @property
+    def workers(self) -> int:
+        """For so many there is room."""
+        return sum(one.place.workers for one in self._running)
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        return frozenset(one.place.node for one in self._running)
+
+    def reserve(self, places: Sequence[Place]) -> bool:
+        """A placement group for each of them, or nothing: two runs that each hold a half would wait for ever."""
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        groups = [
+            placement_group(
+                [self._need.bundle(place.workers)],
+                bundle_label_selector=[{"ray.io/node-id": place.node}],
+            )
+            for place in places
+        ]
+        deadline = time.monotonic() + PLACED_S
+        if all(group.wait(max(deadline - time.monotonic(), 0.0)) for group in groups):
+            self._reserved = groups
+            return True
+        for group in groups:  # somebody was faster
+            remove_placement_group(group)
+        return False
+
+    def start(self, places: Sequence[Place], invitation: Invitation) -> None:
+        """An agent in each of the places that were reserved."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        actor = ray.remote(AgentActor)
+        groups, self._reserved = self._reserved, []
+        for place, group in zip(places, groups, strict=True):
+            host = self._name(place.name)
+            bundle = self._need.bundle(place.workers)
+            one = actor.options(
+                name=f"{self._run} on {host}",
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+            ).remote()
+            ended = one.serve.remote(invitation, place.workers, host, os.getcwd())
+            self._running.append(Running(place, host, one, ended, group))
+
+    def _name(self, wanted: str) -> str:
+        """Each agent has a name of its own: members that do not have the same one share no memory."""
+        name, number = wanted, 2
+        while name in self._names:
+            name, number = f"{wanted}-{number}", number + 1
+        self._names.add(name)
+        return name
+
+    def collect(self) -> list[Gone]:
+        """Those that have ended since the last time."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        if not self._running:
+            return []
+        there = [one.ended for one in self._running]
+        done, _ = ray.wait(there, num_returns=len(there), timeout=0)
+        gone = []
+        for one in [one for one in self._running if one.ended in done]:
+            try:
+                reason = str(ray.get(one.ended))
+                gone.append(Gone(one.host, one.place.node, reason or "it has ended", bool(reason)))
+            except ray.exceptions.RayError as error:
+                ray.kill(one.actor)  # if it is only out of reach, it must not come back beside its successor
+                certain = not isinstance(error, ray.exceptions.ActorUnavailableError)
+                gone.append(Gone(one.host, one.place.node, _brief(error), False, certain))
+            self._running.remove(one)
+            remove_placement_group(one.group)
+        return gone
+
+    def wait(self, timeout_s: float) -> None:
+        """Until all have ended by themselves, or so long."""
+        import ray
+
+        there = [one.ended for one in self._running]
+        if there:
+            ray.wait(there, num_returns=len(there), timeout=timeout_s)
+
+    def close(self) -> None:
+        """By force; their members die with them."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        for one in self._running:
+            ray.kill(one.actor)
+            remove_placement_group(one.group)
+        for group in self._reserved:
+            remove_placement_group(group)
+        self._running, self._reserved = [], []
+
+
+def _brief(error: Exception) -> str:
+    """Ray explains itself on many lines; the first says what it is.
+
+    >>> _brief(RuntimeError("The worker died.\\n\\tclass_name: A"))
+    'The worker died.'
+    """
+    known = {"ActorDiedError": "its actor has died", "ActorUnavailableError": "its actor cannot be reached"}
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return known.get(type(error).__name__) or (lines[0] if lines else type(error).__name__)

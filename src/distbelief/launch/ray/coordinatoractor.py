@@ -1,0 +1,101 @@
+"""The coordinator as an actor that Ray restarts: on the head node, under the run's name.
+
+It leads the run (lead.py) without workers of its own. When it dies, Ray starts it again and repeats the call that was
+under way; it then replays the journal and listens where the one before it did, so that agents and workers, which
+train on meanwhile, find it by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from distbelief.control.addresses import tcp
+from distbelief.control.credentials import Authority
+from distbelief.control.messages import HostLost
+from distbelief.control.sockets import host_of
+from distbelief.coordinator.client import ask, whereabouts
+from distbelief.errors import DistBeliefError
+from distbelief.launch.invitation import Invitation
+from distbelief.launch.launch import Launch
+from distbelief.launch.lead import lead
+from distbelief.launch.ray.sight import sees
+from distbelief.launch.signals import Signals
+
+
+class CoordinatorActor:
+    """Its calls run side by side, each in a thread of its own."""
+
+    def __init__(self, launch: Launch, authority: Authority, word: str) -> None:
+        """`word`: see sight.py."""
+        self._launch = launch
+        self._authority = authority
+        self._word = word
+        self._signals = Signals()
+        self._over = False
+        self._invited = threading.Event()
+        self._invitation: Invitation | None = None
+
+    def lead(self) -> dict[str, Any]:
+        """Run to the end; as `lead` does, it returns the journal's last record or raises."""
+        try:
+            if not sees(self._launch.run_dir, self._word):
+                raise DistBeliefError(
+                    f"the head node of the Ray cluster does not see the run directory {self._launch.run_dir}",
+                    hint="give a --run-dir on a folder that all nodes share",
+                )
+            return lead(self._here(), _Silent(), self._announce, authority=self._authority, signals=self._signals)
+        finally:
+            self._over = True
+            self._invited.set()
+
+    def _here(self) -> Launch:
+        """The launch as it is on this node: where to listen is known here only."""
+        import ray
+
+        address = str(ray.util.get_node_ip_address())
+        launch = replace(self._launch, listen=tcp(address))
+        if not ray.get_runtime_context().was_current_actor_reconstructed:
+            return launch
+        before = _left_behind(launch.run_dir)
+        return replace(launch, resumed=False, listen=before if host_of(before) == address else launch.listen)
+
+    def _announce(self, invitation: Invitation) -> None:
+        self._invitation = invitation
+        self._invited.set()
+
+    def invitation(self) -> Invitation | None:
+        """For the agents; None: the run was over before anybody could be invited."""
+        self._invited.wait()
+        return self._invitation
+
+    def lost(self, host: str, reason: str) -> None:
+        """The driver knows that an agent is gone. Whoever coordinates now is told; else its silence tells."""
+        with contextlib.suppress(DistBeliefError):
+            ask(self._launch.run_dir, HostLost(host, reason))
+
+    def stop(self, number: int, count: int) -> None:
+        """The driver has had so many signals. It says so again and again, in case we are new."""
+        while self._signals.count < count and not self._over:
+            self._signals.take(number)
+
+
+class _Silent:
+    """Whoever looks on is the driver, which reads the run directory."""
+
+    def started(self, run_dir: Path, workers: int) -> None: ...
+
+    def log(self, source: str, line: str) -> None: ...
+
+    def refresh(self) -> None: ...
+
+
+def _left_behind(run_dir: Path) -> str:
+    """Where the coordinator before us listened. One that was killed leaves its file; else any port is as good."""
+    try:
+        return whereabouts(run_dir)[0]
+    except DistBeliefError:
+        return ""

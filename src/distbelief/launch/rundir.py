@@ -1,0 +1,111 @@
+"""The run directory as an engine needs it: made empty before the run, read for the verdict after it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from distbelief.coordinator.journal import read as read_journal
+from distbelief.errors import DistBeliefError, JobError, RunFailed, RunInterrupted
+from distbelief.launch.signals import Signals
+
+IDLE_S = 3.0  # a coordinator whose engine was killed ends within moments
+
+
+def make_run_dir(run_dir: Path) -> None:
+    """Make an empty run directory, or say why that cannot be."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        # A run that was refused before it began leaves empty folders; what is wrong is mended, and it is started again.
+        if any(not entry.is_dir() or any(entry.iterdir()) for entry in run_dir.iterdir()):
+            raise DistBeliefError(f"the run directory '{run_dir}' is not empty", hint="give another --run-dir")
+        (run_dir / "logs").mkdir(exist_ok=True)
+    except OSError as error:
+        raise DistBeliefError(
+            f"cannot write to the run directory '{run_dir}': {error.strerror or error}",
+            hint="give a --run-dir on a disk that you can write to",
+        ) from error
+
+
+def check_idle(run_dir: Path) -> None:
+    """Raises while somebody runs this run: before anything of it is touched, or started beside it."""
+    try:
+        fd = os.open(run_dir / "journal.jsonl.lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # it has never begun, or it is not ours: then the coordinator says so
+        return
+    try:
+        deadline = time.monotonic() + IDLE_S
+        while not _is_free(fd):
+            if time.monotonic() > deadline:
+                raise DistBeliefError(
+                    f"the run in {run_dir} is running", hint="it needs no resuming; to stop it, press Ctrl-C there"
+                )
+            time.sleep(0.1)
+    finally:
+        os.close(fd)
+
+
+def _is_free(lock_fd: int) -> bool:
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def ended(run_dir: Path) -> dict[str, Any] | None:
+    """How the run in that directory ended, if it has: since it was last resumed."""
+    for record in reversed(read_journal(run_dir / "journal.jsonl")):
+        if record.get("kind") in ("ended", "resumed"):
+            return record if record["kind"] == "ended" else None
+    return None
+
+
+def is_complete(run_dir: Path) -> bool:
+    record = ended(run_dir) if (run_dir / "journal.jsonl").exists() else None
+    return record is not None and record["status"] == "completed"
+
+
+def verdict(run_dir: Path, signals: Signals) -> dict[str, Any]:
+    record = ended(run_dir)
+    if signals.received and (record is None or record["status"] == "stopped"):
+        name = signal.Signals(signals.received).name
+        saved = _newest_checkpoint(run_dir)
+        what = f"the newest checkpoint is of step {saved}" if saved else "there is no checkpoint"
+        error = RunInterrupted(
+            f"stopped by {name}; {what}; nothing is left running",
+            hint=f"go on with `distbelief resume {shlex.quote(str(run_dir))}`",
+        )
+        error.exit_code = 128 + signals.received
+        raise error
+    if record is None:
+        raise RunFailed("the coordinator ended without a word", hint=f"see {run_dir}/logs/coordinator.log")
+    if record["status"] == "completed":
+        return record
+    raise _explain(record.get("failure", {}), record.get("reason", "the run failed"), run_dir)
+
+
+def _newest_checkpoint(run_dir: Path) -> int:
+    """What a run was resumed from is the newest at that moment: those after it could not be used."""
+    kinds = ("checkpoint", "loaded")
+    steps = [record["step"] for record in read_journal(run_dir / "journal.jsonl") if record.get("kind") in kinds]
+    return int(steps[-1]) if steps else 0
+
+
+def _explain(failure: dict[str, Any], reason: str, run_dir: Path) -> DistBeliefError:
+    """The failure as the user reads it: which worker, where, and when, unless that says nothing."""
+    message = failure.get("message", reason)
+    hint = failure.get("hint", "").replace("logs/", f"{run_dir}/logs/")
+    details = failure.get("traceback", "")
+    if failure.get("kind") == "job" and failure["step"] < 0:  # while loading: the same on every worker
+        return JobError(message, hint=hint, details=details)
+    if failure.get("kind") in ("job", "user", "data", "internal", "memory") and failure["worker"] >= 0:
+        message = f"worker {failure['worker']} on {failure['host']}: {message}"
+        if failure["step"] >= 0:
+            message += f" (step {failure['step']}, shard {failure['shard']})"
+    return RunFailed(message, hint=hint, details=details)

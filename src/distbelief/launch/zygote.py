@@ -1,0 +1,139 @@
+"""The warm process that workers are forked from: torch is imported once, and a worker starts in milliseconds.
+
+It has imported everything a worker needs, has no thread and has run no tensor operation, so a fork of it is a clean
+worker. It takes requests over one socket from the engine, forks, and reports exits. It dies with the engine; workers
+die with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from typing import Any, NoReturn
+
+import msgspec
+
+from distbelief.control.credentials import Badge
+from distbelief.lifeline import die_with_parent
+from distbelief.strategies import servers_of, wish_of
+from distbelief.transport.shm.memfd import receive_message, send_message
+from distbelief.worker.spec import WorkerSpec
+
+
+def main() -> None:
+    die_with_parent(int(sys.argv[2]))
+    _warm_up(sys.argv[3])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    engine = socket.socket(fileno=int(sys.argv[1]))
+    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    gc.freeze()  # what is imported stays shared between the forks
+    children: set[int] = set()
+    try:
+        send_message(engine, {"event": "ready"})
+    except BrokenPipeError:
+        return  # the run was stopped before it began
+    while True:
+        ready, _, _ = select.select([engine.fileno(), wake_read], [], [])
+        if wake_read in ready:
+            os.read(wake_read, 4096)
+            _report_exits(engine, children)
+        if engine.fileno() in ready:
+            try:
+                request, fds = receive_message(engine)
+            except EOFError:
+                return  # the engine is done with us
+            _serve(engine, children, request, fds)
+
+
+def _warm_up(strategy: str) -> None:
+    """Import what a worker needs. Nothing of it is ever garbage, so the collector, which would walk through all of it
+    time and again (a fifth of the whole launch), waits until it is there."""
+    gc.disable()
+    importlib.import_module("distbelief.strategies.flatmodel.eagerstep").spare_the_compiler()
+    importlib.import_module("distbelief.worker.process")
+    if servers_of(strategy):
+        importlib.import_module("distbelief.worker.serving")
+    if wish_of(strategy):
+        # It imports much of torch: once here, not in each worker.
+        importlib.import_module("distbelief.strategies.mesh.run.prepared")
+    gc.enable()
+
+
+def _report_exits(engine: socket.socket, children: set[int]) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        children.discard(pid)
+        send_message(engine, {"event": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+
+
+def _serve(engine: socket.socket, children: set[int], request: dict[str, Any], fds: list[int]) -> None:
+    if request["do"] == "kill":
+        if request["pid"] in children:  # not reaped yet: the number is still its own
+            os.kill(request["pid"], signal.SIGKILL)
+        return
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _become(engine, parent, request, fds)
+    children.add(pid)
+    for fd in fds:
+        os.close(fd)
+    send_message(engine, {"event": "started", "pid": pid, "id": request["id"]})
+
+
+def _become(engine: socket.socket, parent: int, request: dict[str, Any], fds: list[int]) -> NoReturn:
+    """The child: take the descriptors it was given, forget the zygote's, and do its work."""
+    status = 1
+    try:
+        from distbelief.worker.process import run_worker  # long there, see _warm_up
+        from distbelief.worker.serving import run_server
+
+        die_with_parent(parent)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        engine.close()
+        connection, log = fds
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        sock = socket.socket(fileno=connection)
+        if request["do"] == "store":
+            _serve_store(sock, request["host"], request["port"], msgspec.convert(request["badge"], Badge))
+        if request["do"] == "entry":
+            status = importlib.import_module(request["module"]).run(request["spec"], sock)
+        else:
+            live = run_server if request["do"] == "server" else run_worker
+            status = live(msgspec.convert(request["spec"], WorkerSpec), sock)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _serve_store(sock: socket.socket, host: str, port: int, badge: Badge) -> None:
+    """Be the place where torch groups meet, so that no worker's death takes it away."""
+    from distbelief.transport.gloo.rendezvousserver import serve
+
+    serve(host, port, badge, lambda port: send_message(sock, {"port": port}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What the members of a new generation do before their first step: agree on the state that they go on from."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+from distbelief.strategies.base import BeginFrom
+from distbelief.strategies.flatmodel.compute import ShardComputer
+from distbelief.strategies.flatmodel.named import put_back
+from distbelief.strategies.flatmodel.state import ReplicaState
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe
+from distbelief.transport.exchange import Exchange
+
+_POSITION = struct.Struct("?q16s")  # whether a replica is initialised, its steps applied, the last one's print
+
+
+def agree_on_state(
+    state: ReplicaState, exchange: Exchange, computer: ShardComputer, recipe: Recipe, begin_from: BeginFrom
+) -> None:
+    """After it, every member has the truth: all steps that any of them, or a dead one, had wholly applied."""
+    if exchange.shares_state:
+        _agree_on_one(state, exchange, computer, recipe, begin_from)
+    else:
+        _agree_on_many(state, exchange, computer, recipe, begin_from)
+
+
+def _agree_on_one(
+    state: ReplicaState, exchange: Exchange, computer: ShardComputer, recipe: Recipe, begin_from: BeginFrom
+) -> None:
+    """One state for all. The first generation writes it; a later one finds it, and repairs it if it is torn."""
+    exchange.gather(b"")  # everybody has left the generation before: nobody writes any more
+    if exchange.rank == 0 and state.initialised:
+        state.repair()
+    elif exchange.rank == 0 and not _load(state, computer, recipe, begin_from):
+        _write_initial(state, computer)
+    if exchange.rank == 0:
+        state.expect(exchange.size)
+    exchange.gather(b"")  # nobody reads before the writer is done
+
+
+def _agree_on_many(
+    state: ReplicaState, exchange: Exchange, computer: ShardComputer, recipe: Recipe, begin_from: BeginFrom
+) -> None:
+    """A state for each. The furthest one is the truth; those behind it, and newcomers, copy it from its owner."""
+    positions = _positions(state, exchange)
+    if not any(initialised for initialised, *_ in positions):
+        # One member loads, and the others copy from it: a checkpoint may be far away.
+        loaded = exchange.rank == 0 and _load(state, computer, recipe, begin_from)
+        if exchange.gather(b"loaded" if loaded else b"")[0] != b"loaded":
+            _write_initial(state, computer)
+            return
+        positions = _positions(state, exchange)
+    # The first of them counts: where bits may differ (exact=False) a member that comes back may have taken the last
+    # step otherwise than those who went on without it.
+    source = max((rank for rank, there in enumerate(positions) if there[0]), key=lambda r: (positions[r][1], -r))
+    behind = [rank for rank, position in enumerate(positions) if position != positions[source]]
+    if not behind:
+        return
+    mine = state.blocks()
+    # Somebody who is merely behind keeps what it has until all of the other is there: the giver may die meanwhile, and
+    # then this is the furthest state of all. Half a copy is no state: the stamps, which are last, are set at the end.
+    behind_too = exchange.rank in behind
+    aside = behind_too and state.initialised
+    apart = [aside or (behind_too and block is mine[-1]) for block in mine]
+    into = [
+        torch.empty(block.numel(), dtype=torch.uint8) if kept else block
+        for block, kept in zip(mine, apart, strict=True)
+    ]
+    for block in into:
+        exchange.transfer(block, source, behind)
+    if behind_too:
+        for block, given in zip(mine, into, strict=True):
+            if given is not block:
+                block.copy_(given)
+
+
+def _positions(state: ReplicaState, exchange: Exchange) -> list[tuple[bool, int, bytes]]:
+    applied = state.steps_applied
+    last = state.remembered(applied - 1)
+    mine = _POSITION.pack(state.initialised, applied, last[-1].fingerprint.encode() if last else b"")
+    return [_POSITION.unpack(theirs) for theirs in exchange.gather(mine)]
+
+
+def _load(state: ReplicaState, computer: ShardComputer, recipe: Recipe, begin_from: BeginFrom) -> bool:
+    saved = begin_from()
+    if saved:
+        put_back(saved, state, computer, recipe)
+    return saved is not None
+
+
+def _write_initial(state: ReplicaState, computer: ShardComputer) -> None:
+    computer.write_values(state.memory, state.values_at)
+    state.write_integers(0, computer.integer_bytes())
+    state.begin_at(0)

@@ -1,0 +1,138 @@
+"""The all-reduce replica on an accelerator: the state is this member's own, and the host runs ahead of the device.
+
+What is small and waits on a CPU (a launch per tile, a number read back per shard) is done here for many at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from distbelief.strategies.base import BeginFrom, Division, Fetch, Seat, StepResult, nothing_saved
+from distbelief.strategies.dataparallel.replica import DataParallelReplica
+from distbelief.strategies.flatmodel.compute import ShardComputer, ShardResult, move
+from distbelief.strategies.flatmodel.copying import CopyPiece
+from distbelief.strategies.flatmodel.partials import ShardWork
+from distbelief.strategies.flatmodel.stretchwise import when_whole
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe
+from distbelief.strategies.flatmodel.updating import set_buffers
+from distbelief.transport.device.exchange import OnDevice
+from distbelief.transport.device.memory import Lane, pin
+from distbelief.transport.shm.segment import Segment
+
+
+class DeviceReplica(DataParallelReplica):
+    """See `Replica`. The exchange is OnDevice."""
+
+    exchange: OnDevice
+
+    def __init__(
+        self, computer: ShardComputer, recipe: Recipe, schedule: Division, seat: Seat, exchange: OnDevice, fetch: Fetch,
+        exact: bool, begin_from: BeginFrom = nothing_saved,
+    ) -> None:  # fmt: skip
+        self._in_lane, self._copy_lane = Lane(exchange.device), Lane(exchange.device)
+        self._under_way: list[tuple[int, int, Callable[[], ShardResult]]] = []
+        super().__init__(computer, recipe, schedule, seat, exchange, self._sending(fetch), exact, begin_from)
+
+    def _sending(self, fetch: Fetch) -> Fetch:
+        """Batches go to the device on a stream of their own, while it computes."""
+
+        def fetch_and_send(step: int, first: int, end: int) -> tuple[Any, int]:
+            batch, samples = fetch(step, first, end)
+            with self._in_lane.aside():
+                sent = move(batch, self.exchange.device)
+            self._in_lane.lend(sent)
+            return sent, samples
+
+        return fetch_and_send
+
+    def compute(self, step: int) -> None:
+        self._under_way.clear()
+        super().compute(step)
+
+    def _computed(self, shard: int, samples: int, result: Callable[[], ShardResult]) -> None:
+        self._under_way.append((shard, samples, result))
+
+    def _when_ready(self, unit: ShardWork, last: bool) -> Callable[[int], None]:
+        """The same, for whole stretches: a launch costs as much for a tile as for a hundred."""
+
+        def stretch_ready(number: int) -> None:
+            for into, other in unit.additions:
+                self.exchange.in_slot(into)[number].add_(self.exchange.in_slot(other)[number])
+            if last:
+                for tile in self.exchange.stretches[number].tiles:
+                    self.exchange.publish(tile)
+
+        return when_whole(self.exchange.stretches, stretch_ready)
+
+    def commit(self, step: int) -> StepResult:
+        for one in self._under_way:  # all have been asked for: now wait for what they gave
+            super()._computed(*one)
+        self._under_way.clear()
+        self.exchange.finish_copies()  # before the clock of what is shared is started: the device still computes
+        return super().commit(step)
+
+    def _update(self, step: int, scale: float, units: int, untouched: np.ndarray) -> None:
+        self._finish_copies()
+        sums = self.exchange.reduced_stretches()
+        of_parameters = sums[: self._parameter_stretches]
+        torch._foreach_mul_(of_parameters, scale)
+        if self._job.clip_norm is not None:
+            clip = self._clip_factor(1.0)
+            if clip < 1.0:
+                torch._foreach_mul_(of_parameters, clip)
+        gradients = {tile: self.exchange.reduced(tile) for tile in self._tiles}
+        rate = self._job.schedule(step) if self._job.schedule else 1.0
+        self._state.open_all(step)
+        self._updates.apply(step, gradients, rate, untouched)
+        for tile in self._buffer_tiles:
+            average = self.exchange.reduced(tile).div_(units)
+            set_buffers(self._state.values[tile], average, self._computer.layout.pieces[tile], untouched)
+        self._state.close_all(step)
+
+    @cached_property
+    def _parameter_stretches(self) -> int:
+        """The first so many stretches hold parameters: they and the buffers are never in one."""
+        last = self._computer.layout.parameter_tiles
+        return sum(1 for stretch in self.exchange.stretches if stretch.tiles.stop <= last)
+
+    def _clip_factor(self, scale: float) -> float:
+        """The norm is taken per tile in float64, as on the host; all tiles of a size at once."""
+        assert self._job.clip_norm is not None
+        sums = self.exchange.reduced_stretches()
+        norms = [
+            torch.linalg.vector_norm(sums[stretch][part].view(count, -1), dim=1, dtype=torch.float64)
+            for stretch, part, count in self._even_parts
+        ]
+        squares = [norm**2 for norm in torch.cat(norms).tolist()]
+        return min(1.0, self._job.clip_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
+
+    @cached_property
+    def _even_parts(self) -> list[tuple[int, slice, int]]:
+        """(stretch, its elements, how many tiles of one size they are), of all parameters."""
+        tiles, found = self._computer.layout.tiles, []
+        for number, stretch in enumerate(self.exchange.stretches[: self._parameter_stretches]):
+            first = 0
+            for numel, some in itertools.groupby(tiles[index].numel for index in stretch.tiles):
+                count = len(list(some))
+                found.append((number, slice(first, first + count * numel), count))
+                first += count * numel
+        return found
+
+    def _beside_steps(self, copy: CopyPiece) -> CopyPiece:
+        mark = self._copy_lane.mark()
+
+        def copy_in_lane(piece: int, to: Segment, at_bytes: int) -> None:
+            with self._copy_lane.after(mark):
+                if self.exchange.device.type == "cuda":
+                    pin(to)  # on this lane's device, whatever the thread's own is
+                copy(piece, to, at_bytes)
+            self._copy_lane.finish()
+
+        return copy_in_lane

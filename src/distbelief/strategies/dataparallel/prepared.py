@@ -1,0 +1,145 @@
+"""allreduce on one worker, before it has a seat: the model made, laid out, and checked by the canary.
+
+What holds for every strategy in which each member has the whole model is in `PreparedModel`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+
+from distbelief.compression.exchanges.base import CompressedExchange
+from distbelief.compression.exchanges.ondevice import CodedOnDevice
+from distbelief.job import Job
+from distbelief.shards import Range, Schedule
+from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
+from distbelief.strategies.dataparallel.compressed import CompressedDeviceReplica, CompressedReplica, compressing
+from distbelief.strategies.dataparallel.devicereplica import DeviceReplica
+from distbelief.strategies.dataparallel.replica import DataParallelReplica
+from distbelief.strategies.flatmodel.compute import ShardComputer, make_model
+from distbelief.strategies.flatmodel.layout import lay_out, trainable
+from distbelief.strategies.flatmodel.named import frozen, set_frozen
+from distbelief.strategies.flatmodel.partials import slots_needed
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
+from distbelief.strategies.ps.tables.embedding import EmbeddingTable
+from distbelief.transport.device.exchange import OnDevice
+from distbelief.transport.exchange import Exchange, Geometry
+
+
+class PreparedModel:
+    """The whole model on this worker, checked and laid out; it has no seat yet."""
+
+    _computer: ShardComputer
+
+    def __init__(
+        self, job: Job, schedule: Schedule, device: torch.device, updates_on: torch.device | None = None
+    ) -> None:
+        """`updates_on`: where the job's optimizer runs, if not where shards are computed."""
+        self.model = make_model(job, updates_on or device)
+        self.shards = schedule.shards
+        self._job = job
+        self._schedule = schedule
+        self._device = device
+        parameters = [p for _, p in trainable(self.model)]
+        self._recipe = Recipe(job.optimizer, parameters)
+        self._layout = lay_out(self.model, whole_parameters=not self._recipe.elementwise)
+        self.model.to(device)
+
+    def facts(self) -> dict[str, str]:
+        forms = {table.is_served for table in self.model.modules() if isinstance(table, EmbeddingTable)}
+        return {
+            "threads": str(torch.get_num_threads()),
+            "torch": str(torch.__version__),
+            "instruction_set": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+            "device": self._device.type,
+            "optimizer": self._recipe.describe(),
+            "MKL-DNN": os.environ.get("ONEDNN_MAX_CPU_ISA", "default"),
+            **({"matmul": self._job.matmul} if self._job.matmul != "torch" else {}),
+            **({"tables": "on servers" if True in forms else "in the workers"} if forms else {}),
+        }
+
+    def canary(self, fetch: Fetch) -> str:
+        return self._computer.canary(*fetch(0, 0, 1))
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self._computer.parameters)
+
+    def let_go(self) -> None:
+        self._computer.let_go()
+
+    def frozen(self) -> list[str]:
+        return frozen(self.model)
+
+    def set_frozen(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        set_frozen(self.model, tensors)
+
+
+class PreparedAllReduce(PreparedModel):
+    """See `Prepared`."""
+
+    def canary(self, fetch: Fetch) -> str:
+        forward = self._computer.forward
+        if (
+            not self._exact
+        ):  # its bits are compared with nobody's, and its shape is no other batch's: not worth compiling
+            self._computer.forward = self.model
+        try:
+            return super().canary(fetch)
+        finally:
+            self._computer.forward = forward
+
+    def __init__(
+        self,
+        job: Job,
+        schedule: Schedule,
+        device: torch.device,
+        exact: bool,
+        compression: str = "",
+        always: bool = False,
+        updates_on: torch.device | None = None,
+    ) -> None:
+        super().__init__(job, schedule, device, updates_on)
+        self._exact = exact
+        self._computer = ShardComputer(job, self.model, self._layout, device)
+        self._compression = compressing(self._layout, compression, job.seed, always) if compression else None
+
+    def least_bytes(self) -> int:
+        """One slot for gradients, values and optimizer state, and a tile of them aside; and where gradients are
+        compressed, what is left of them, twice."""
+        layout = self._layout
+        states = [state_bytes(self._recipe, layout, tile) for tile in range(layout.parameter_tiles)]
+        aside = max(tile.size_bytes + state for tile, state in zip(layout.tiles, states, strict=False))
+        residuals = 2 * layout.size_bytes if self._compression else 0
+        return 2 * layout.size_bytes + sum(states) + residuals + (aside if self._device.type == "cpu" else 0)
+
+    def groups(self, mine: Range) -> list[list[Range]]:
+        return [[(shard, shard + 1) for shard in range(*mine)] if self._exact else [mine]]
+
+    def geometry(self, ranges: Sequence[Range]) -> Geometry:
+        return Geometry(
+            tiles=self._layout.tiles,
+            slot_bytes=self._layout.size_bytes,
+            slots=[slots_needed(self._schedule.shards, mine) if self._exact else 1 for mine in ranges],
+            shards=self._schedule.shards,
+            marks=len(self._layout.entries),
+            integer_bytes=len(self._computer.integer_bytes()),
+            compression=self._compression,
+            gradient_tiles=self._layout.parameter_tiles,
+        )
+
+    def build(
+        self, seat: Seat, exchange: Exchange, fetch: Fetch, begin_from: BeginFrom = nothing_saved
+    ) -> DataParallelReplica:
+        given = self._computer, self._recipe, self._schedule, seat
+        if isinstance(exchange, CodedOnDevice):
+            return CompressedDeviceReplica(*given, exchange, fetch, self._exact, begin_from)
+        if isinstance(exchange, OnDevice):
+            return DeviceReplica(*given, exchange, fetch, self._exact, begin_from)
+        if isinstance(exchange, CompressedExchange):
+            return CompressedReplica(*given, exchange, fetch, self._exact, begin_from)
+        return DataParallelReplica(*given, exchange, fetch, self._exact, begin_from)

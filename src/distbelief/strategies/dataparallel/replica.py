@@ -1,0 +1,361 @@
+"""The all-reduce replica: the step as a transaction over one shared set of parameters, or a private copy of them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from distbelief.errors import DistBeliefError
+from distbelief.shards import Range, shard_seed
+from distbelief.strategies.base import (
+    Applied,
+    BeginFrom,
+    Division,
+    Fetch,
+    RolledBack,
+    Seat,
+    StepResult,
+    Takeover,
+    Task,
+    nothing_saved,
+)
+from distbelief.strategies.dataparallel.agreement import agree_on_state
+from distbelief.strategies.dataparallel.committed import CommittedModel
+from distbelief.strategies.dataparallel.copiedtiles import CopiedTiles
+from distbelief.strategies.dataparallel.helping import Helper
+from distbelief.strategies.dataparallel.mixeddevices import KindsOfDevices
+from distbelief.strategies.dataparallel.takeover import StepWork, plan_finish, plan_step, plan_takeover
+from distbelief.strategies.flatmodel.compute import ShardComputer, ShardResult
+from distbelief.strategies.flatmodel.partials import ShardWork, slots_needed
+from distbelief.strategies.flatmodel.state import ReplicaState
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory
+from distbelief.strategies.flatmodel.updating import TileUpdates, set_buffers
+from distbelief.strategies.flatmodel.verdict import COUNTS, WEIGHT, judge_rows
+from distbelief.transport.backups import Backup
+from distbelief.transport.exchange import ROW, Exchange, Gift, StepPlan
+
+
+class DataParallelReplica(CopiedTiles):
+    """See `Replica`. With `exact` off, a member's shards are fused into one batch: one unit of work per member."""
+
+    def __init__(
+        self, computer: ShardComputer, recipe: Recipe, schedule: Division, seat: Seat, exchange: Exchange, fetch: Fetch,
+        exact: bool, begin_from: BeginFrom = nothing_saved,
+    ) -> None:  # fmt: skip
+        self.model = computer.model
+        self.exchange = exchange
+        self._computer = computer
+        self._job = computer.job
+        self._schedule = schedule
+        self._seat = seat
+        self._fetch = fetch
+        self._exact = exact
+        self._state = ReplicaState(computer.layout, recipe, exchange, len(computer.integer_bytes()))
+        self._writes_for_all = exchange.rank == 0 or not exchange.shares_state
+        self._recipe = recipe
+        self._agree(begin_from)
+        computer.bind_parameters(self._state.memory, self._state.values_at)
+        computer.commit_integers(self._state.integers(self._state.steps_applied))
+        self._is_certain = exchange.shares_state and self._state.is_applied_in_part
+        self._takeover = self._plan_takeover(self._state.steps_applied)
+        self._kinds = None if exact else KindsOfDevices(computer, self._state, exchange)
+        self._committed = computer.committed_buffers(self._state.memory, self._state.values_at)
+        self._whole = CommittedModel(computer, self._committed)
+        self._tiles = [t for t in exchange.tiles if t < computer.layout.parameter_tiles]
+        self._buffer_tiles = [t for t in exchange.tiles if t >= computer.layout.parameter_tiles]
+        # One by one where old bytes are copied aside, while they are in the cache; else one call for all is quicker.
+        self._tiles_at_once = [[t] for t in self._tiles] if exchange.shares_state else [self._tiles]
+        self._one_by_one = exchange.shares_state and computer.job.clip_norm is None
+        memory = [TileMemory(t, self._state.values[t], self._state.optimizer[t]) for t in self._tiles]
+        self._updates = TileUpdates(computer.job.seed, recipe, computer.layout, memory, apart=exchange.shares_state)
+        self._copies = []
+        self._ahead: tuple[int, Any] = (-1, None)
+        self._work = lru_cache(maxsize=4)(self._plan)
+        self._slot_tiles: dict[int, list[torch.Tensor]] = {}
+        self._rows = np.zeros((schedule.shards, ROW))
+        self._touched = np.zeros(len(computer.layout.entries), np.uint8)
+        self.comm_s = 0.0
+        self._helper = None
+        if exchange.backups and exact:
+            self._helper = Helper(
+                exchange.backups, slots_needed(schedule.shards, seat.ranges[seat.rank]), self._back_up
+            )
+        self._began_at = self._unit_s = 0.0
+
+    def _agree(self, begin_from: BeginFrom) -> None:
+        """Before anything is made of the state: have the one that the generation goes on from."""
+        agree_on_state(self._state, self.exchange, self._computer, self._recipe, begin_from)
+
+    def steps_applied(self) -> int:
+        return self._state.steps_applied
+
+    def taken_over(self) -> Takeover | None:
+        if self._takeover is None:
+            return None
+        return Takeover(self._takeover[0], self._takeover[1].recomputed, self._is_certain)
+
+    def remembered(self, first: int) -> list[Applied]:
+        return self._state.remembered(first)
+
+    def note(self) -> tuple[int, bytes]:
+        return self._state.note()
+
+    def keep_note(self, content: bytes) -> None:
+        if self._writes_for_all:
+            self._state.write_note(self._state.steps_applied, content)
+
+    def _stamp(self, step: int) -> int:
+        """Under which number the exchange knows that step."""
+        return step
+
+    def _plan(self, occupied: int) -> StepWork:
+        ranges, rank = self._seat.ranges, self._seat.rank
+        if self._exact:
+            return plan_step(self._schedule.shards, occupied, ranges, rank)
+        busy = sum(1 for first, _ in ranges if first < occupied)
+        fused = plan_step(len(ranges), busy, [(member, member + 1) for member in range(len(ranges))], rank)
+        parts = {ranges[rank]: 0} if fused.partials.results else {}
+        return replace(fused, mine=[ranges[rank]], partials=replace(fused.partials, results=parts))
+
+    def _plan_takeover(self, step: int) -> tuple[int, StepWork] | None:
+        """How the members finish what others began. Fused batches would be others now: they are computed again, unless
+        the step is certain."""
+        if step >= self._seat.steps or not (self._exact or self._is_certain):
+            return None
+        held = self.exchange.held(self._stamp(step))
+        if held and not self._exact:
+            return step, plan_finish(held)
+        shards, occupied = self._schedule.shards, self._schedule.occupied(step)
+        plan = plan_takeover(shards, occupied, held or [], self.exchange.size, self._seat.rank)
+        if self._is_certain and plan.recomputed:
+            raise DistBeliefError(
+                f"the weights in shared memory are in the middle of step {step}, and what it adds up is gone: members "
+                "changed too often before it was finished",
+                hint="go back to the last checkpoint: distbelief resume",
+            )
+        return None if held is None else (step, plan)
+
+    def _work_of(self, step: int) -> StepWork:
+        if self._takeover and self._takeover[0] == step:
+            return self._takeover[1]
+        return self._work(self._schedule.occupied(step))
+
+    def _shards_of(self, work: ShardWork) -> Range:
+        return (work.shard, work.shard + 1) if self._exact else self._seat.ranges[self._seat.rank]
+
+    def compute(self, step: int) -> None:
+        work = self._work_of(step)
+        self.exchange.begin(StepPlan(self._stamp(step), work.sources, work.order, self._one_by_one))
+        self._rows.fill(0)
+        self._touched.fill(0)
+        self._began_at = time.perf_counter()
+        units = work.partials.work
+        for number, unit in enumerate(units):
+            backup = None
+            if self._helper and self.exchange.backups:
+                self.exchange.backups.starting(number + 1)
+                backup = self.exchange.backups.find(unit.shard, step + 1) if number else None
+            if backup:
+                self._take(unit, backup, last=number + 1 == len(units))
+            else:
+                self._compute_unit(step, unit, last=number + 1 == len(units))
+        self._unit_s = (time.perf_counter() - self._began_at) / max(len(units), 1)
+        if not work.partials.work:
+            for tile in self._computer.layout.tiles:
+                self.exchange.publish(tile.index)
+
+    def _compute_unit(self, step: int, unit: ShardWork, last: bool) -> None:
+        first, end = self._shards_of(unit)
+        ahead, self._ahead = self._ahead, (-1, None)
+        self.exchange.working(first)
+        batch, samples = ahead[1] if ahead[0] == step else self._fetch(step, first, end)
+        tile_ready = self._when_ready(unit, last)
+        seed, slot = shard_seed(self._job.seed, step, first), self.exchange.slot(unit.slot)
+        self._computed(first, samples, self._computer.begin(batch, samples, seed, slot, self._committed, tile_ready))
+
+    def _computed(self, shard: int, samples: int, result: Callable[[], ShardResult]) -> None:
+        found = result()
+        self.exchange.working(-1)
+        self._rows[shard] = (found.loss_sum, found.weight, found.integers, samples)
+        self._touched |= found.touched
+
+    def _when_ready(self, unit: ShardWork, last: bool) -> Callable[[int], None]:
+        """What happens to a tile of this shard when it is there: it is added to its neighbours, and published."""
+        views = self._tile_views
+
+        def tile_ready(tile: int) -> None:
+            for into, other in unit.additions:
+                views(into)[tile].add_(views(other)[tile])
+            if last:
+                self.exchange.publish(tile)
+
+        return tile_ready
+
+    def _take(self, unit: ShardWork, backup: Backup, last: bool) -> None:
+        """Somebody else has computed this shard of mine: as if I had."""
+        tile_ready = self._when_ready(unit, last)
+        for tile, (mine, theirs) in enumerate(zip(self._tile_views(unit.slot), backup.tiles, strict=True)):
+            mine.copy_(theirs)
+            tile_ready(tile)
+        self._rows[unit.shard] = backup.row
+        self._touched |= backup.touched
+
+    def _back_up(self, step: int, shard: int, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        batch, samples = self._fetch(step, shard, shard + 1)
+        seed = shard_seed(self._job.seed, step, shard)
+        self.exchange.working(shard)
+        try:
+            into = self.exchange.slot(slot)
+            result = self._computer.run(batch, samples, seed, into, self._committed, lambda tile: None)
+        finally:
+            self.exchange.working(-1)
+        return np.array((result.loss_sum, result.weight, result.integers, samples)), result.touched
+
+    def _meanwhile(self, step: int) -> bool:
+        if self._helper is None or (self._takeover and self._takeover[0] == step):
+            return False
+        elapsed_s = time.perf_counter() - self._began_at
+        return self._helper.help(step, partial(self._shards_of_rank, step), elapsed_s, self._unit_s)
+
+    def _shards_of_rank(self, step: int, rank: int) -> range:
+        first, end = self._seat.ranges[rank]
+        return range(first, min(end, self._schedule.occupied(step)))
+
+    def _tile_views(self, slot: int) -> list[torch.Tensor]:
+        if slot not in self._slot_tiles:
+            segment = self.exchange.slot(slot)
+            tiles = self._computer.layout.tiles
+            self._slot_tiles[slot] = [segment.tensor(t.dtype, t.offset_bytes, t.numel) for t in tiles]
+        return self._slot_tiles[slot]
+
+    def commit(self, step: int) -> StepResult:
+        helped_s = self._helper.seconds if self._helper else 0.0
+        if self._helper:
+            self._helper.begin()
+        started = time.perf_counter()
+        work = self._work_of(step)
+        integers = self._computer.integer_bytes()
+        nodes = list(work.partials.results.items())
+        gift = Gift(self._rows, work.mine, nodes, self._touched == 0, integers)
+        shared = self.exchange.share(gift, partial(self._meanwhile, step))
+        self.comm_s += time.perf_counter() - started
+        if self._helper:
+            self.comm_s -= self._helper.seconds - helped_s  # helping is computing
+        result, untouched = self._judge(step, shared.rows), shared.untouched
+        weight = math.fsum(shared.rows[:, WEIGHT])
+        if weight == 0:  # nothing to learn from: as if no parameter had a gradient; buffers have seen the samples
+            untouched = untouched.copy()
+            untouched[: len(self._computer.parameters)] = True
+        # Whoever closed the first tile, which is rank 0's, had written them; and now others may close the last one.
+        if self._writes_for_all and not self._state.has(0, step):
+            self._remember(step, result, time.time())
+            self._state.write_integers(step + 1, shared.integers)
+        units = int(np.count_nonzero(shared.rows[:, COUNTS]))
+        self._update(step, 1.0 / weight if weight else 0.0, units, untouched)
+        if self._kinds:
+            self._kinds.take_one_state()
+        self.exchange.applied()
+        self._look_ahead(step + 1)
+        started = time.perf_counter()
+        self.exchange.settle()
+        self.comm_s += time.perf_counter() - started
+        helped = self._helper is not None and self._helper.seconds > helped_s  # then the buffers are another shard's
+        self._computer.commit_integers(shared.integers if helped or integers != shared.integers else None)
+        return result
+
+    def _remember(self, step: int, result: StepResult, at: float) -> None:
+        generation = self._seat.generation
+        self._state.remember(Applied(step, result.loss, result.samples, result.fingerprint, generation, at))
+
+    def _look_ahead(self, step: int) -> None:
+        """Fetch the next step's first batch while others finish this one."""
+        if step >= self._seat.steps:
+            return
+        work = self._work(self._schedule.occupied(step)).partials.work
+        if work:
+            self._ahead = (step, self._fetch(step, *self._shards_of(work[0])))
+
+    def _judge(self, step: int, rows: np.ndarray) -> StepResult:
+        return judge_rows(step, rows)
+
+    def _update(self, step: int, scale: float, units: int, untouched: np.ndarray) -> None:
+        self._finish_copies()
+        factor, within = scale, 1.0  # by what gradients are multiplied in a pass of its own, and in that of the update
+        if self._job.clip_norm is not None:
+            factor = self._clip_factor(scale)
+        elif self._updates.may_scale(scale):
+            factor, within = 1.0, scale
+        rate = self._job.schedule(step) if self._job.schedule else 1.0
+        for some in self._tiles_at_once:
+            gradients = {tile: self._reduced(tile, factor) for tile in some if not self._state.has(tile, step)}
+            for tile in gradients:
+                self._state.open(tile, step)
+            self._updates.apply(step, gradients, rate, untouched, within)
+            for tile in gradients:
+                self._state.close(tile, step)
+        for tile in self._buffer_tiles:
+            if self._state.has(tile, step):  # whoever began this commit has come so far
+                continue
+            average = self._reduced(tile).div_(units)
+            self._state.open(tile, step)
+            set_buffers(self._state.values[tile], average, self._computer.layout.pieces[tile], untouched)
+            self._state.close(tile, step)
+
+    def _reduced(self, tile: int, factor: float = 1.0) -> torch.Tensor:
+        """The step's sum, times the factor from then on."""
+        started = time.perf_counter()
+        gradient = self.exchange.reduced(tile) if factor == 1.0 else self.exchange.scaled(tile, factor)
+        self.comm_s += time.perf_counter() - started
+        return gradient
+
+    def _clip_factor(self, scale: float) -> float:
+        """Scale the gradients; then min(1, limit / norm). The norm is taken per tile in float64, and tiles are the
+        same for any number of members."""
+        assert self._job.clip_norm is not None
+        squares = {}
+        for tile in self._tiles:
+            gradient = self._reduced(tile, scale)
+            squares[tile] = float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
+        started = time.perf_counter()
+        everybody = self.exchange.share_squares(squares)
+        self.comm_s += time.perf_counter() - started
+        norm = math.sqrt(math.fsum(everybody))
+        return min(1.0, self._job.clip_norm / (norm + 1e-6))
+
+    def measure(self, tasks: Sequence[Task], measure: Callable[[Task, Any, Any], None]) -> None:
+        rank, size = self.exchange.rank, self.exchange.size
+        self._whole.measure(tasks[rank * len(tasks) // size : (rank + 1) * len(tasks) // size], measure)
+
+    def save_weights(self, path: Path) -> None:
+        if self.exchange.rank == 0:
+            self._whole.save(path)
+
+    def weights_sha256(self) -> str:
+        return "" if self.exchange.rank > 0 and self.exchange.shares_state else self._whole.sha256()
+
+    def waits(self) -> Mapping[int, float]:
+        return {}
+
+    def traffic(self) -> tuple[int, int]:
+        return 0, 0
+
+    def helped(self) -> int:
+        return self._helper.count if self._helper else 0
+
+    def plan_lines(self) -> Sequence[str]:
+        return ()
+
+    def rolled_back(self) -> RolledBack | None:
+        return None
+
+    def synchronise(self) -> None:
+        """Bring the model's buffers to the committed values."""
+        self._whole.restore()

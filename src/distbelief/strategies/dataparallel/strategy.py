@@ -1,0 +1,85 @@
+"""allreduce: every member holds the whole model; gradients are summed over all of them, synchronously.
+
+The value alone, without torch, which the command line need not import.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from distbelief.compression.option import canonical
+from distbelief.errors import JobError
+from distbelief.job import Job
+from distbelief.shards import Schedule
+
+if TYPE_CHECKING:
+    import torch
+
+    from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
+
+
+_UNSAID: Any = None
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Synchronous data parallelism. The weights do not depend on the number of workers, unless `exact` is off.
+
+    >>> AllReduce().exact, str(AllReduce(exact=False))
+    (True, 'allreduce:inexact')
+    >>> AllReduce(compression="topk=0.01")
+    AllReduce(exact=False, transport='gloo', compression='topk=0.01', always=False)
+    """
+
+    exact: bool = _UNSAID
+    """Off: a worker fuses its shards into one batch, and sums may be taken in any order. Faster, not reproducible. It
+    is on, unless gradients are compressed."""
+    transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"
+    """How gradients travel: shared memory on one host, gloo across hosts, nccl where every worker has a GPU of its own;
+    auto chooses."""
+    compression: str = ""
+    """How gradients are made smaller on their way: bf16, int8, topk=0.01 or powersgd=4. They then go over gloo."""
+    always: bool = False
+    """Compression is never switched off by itself where the link is faster than the compressor."""
+
+    def __post_init__(self) -> None:
+        said = self.exact is not _UNSAID
+        if not said:
+            object.__setattr__(self, "exact", not self.compression)
+        if not self.compression:
+            if self.always:
+                raise JobError("always is for compression, and there is none", hint="for example allreduce:int8:always")
+            return
+        object.__setattr__(self, "compression", canonical(self.compression))
+        if self.exact:
+            raise JobError(
+                f"with the compression {self.compression} the weights depend on who computes what: it cannot be exact",
+                hint="leave exact out, or leave compression out",
+            )
+        if self.transport == "shm":
+            raise JobError(
+                f"in shared memory there is nothing to compress with {self.compression}",
+                hint="leave shm out: gradients then go over gloo",
+            )
+        if self.transport == "nccl":
+            raise JobError(
+                f"gradients that are compressed with {self.compression} go over gloo, not over NCCL",
+                hint="leave nccl out; between GPUs of one machine compression does not pay",
+            )
+        object.__setattr__(self, "transport", "gloo")
+
+    def __str__(self) -> str:
+        if self.compression:  # the rest follows from it
+            return ":".join(["allreduce", self.compression, *(["always"] if self.always else [])])
+        options = [*(["inexact"] if not self.exact else []), *([self.transport] if self.transport != "auto" else [])]
+        return ":".join(["allreduce", *options])
+
+    @property
+    def stride(self) -> int:
+        return 1
+
+    def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedAllReduce:
+        from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
+
+        return PreparedAllReduce(job, schedule, device, self.exact, self.compression, self.always)

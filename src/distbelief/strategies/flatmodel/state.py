@@ -1,0 +1,219 @@
+"""The state of a replica in one block of memory, and what makes a commit in shared memory atomic.
+
+    | stamps | history | note | integers, twice | values: parameters, float buffers | optimizer state |
+
+Before a tile is updated its old bytes are copied aside and its stamp says so; after the update the stamp says that too.
+A member copies one tile aside at a time, always to the same place, which stays in the processor's cache. So whoever
+dies in the middle of a commit leaves tiles that have the step behind them, tiles that do not, and at most one that is
+torn, whose old bytes are in its place: `repair` puts them back. The step itself can only be finished: it was certain
+before the first tile was opened, and the partial sums that it adds up are never written to (docs/decisions/0017).
+
+Where members have a state each, nobody else has it: who dies takes it along, and nothing is copied aside.
+
+The integer buffers of before and after a step lie in two places, used in turn. What the last steps gave (history) and
+the last evaluation (note) are kept too, so that a member that dies before it has reported them takes nothing along.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import numpy as np
+import torch
+
+from distbelief.errors import DistBeliefError
+from distbelief.strategies.base import Applied
+from distbelief.strategies.flatmodel.layout import Layout
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
+from distbelief.strategies.flatmodel.undolog import Aside
+from distbelief.transport.device.exchange import OnDevice
+from distbelief.transport.exchange import Exchange
+from distbelief.transport.shm.segment import Memory, Segment
+
+_PAGE = 4096
+_REMEMBERED = 1024  # steps: many more than are committed between two heartbeats
+_NOTE_BYTES = 1 << 16
+_NOTE_HEAD = struct.Struct("qq")  # steps applied when it was written, and its length
+_STEP = np.dtype(
+    [
+        ("after", np.int64),  # steps applied with it: memory that was never written says 0, which no step does
+        ("loss", np.float64),
+        ("samples", np.int64),
+        ("fingerprint", "S16"),
+        ("generation", np.int64),
+        ("at", np.float64),
+    ]
+)
+
+
+class ReplicaState:
+    """Views of that block. A stamp is 2t: before step t; 2t+1: its old bytes are aside, the tile may be torn."""
+
+    def __init__(self, layout: Layout, recipe: Recipe, exchange: Exchange, integer_bytes: int) -> None:
+        self.layout = layout
+        sizes = [state_bytes(recipe, layout, t) if t < layout.parameter_tiles else 0 for t in range(len(layout.tiles))]
+        history_at = _pages(8 * (2 + len(layout.tiles)))
+        self._note_at = history_at + _pages(_REMEMBERED * _STEP.itemsize)
+        self._integers_at = self._note_at + _NOTE_BYTES
+        self._integer_bytes = integer_bytes
+        records_bytes = self._integers_at + _pages(2 * integer_bytes)
+        numbers_bytes = _pages(layout.size_bytes) + _pages(sum(sizes))
+        if isinstance(exchange, OnDevice):
+            self.segment: Segment = exchange.state(records_bytes)
+            self.memory: Memory = exchange.numbers(numbers_bytes)
+            self.values_at = 0
+        else:
+            self.segment = self.memory = exchange.state(records_bytes + numbers_bytes)
+            self.values_at = records_bytes
+        self._records_bytes = records_bytes
+        self._numbers_bytes = numbers_bytes
+        optimizer_at = self.values_at + _pages(layout.size_bytes)
+        self._stamps = np.frombuffer(self.segment.buffer, np.int64, 1 + len(layout.tiles))
+        self._history = np.frombuffer(self.segment.buffer, _STEP, _REMEMBERED, history_at)
+        self.values = [self.memory.tensor(t.dtype, self.values_at + t.offset_bytes, t.numel) for t in layout.tiles]
+        self.optimizer = []
+        self._current: list[list[torch.Tensor]] = []
+        for tile, size_bytes in zip(layout.tiles, sizes, strict=True):
+            self.optimizer.append(self.memory.tensor(torch.uint8, optimizer_at, size_bytes))
+            stretches = [(self.values_at + tile.offset_bytes, tile.size_bytes), (optimizer_at, size_bytes)]
+            stretches = [(at, size) for at, size in stretches if size]
+            self._current.append([self.memory.tensor(torch.uint8, at, size) for at, size in stretches])
+            optimizer_at += size_bytes
+        self._places = np.frombuffer(self.segment.buffer, np.int64, 1, 8 * (1 + len(layout.tiles)))
+        self._exchange = exchange
+        self._place_bytes = max((t.size_bytes + size for t, size in zip(layout.tiles, sizes, strict=True)), default=0)
+        self._aside = self._place(exchange.rank) if exchange.shares_state else None
+
+    @property
+    def initialised(self) -> bool:
+        return bool(self._stamps[0])
+
+    def begin_at(self, step: int) -> None:
+        """The values are those after so many steps. Only for whoever writes the first state."""
+        self._stamps[1:] = 2 * step
+        self._stamps[0] = True
+
+    def expect(self, members: int) -> None:
+        """So many members may copy aside from now on. Nobody may be writing."""
+        self._places[0] = max(self._places[0], members)
+
+    def _place(self, rank: int) -> Aside:
+        return Aside(self._exchange.state(Aside.HEAD_BYTES + self._place_bytes, f"aside/{rank}"))
+
+    def forget(self) -> None:
+        """Nothing that is here counts any more: the optimizer has not begun."""
+        self._stamps[0] = False
+        for memory in self.optimizer:
+            memory.zero_()
+
+    def copy_tile(self, tile: int, into: Segment, at_bytes: int) -> None:
+        """Copy a tile's values, then its optimizer state."""
+        to = into.tensor(torch.uint8, 0, into.size_bytes)[at_bytes:]
+        for current in self._current[tile]:
+            if current.is_cuda:
+                to[: current.numel()].copy_(current, non_blocking=True)
+            else:
+                ctypes.memmove(to.data_ptr(), current.data_ptr(), current.numel())
+            to = to[current.numel() :]
+
+    def blocks(self) -> list[torch.Tensor]:
+        """What another replica needs to be the same. The page that begins with the stamps is the last of them."""
+        first = self.segment.tensor(torch.uint8, 0, _PAGE)
+        rest = self.segment.tensor(torch.uint8, _PAGE, self._records_bytes - _PAGE)
+        return [self.memory.tensor(torch.uint8, self.values_at, self._numbers_bytes), rest, first]
+
+    @property
+    def steps_applied(self) -> int:
+        """Steps that every tile has behind it."""
+        return int(self._stamps[1:].min()) // 2
+
+    def open(self, tile: int, step: int) -> None:
+        """From here to `close` the tile may be torn; its old bytes are safe first."""
+        if self._aside:
+            self._aside.copy(tile, step, self._current[tile])
+        self._stamps[1 + tile] = 2 * step + 1
+
+    def close(self, tile: int, step: int) -> None:
+        self._stamps[1 + tile] = 2 * step + 2
+
+    def open_all(self, step: int) -> None:
+        """The same for all tiles, where nothing is copied aside."""
+        self._stamps[1:] = 2 * step + 1
+
+    def close_all(self, step: int) -> None:
+        self._stamps[1:] = 2 * step + 2
+
+    def has(self, tile: int, step: int) -> bool:
+        """Whether the tile has that step behind it."""
+        return int(self._stamps[1 + tile]) >= 2 * step + 2
+
+    @property
+    def is_applied_in_part(self) -> bool:
+        """Whether some tiles have a step behind them that others have not."""
+        return int(self._stamps[1:].max()) > 2 * self.steps_applied
+
+    def repair(self) -> list[int]:
+        """Give tiles that may be torn their old bytes back. Returns them. Nobody else may be writing."""
+        torn = []
+        for rank in range(int(self._places[0])):
+            tile, step = (aside := self._place(rank)).holds
+            if tile >= 0 and int(self._stamps[1 + tile]) == 2 * step + 1:
+                aside.put_back(self._current[tile])
+                self._stamps[1 + tile] = 2 * step
+                torn.append(tile)
+        if (self._stamps[1:] % 2).any():
+            raise DistBeliefError("a tile in shared memory is torn, and its old bytes are nowhere")
+        return torn
+
+    # --- what goes with the values -----------------------------------------------------------------------------------
+
+    def integers(self, applied: int) -> bytes:
+        """The integer buffers after so many steps: after the last one, or the one before."""
+        return bytes(self.segment.view(self._integers_at + applied % 2 * self._integer_bytes, self._integer_bytes))
+
+    def write_integers(self, applied: int, content: bytes) -> None:
+        if content:
+            self.segment.view(self._integers_at + applied % 2 * self._integer_bytes, self._integer_bytes)[:] = content
+
+    def remember(self, applied: Applied) -> None:
+        """Keep what a step gave. Before the step is wholly applied, so that no applied step is without it."""
+        place = self._history[applied.step % _REMEMBERED]
+        place["after"] = 0
+        place["loss"], place["samples"], place["at"] = applied.loss, applied.samples, applied.at
+        place["fingerprint"], place["generation"] = applied.fingerprint, applied.generation
+        place["after"] = applied.step + 1
+
+    def remembered(self, first: int, until: int | None = None) -> list[Applied]:
+        """What the applied steps from `first` on gave, as far back as it is kept. `until`: how many those are, where
+        several are applied at once."""
+        applied = self.steps_applied if until is None else until
+        steps = np.arange(max(first, applied - _REMEMBERED, 0), applied)
+        places = self._history[steps % _REMEMBERED]
+        return [
+            Applied(after - 1, loss, samples, fingerprint.decode(), generation, at)
+            for after, loss, samples, fingerprint, generation, at in places[places["after"] == steps + 1].tolist()
+        ]
+
+    def write_note(self, applied: int, content: bytes) -> None:
+        """Keep some bytes that belong to the state after so many steps. What does not fit is not kept."""
+        if len(content) <= _NOTE_BYTES - _NOTE_HEAD.size:
+            buffer = self.segment.buffer
+            _NOTE_HEAD.pack_into(buffer, self._note_at, -1, 0)
+            at = self._note_at + _NOTE_HEAD.size
+            buffer[at : at + len(content)] = content
+            _NOTE_HEAD.pack_into(buffer, self._note_at, applied, len(content))
+
+    def note(self) -> tuple[int, bytes]:
+        """(steps applied when it was written, content); nothing has been kept when the content is empty."""
+        head = _NOTE_HEAD.unpack_from(self.segment.buffer, self._note_at)
+        applied, length = head
+        at = self._note_at + _NOTE_HEAD.size
+        content = bytes(self.segment.buffer[at : at + length])
+        if applied < 0 or head != _NOTE_HEAD.unpack_from(self.segment.buffer, self._note_at):  # it is being written
+            return -1, b""
+        return applied, content
+
+
+def _pages(size_bytes: int) -> int:
+    return -(-size_bytes // _PAGE) * _PAGE

@@ -1,0 +1,343 @@
+"""Any torch optimizer, run tile by tile, with its state in memory that other members can take over.
+
+Element-wise optimizers (SGD, Adam…) run on the pieces of parameters that lie in a tile. The others (LARS-like, or a
+class we do not know) need whole parameters: the layout then keeps each parameter inside one tile. A piece is the
+very stretch of numbers that an ordinary loop would update, so the bits are those of an ordinary loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import optim
+
+from distbelief.errors import JobError
+from distbelief.strategies.flatmodel.eagerstep import eager_step
+from distbelief.strategies.flatmodel.layout import Layout, Piece
+
+Factory = Callable[[list[torch.nn.Parameter]], optim.Optimizer]
+
+ELEMENTWISE: frozenset[type] = frozenset(
+    {
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adagrad,
+        optim.Adadelta,
+        optim.Adamax,
+        optim.ASGD,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+    }
+)
+FUSED: frozenset[type] = frozenset({optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad})
+_PROBE = 64  # elements: enough for a vector, so that the probe takes the same path as the real thing
+
+
+@dataclass(frozen=True)
+class Field:
+    """One entry of an optimizer's state for one piece."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    number: type | None = None
+    """int, float or bool where the optimizer keeps a plain Python number."""
+    on_host: bool = False
+    """A tensor that the optimizer wants in the host's memory, though its parameters are on a device."""
+
+    @property
+    def numel(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def size_bytes(self) -> int:
+        return -(-self.numel * self.dtype.itemsize // 64) * 64
+
+
+class Recipe:
+    """What the job's optimizer is, learnt by making it once and trying it on a small copy."""
+
+    def __init__(self, factory: Factory, parameters: Sequence[torch.nn.Parameter]) -> None:
+        template = factory(list(parameters))
+        if not isinstance(template, optim.Optimizer):
+            raise JobError(f"`optimizer` made a {type(template).__name__}, not a torch.optim.Optimizer")
+        if isinstance(template, optim.LBFGS | optim.SparseAdam):
+            raise JobError(
+                f"no strategy can run {type(template).__name__}",
+                hint="SparseAdam: use Adam, Adagrad or SGD (sparse gradients are added up densely); LBFGS: use Adam, "
+                "or --strategy sandblaster, which is L-BFGS",
+            )
+        self.factory = factory
+        self.kind: Any = type(template)
+        self.elementwise = self.kind in ELEMENTWISE
+        accepted = inspect.signature(self.kind).parameters
+        self.defaults = {k: v for k, v in template.defaults.items() if k in accepted}
+        self.groups = [{k: v for k, v in g.items() if k != "params"} for g in template.param_groups]
+        numbers = {id(p): index for index, p in enumerate(parameters)}
+        self.group_of: dict[int, int] = {}
+        for number, group in enumerate(template.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in numbers:
+                    raise JobError("`optimizer` was given parameters that are not among those it was called with")
+                self.group_of[numbers[id(parameter)]] = number
+        fusable = FUSED if parameters[0].device.type == "cpu" else FUSED - {optim.Adagrad}
+        self.fused = self.kind in fusable and all(_may_fuse(g) for g in self.groups)
+        if self.kind is optim.SGD and any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters):
+            self.fused = False  # torch 2.13's kernel gives other numbers for these than SGD is defined to give
+        self._fields = self._probe(parameters)
+
+    def describe(self) -> str:
+        return f"{self.kind.__name__}{' fused' if self.fused else ''}{'' if self.elementwise else ' per parameter'}"
+
+    def fields(self, parameter: int, numel: int) -> list[Field]:
+        """The state of a piece with so many elements of that parameter."""
+        found = self._fields.get(parameter, [])
+        if not self.elementwise:
+            return found
+        return [Field(f.key, f.dtype, (numel,) if f.shape else (), f.number, f.on_host) for f in found]
+
+    def make(self, pieces: Sequence[tuple[int, torch.nn.Parameter]]) -> optim.Optimizer:
+        """An optimizer over (parameter number, piece)."""
+        if not self.elementwise:
+            made = self.factory([piece for _, piece in pieces])
+            self._check_groups(made, pieces)
+            return made
+        options: dict[str, Any] = {"fused": True} if self.fused else {}
+        groups = [
+            {**hyper, **options, "params": [piece for parameter, piece in pieces if self.group_of[parameter] == number]}
+            for number, hyper in enumerate(self.groups)
+        ]
+        # The defaults too: Adagrad looks there, not into its groups, for the value that its sums start from.
+        optimizer: optim.Optimizer = self.kind([g for g in groups if g["params"]], **{**self.defaults, **options})
+        return optimizer
+
+    def _check_groups(self, made: optim.Optimizer, pieces: Sequence[tuple[int, torch.nn.Parameter]]) -> None:
+        """The factory must group a few parameters as it groups them all: by what they are, not by their place."""
+        numbers = {id(piece): number for number, piece in pieces}
+        for group in made.param_groups:
+            hyper = {k: v for k, v in group.items() if k != "params"}
+            for parameter in group["params"]:
+                if hyper != self.groups[self.group_of[numbers[id(parameter)]]]:
+                    raise JobError(
+                        "`optimizer` puts a parameter into another group when it is given only some of them",
+                        hint="group parameters by what they are (e.g. p.ndim), not by their place in the list",
+                    )
+
+    def _probe(self, parameters: Sequence[torch.nn.Parameter]) -> dict[int, list[Field]]:
+        """Take one step on throw-away copies and look at what state appears: per group and type, or per parameter."""
+        generator = torch.random.get_rng_state()
+        tried: dict[Any, list[Field]] = {}
+        found: dict[int, list[Field]] = {}
+        try:
+            for number, group in self.group_of.items():
+                value = parameters[number].detach()
+                key = (group, value.dtype) if self.elementwise else number
+                if key not in tried:
+                    tried[key] = self._try(number, value.new_zeros(_PROBE) if self.elementwise else value.clone())
+                found[number] = tried[key]
+        finally:
+            torch.random.set_rng_state(generator)
+        return found
+
+    def _try(self, number: int, value: torch.Tensor) -> list[Field]:
+        probe = torch.nn.Parameter(value)
+        probe.grad = torch.full_like(value, 1e-3)
+        optimizer = self.make([(number, probe)])
+        eager_step(optimizer)()
+        return [field for key, entry in optimizer.state[probe].items() if (field := _field(key, entry, value.device))]
+
+
+def _may_fuse(group: dict[str, Any]) -> bool:
+    """The user has not asked for another implementation."""
+    return group.get("fused") is not False and not group.get("foreach") and not group.get("differentiable")
+
+
+def _field(key: str, entry: Any, device: torch.device) -> Field | None:
+    if entry is None:
+        return None
+    if isinstance(entry, torch.Tensor):
+        return Field(key, entry.dtype, tuple(entry.shape), on_host=entry.device.type != device.type)
+    if type(entry) in (int, float, bool):
+        return Field(key, torch.float64, (), type(entry))
+    raise JobError(
+        f"the optimizer keeps '{key}', a {type(entry).__name__}, in its state: only tensors and numbers can be shared"
+    )
+
+
+@dataclass(frozen=True)
+class TileMemory:
+    """One tile of this member's: its parameters, and the bytes of its optimizer state."""
+
+    tile: int
+    values: torch.Tensor
+    state: torch.Tensor
+
+
+@dataclass
+class _Held:
+    """One piece under the optimizer."""
+
+    tile: int
+    piece: Piece
+    shape: tuple[int, ...]
+    parameter: torch.nn.Parameter
+    views: dict[str, tuple[Field, torch.Tensor]]
+    flag: torch.Tensor
+    begun: bool
+
+
+class TileOptimizer:
+    """The optimizer of some tiles. One torch optimizer for all of them: its own overhead is paid once per step."""
+
+    def __init__(self, recipe: Recipe, layout: Layout, tiles: Sequence[TileMemory]) -> None:
+        self._held = [held for memory in tiles for held in _hold(recipe, layout, memory)]
+        self._elementwise = recipe.elementwise
+        self._fused = recipe.fused
+        self._optimizer = None
+        self._gradients: dict[int, torch.Tensor] = {}
+        if self._held:
+            self._optimizer = recipe.make([(held.piece.entry, held.parameter) for held in self._held])
+            self._step = eager_step(self._optimizer)
+            self._rates = [float(g["lr"]) if "lr" in g else None for g in self._optimizer.param_groups]
+            for held in self._held:
+                if held.begun:
+                    self._optimizer.state[held.parameter] = {
+                        key: _restored(field, view) for key, (field, view) in held.views.items()
+                    }
+
+    def update(
+        self,
+        gradients: dict[int, torch.Tensor],
+        factor: float,
+        untouched: np.ndarray | None,
+        divisor: torch.Tensor | None = None,
+    ) -> None:
+        """One step on all tiles. The gradients (by tile) may be overwritten. Untouched parameters are skipped.
+        `divisor`: a fused optimizer is to divide the gradients by it."""
+        if self._optimizer is None:
+            return
+        self._aim(gradients, untouched)
+        if self._fused:
+            self._optimizer.grad_scale = divisor  # type: ignore[attr-defined]  # as torch.amp tells it
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate * factor
+        late = self._take_apart()
+        self._step()
+        if late:
+            for held in self._held:
+                held.parameter.grad = late.get(held.parameter)
+            self._step()
+            self._gradients = {}
+        self._save()
+
+    def _aim(self, gradients: dict[int, torch.Tensor], untouched: np.ndarray | None) -> None:
+        """Give every piece its part of the gradient; those of the last step still stand if nothing was skipped."""
+        same = self._gradients and all(gradients[t] is g for t, g in self._gradients.items())
+        if untouched is None and same and self._elementwise:  # an optimizer that we do not know may have cleared them
+            return
+        for held in self._held:
+            skip = untouched is not None and bool(untouched[held.piece.entry])
+            part = gradients[held.tile][held.piece.tile_first : held.piece.tile_first + held.piece.numel]
+            held.parameter.grad = None if skip else part.view(held.shape)
+        self._gradients = dict(gradients) if untouched is None else {}
+
+    def _take_apart(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """The gradients of pieces that begin while others have begun: torch's fused SGD wants a first step for all or
+        for none (it raises a TypeError), so these take theirs after the others."""
+        given = [held for held in self._held if held.parameter.grad is not None]
+        new = [held.parameter for held in given if not held.begun]
+        if not new or len(new) == len(given):
+            return {}
+        late = {parameter: parameter.grad for parameter in new if parameter.grad is not None}
+        for parameter in late:
+            parameter.grad = None
+        return late
+
+    def _save(self) -> None:
+        """Whatever the optimizer keeps must lie in the tiles' state: new tensors move there, numbers are written."""
+        assert self._optimizer is not None
+        for held in self._held:
+            state = self._optimizer.state.get(held.parameter)
+            if not state:
+                continue
+            for key, entry in state.items():
+                if entry is None or (key in held.views and entry is held.views[key][1]):
+                    continue
+                if key not in held.views:
+                    raise JobError(
+                        f"the optimizer's state '{key}' appeared only after its first step: it cannot be shared"
+                    )
+                field, view = held.views[key]
+                if field.number:
+                    view.fill_(entry)
+                elif field.on_host:
+                    view.copy_(entry)
+                else:
+                    view.copy_(entry)
+                    state[key] = view
+            if not held.begun:
+                held.begun = True
+                held.flag.fill_(1)
+
+
+def _restored(field: Field, view: torch.Tensor) -> Any:
+    if field.number:
+        return field.number(view.item())
+    return view.cpu() if field.on_host else view
+
+
+@dataclass(frozen=True)
+class StatePlace:
+    """Where the optimizer state of one piece lies in the state bytes of its tile."""
+
+    piece: Piece
+    flag_at: int
+    """One byte: whether the optimizer has state for the piece yet."""
+    fields: tuple[tuple[Field, int], ...]
+    """Each with the byte at which it starts."""
+
+
+def state_places(recipe: Recipe, layout: Layout, tile: int) -> list[StatePlace]:
+    """| a flag per piece | fields of the first piece | fields of the second…"""
+    pieces = [p for p in layout.pieces[tile] if p.entry in recipe.group_of]
+    at = -(-len(pieces) // 64) * 64
+    found = []
+    for number, piece in enumerate(pieces):
+        fields = []
+        for field in recipe.fields(piece.entry, piece.numel):
+            fields.append((field, at))
+            at += field.size_bytes
+        found.append(StatePlace(piece, number, tuple(fields)))
+    return found
+
+
+def state_bytes(recipe: Recipe, layout: Layout, tile: int) -> int:
+    """How many bytes of optimizer state a tile needs."""
+    pieces = [p for p in layout.pieces[tile] if p.entry in recipe.group_of]
+    flags = -(-len(pieces) // 64) * 64
+    return flags + sum(f.size_bytes for p in pieces for f in recipe.fields(p.entry, p.numel))
+
+
+def _hold(recipe: Recipe, layout: Layout, memory: TileMemory) -> list[_Held]:
+    """The pieces of a tile, with views of their values and state."""
+    found = []
+    for place in state_places(recipe, layout, memory.tile):
+        piece = place.piece
+        views = {}
+        for field, at in place.fields:
+            raw = memory.state[at : at + field.numel * field.dtype.itemsize]
+            views[field.key] = (field, raw.view(field.dtype).view(field.shape))
+        shape = (piece.numel,) if recipe.elementwise else tuple(layout.entries[piece.entry].shape)
+        values = memory.values[piece.tile_first : piece.tile_first + piece.numel].view(shape)
+        flag = memory.state[place.flag_at]
+        found.append(_Held(memory.tile, piece, shape, torch.nn.Parameter(values), views, flag, bool(flag)))
+    return found

@@ -1,0 +1,85 @@
+"""local_sgd on one worker, before it has a seat: the model made, laid out, and checked by the canary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from distbelief.compression.parts import PartsCoding
+from distbelief.job import Job
+from distbelief.shards import Range, Schedule
+from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
+from distbelief.strategies.dataparallel.compressed import compressing
+from distbelief.strategies.dataparallel.prepared import PreparedModel
+from distbelief.strategies.flatmodel.partials import slots_needed
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
+from distbelief.strategies.localsgd.innerstates import InnerStates
+from distbelief.strategies.localsgd.kept import optimizer_bytes
+from distbelief.strategies.localsgd.ondevice import DeviceTrainer
+from distbelief.strategies.localsgd.replica import LocalReplica
+from distbelief.strategies.localsgd.rules.rounds import Rounds, group_of
+from distbelief.strategies.localsgd.strategy import LocalSGD
+from distbelief.strategies.localsgd.trainer import TOLD, LocalTrainer
+from distbelief.transport.exchange import ROW, Exchange, Geometry
+
+
+class PreparedLocalSGD(PreparedModel):
+    """See `Prepared`. What the members divide among themselves are the replicas."""
+
+    def __init__(self, job: Job, schedule: Schedule, device: torch.device, how: LocalSGD) -> None:
+        super().__init__(job, schedule, device)
+        self._how = how
+        self.shards = how.replicas_of(job)
+        self._compression = (
+            compressing(self._layout, how.compression, job.seed, always=True, apart=True) if how.compression else None
+        )
+        coding = PartsCoding(how.compression, self._compression.places) if self._compression else None
+        kind = LocalTrainer if device.type == "cpu" else DeviceTrainer
+        self._trainer = kind(job, self.model, self._layout, device, self._recipe, coding)
+        self._computer = self._trainer
+        self._outer = Recipe(partial(torch.optim.SGD, **how.outer_options), self._trainer.parameters)
+
+    def least_bytes(self) -> int:
+        """A slot for differences; values and the outer optimizer's state twice; values, a gradient and what is kept of
+        the replica that is trained; and what all replicas keep, before and after a round."""
+        layout = self._layout
+        if self._device.type != "cpu":
+            return self._device_bytes()
+        outer = sum(state_bytes(self._outer, layout, tile) for tile in range(layout.parameter_tiles))
+        inner = len(self._trainer.kept)
+        return 3 * layout.size_bytes + 2 * (layout.size_bytes + outer) + (1 + 2 * self.shards) * inner
+
+    def _device_bytes(self) -> int:
+        """There: the committed values and those of a replica; a gradient per level of its tree; its optimizer."""
+        layout, largest = self._layout, -(-self._schedule.shards // self.shards)
+        slots = slots_needed(largest, (0, largest))
+        return (2 + slots) * layout.size_bytes + optimizer_bytes(layout, self._recipe)
+
+    def geometry(self, ranges: Sequence[Range]) -> Geometry:
+        return Geometry(
+            tiles=self._layout.tiles,
+            slot_bytes=self._layout.size_bytes,
+            slots=[self._slots(mine) for mine in ranges],
+            shards=self.shards,
+            marks=len(self._layout.entries),
+            integer_bytes=len(self._trainer.integer_bytes()),
+            row=ROW + TOLD * self._how.steps,
+            compression=self._compression,
+        )
+
+    def _slots(self, mine: Range) -> int:
+        """Over a network, differences that are compressed are not added up by whoever made them."""
+        return max(slots_needed(self.shards, mine), mine[1] - mine[0] if self._compression else 0)
+
+    def groups(self, mine: Range) -> list[list[Range]]:
+        groups = [group_of(self._schedule.shards, self.shards, replica) for replica in range(*mine)]
+        return [[(shard, shard + 1) for shard in range(*group)] for group in groups]
+
+    def build(
+        self, seat: Seat, exchange: Exchange, fetch: Fetch, begin_from: BeginFrom = nothing_saved
+    ) -> LocalReplica:
+        rounds = Rounds(self._schedule, self._how.steps, self.shards, seat.steps)
+        inner = InnerStates(exchange, seat.ranges, len(self._trainer.kept), self._how.sends_copies)
+        return LocalReplica(self._trainer, self._outer, rounds, seat, inner, fetch, begin_from)

@@ -1,0 +1,249 @@
+"""The local_sgd replica: a round is the transaction, and the commit of allreduce is its outer step.
+
+A unit of work is one replica of the model: its local steps, whose difference from the committed parameters goes where a
+shard's gradients go. Partial sums, taking over, the commit and the tree order are those of allreduce. In here rounds
+are counted; to the outside, steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from distbelief.checkpoint.sources import MODEL
+from distbelief.compression.exchanges.partialsums import CodedParts
+from distbelief.errors import DistBeliefError, JobError
+from distbelief.strategies.base import (
+    Applied,
+    BeginFrom,
+    Fetch,
+    RolledBack,
+    Saved,
+    Seat,
+    StepResult,
+    Takeover,
+    nothing_saved,
+)
+from distbelief.strategies.dataparallel.replica import DataParallelReplica
+from distbelief.strategies.dataparallel.takeover import StepWork, plan_apart
+from distbelief.strategies.flatmodel.compute import make_model
+from distbelief.strategies.flatmodel.copying import Copy
+from distbelief.strategies.flatmodel.partials import ShardWork
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe
+from distbelief.strategies.flatmodel.verdict import judge
+from distbelief.strategies.localsgd.innerstates import InnerStates
+from distbelief.strategies.localsgd.portions import LocalPortion, inner_states, is_inner
+from distbelief.strategies.localsgd.rules.rounds import Rounds
+from distbelief.strategies.localsgd.trainer import NO_SAY, TOLD, Beginning, LocalTrainer
+from distbelief.strategies.localsgd.travelling import Travelling
+from distbelief.transport.exchange import ROW
+from distbelief.transport.shm.segment import Segment
+
+_WEIGHT, _INTEGERS, _SAMPLES = 1, 2, 3
+
+
+class LocalReplica(DataParallelReplica):
+    """See `Replica`. `outer`: the optimizer of the outer step."""
+
+    def __init__(
+        self, trainer: LocalTrainer, outer: Recipe, rounds: Rounds, seat: Seat, inner: InnerStates, fetch: Fetch,
+        begin_from: BeginFrom = nothing_saved,
+    ) -> None:  # fmt: skip
+        self._trainer = trainer
+        self._rounds = rounds
+        self._inner = inner
+        self._begin_from = begin_from
+        self._went_back: RolledBack | None = None
+        self._interrupted = False
+        within = replace(seat, steps=rounds.count)
+        super().__init__(trainer, outer, rounds, within, inner.exchange, fetch, True, self._begin)
+        # Clipping and the schedule are for local steps.
+        self._job = replace(trainer.job, clip_norm=None, schedule=None)
+        self._rows = np.zeros((rounds.replicas, ROW + TOLD * rounds.local))
+        coding, replicas = trainer.coding, rounds.replicas
+        owing = 4 * coding.elements if coding else 0
+        copied = replicas * (len(trainer.kept) - owing) if inner.copies else 0
+        self._travelling = Travelling(inner.exchange, coding, replicas, copied)
+        self._helper = None  # a replica's state has one writer, and a late one would be begun anew from its first step
+
+    # --- what a generation goes on from ------------------------------------------------------------------------------
+
+    def _begin(self, step: int = -1) -> Saved | None:
+        saved = self._begin_from(step)
+        if saved is None:
+            return None
+        rounds = self._rounds.done(saved.step)
+        inner = {name: tensor for name, tensor in saved.tensors.items() if is_inner(name)}
+        others = {name: tensor for name, tensor in saved.tensors.items() if name not in inner}
+        states: Sequence[torch.Tensor] = [torch.zeros_like(self._trainer.kept)] * self._rounds.replicas
+        if saved.step:  # else it is weights alone, and optimizers begin
+            states = inner_states(
+                inner, self._trainer.layout, self._trainer.recipe, self._rounds.replicas, self._trainer.coding
+            )
+        self._inner.set(rounds, states)
+        return replace(saved, step=rounds, tensors=others)
+
+    def _agree(self, begin_from: BeginFrom) -> None:
+        super()._agree(begin_from)
+        if self.exchange.shares_state:
+            return
+        self._interrupted, lost = self._inner.agree(self._state.steps_applied)
+        if not lost:
+            return
+        reached = self.steps_applied()
+        self._state.forget()
+        super()._agree(self._begin_again)
+        self._inner.agree(self._state.steps_applied)
+        source = "checkpoint" if self.steps_applied() else "where the run began"
+        self._went_back = RolledBack(reached, self.steps_applied(), source)
+
+    def _begin_again(self, step: int = -1) -> Saved | None:
+        return self._begin(step) or self._begin_anew()
+
+    def _begin_anew(self) -> Saved:
+        """From the job's own initial values, which are nowhere any more."""
+        job = self._trainer.job
+        if isinstance(job.model, torch.nn.Module):
+            raise DistBeliefError(
+                "whoever had the optimizer state of a replica has died, and there is no checkpoint to go back to",
+                hint="save more often (--save-every), or let `model` be a function, which can be called again",
+            )
+        model = make_model(job, self._trainer.device)
+        self._inner.set(0, [torch.zeros_like(self._trainer.kept)] * self._rounds.replicas)
+        return Saved(0, {f"{MODEL}{n}": t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())})
+
+    # --- a round -----------------------------------------------------------------------------------------------------
+
+    def compute(self, step: int) -> None:
+        number = self._rounds.done(step)
+        self._inner.begin(number)
+        first, end = self._seat.ranges[self._seat.rank]
+        for idle in range(max(first, self._rounds.occupied(number)), end):  # no samples: it stays as it is
+            self._inner.write(idle, number + 1, self._inner.read(idle, number))
+        try:
+            super().compute(number)
+        finally:
+            self._trainer.bind_parameters(self._state.memory, self._state.values_at)
+        self._trainer.adopt_integers()
+        self._inner.send_on(number + 1)  # before anybody commits: then whoever dies after it takes nothing along
+
+    def commit(self, step: int) -> StepResult:
+        number = self._rounds.done(step)
+        result = super().commit(number)
+        occupied = self._rounds.occupied(number)
+        self._travelling.count(self._work_of(number).sources, super()._plan(occupied).sources)
+        return result
+
+    def _plan(self, occupied: int) -> StepWork:
+        """Differences that are sent encoded are not added up before."""
+        if not isinstance(self.exchange, CodedParts):
+            return super()._plan(occupied)
+        return plan_apart(self._rounds.shards, occupied, self._seat.ranges, self._seat.rank)
+
+    def _compute_unit(self, step: int, unit: ShardWork, last: bool) -> None:
+        replica, state = unit.shard, self._state
+        begin = Beginning(state.memory, state.values_at, state.integers(step), self._inner.read(replica, step))
+        trained = self._trainer.train(self._rounds, step, replica, begin, self._fetch, self.exchange.working)
+        self.exchange.working(-1)
+        self._trainer.write_difference(self.exchange.slot(unit.slot))
+        code = self.exchange.code(unit.slot) if isinstance(self.exchange, CodedParts) else None
+        self._trainer.encode_difference(self.exchange.slot(unit.slot), trained.touched, code)
+        self._inner.write(replica, step + 1, self._trainer.kept)
+        ready = self._when_ready(unit, last)
+        for tile in self._trainer.layout.tiles:
+            ready(tile.index)
+        row = self._rows[replica]
+        row[_WEIGHT] = 1.0  # every replica counts alike in the average
+        row[_INTEGERS], row[_SAMPLES] = trained.integers, trained.told[:, -1].sum()
+        row[ROW : ROW + trained.told.size] = trained.told.reshape(-1)
+        self._touched |= trained.touched
+
+    def _look_ahead(self, step: int) -> None:
+        """The next batch waits for the outer step, and readers know of it."""
+
+    def _stamp(self, step: int) -> int:
+        return self._rounds.after(step)
+
+    def _judge(self, step: int, rows: np.ndarray) -> StepResult:
+        known = {float(row[_INTEGERS]) for row in rows if row[_SAMPLES] and row[_INTEGERS] != NO_SAY}
+        if len(known) > 1:
+            raise JobError(
+                "an integer buffer of the model has other values in one replica than in another: it depends on the "
+                "samples, so there is no single value to go on with"
+            )
+        told = rows[:, ROW:].reshape(len(rows), -1, TOLD)
+        found = [
+            judge(number, told[:, place, 0], told[:, place, 1], told[:, place, 2], told[:, place].tobytes())
+            for place, number in enumerate(self._rounds.steps(step))
+        ]
+        return replace(found[-1], before=found[:-1])
+
+    def _remember(self, step: int, result: StepResult, at: float) -> None:
+        for number, one in zip(self._rounds.steps(step), (*result.before, result), strict=True):
+            applied = Applied(number, one.loss, one.samples, one.fingerprint, self._seat.generation, at)
+            self._state.remember(applied)
+
+    # --- in steps ----------------------------------------------------------------------------------------------------
+
+    def steps_applied(self) -> int:
+        return self._rounds.after(self._state.steps_applied)
+
+    def remembered(self, first: int) -> list[Applied]:
+        return self._state.remembered(first, self.steps_applied())
+
+    def note(self) -> tuple[int, bytes]:
+        rounds, content = self._state.note()
+        return (self._rounds.after(rounds) if rounds >= 0 else rounds), content
+
+    def taken_over(self) -> Takeover | None:
+        found = super().taken_over()
+        if found is None and self._interrupted:
+            found = Takeover(self._state.steps_applied, self._rounds.occupied(self._state.steps_applied))
+        return replace(found, step=self._rounds.after(found.step)) if found else None
+
+    def rolled_back(self) -> RolledBack | None:
+        return self._went_back
+
+    # --- for people --------------------------------------------------------------------------------------------------
+
+    def traffic(self) -> tuple[int, int]:
+        return self._travelling.traffic
+
+    def plan_lines(self) -> Sequence[str]:
+        return self._travelling.lines()
+
+    # --- saving ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _all_portions(self) -> list[LocalPortion]:
+        """Every member saves what its replicas keep, too."""
+        layout, recipe = self._trainer.layout, self._trainer.recipe
+        return [
+            LocalPortion(tiles, layout, recipe, range(*replicas), self._trainer.coding)
+            for tiles, replicas in zip(self._portions, self._seat.ranges, strict=True)
+        ]
+
+    def portions(self) -> Sequence[Any]:
+        return self._all_portions
+
+    def copy_portion(self, applied: int, into: Segment) -> Copy:
+        rounds, rank = self._rounds.done(applied), self.exchange.rank
+        tiles = len(self._trainer.layout.tiles)
+
+        def copy(piece: int, into: Segment, at_bytes: int) -> None:
+            if piece < tiles:
+                self._state.copy_tile(piece, into, at_bytes)
+            else:
+                state = self._inner.read(piece - tiles, rounds)
+                into.tensor(state.dtype, at_bytes, len(state)).copy_(state)
+
+        mine = self._all_portions[rank]
+        starts = mine.tiles.starts | {tiles + replica: at for replica, at in mine.starts.items()}
+        copying = Copy(copy, starts, into, self._outside(rounds) if rank == 0 else {})
+        self._copies.append(copying)
+        return copying

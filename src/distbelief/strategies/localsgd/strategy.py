@@ -1,0 +1,200 @@
+"""local_sgd: replicas of the model train apart for some steps, then one outer step brings them together.
+
+The value alone, without torch, which the command line and the coordinator need not import. What a replica does between
+two outer steps is in local/.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from distbelief.compression.option import NAMES as COMPRESSIONS
+from distbelief.compression.option import canonical
+from distbelief.errors import JobError
+from distbelief.job import Job
+from distbelief.shards import Schedule
+
+if TYPE_CHECKING:
+    import torch
+
+    from distbelief.strategies.localsgd.prepared import PreparedLocalSGD
+
+Outer = Literal["average", "nesterov"]
+Transport = Literal["auto", "shm", "gloo"]
+
+LR = 0.7
+"""Of the outer step with Nesterov's momentum, as in DiLoCo (arXiv:2311.08105)."""
+MOMENTUM = 0.9
+USUAL_REPLICAS = 4
+_FORM = (
+    "local_sgd:8 (local steps), with options after it: replicas=4, nesterov, lr=0.7, momentum=0.9, shm, gloo, copies, "
+    "nocopies, and a compression: bf16, int8 or topk=0.01"
+)
+
+
+@dataclass(frozen=True)
+class LocalSGD:
+    """R logical replicas; each takes `steps` local steps on its part of every global batch, then their differences from
+    where they began are averaged and applied by the outer optimizer. The weights do not depend on the number of
+    workers.
+
+    >>> str(LocalSGD(8)), str(LocalSGD(8, replicas=2, outer="nesterov", lr=0.5))
+    ('local_sgd:8', 'local_sgd:8:replicas=2:nesterov:lr=0.5')
+    """
+
+    steps: int
+    """H: local steps between two outer steps. A link carries 1/H of what allreduce sends."""
+    replicas: int | None = None
+    """R, fixed for the life of a run. None: 4, or as many as the job has shards if those are fewer."""
+    outer: Outer = "average"
+    """average: the replicas' mean; nesterov: SGD with Nesterov's momentum on their mean difference (DiLoCo)."""
+    lr: float | None = None
+    """Of the outer step; None: 0.7 with nesterov. The average has none."""
+    momentum: float | None = None
+    """Of the outer step; None: 0.9 with nesterov. The average has none."""
+    transport: Transport = "auto"
+    """How differences travel: shared memory on one host, gloo across hosts; auto chooses."""
+    copies: bool | None = None
+    """Without shared memory: whether a replica's optimizer state, and what it owes, are also sent to another worker in
+    every outer step. Off: less traffic, and after a death the run goes back to the last checkpoint. None: on, unless
+    differences are compressed."""
+    compression: str = ""
+    """How differences are made smaller on their way: bf16, int8 or topk=0.01. Each replica keeps what it did not send,
+    and what is learnt depends on it, on any number of workers and in shared memory too."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("steps", self.steps), ("replicas", self.replicas)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise JobError(
+                    f"local_sgd: {name} must be a whole number of at least 1, not {value!r}", hint=f"write {_FORM}"
+                )
+        if self.outer not in get_args(Outer):
+            raise JobError(f"local_sgd: outer is {' or '.join(get_args(Outer))}, not {self.outer!r}")
+        if self.outer == "average" and (self.lr is not None or self.momentum is not None):
+            raise JobError(
+                "local_sgd: an average has no learning rate and no momentum",
+                hint='say nesterov too (outer="nesterov"), or leave lr and momentum away',
+            )
+        if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
+            raise JobError(
+                f"local_sgd: the outer learning rate must be above 0, not {self.lr!r}", hint=f"write {_FORM}"
+            )
+        if self.momentum is not None and not 0 < self.momentum < 1:
+            raise JobError(
+                f"local_sgd: the outer momentum must lie between 0 and 1, not {self.momentum!r}",
+                hint="without momentum it is an average: leave nesterov away",
+            )
+
+        self._check_compression()
+
+    def _check_compression(self) -> None:
+        if not self.compression:
+            return
+        object.__setattr__(self, "compression", canonical(self.compression))
+        if self.compression.startswith("powersgd"):
+            raise JobError(
+                "powersgd cannot compress the differences of local_sgd",
+                hint="it sums matrices over all workers, and these need not be as many as replicas: use bf16, int8 or "
+                "topk=0.01 here, or allreduce:powersgd=4",
+            )
+
+    def __str__(self) -> str:
+        options = [
+            *([f"replicas={self.replicas}"] if self.replicas is not None else []),
+            *([self.outer] if self.outer != "average" else []),
+            *([f"lr={self.lr!r}"] if self.lr is not None else []),
+            *([f"momentum={self.momentum!r}"] if self.momentum is not None else []),
+            *([self.transport] if self.transport != "auto" else []),
+            *([self.compression] if self.compression else []),
+            *(["copies" if self.copies else "nocopies"] if self.copies is not None else []),
+        ]
+        return ":".join(["local_sgd", str(self.steps), *options])
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    @property
+    def stride(self) -> int:
+        return self.steps
+
+    @property
+    def sends_copies(self) -> bool:
+        return not self.compression if self.copies is None else self.copies
+
+    @property
+    def outer_options(self) -> dict[str, Any]:
+        """What the outer step is, as options of torch.optim.SGD."""
+        if self.outer == "average":
+            return {"lr": 1.0}
+        return {
+            "lr": LR if self.lr is None else self.lr,
+            "momentum": MOMENTUM if self.momentum is None else self.momentum,
+            "nesterov": True,
+        }
+
+    def replicas_of(self, job: Job) -> int:
+        """A function of the job alone."""
+        shards = job.resolved_shards
+        if self.replicas is None:
+            return min(USUAL_REPLICAS, shards)
+        if self.replicas > shards:
+            raise JobError(
+                f"{self.replicas} replicas are more than the {shards} shards of a step: each needs one at least",
+                hint=f"set `shards` of the job to {self.replicas} or more, or have fewer replicas",
+            )
+        return self.replicas
+
+    def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedLocalSGD:
+        from distbelief.strategies.localsgd.prepared import PreparedLocalSGD
+
+        return PreparedLocalSGD(job, schedule, device, self)
+
+
+def parse_local_sgd(text: str, options: Sequence[str]) -> LocalSGD:
+    """The strategy that a command line names.
+
+    >>> parse_local_sgd("local_sgd:8:nesterov:int8", ["8", "nesterov", "int8"]) == LocalSGD(
+    ...     8, outer="nesterov", compression="int8"
+    ... )
+    True
+    """
+    if not options or not options[0].isdigit():
+        raise JobError(f"the strategy '{text}' does not say how many local steps there are", hint=f"write {_FORM}")
+    values: dict[str, Any] = {"steps": int(options[0])}
+    for option in options[1:]:
+        name, value = _option(text, option)
+        if name in values:
+            raise JobError(f"the strategy '{text}' gives its {name} twice", hint="give it once")
+        values[name] = value
+    return LocalSGD(**values)
+
+
+def _option(text: str, option: str) -> tuple[str, Any]:
+    key, equals, number = option.partition("=")
+    if option in get_args(Outer):
+        return "outer", option
+    if option in get_args(Transport):
+        return "transport", option
+    if option in ("copies", "nocopies"):
+        return "copies", option == "copies"
+    if key in COMPRESSIONS:
+        return "compression", option
+    if option == "always":
+        raise JobError(
+            f"always in the strategy '{text}': the compression of local_sgd is never switched off, since its weights "
+            "do not depend on measured times",
+            hint="leave always out",
+        )
+    kinds = {"replicas": int, "lr": float, "momentum": float}
+    if key in kinds and equals:
+        try:
+            return key, kinds[key](number)
+        except ValueError:
+            pass
+        what = "a whole number" if kinds[key] is int else "a number"
+        raise JobError(f"'{option}' in the strategy '{text}' does not give {what}", hint=f"write {_FORM}")
+    raise JobError(f"unknown option '{option}' in the strategy '{text}'", hint=f"write {_FORM}")

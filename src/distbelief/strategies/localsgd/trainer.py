@@ -1,0 +1,259 @@
+"""One replica between two outer steps: local steps on a copy of the parameters, with an optimizer of the replica's own.
+
+What a replica gives is a pure function of (committed values, its optimizer state, samples, seeds), so it does not
+matter who trains it. A local step is a step of allreduce on the replica's own shards: the same tree, the same rules for
+untouched parameters, clipping and buffers.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from distbelief.compression.parts import PartsCoding
+from distbelief.data.seeding import seed_everything
+from distbelief.errors import JobError
+from distbelief.job import Job
+from distbelief.shards import mix, shard_seed
+from distbelief.strategies.base import Fetch, NonFiniteLoss
+from distbelief.strategies.flatmodel.compute import ShardComputer, ShardResult
+from distbelief.strategies.flatmodel.layout import Layout
+from distbelief.strategies.flatmodel.partials import partial_sums
+from distbelief.strategies.flatmodel.stretchwise import when_whole
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory, TileOptimizer, state_bytes
+from distbelief.strategies.flatmodel.updating import norms
+from distbelief.strategies.localsgd.kept import kept_bytes, owed
+from distbelief.strategies.localsgd.rules.rounds import Rounds
+from distbelief.transport.device.exchange import Stretch, stretches
+from distbelief.transport.exchange import Tile
+from distbelief.transport.shm.segment import Memory, Segment
+
+TOLD = 3
+"""Numbers that a replica tells of each of its steps: sum of the loss, its weight, samples."""
+NO_SAY = -1.0
+"""In place of a checksum of the integer buffers: they are behind those of replicas that had samples in every step."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a replica goes on from."""
+
+    values: Memory
+    """The committed parameters and float buffers, as the layout has them."""
+    values_at: int
+    """The byte at which they begin."""
+    integers: bytes
+    """The committed integer buffers."""
+    kept: torch.Tensor
+    """The bytes that the replica keeps from one round to the next."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    told: np.ndarray
+    """(steps of the round, TOLD)."""
+    integers: float
+    """A checksum of the integer buffers, or NO_SAY."""
+    touched: np.ndarray
+    """Per entry of the layout: whether any step gave the parameter a gradient, or changed the buffer."""
+
+
+class LocalTrainer(ShardComputer):
+    """A model, ready to train replicas, one after the other. Between rounds its parameters are the committed ones."""
+
+    _grain_bytes = 1
+    """How much is worth an operation of its own. Here every tile is, while it is in the cache."""
+
+    def __init__(
+        self, job: Job, model: torch.nn.Module, layout: Layout, device: torch.device, recipe: Recipe,
+        coding: PartsCoding | None = None,
+    ) -> None:  # fmt: skip
+        """`coding`: how differences are compressed."""
+        super().__init__(job, model, layout, device)
+        self.recipe = recipe
+        self.coding = coding
+        self._grain = stretches(layout.tiles, layout.parameter_tiles, self._grain_bytes)
+        self._values = self._room(layout.size_bytes)
+        self.values = views(self._values, layout.tiles)
+        """Of the replica that is being trained, or was trained last."""
+        self._began_at: list[torch.Tensor] = []
+        """The values that it began with, in the pieces of the grain."""
+        self._sizes = [state_bytes(recipe, layout, tile) for tile in range(layout.parameter_tiles)]
+        self._keeping = Segment.private(kept_bytes(layout, recipe, coding))
+        self.kept = self._keeping.tensor(torch.uint8, 0, self._keeping.size_bytes)
+        """What it keeps for its next round: the bytes of its optimizer state, and behind them what it owes."""
+        self._optimizer_state = self.kept
+        """Where optimizers work on that."""
+        self._code = coding.room() if coding else None
+        self._slots: list[Memory] = []
+        self._slot_tiles: list[list[torch.Tensor]] = []
+        self._slot_parts: list[list[torch.Tensor]] = []
+        self._fullest: bytes | None = None
+
+    def train(
+        self, rounds: Rounds, number: int, replica: int, beginning: Beginning, fetch: Fetch,
+        working: Callable[[int], None],
+    ) -> Trained:  # fmt: skip
+        """Take the round's local steps. `working` is told every shard before it is computed."""
+        self.kept.copy_(beginning.kept)
+        self._began_at = self._bring_in(beginning)
+        for mine, value in zip(views(self._values, self._grain), self._began_at, strict=True):
+            mine.copy_(value)
+        self.commit_integers(beginning.integers)
+        self.bind_parameters(self._values, 0)
+        optimizers = self._make_optimizers()
+        told = np.zeros((len(rounds.steps(number)), TOLD))
+        touched = np.zeros(len(self.layout.entries), np.uint8)
+        first, end = rounds.group(replica)
+        full = True
+        for place, step in enumerate(rounds.steps(number)):
+            busy = min(end, rounds.schedule.occupied(step)) - first
+            if busy <= 0:  # the last batch of an epoch: it has no samples for this replica
+                full = False
+                continue
+            results = self._compute(step, (first, end), busy, fetch, working)
+            told[place] = (
+                math.fsum(result.loss_sum for result, _ in results),
+                math.fsum(result.weight for result, _ in results),
+                sum(samples for _, samples in results),
+            )
+            marks = np.bitwise_or.reduce([result.touched for result, _ in results])
+            if told[place][1] == 0:  # nothing to learn from: as if no parameter had a gradient
+                marks[: len(self.parameters)] = 0
+            self._update(step, replica, optimizers, float(told[place][1]), marks, busy)
+            touched |= marks
+        self._bring_out()
+        integers = self.integer_bytes()
+        if full:
+            self._fullest = integers
+        return Trained(told, float(zlib.crc32(integers)) if full else NO_SAY, touched)
+
+    def _room(self, size_bytes: int) -> Memory:
+        """Memory to train in."""
+        return Segment.private(size_bytes)
+
+    def _bring_in(self, beginning: Beginning) -> list[torch.Tensor]:
+        """Have what a replica begins with where it is trained. Returns its values, in the pieces of the grain."""
+        return views(beginning.values, self._grain, beginning.values_at)
+
+    def _bring_out(self) -> None:
+        """Have what the replica keeps in `kept`."""
+
+    def adopt_integers(self) -> None:
+        """The round is computed: of the replicas that were trained here, one with samples in every step has the integer
+        buffers that count."""
+        if self._fullest is not None:
+            self.commit_integers(self._fullest)
+        self._fullest = None
+
+    def write_difference(self, slot: Memory) -> None:
+        """What the outer step takes for a gradient: where the replica began, less where it has come to. Float buffers
+        are written as they are."""
+        places, trained = views(slot, self._grain), views(self._values, self._grain)
+        for some, before, after, place in zip(self._grain, self._began_at, trained, places, strict=True):
+            if some.tiles.stop <= self.layout.parameter_tiles:
+                torch.sub(before, after, out=place)
+            else:
+                place.copy_(after)
+
+    def encode_difference(self, slot: Memory, touched: np.ndarray, code: torch.Tensor | None = None) -> None:
+        """Leave in the slot what others decode of the difference there, and keep what that lost. `code`: where to
+        write what goes on the wire; None: nothing is sent."""
+        if self.coding is None or self._code is None:
+            return
+        rest = owed(self.kept, self.coding)
+        self.coding.write(slot, rest, touched, self._code if code is None else code)
+
+    # --- one local step ----------------------------------------------------------------------------------------------
+
+    def _compute(
+        self, step: int, group: tuple[int, int], busy: int, fetch: Fetch, working: Callable[[int], None]
+    ) -> list[tuple[ShardResult, int]]:
+        """Forward and backward of the replica's shards; their sum is in the first slot. Returns (result, samples)."""
+        size = group[1] - group[0]
+        results = []
+        for unit in partial_sums(size, busy, (0, size)).work:
+            shard = group[0] + unit.shard
+            working(shard)
+            batch, samples = fetch(step, shard, shard + 1)
+            seed = shard_seed(self.job.seed, step, shard)
+            slot, ready = self._slot(unit.slot), when_whole(self._grain, partial(self._add, unit.additions))
+            result = self.run(batch, samples, seed, slot, self.values[self.layout.parameter_tiles :], ready)
+            if not (math.isfinite(result.loss_sum) and math.isfinite(result.weight)):
+                raise NonFiniteLoss(result.loss_sum, step, shard)
+            results.append((result, samples))
+        if len({result.integers for result, _ in results}) > 1:
+            raise JobError(
+                "an integer buffer of the model has other values after one shard than after another: it depends on the "
+                "samples, so there is no single value to go on with"
+            )
+        self.commit_integers()
+        return results
+
+    def _add(self, additions: Sequence[tuple[int, int]], some: int) -> None:
+        for into, other in additions:
+            self._slot_parts[into][some].add_(self._slot_parts[other][some])
+
+    def _slot(self, index: int) -> Memory:
+        while len(self._slots) <= index:
+            slot = self._room(self.layout.size_bytes)
+            self._slots.append(slot)
+            self._slot_tiles.append(views(slot, self.layout.tiles))
+            self._slot_parts.append(views(slot, self._grain))
+        return self._slots[index]
+
+    def _update(
+        self, step: int, replica: int, optimizers: Sequence[tuple[int, TileOptimizer]], weight: float,
+        touched: np.ndarray, shards: int,
+    ) -> None:  # fmt: skip
+        sums, count = self._slot_tiles[0], self.layout.parameter_tiles
+        untouched = touched == 0
+        if weight > 0:
+            gradients = {tile: sums[tile] for tile in range(count)}
+            self._scale(1.0 / weight)
+            if (factor := self._clip_factor(sums[:count])) < 1.0:
+                self._scale(factor)
+            rate = self.job.schedule(step) if self.job.schedule else 1.0
+            skip = untouched if untouched[: len(self.parameters)].any() else None
+            for first, optimizer in optimizers:
+                if not self.recipe.elementwise:
+                    seed_everything(mix(self.job.seed, 4, step, first, replica) >> 1)
+                optimizer.update(gradients, rate, skip)
+        for tile in range(count, len(self.layout.tiles)):
+            average = sums[tile].div_(shards)
+            for piece in self.layout.pieces[tile]:
+                if not untouched[piece.entry]:  # the average of equal numbers is not always that number
+                    part = slice(piece.tile_first, piece.tile_first + piece.numel)
+                    self.values[tile][part] = average[part]
+
+    def _scale(self, factor: float) -> None:
+        """The gradients in the first slot."""
+        for some, part in zip(self._grain, self._slot_parts[0], strict=True):
+            if some.tiles.stop <= self.layout.parameter_tiles:
+                part.mul_(factor)
+
+    def _clip_factor(self, gradients: Sequence[torch.Tensor]) -> float:
+        if self.job.clip_norm is None:
+            return 1.0
+        squares = [norm**2 for norm in norms(gradients)]
+        return min(1.0, self.job.clip_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
+
+    def _make_optimizers(self) -> list[tuple[int, TileOptimizer]]:
+        """(first tile, optimizer), each going on from the state in `kept`. One that is not element-wise is given
+        one tile at a time, as in allreduce."""
+        at, memory = 0, []
+        for tile, size_bytes in enumerate(self._sizes):
+            memory.append(TileMemory(tile, self.values[tile], self._optimizer_state[at : at + size_bytes]))
+            at += size_bytes
+        sets = [memory] if self.recipe.elementwise else [[one] for one in memory]
+        return [(tiles[0].tile, TileOptimizer(self.recipe, self.layout, tiles)) for tiles in sets if tiles]
+
+
+def views(memory: Memory, places: Sequence[Tile | Stretch], first_bytes: int = 0) -> list[torch.Tensor]:
+    return [memory.tensor(one.dtype, first_bytes + one.offset_bytes, one.numel) for one in places]

@@ -1,0 +1,141 @@
+"""Throw-away tensors in the place of those that a module has on meta, to run it for a moment without its real ones.
+
+Layers that tensor parallelism has divided have the part that this member holds and no communication; where a module
+does not run so (a divided vocabulary is only whole with its communication), they are whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from distbelief.strategies.mesh.cut.keeping import kept
+
+_HOST = torch.device("cpu")
+
+
+@contextmanager
+def lent(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Ordinary values for the tensors on meta that modules keep as plain attributes; and no communication."""
+    made: dict[int, torch.Tensor] = {}
+    with kept(module):
+        for one in module.modules():
+            if any(isinstance(parameter, DTensor) for parameter in one.parameters()):
+                one._forward_hooks, one._forward_pre_hooks = type(one._forward_hooks)(), type(one._forward_pre_hooks)()
+            for name, value in list(vars(one).items()):
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    vars(one)[name] = made.setdefault(id(value), _ordinary(value, device))
+        yield
+
+
+def stand_ins(
+    module: torch.nn.Module, device: torch.device, works: Callable[[dict[str, torch.Tensor]], object]
+) -> dict[str, torch.Tensor]:
+    """Random weights that keep values at an ordinary size, so that no time goes into tiny or infinite numbers.
+
+    `works` is called where it is uncertain whether the module runs with its own part of divided layers.
+    """
+    weights = _stand_ins(module, device, local=True)
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        try:
+            works(weights)
+        except (RuntimeError, IndexError):
+            weights = _stand_ins(module, device, local=False)
+    return weights
+
+
+def call(module: torch.nn.Module, weights: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
+    return torch.func.functional_call(module, dict(weights), args, kwargs, tie_weights=True)
+
+
+def run_alone(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run a module that is on meta for real, for code in it that looks at values; the result is on meta again.
+
+    Tensors on meta share memory and have been changed in place exactly as the real ones. Its buffers count as changed
+    in any case: with other values it might take the branch that does.
+    """
+    with lent(module, _HOST), torch.device(_HOST):
+        weights = stand_ins(module, _HOST, lambda tried: call(module, tried, *_Twins().real((args, kwargs))))
+        twins = _Twins()
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            twins.pair(tensor, weights[name])
+        output = call(module, weights, *twins.real((args, kwargs)))
+    for buffer in module.buffers():
+        torch.autograd.graph.increment_version(buffer)
+    return twins.on_meta(output)
+
+
+def _stand_ins(module: torch.nn.Module, device: torch.device, local: bool) -> dict[str, torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    made: dict[str, torch.Tensor] = {}
+    for name, parameter in module.named_parameters():
+        shape = parameter._local_tensor.shape if local and isinstance(parameter, DTensor) else parameter.shape
+        value = torch.ones(shape, dtype=parameter.dtype, device=device)
+        if parameter.ndim > 1 and value.is_floating_point():
+            value.normal_(0.0, 1.0 / math.sqrt(max(1, value[0].numel())), generator=generator)
+        made[name] = value.requires_grad_(parameter.requires_grad)
+    made.update({name: _ordinary(buffer, device) for name, buffer in module.named_buffers()})
+    return made
+
+
+def _ordinary(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    ones = tensor.is_floating_point() or tensor.dtype is torch.bool  # integers are indices as a rule: 0 is one
+    return torch.full(tensor.shape, int(ones), dtype=tensor.dtype, device=device)
+
+
+class _Twins:
+    """Real tensors for those on meta, and the other way round. What shares memory on one side does on the other."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._real: dict[int, torch.UntypedStorage] = {}  # storage on meta -> the real one
+        self._meta: dict[int, torch.UntypedStorage] = {}
+        self._generator = torch.Generator().manual_seed(1)
+
+    def pair(self, tensor: torch.Tensor, real: torch.Tensor) -> None:
+        local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's own storage is not where its values are
+        if local.untyped_storage().nbytes() == real.untyped_storage().nbytes():
+            self._meta[real.untyped_storage()._cdata] = local.untyped_storage()
+        self._pairs.append((tensor, real, real._version))
+
+    def real(self, value: Any) -> Any:
+        return pytree.tree_map_only(torch.Tensor, self._made_real, value)
+
+    def on_meta(self, value: Any) -> Any:
+        """Once the module has run."""
+        for tensor, real, version in self._pairs:
+            if real._version != version:
+                torch.autograd.graph.increment_version(tensor)
+        return pytree.tree_map_only(torch.Tensor, self._made_meta, value)
+
+    def _made_real(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._real:
+            flat = torch.zeros(storage.nbytes() // tensor.itemsize, dtype=tensor.dtype, device=_HOST)
+            if flat.is_floating_point() or flat.is_complex():
+                flat.normal_(generator=self._generator)
+            self._real[storage._cdata] = flat.untyped_storage()
+        real = _over(self._real[storage._cdata], tensor, _HOST)
+        self.pair(tensor, real)
+        return real
+
+    def _made_meta(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._meta:
+            fresh = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
+            self._meta[storage._cdata] = fresh.untyped_storage()
+            self._pairs.append((fresh, tensor, tensor._version))  # lives on, so that its address stays its own
+        return _over(self._meta[storage._cdata], tensor, torch.device("meta"))
+
+
+def _over(storage: torch.UntypedStorage, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    empty = torch.empty(0, dtype=like.dtype, device=device)
+    return empty.set_(storage, like.storage_offset(), like.size(), like.stride())

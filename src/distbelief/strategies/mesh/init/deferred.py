@@ -1,0 +1,155 @@
+"""A model on meta, with the means to get the exact initial values of any part of it, without ever having all of it.
+
+The function that makes the model runs once, on meta, and every operation in it is recorded. The values of a few
+parameters are then computed by executing what they depend on. Random numbers that belong to other parameters are drawn
+all the same, and dropped at once: the stream of the generator is that of one process that makes the whole model.
+Tensors that the function did not make itself (a model that is made already, weights read from a file) are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import re
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from distbelief.data.seeding import seed_everything
+from distbelief.errors import JobError
+from distbelief.strategies.mesh.init.disguise import Disguise
+from distbelief.strategies.mesh.init.history import History, Piece, cannot_follow
+from distbelief.strategies.mesh.init.recording import Recorder
+
+
+class Birth:
+    """`model` is on meta, otherwise as its constructor left it, and in train mode. It may be changed: names stay valid.
+
+    >>> birth = watch_birth(lambda: torch.nn.Linear(2, 1), seed=0)
+    >>> birth.model.weight.device.type
+    'meta'
+    >>> [name for name, value in birth.values(["bias"])]
+    ['bias']
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, history: History, pieces: dict[str, Piece], loose: Collection[str]
+    ) -> None:
+        self.model = model
+        self.loose = tuple(loose)
+        """Tensors that modules hold as plain attributes, neither parameter nor buffer. `values` knows them too."""
+        self._history = history
+        self._pieces = pieces
+
+    def values(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The initial values on the CPU, the same bits as in one process, each as soon as it is final.
+
+        What is yielded belongs to the caller: nothing here keeps or reads it any more. Tensors that share memory in
+        the model (tied under two names) share it here too.
+        """
+        names: dict[int, list[str]] = {}
+        for name in wanted:
+            names.setdefault(self._pieces[name].storage, []).append(name)
+        for number, storage in self._history.replay(names.keys()):
+            for name in names[number]:
+                tensor = self._pieces[name].of(storage)
+                yield name, tensor.clone() if tensor.nbytes < storage.nbytes() else tensor
+
+
+def watch_birth(make: Callable[[], torch.nn.Module], seed: int) -> Birth:
+    """Make the model under `seed`, on meta. The caller's generators are left as they were."""
+    recorder = Recorder()
+    with _generators_kept():
+        seed_everything(seed)
+        try:
+            with _explained(), recorder, Disguise(recorder):
+                model = make()
+        finally:
+            recorder.streams.restore()
+    if not isinstance(model, torch.nn.Module):
+        raise JobError(f"`model` made a {type(model).__name__}, not a torch.nn.Module")
+    tensors = dict(_tensors(model))
+    pieces = {name: _piece(recorder, name, tensor) for name, tensor in tensors.items()}
+    loose = dict(_loose(model))
+    loose_pieces = {name: recorder.piece(tensor) for name, tensor in loose.items()}
+    pieces.update({name: piece for name, piece in loose_pieces.items() if piece is not None})
+    if any(not tensor.is_meta for tensor in (tensors | loose).values()):
+        model = _on_meta(model, recorder, [*tensors.values(), *loose.values()])
+    return Birth(model.train(), recorder.history, pieces, [name for name in loose if name in pieces])
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers under all of their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _loose(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{prefix}.{key}" if prefix else key, value
+
+
+def _piece(recorder: Recorder, name: str, tensor: torch.Tensor) -> Piece:
+    if torch.nn.parameter.is_lazy(tensor):
+        raise JobError(
+            f"'{name}' has no shape before the model's first batch (a lazy module)",
+            hint="give the layer its input size, for instance torch.nn.Linear(64, 10) instead of LazyLinear(10)",
+        )
+    piece = recorder.piece(tensor)
+    if piece is None:
+        raise JobError(
+            f"'{name}' was left on the meta device, without values, by the function that makes the model",
+            hint="make the model without `torch.device('meta')`: DistBelief itself avoids the memory of the whole",
+        )
+    return piece
+
+
+def _on_meta(model: torch.nn.Module, recorder: Recorder, tensors: Collection[torch.Tensor]) -> torch.nn.Module:
+    """A copy of the model whose tensors are on meta: the one with the real tensors may be the user's own."""
+    twins: dict[int, Any] = {id(tensor): _twin(recorder, tensor) for tensor in tensors}
+    return copy.deepcopy(model, twins)
+
+
+def _twin(recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        return tensor
+    twin = recorder.on_meta(tensor.detach())
+    if isinstance(tensor, torch.nn.Parameter):
+        twin = torch.nn.Parameter(twin, tensor.requires_grad)
+    twin.__dict__.update(tensor.__dict__)
+    return twin
+
+
+@contextlib.contextmanager
+def _generators_kept() -> Iterator[None]:
+    state, cuda = torch.default_generator.get_state(), None
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        cuda = torch.cuda.get_rng_state_all()
+    arrays, numbers = np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+        np.random.set_state(arrays)
+        random.setstate(numbers)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """torch's own complaint about a tensor on meta would make no sense to someone who has used none."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        if not re.search(r"\bmeta\b|\bMeta|read-only|unallocated|RNG state", str(error)):
+            raise
+        explained = cannot_follow(str(error).splitlines()[0])
+        explained.details = traceback.format_exc()
+        raise explained from error

@@ -1,0 +1,239 @@
+"""Seeing every tensor operation of some code without doing it: it is executed on meta, and appended to a history.
+
+This is below autograd, where all operations come by, whoever calls them. Where the code needs a value (`item`, a shape
+that depends on data), what was recorded so far is executed for it. Real tensors that the code brings along get twins
+on meta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from distbelief.strategies.mesh.init.history import STREAM, History, Output, Piece, Step, cannot_follow, new_storage
+from distbelief.strategies.mesh.init.streams import Streams
+
+_aten = torch.ops.aten
+_SHAPE_ONLY = {
+    *(_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like),
+    *(_aten.rand_like, _aten.randn_like, _aten.randint_like),
+    *(_aten.new_empty, _aten.new_empty_strided, _aten.new_zeros, _aten.new_ones, _aten.new_full),
+}
+"""Of their first argument they need the shape, not the values."""
+_FILLS = {
+    *(_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float, _aten.exponential_.default),
+    *(_aten.random_.default, _aten.random_.to, getattr(_aten.random_, "from")),
+    *(_aten.geometric_.default, _aten.log_normal_.default, _aten.cauchy_.default),
+}
+_OTHER_LAYOUT = {_aten._linalg_svd}
+"""Their results on meta have other strides than the real ones: the shape is found by executing them."""
+_UNDECLARED = {_aten.native_batch_norm.default: ("running_mean", "running_var")}
+"""What an operation writes to without saying so in its schema."""
+_NO_DATA = "Cannot copy out of meta tensor; no data!"  # torch's own words, which torch.nn.Module.to looks for
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Appends what happens while it is entered to its history."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.history = History()
+        self._numbers: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by address; kept, so that it stays its own
+        self._twins: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self.streams = Streams(self.history)
+        self.meta_wished = False
+        """Whether the user's own call, inside which we are, has to do with tensors that shall have no values."""
+
+    def piece(self, tensor: torch.Tensor) -> Piece | None:
+        """Where the history has this tensor; None for one that is on meta by the user's own wish."""
+        known = self._numbers.get(self.on_meta(tensor).untyped_storage()._cdata)
+        return None if known is None else Piece.at(known[0], tensor)
+
+    def on_meta(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or, for a real one, its twin on meta: the contents of the real one are kept as they are now."""
+        _expect_plain(tensor)
+        if tensor.is_meta:
+            return tensor
+        return Piece.at(0, tensor).of(self._twin(tensor.untyped_storage()))
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether it stands for something: made here, or a real one that has been used here."""
+        with torch._C.DisableTorchFunction():
+            storage = tensor.untyped_storage()._cdata
+        return storage in self._numbers or storage in self._twins
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A real copy of what the tensor holds at this point."""
+        piece = self.piece(tensor)
+        if piece is None:
+            raise NotImplementedError(_NO_DATA)
+        copied: torch.Tensor = self.history.attempt(self._step(_aten.clone.default, (piece,), {}))
+        return copied
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import all of its compiler for that (measured: 2.5 s of every worker's start)."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._follow(func, args, dict(kwargs or {}))
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _moves_only(func) and isinstance(args[0], torch.Tensor) and not args[0].is_meta:
+            return self._move_real(func, args, kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        metas = [self._meta_leaf(leaf) for leaf in leaves]
+        pieces = [self._piece_leaf(leaf, meta) for leaf, meta in zip(leaves, metas, strict=True)]
+        on_meta, on_meta_kwargs = tree_unflatten(metas, spec)
+        if _moves_only(func):
+            return func(*on_meta, **on_meta_kwargs)
+        device = self._device(func, kwargs)
+        placeless = _placeless(pieces)
+        if func.overloadpacket in _SHAPE_ONLY:
+            placeless, pieces[0] = _placeless(pieces[1:]), metas[0].detach()
+            if device is None and self.piece(metas[0]) is None:
+                device = "meta"
+        place_args, place_kwargs = tree_unflatten(pieces, spec)
+        written = tree_leaves(_written_arguments(func, place_args, place_kwargs))
+        writes = frozenset(piece.storage for piece in written if isinstance(piece, Piece))
+        if placeless and (writes or device == "cpu"):
+            raise NotImplementedError(_NO_DATA)
+        if _takes(func, "device"):
+            pinned = {"pin_memory": False} if _takes(func, "pin_memory") else {}
+            on_meta_kwargs = {**on_meta_kwargs, "device": torch.device("meta"), **pinned}
+            place_kwargs = {**place_kwargs, "device": torch.device("cpu"), **pinned}
+        if placeless or device == "meta":
+            return func(*on_meta, **on_meta_kwargs)
+        step = self._step(func, place_args, place_kwargs, writes)
+        return self._record(step, on_meta, on_meta_kwargs, next(filter(_is_generator, leaves), None))
+
+    def _record(
+        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator | None
+    ) -> Any:
+        """Find the shapes of the results, and append the step if it draws, makes or writes anything."""
+        if torch.Tag.nondeterministic_seeded in step.func.tags:
+            generator = generator or torch.default_generator
+            step = replace(step, before=self.streams.find(generator), after=self.history.number())
+        results = self._results(step, args, kwargs)
+        outputs = self._outputs(tree_leaves(results))
+        if outputs or step.writes or step.before is not None:
+            self.history.append(replace(step, outputs=outputs))
+        if generator is not None and step.after is not None:
+            self.streams.mark(generator, step.after)
+        return results
+
+    def _results(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operation gives on meta; where only its values can tell, they are computed."""
+        if step.func.overloadpacket not in _OTHER_LAYOUT and _gives_tensors(step.func):
+            try:
+                return step.func(*args, **kwargs)
+            except Exception:  # no kernel for meta; or the code's own mistake, which the attempt then shows it
+                pass
+        given = self.history.attempt(step)
+        own = _written_arguments(step.func, args, kwargs)
+        if own and step.func._schema.returns and step.func._schema.returns[0].alias_info is not None:
+            return own[0] if isinstance(given, torch.Tensor) else own
+        return tree_map_only(torch.Tensor, _empty_twin, given)
+
+    def _outputs(self, results: list[Any]) -> tuple[Output, ...]:
+        outputs, created = [], set()
+        for position, result in enumerate(results):
+            if isinstance(result, torch.Tensor):
+                _expect_plain(result)
+                storage = result.untyped_storage()
+                if storage._cdata not in self._numbers:
+                    created.add(storage._cdata)
+                    self._numbers[storage._cdata] = (self.history.number(), storage)
+                if storage._cdata in created:
+                    piece = Piece.at(self._numbers[storage._cdata][0], result)
+                    outputs.append(Output(position, piece, storage.nbytes()))
+        return tuple(outputs)
+
+    def _step(self, func: Any, args: Any, kwargs: Any, writes: frozenset[int] = frozenset()) -> Step:
+        return Step(func, args, kwargs, torch.get_default_dtype(), writes, fills=func in _FILLS)
+
+    def _device(self, func: Any, kwargs: Mapping[str, Any]) -> str | None:
+        """Where the user's code wants the result. torch's own code asks for meta since our tensors are there."""
+        device = kwargs.get("device")
+        if device is None:
+            return None
+        if device.type not in ("cpu", "meta"):
+            raise cannot_follow(f"{func} on {device}")
+        return "meta" if device.type == "meta" and self.meta_wished else "cpu"
+
+    def _move_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation that changes a real tensor's shape or storage, and no values."""
+        if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in args):
+            raise cannot_follow(f"{func} on a tensor that was made outside of it")
+        return func(*args, **kwargs)
+
+    def _meta_leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return self.on_meta(leaf)
+        if isinstance(leaf, torch.UntypedStorage) and leaf.device.type != "meta":
+            return self._twin(leaf)
+        return None if _is_generator(leaf) else leaf
+
+    def _piece_leaf(self, leaf: Any, meta: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return self.piece(meta) or meta
+        return STREAM if _is_generator(leaf) else leaf
+
+    def _twin(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        if storage.device.type != "cpu":
+            raise cannot_follow(f"a tensor on {storage.device}")
+        if storage._cdata not in self._twins:
+            twin = new_storage(storage.nbytes(), "meta")
+            self._twins[storage._cdata] = (twin, storage)
+            self._numbers[twin._cdata] = (self.history.begin_storage(storage), twin)
+        return self._twins[storage._cdata][0]
+
+
+def _is_generator(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Generator)
+
+
+def _moves_only(func: Any) -> bool:
+    return torch.Tag.inplace_view in func.tags and not func.overloadpacket.__name__.startswith("resize")
+
+
+def _takes(func: Any, name: str) -> bool:
+    return any(argument.name == name for argument in func._schema.arguments)
+
+
+def _placeless(pieces: list[Any]) -> bool:
+    """Whether there is a tensor among them that has no values, on meta by the user's own wish."""
+    return any(isinstance(piece, torch.Tensor) for piece in pieces)
+
+
+def _gives_tensors(func: Any) -> bool:
+    return all("Tensor" in str(result.type) for result in func._schema.returns)
+
+
+def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    written = []
+    for position, argument in enumerate(func._schema.arguments):
+        declared = argument.alias_info is not None and argument.alias_info.is_write
+        if declared or argument.name in _UNDECLARED.get(func, ()):
+            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return tuple(written)
+
+
+def _expect_plain(tensor: torch.Tensor) -> None:
+    if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
+        what = type(tensor).__name__ if tensor.layout == torch.strided else str(tensor.layout)
+        raise cannot_follow(f"a tensor of the kind {what}")
+
+
+def _empty_twin(tensor: torch.Tensor) -> torch.Tensor:
+    _expect_plain(tensor)
+    storage = new_storage(tensor.untyped_storage().nbytes(), "meta")
+    return Piece.at(0, tensor).of(storage)

@@ -1,0 +1,47 @@
+"""Who a member talks to: the groups of ranks that differ from it in some dimensions of the mesh only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from distbelief.strategies.rules.degrees import DIMENSIONS, Degrees, Place
+from distbelief.transport.gloo.group import TorchGroup
+
+
+class Groups:
+    """All members make them together, when a generation begins."""
+
+    def __init__(self, world: TorchGroup, degrees: Degrees, generation: int) -> None:
+        self.world = world
+        self.degrees = degrees
+        self.place: Place = degrees.place(world.rank)
+        # torch remembers what it has worked out for a mesh, and takes one with equal names for the same one; but this
+        # process may have had another place in it, and its groups are gone.
+        self._names = {dimension: f"{dimension} {generation}" for dimension in DIMENSIONS}
+        with world.more_groups():
+            sizes = tuple(degrees.as_list())
+            self._mesh: DeviceMesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(self._names.values()))
+            self.data: dist.ProcessGroup = self._mesh.get_group(self._names["data"])
+            """Those who hold the same part, and have other data."""
+            self.samples: dist.ProcessGroup = self._group_of("data", "sharded")
+            """Those who run the same stages on other data, whether they hold the same part or not."""
+
+    def _group_of(self, *dimensions: str) -> dist.ProcessGroup:
+        mine: dist.ProcessGroup | None = None
+        for ranks in self.degrees.groups(*dimensions):  # everybody takes part in making every group
+            group = dist.new_group(list(ranks))
+            if self.world.rank in ranks:
+                mine = group
+        assert mine is not None
+        return mine
+
+    def mesh(self, dimension: str) -> DeviceMesh:
+        return self._mesh[self._names[dimension]]
+
+    @property
+    def pipeline(self) -> Sequence[int]:
+        """The ranks of my pipeline, by stage."""
+        return next(ranks for ranks in self.degrees.groups("pipeline") if self.world.rank in ranks)

@@ -1,0 +1,222 @@
+"""A member's part of the model: made on meta, divided, cut, wrapped; and given memory for what it holds, no more."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from distbelief.checkpoint.boxes import Box, whole
+from distbelief.checkpoint.sources import MODEL
+from distbelief.job import Job
+from distbelief.strategies.flatmodel.layout import trainable
+from distbelief.strategies.flatmodel.named import tied
+from distbelief.strategies.mesh.cut.cutting import Blueprint, draw
+from distbelief.strategies.mesh.cut.stages import hold
+from distbelief.strategies.mesh.rules.balance import UnitCost, cut
+from distbelief.strategies.mesh.rules.balance import explain as explain_stages
+from distbelief.strategies.mesh.run.gathering import Gather, Scratch, SumOfPieces
+from distbelief.strategies.mesh.run.groups import Groups
+from distbelief.strategies.mesh.run.runner import Pipeline, Stage, WholeModel
+from distbelief.strategies.mesh.state.optimizer import Local
+from distbelief.strategies.mesh.tensor.apply import apply, held_box
+from distbelief.strategies.mesh.tensor.headdropout import whole_masks
+from distbelief.strategies.mesh.tensor.plan import explain as explain_tensor
+from distbelief.strategies.mesh.tensor.plan import plan
+
+Around = Callable[[], AbstractContextManager[None]]
+
+Example = tuple[tuple[object, ...], Mapping[str, object]]
+"""Inputs of the model, on meta."""
+
+_SMALLEST_BLOCK = 1 / 64  # of the model's parameters: what is smaller is not worth a collective of its own
+
+
+@dataclass(frozen=True)
+class Part:
+    stages: Mapping[int, Stage]
+    held: Sequence[Local]
+    """Its trainable parameters."""
+    others: Mapping[str, tuple[Box, torch.Tensor]]
+    """`model/NAME` of its frozen parameters and buffers: the box, and the memory."""
+    sources: Sequence[torch.nn.Parameter]
+    """The modules' own parameters, in the order of `held`: where gradients appear."""
+    lines: Sequence[str]
+    """The plan, for people."""
+    around: Around
+    """Goes around every call of a stage."""
+    real: set[int] | None = None
+    """Which of `sources` have got a gradient of their own (by identity); None: those that have one at all."""
+
+    def tensors(self) -> dict[str, tuple[Box, torch.Tensor]]:
+        """All of the model's tensors that this member has."""
+        mine = {f"{MODEL}{one.name}": (one.box, one.value.detach()) for one in self.held}
+        return {**mine, **self.others}
+
+    def touched(self) -> list[bool]:
+        """Whether my shards gave a parameter a gradient. Ask before `gradients`, which forgets it."""
+        if self.real is None:
+            return [parameter.grad is not None for parameter in self.sources]
+        found = [id(parameter) in self.real for parameter in self.sources]
+        self.real.clear()
+        return found
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """What the backward passes have left, piece by piece; and forget it."""
+        found: list[torch.Tensor | None] = []
+        for parameter in self.sources:
+            gradient, parameter.grad = parameter.grad, None
+            if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+                if gradient.placements != parameter.placements:  # torch leaves some of them whole, or not added up
+                    gradient = gradient.redistribute(placements=parameter.placements)
+                gradient = gradient._local_tensor
+            found.append(gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient)
+        return found
+
+
+def build_part(
+    model: torch.nn.Module, job: Job, groups: Groups, pipeline: Pipeline,
+    example: Callable[[], Example], costs: Callable[[Blueprint], Sequence[UnitCost]],
+) -> Part:  # fmt: skip
+    """`model` is on meta and stays as it is. `costs` tells all members the same about the units of the model."""
+    degrees = groups.degrees
+    numbers = {name: number for number, (name, _) in enumerate(trainable(model))}
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    first_name = tied(model)
+    model = copy.deepcopy(model)
+    lines: list[str] = []
+    around: Around = nullcontext
+    if degrees.tensor > 1:
+        divided = plan(model, degrees.tensor, *example(), job.tensor_plan)
+        lines += explain_tensor(divided, model)
+        masks = apply(model, divided, groups.mesh("tensor"))
+        if masks.sites:  # it looks at every call of torch, which takes time
+            around = partial(whole_masks, masks)
+    real: set[int] = set()
+    stages: dict[int, Stage] = {0: WholeModel(model)}
+    has_modules = True
+    if degrees.pipeline > 1:
+        with around():
+            blueprint = draw(model, *example(), split=job.split, at_least=pipeline.stages)
+            found = costs(blueprint)
+        has_modules = blueprint.way == "torch.fx"  # torch.export leaves none that could be called
+        ranges = cut(found, pipeline.stages)
+        lines += explain_stages(found, ranges, [unit.name for unit in blueprint.units])
+        if len(pipeline.mine) > 1:
+            members = range(len(pipeline.members))
+            lines += [f"member {m + 1} of a pipeline has the stages {pipeline.stages_of(m)}" for m in members]
+        stages = {number: blueprint.stage(*ranges[number]) for number in pipeline.mine}
+        if 0 in stages:
+            hold(stages[0].module, model, _unused(model, blueprint.stage(0, len(blueprint.units)).module))
+    for stage in stages.values():
+        if degrees.sharded > 1:
+            blocks = list(_blocks(stage.module, model)) if has_modules else []
+            _shard(stage.module, blocks, groups, real)
+            lines.append(
+                f"every parameter is divided by {degrees.sharded}; members gather "
+                + (f"{len(blocks)} blocks one at a time, and the rest" if blocks else "the whole part")
+                + " when they need it"
+            )
+        stage.module.to_empty(device="cpu")
+        stage.module.train()
+    _tie_again([stage.module for stage in stages.values()], first_name)
+    held: dict[str, tuple[Local, torch.nn.Parameter]] = {}
+    others: dict[str, tuple[Box, torch.Tensor]] = {}
+    for stage in stages.values():
+        for any_name, parameter in stage.module.named_parameters():
+            name = first_name.get(any_name, any_name)
+            box, memory = held_box(parameter), _memory(parameter)
+            if name not in numbers:
+                others[f"{MODEL}{name}"] = (box, memory)
+            elif name not in held:
+                value = torch.nn.Parameter(memory)
+                held[name] = (Local(name, numbers[name], shapes[name], box, value), parameter)
+        for any_name, buffer in stage.module.named_buffers():
+            name = first_name.get(any_name, any_name)
+            others[f"{MODEL}{name}"] = (whole(buffer.shape), buffer)
+    mine, sources = [one for one, _ in held.values()], [parameter for _, parameter in held.values()]
+    return Part(stages, mine, others, sources, lines, around, real if degrees.sharded > 1 else None)
+
+
+def _unused(model: torch.nn.Module, used: torch.nn.Module) -> list[str]:
+    """What no stage uses is part of the state all the same: somebody must keep it."""
+    there = {id(tensor) for tensor in (*used.parameters(), *used.buffers())}
+    every = (*model.named_parameters(), *model.named_buffers())
+    return [name for name, tensor in every if id(tensor) not in there]
+
+
+def _memory(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def _tie_again(modules: Sequence[torch.nn.Module], first_name: Mapping[str, str]) -> None:
+    """Giving memory to modules one by one makes two of a tensor that has two names, or is in two stages."""
+    parameters: dict[str, torch.nn.Parameter] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    for module in modules:
+        for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+            owner, _, key = name.rpartition(".")
+            module.get_submodule(owner)._parameters[key] = parameters.setdefault(first_name.get(name, name), parameter)
+        for name, buffer in list(module.named_buffers(remove_duplicate=False)):
+            owner, _, key = name.rpartition(".")
+            module.get_submodule(owner)._buffers[key] = buffers.setdefault(first_name.get(name, name), buffer)
+
+
+def _shard(module: torch.nn.Module, blocks: Sequence[torch.nn.Module], groups: Groups, real: set[int]) -> None:
+    mesh, scratch = groups.mesh("sharded"), Scratch()
+    for number, block in enumerate(blocks):
+        # The last one is needed again at once, for its backward pass.
+        fully_shard(block, mesh=mesh, reshard_after_forward=number + 1 < len(blocks))
+    fully_shard(module, mesh=mesh)
+    for wrapped in module.modules():
+        if isinstance(wrapped, FSDPModule):
+            wrapped.set_gradient_divide_factor(1.0)  # shards' gradients are sums; the whole batch's weight divides them
+            wrapped.set_force_sum_reduction_for_comms(True)
+            # A parameter that only some shards use gets zeros of the others, else members would add up different sets.
+            wrapped.set_reduce_scatter_unused_params(True, recurse=False)
+            wrapped.set_custom_all_gather(Gather(scratch, groups.world.network))
+            wrapped.set_custom_reduce_scatter(SumOfPieces(scratch, groups.world.network))
+            # Not the next one ahead of time, which is the default: gloo does nothing meanwhile, and it takes memory.
+            wrapped.set_modules_to_backward_prefetch([wrapped])
+            for group in wrapped._get_fsdp_state()._fsdp_param_groups:
+                _note_real(group, real)
+
+
+def _note_real(group: Any, real: set[int]) -> None:
+    """Those zeros are no gradient: what nobody has touched is left alone by the optimizer."""
+    post_backward = group.post_backward
+
+    def noting(*unused: Any) -> None:
+        for one in group.fsdp_params:
+            if hasattr(one, "_unsharded_param") and one.unsharded_param.grad is not None:
+                real.add(id(one.sharded_param))
+        post_backward(*unused)
+
+    group.post_backward = noting
+
+
+def _blocks(module: torch.nn.Module, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The elements of the model's lists and sequences of modules: each is gathered when it is needed, and let go."""
+    total = sum(p.numel() for p in module.parameters())
+    present = {id(one) for one in module.modules()}
+    users: dict[int, int] = {}
+    for one in module.modules():
+        for parameter in one._parameters.values():
+            users[id(parameter)] = users.get(id(parameter), 0) + 1
+    taken: set[int] = set()
+    for container in model.modules():
+        if isinstance(container, torch.nn.ModuleList | torch.nn.Sequential) and id(container) not in taken:
+            for element in container:
+                parameters = list(element.parameters())
+                shared = any(users.get(id(p), 0) > 1 for p in parameters)  # it belongs to something outside as well
+                large = sum(p.numel() for p in parameters) >= total * _SMALLEST_BLOCK
+                if id(element) in present and id(element) not in taken and large and not shared:
+                    taken.update(id(one) for one in element.modules())
+                    yield element

@@ -1,0 +1,173 @@
+"""A strategy that divides the model, on one worker before it has a seat: the model is known, but not in memory."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import torch
+
+from distbelief.checkpoint.sources import MODEL
+from distbelief.data.sources import InMemory, as_source, split_batch
+from distbelief.errors import JobError
+from distbelief.job import Job
+from distbelief.shards import Range, Schedule
+from distbelief.strategies.base import BeginFrom, Fetch, Replica, Seat, nothing_saved
+from distbelief.strategies.flatmodel.layout import trainable
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe
+from distbelief.strategies.mesh.cut.cutting import Blueprint
+from distbelief.strategies.mesh.cut.profile import measure
+from distbelief.strategies.mesh.init.deferred import watch_birth
+from distbelief.strategies.mesh.rules.balance import UnitCost
+from distbelief.strategies.mesh.run.groups import Groups
+from distbelief.strategies.mesh.run.part import Example, build_part
+from distbelief.strategies.mesh.run.replica import MeshReplica
+from distbelief.strategies.mesh.run.runner import Pipeline, Runner
+from distbelief.strategies.mesh.run.seated import Seated, exchange_boxes, take_over
+from distbelief.strategies.mesh.run.wires import Wires
+from distbelief.strategies.mesh.state.allocator import return_blocks
+from distbelief.strategies.mesh.state.livestate import LiveState
+from distbelief.strategies.mesh.state.optimizer import LocalOptimizer
+from distbelief.strategies.mesh.state.owing import KeptResiduals, Owing
+from distbelief.strategies.mesh.state.snapshots import Forms, Snapshots
+from distbelief.strategies.mesh.strategy import DEFAULT_SCHEDULE, Meshed
+from distbelief.strategies.ps.tables.embedding import settle
+from distbelief.strategies.rules.degrees import Degrees, Wish
+from distbelief.transport.exchange import Geometry
+from distbelief.transport.gloo.group import TorchGroup
+
+_SMALL_MODEL_BYTES = 64 << 20
+_SMALL_MODELS_BLOCK_BYTES, _BLOCK_BYTES, _SHARDED_BLOCK_BYTES = 4 << 20, 1 << 20, 288 << 10
+"""Memory of this size goes back to the system as soon as it is let go, which takes time: it is worth little in a small
+model. A sharded member lets all of its layers go, time and again, and not only what it computes: there smaller pieces
+count too."""
+
+
+class PreparedMesh:
+    """See `Prepared`. It keeps this worker's state from one generation to the next."""
+
+    def __init__(self, job: Job, schedule: Schedule, device: torch.device, wish: Wish, strategy: Meshed) -> None:
+        if device.type != "cpu":
+            raise JobError(f"{strategy} does not run on '{device}' yet", hint="use --device cpu")
+        given = job.model
+        self._birth = watch_birth((lambda: given) if isinstance(given, torch.nn.Module) else given, job.seed)
+        self.model = self._birth.model.train()
+        settle(self.model)
+        if not trainable(self.model):
+            raise JobError("the model has no trainable parameters")
+        self._job = job
+        self._schedule = schedule
+        self._order = getattr(strategy, "schedule", DEFAULT_SCHEDULE)
+        self._same_shapes = isinstance(as_source(job.data, job.collate), InMemory)
+        # An optimizer looks at shapes when it is made: these have the shapes, and no memory.
+        stand_ins = [
+            torch.nn.Parameter(torch.zeros(1, dtype=p.dtype).expand(p.shape)) for _, p in trainable(self.model)
+        ]
+        self._recipe = Recipe(job.optimizer, stand_ins)
+        self._state: LiveState | None = None
+        self._snapshots = Snapshots(strategy.snapshots)
+        self._strategy = strategy
+        self._owed = KeptResiduals()
+        self.shards = schedule.shards
+        self._costs: dict[int, Sequence[UnitCost]] = {}
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(p.numel() for _, p in trainable(self.model))
+
+    def least_bytes(self) -> int:
+        """What a part takes is known when there is one."""
+        return 0
+
+    def facts(self) -> dict[str, str]:
+        return {
+            "threads": str(torch.get_num_threads()),
+            "torch": str(torch.__version__),
+            "instruction_set": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+            "device": "cpu",
+            "optimizer": self._recipe.describe(),
+        }
+
+    def canary(self, fetch: Fetch) -> str:
+        """Nothing to compare: members add in other orders, so that their bits differ anyway."""
+        return ""
+
+    def groups(self, mine: Range) -> list[list[Range]]:
+        return [[(shard, shard + 1) for shard in range(*mine)]]
+
+    def geometry(self, ranges: Sequence[Range]) -> Geometry | None:
+        return None
+
+    def frozen(self) -> list[str]:
+        return []  # they are part of the state
+
+    def set_frozen(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """There are none outside of the state."""
+
+    def build(self, seat: Seat, exchange: TorchGroup, fetch: Fetch, begin_from: BeginFrom = nothing_saved) -> Replica:
+        degrees = Degrees(*seat.degrees)
+        return_blocks(self._block_bytes(degrees))
+        groups = Groups(exchange, degrees, seat.generation)
+        cut = self._order if degrees.pipeline > 1 else DEFAULT_SCHEDULE
+        pipeline = Pipeline(groups.pipeline, groups.place.pipeline, cut)
+
+        def batch() -> Any:
+            return fetch(0, 0, 1)[0]
+
+        def example() -> Example:
+            args, kwargs, _ = split_batch(batch())
+            on_meta: Example = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
+            return on_meta
+
+        def costs(blueprint: Blueprint) -> Sequence[UnitCost]:
+            return self._agreed_costs(exchange, blueprint, batch)
+
+        part = build_part(self.model, self._job, groups, pipeline, example, costs)
+        whole_parts = degrees.tensor == degrees.sharded == 1
+        wires = Wires(exchange, self._same_shapes)
+        halves = cut == "zbv" and whole_parts
+        runner = Runner(self._job, part.stages, pipeline, wires, halves, part.around)
+        state = LiveState(self._job, part, LocalOptimizer(self._recipe, part.held), runner.buffers)
+        held = exchange_boxes(groups, state.boxes())
+        how = self._strategy
+        owing = Owing(groups, part.held, self._owed) if how.compression else None
+        seated = Seated(self._job, groups, state, self._recipe, self.model, self._forms, held, how, owing)
+        rolled_back = take_over(seated, self._state, self._snapshots, begin_from, self._birth)
+        if owing:
+            owing.take_up(state.applied, begin_from)
+        self._state = state
+        self._snapshots.begin(state, seated.has_single_holders())
+        return MeshReplica(seated, self._schedule, seat, runner, self._snapshots, fetch, rolled_back)
+
+    def let_go(self) -> None:
+        """What it keeps is wanted in the next generation."""
+
+    def _block_bytes(self, degrees: Degrees) -> int:
+        if sum(p.nbytes for p in self.model.parameters()) < _SMALL_MODEL_BYTES:
+            return _SMALL_MODELS_BLOCK_BYTES
+        return _SHARDED_BLOCK_BYTES if degrees.sharded > 1 else _BLOCK_BYTES
+
+    def _agreed_costs(self, group: TorchGroup, blueprint: Blueprint, batch: Any) -> Sequence[UnitCost]:
+        """Rank 0 measures, once in its life; everybody cuts by the same numbers."""
+        units = len(blueprint.units)
+        if group.rank == 0 and units not in self._costs:
+            args, kwargs, _ = split_batch(batch())
+            self._costs[units] = measure(blueprint, args, kwargs, torch.device("cpu"))
+        mine = [(one.seconds, one.bytes) for one in self._costs[units]] if group.rank == 0 else []
+        told = group.gather(msgspec.msgpack.encode(mine))[0]
+        return [UnitCost(*one) for one in msgspec.msgpack.decode(told, type=list[tuple[float, int]])]
+
+    @cached_property
+    def _forms(self) -> Forms:
+        """The names of a whole state, with types and shapes."""
+        found = {f"{MODEL}{name}": (p.dtype, tuple(p.shape)) for name, p in self.model.named_parameters()}
+        found |= {f"{MODEL}{name}": (b.dtype, tuple(b.shape)) for name, b in self.model.named_buffers()}
+        for number, (name, parameter) in enumerate(trainable(self.model)):
+            for field in self._recipe.fields(number, parameter.numel()):
+                shape = tuple(parameter.shape) if self._recipe.elementwise and field.shape else field.shape
+                found[f"optimizer/{field.key}/{name}"] = (field.dtype, shape)
+            found[f"begun/{name}"] = (torch.uint8, ())
+        return found

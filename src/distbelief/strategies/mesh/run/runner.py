@@ -1,0 +1,321 @@
+"""One member's part of a step: its stages, run on the shards of its data group in the order of the schedule.
+
+The random numbers of a shard are those of one process: the state of the generator goes along from stage to stage, as
+long as any stage draws some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from distbelief.data.seeding import seed_everything
+from distbelief.data.sources import split_batch
+from distbelief.job import Job
+from distbelief.shards import mix
+from distbelief.strategies.base import Task
+from distbelief.strategies.flatmodel.compute import loss_sum
+from distbelief.strategies.mesh.run.schedules import Action, Schedule, member_of, order, stage_count, stages_of
+from distbelief.strategies.mesh.run.shardbuffers import ShardBuffers
+from distbelief.strategies.mesh.run.wires import Wires
+
+
+class Stage(Protocol):
+    """A part of the model (cutting.py), or all of it."""
+
+    @property
+    def module(self) -> torch.nn.Module: ...
+
+    @property
+    def needs_batch(self) -> bool: ...
+
+    def __call__(self, received: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """The only stage of a model that is not cut."""
+
+    module: torch.nn.Module
+    needs_batch: bool = True
+
+    def __call__(self, received: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return self.module(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Who has which stage: `members` are the ranks of one pipeline, `me` my place among them."""
+
+    members: Sequence[int]
+    me: int
+    schedule: Schedule = "1f1b"
+
+    @property
+    def stages(self) -> int:
+        return stage_count(self.schedule, len(self.members))
+
+    @property
+    def mine(self) -> list[int]:
+        return stages_of(self.schedule, len(self.members), self.me)
+
+    def stages_of(self, member: int) -> str:
+        """For people, who count from 1."""
+        return " and ".join(str(stage + 1) for stage in stages_of(self.schedule, len(self.members), member))
+
+    def rank_of(self, stage: int) -> int:
+        return self.members[member_of(self.schedule, len(self.members), stage)]
+
+
+@dataclass
+class _Passage:
+    """A shard on its way through one stage."""
+
+    inputs: list[torch.Tensor]
+    """What was received and wants a gradient."""
+    outputs: list[torch.Tensor]
+    """What was sent and gets one; the loss, on the last stage."""
+    waiting: Any = None
+    """Between the two halves of a backward pass."""
+
+
+@dataclass
+class Outcome:
+    """What a member has to tell of a step."""
+
+    rows: dict[int, tuple[float, float, int]] = field(default_factory=dict)
+    """Shard -> loss as a sum, its weight, samples; on the member that has the last stage."""
+    drew: bool = False
+    """Whether one of my stages has used the random generator."""
+
+
+class Runner:
+    """Runs this member's stages. `split_backward`: whether a backward pass may come in two halves (zero bubble);
+    `around`: what goes around every call of a stage."""
+
+    def __init__(
+        self, job: Job, stages: Mapping[int, Stage], pipeline: Pipeline, wires: Wires, split_backward: bool,
+        around: Callable[[], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        self.stages = stages
+        self.buffers = {number: ShardBuffers(stage.module) for number, stage in stages.items()}
+        self.carries_random_state = len(pipeline.members) > 1
+        self._job = job
+        self._pipeline = pipeline
+        self._wires = wires
+        self._split = split_backward
+        self._around = around
+        self._last = pipeline.stages - 1
+        self._passages: dict[tuple[int, int], _Passage] = {}
+        self._handed: dict[tuple[int, int], list[Any]] = {}
+        self._handed_back: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._batches: dict[int, Any] = {}
+
+    def train(self, tasks: Sequence[Task]) -> Outcome:
+        """Forward and backward of every task; gradients are added to those of the parameters."""
+        outcome = Outcome()
+        for buffers in self.buffers.values():
+            buffers.begin()
+        actions = order(self._pipeline.schedule, len(self._pipeline.members), self._pipeline.me, len(tasks))
+        last = {one.stage: number for number, one in enumerate(actions) if one.kind in ("backward", "backward_input")}
+        for number, action in enumerate(actions):
+            self._look_ahead(actions[number + 1 : number + 3], tasks)
+            self._keep_gathered(action.stage, number < last[action.stage])
+            task = tasks[action.shard]
+            if action.kind == "forward":
+                self._forward(action, task, outcome)
+            elif action.kind == "backward":
+                self._backward(action)
+            elif action.kind == "backward_input":
+                self._backward_input(action)
+            else:
+                self._backward_weight(action)
+        self._wires.settle()
+        return outcome
+
+    def measure(self, tasks: Sequence[Task], measure: Callable[[Task, Any, Any], None]) -> None:
+        """Forward only; `measure` is given (task, output, target) where the last stage is."""
+        waited = dict.fromkeys(self._pipeline.members, 0.0) | self._wires.waited_s
+        actions = order(self._pipeline.schedule, len(self._pipeline.members), self._pipeline.me, len(tasks))
+        for action in actions:
+            if action.kind == "forward":
+                task = tasks[action.shard]
+                values = self._values_for(action, task, training=False)
+                self.buffers[action.stage].lend()
+                self._seed(action.stage, task, None)
+                with autocast(self._job):
+                    output, target = self._call(action, task, values)
+                if action.stage == self._last:
+                    if task.counts:
+                        measure(task, output, target)
+                else:
+                    self._pass_on(action, task, list(output), training=False)
+        self._wires.settle()
+        self._wires.waited_s.update(waited)  # what counts is the waiting in steps
+
+    def _keep_gathered(self, stage: int, keep: bool) -> None:
+        """What a sharded stage has outside of its blocks is needed until the end of each pass: let go of it only after
+        the last one of the step, and save its gathering for the others."""
+        module = self.stages[stage].module
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_backward(not keep, recurse=False)
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action, task: Task, outcome: Outcome) -> None:
+        stage, buffers = action.stage, self.buffers[action.stage]
+        values = self._values_for(action, task, training=True)
+        state = values.pop() if self.carries_random_state and stage > 0 else None
+        self._seed(stage, task, state)
+        before = torch.get_rng_state() if self._pipeline.stages > 1 else None
+        buffers.lend()
+        with autocast(self._job):
+            output, target = self._call(action, task, values)
+            if stage == self._last:
+                total, weight = loss_sum(self._job.loss(output, target), task.samples)
+        if before is not None and not torch.equal(before, torch.get_rng_state()):
+            outcome.drew = True
+        if task.counts:
+            buffers.collect()
+        inputs = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+        if stage == self._last:
+            if task.counts:
+                outcome.rows[task.number] = (total.item(), float(weight), task.samples)
+            else:
+                total = total * 0.0
+            self._passages[stage, action.shard] = _Passage(inputs, [total])
+            return
+        outputs = list(output)
+        if self._split:  # its halves detach outputs in place, which views refuse
+            outputs = [o.clone() if isinstance(o, torch.Tensor) and o._is_view() else o for o in outputs]
+        wanted = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
+        self._passages[stage, action.shard] = _Passage(inputs, wanted)
+        self._pass_on(action, task, outputs, training=True)
+
+    def _values_for(self, action: Action, task: Task, training: bool) -> list[Any]:
+        if action.stage == 0:
+            return []
+        handed = self._handed.pop((action.stage, action.shard), None)
+        if handed is not None:
+            return handed
+        source = self._pipeline.rank_of(action.stage - 1)
+        return self._wires.receive(source, action.stage - 1, action.shard, self._kind(task, training))
+
+    def _pass_on(self, action: Action, task: Task, outputs: list[Any], training: bool) -> None:
+        """To the next stage, with the state of the generator."""
+        values = [*outputs, torch.get_rng_state()] if training and self.carries_random_state else outputs
+        if action.stage + 1 in self.stages:
+            self._handed[action.stage + 1, action.shard] = [
+                value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+                for value in values
+            ]
+        else:
+            to = self._pipeline.rank_of(action.stage + 1)
+            self._wires.send(values, to, action.stage, action.shard, self._kind(task, training))
+
+    def _kind(self, task: Task, training: bool) -> int:
+        return task.samples * 4 + 2 * training + self.carries_random_state
+
+    def _seed(self, stage: int, task: Task, state: torch.Tensor | None) -> None:
+        # Where nothing travels along, nobody has drawn a number so far; should a stage do so now, it is at least a
+        # function of the shard.
+        seed_everything(task.seed if stage == 0 or state is not None else mix(task.seed, stage) >> 1)
+        if state is not None:
+            torch.set_rng_state(state)
+
+    def _call(self, action: Action, task: Task, values: list[Any]) -> tuple[Any, Any]:
+        stage = self.stages[action.stage]
+        args: tuple[Any, ...] = ()
+        kwargs: Mapping[str, Any] = {}
+        target = None
+        if stage.needs_batch or action.stage == self._last:
+            args, kwargs, target = split_batch(self._batch(action, task))
+        with self._around():
+            return stage(values, args, kwargs), target
+
+    def _batch(self, action: Action, task: Task) -> Any:
+        """A member that has several stages fetches a batch once."""
+        later = [s for s in self.stages if s > action.stage and (self.stages[s].needs_batch or s == self._last)]
+        if action.shard not in self._batches:
+            self._batches[action.shard] = task.fetch()[0]
+        return self._batches[action.shard] if later else self._batches.pop(action.shard)
+
+    def _look_ahead(self, actions: Sequence[Action], tasks: Sequence[Task]) -> None:
+        """Ask for what the next passes need, so that it arrives while this one is computed."""
+        for action in actions:
+            passage = self._passages.get((action.stage, action.shard))
+            if action.kind in ("backward", "backward_input") and passage and action.stage < self._last:
+                if action.stage + 1 not in self.stages:
+                    source = self._pipeline.rank_of(action.stage + 1)
+                    self._wires.expect_gradients(passage.outputs, source, action.stage, action.shard)
+            elif action.kind == "forward" and action.stage > 0 and action.stage - 1 not in self.stages:
+                source = self._pipeline.rank_of(action.stage - 1)
+                kind = self._kind(tasks[action.shard], True)
+                self._wires.expect(source, action.stage - 1, action.shard, kind)
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def _gradients_for(self, action: Action, passage: _Passage) -> list[torch.Tensor] | None:
+        if action.stage == self._last:
+            return None
+        handed = self._handed_back.pop((action.stage, action.shard), None)
+        if handed is not None:
+            return handed
+        source = self._pipeline.rank_of(action.stage + 1)
+        return self._wires.receive_gradients(passage.outputs, source, action.stage, action.shard)
+
+    def _pass_back(self, action: Action, passage: _Passage) -> None:
+        if action.stage == 0:
+            return
+        gradients = [t.grad if t.grad is not None else torch.zeros_like(t) for t in passage.inputs]
+        if action.stage - 1 in self.stages:
+            self._handed_back[action.stage - 1, action.shard] = gradients
+        else:
+            to = self._pipeline.rank_of(action.stage - 1)
+            self._wires.send_gradients(gradients, to, action.stage - 1, action.shard)
+
+    def _backward(self, action: Action) -> None:
+        passage = self._passages.pop((action.stage, action.shard))
+        gradients = self._gradients_for(action, passage)
+        torch.autograd.backward(passage.outputs, gradients)
+        self._pass_back(action, passage)
+
+    def _backward_input(self, action: Action) -> None:
+        """Only what the stage before waits for; the parameters' gradients come later, when there is nothing to do."""
+        if not self._split:
+            self._backward(action)
+            return
+        passage = self._passages[action.stage, action.shard]
+        gradients = self._gradients_for(action, passage)
+        if not passage.inputs:  # nobody waits: all of it later
+            passage.waiting = gradients
+            return
+        weights = self.stages[action.stage].module.parameters()
+        _, passage.waiting = stage_backward_input(passage.outputs, gradients, list(passage.inputs), weights)
+        self._pass_back(action, passage)
+
+    def _backward_weight(self, action: Action) -> None:
+        if not self._split:
+            return
+        passage = self._passages.pop((action.stage, action.shard))
+        if passage.inputs:
+            stage_backward_weight(self.stages[action.stage].module.parameters(), passage.waiting)
+        else:
+            torch.autograd.backward(passage.outputs, passage.waiting)
+
+    @property
+    def waited_s(self) -> Mapping[int, float]:
+        """By the rank that was waited for."""
+        return self._wires.waited_s
+
+
+@contextmanager
+def autocast(job: Job) -> Iterator[None]:
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=job.precision == "bf16"):
+        yield

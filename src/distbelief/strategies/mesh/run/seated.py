@@ -1,0 +1,192 @@
+"""A member that has a seat: its part of the model with the values that the generation begins from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from distbelief.checkpoint.boxes import Box, sizes
+from distbelief.checkpoint.fit import form
+from distbelief.checkpoint.lazy import LazyTensors, outlines_of
+from distbelief.checkpoint.parts import dtype_name
+from distbelief.checkpoint.sources import MODEL
+from distbelief.job import Job
+from distbelief.strategies.base import BeginFrom, RolledBack, Saved
+from distbelief.strategies.flatmodel.layout import trainable
+from distbelief.strategies.flatmodel.named import require_fit, tied, transient
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe
+from distbelief.strategies.mesh.init.deferred import Birth
+from distbelief.strategies.mesh.run.groups import Groups
+from distbelief.strategies.mesh.state import agreement
+from distbelief.strategies.mesh.state.agreement import Position
+from distbelief.strategies.mesh.state.livestate import LiveState
+from distbelief.strategies.mesh.state.owing import Owing, with_owed
+from distbelief.strategies.mesh.state.snapshots import Forms, Snapshots
+from distbelief.strategies.mesh.strategy import Meshed
+
+_TOLD = 64  # steps that members tell each other of when they meet: more than are committed between two heartbeats
+
+
+@dataclass(frozen=True)
+class Seated:
+    job: Job
+    groups: Groups
+    state: LiveState
+    recipe: Recipe
+    model: torch.nn.Module
+    """On meta: for names."""
+    forms: Forms
+    """Every tensor that a state consists of."""
+    held: Sequence[Mapping[str, Box]]
+    """What every member holds, by rank."""
+    how: Meshed
+    owing: Owing | None = None
+    """Where gradients are compressed: what this member has not sent of them."""
+
+    def with_owed(self) -> tuple[list[dict[str, Box]], Forms]:
+        """What every member holds and owes; and all of these tensors."""
+        rows = [self.groups.degrees.place(rank).data for rank in range(self.groups.world.size)]
+        return with_owed(self.held, self.forms, rows, [name for name, _ in trainable(self.model)])
+
+    def shares(self) -> dict[str, float]:
+        """Parameter of mine -> 1 / how many members hold the same of it."""
+        found = {}
+        for one in self.state.optimizer.held:
+            name = f"{MODEL}{one.name}"
+            found[one.name] = 1.0 / sum(boxes.get(name) == one.box for boxes in self.held)
+        return found
+
+    def names(self, persistent: bool) -> dict[str, str]:
+        """Every name of the model's tensors -> its first name."""
+        first = tied(self.model)
+        every = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
+        every += [name for name, _ in self.model.named_buffers(remove_duplicate=False)]
+        kept = self.model.state_dict().keys() if persistent else every
+        return {name: first.get(name, name) for name in every if name in kept}
+
+    def has_single_holders(self) -> bool:
+        """Whether the death of one member would take something along that nobody else has."""
+        count: dict[tuple[str, Box], int] = {}
+        for boxes in self.held:
+            for key in boxes.items():
+                count[key] = count.get(key, 0) + 1
+        return self.groups.world.size > 1 and 1 in count.values()
+
+
+def exchange_boxes(groups: Groups, boxes: Mapping[str, Box]) -> list[dict[str, Box]]:
+    decoder = msgspec.msgpack.Decoder(dict[str, Box])
+    return [decoder.decode(theirs) for theirs in groups.world.gather(msgspec.msgpack.encode(boxes))]
+
+
+def position_of(old: LiveState | None, snapshots: Snapshots) -> Position:
+    kept = [(one.step, dict(one.boxes)) for one in snapshots.kept]
+    reached = max([one.step for one in snapshots.kept], default=0)
+    if old is None:
+        return Position(snapshots=kept, reached=reached)
+    history = list(old.history)[-_TOLD:]
+    return Position(old.applied, old.pending, old.last, old.boxes(), kept, max(reached, old.applied), history, old.note)
+
+
+def take_over(
+    seated: Seated, old: LiveState | None, snapshots: Snapshots, begin_from: BeginFrom, birth: Birth
+) -> RolledBack | None:
+    """Give the new part its values: from the members, from snapshots, from a checkpoint, or as the job makes them."""
+    world, state = seated.groups.world, seated.state
+    positions = agreement.tell(world, position_of(old, snapshots))
+    choice = agreement.choose(positions, {name: shape for name, (_, shape) in seated.forms.items()})
+    into = dict(state.part.tensors())
+    kept = {name: torch.zeros(sizes(box), dtype=dtype) for name, dtype, _, box in state.optimizer.forms()}
+    into.update({name: (box, kept[name]) for name, _, _, box in state.optimizer.forms()})
+    rolled_back = None
+    step = choice.step
+    if choice.origin == "outside":
+        step = _from_outside(seated, into, begin_from, birth)
+        if choice.reached > step:
+            rolled_back = RolledBack(choice.reached, step, "checkpoint")
+    else:
+        own: list[Mapping[str, tuple[Box, torch.Tensor]]] = []
+        if choice.origin == "members" and old is not None:
+            agreement.catch_up(old, positions, choice.step)
+            own = [old.tensors()] if old.applied == choice.step else []
+        elif choice.origin == "snapshots":
+            own = [one.pieces for one in snapshots.kept if one.step == choice.step]
+            if choice.reached > choice.step:
+                rolled_back = RolledBack(choice.reached, choice.step, "snapshots")
+        agreement.fetch(world, choice, own, seated.held, into)
+        state.history.extend(agreement.merged_history(positions, choice.step))
+        state.note = max((p.note for p in positions if p.note[0] <= choice.step), default=state.note)
+    _fill_loose(seated, birth)
+    state.optimizer.load(kept)
+    state.keep_buffers()
+    state.applied = step
+    return rolled_back
+
+
+def _from_outside(
+    seated: Seated, into: Mapping[str, tuple[Box, torch.Tensor]], begin_from: BeginFrom, birth: Birth
+) -> int:
+    """From a checkpoint, or from the job's own initial values. Rank 0 looks first, so that all take the same one."""
+    world, state = seated.groups.world, seated.state
+    saved = begin_from() if world.rank == 0 else None
+    told = int(world.gather(str(saved.step if saved else -1).encode())[0])
+    if told < 0:
+        _fill(into, birth.values([name.removeprefix(MODEL) for name in into if name.startswith(MODEL)]))
+        return 0
+    if world.rank != 0:
+        saved = begin_from(told)
+    assert saved is not None
+    if saved.step != told:
+        raise RuntimeError(f"rank 0 has found a checkpoint of step {told}, and this member one of step {saved.step}")
+    _require_fit(seated, saved)
+    born = [name for name in into if name.startswith(MODEL) and name not in saved.tensors]  # transient buffers
+    _fill(into, birth.values([name.removeprefix(MODEL) for name in born]))
+    _load(into, saved)
+    state.history.extend(saved.history)
+    state.note = (saved.step, saved.note) if saved.note else state.note
+    return saved.step
+
+
+def _fill_loose(seated: Seated, birth: Birth) -> None:
+    """Tensors that modules keep as plain attributes: no state, but they must have their values."""
+    for name, value in birth.values(birth.loose):
+        owner, _, key = name.rpartition(".")
+        for stage in seated.state.part.stages.values():
+            if owner in (one for one, _ in stage.module.named_modules()):
+                setattr(stage.module.get_submodule(owner), key, value)
+
+
+def _fill(into: Mapping[str, tuple[Box, torch.Tensor]], values: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for name, value in values:
+        box, memory = into[f"{MODEL}{name}"]
+        memory.copy_(value.detach()[tuple(slice(start, end) for start, end in box)])
+
+
+def _load(into: Mapping[str, tuple[Box, torch.Tensor]], saved: Saved) -> None:
+    wanted = {name: box for name, (box, _) in into.items() if name in saved.tensors}
+    if isinstance(saved.tensors, LazyTensors):
+        for name, value in saved.tensors.read_boxes(wanted).items():
+            into[name][1].copy_(value)
+        return
+    for name, box in wanted.items():
+        into[name][1].copy_(saved.tensors[name][tuple(slice(start, end) for start, end in box)])
+
+
+def _require_fit(seated: Seated, saved: Saved) -> None:
+    """Every name and shape, before anything is written."""
+    weights_alone = all(name.startswith(MODEL) for name in saved.tensors)
+    others = {f"{MODEL}{name}" for name in tied(seated.model)}
+    passing = {f"{MODEL}{name}" for name in transient(seated.model)} if weights_alone else set()
+    wanted = {
+        name: form
+        for name, form in seated.forms.items()
+        if not (weights_alone and not name.startswith(MODEL)) and not (name in passing and name not in saved.tensors)
+    }
+    given = {name: outline for name, outline in outlines_of(saved.tensors).items() if name not in others}
+    require_fit(_in_words(given), _in_words(wanted))
+
+
+def _in_words(forms: Forms) -> dict[str, str]:
+    return {name: form(dtype_name(dtype), shape) for name, (dtype, shape) in forms.items()}

@@ -1,0 +1,170 @@
+"""What goes from one stage to the next and back: a few tensors and whole numbers per shard, over gloo.
+
+The receiver must know shapes before it can receive. They are told ahead of the first shard of each size; where samples
+differ in shape (a Dataset may do that), ahead of every shard. Sends do not wait; receives are asked for early.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distbelief.errors import JobError
+from distbelief.transport.gloo.group import TorchGroup
+
+_HEAD_WORDS = 256
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)  # fmt: skip
+_NUMBER = -1  # in place of a type: a whole number, not a tensor
+
+Form = tuple[int, ...]
+"""(type, whether it wants a gradient, sizes…) of a tensor, or (_NUMBER, value)."""
+
+
+class Wires:
+    """This member's connections to the stages before and after its own. One for each generation."""
+
+    def __init__(self, group: TorchGroup, same_shapes: bool) -> None:
+        """`same_shapes`: all samples have the same shapes, so shards of one size have."""
+        self._group = group
+        self._same_shapes = same_shapes
+        self._told: set[tuple[int, int, int]] = set()
+        self._known: dict[tuple[int, int, int], list[Form]] = {}
+        self._sent: list[tuple[dist.Work | None, torch.Tensor]] = []
+        self._early: dict[tuple[int, int], tuple[list[dist.Work | None], list[Any]]] = {}
+        self._early_gradients: dict[tuple[int, int], tuple[list[dist.Work | None], list[torch.Tensor]]] = {}
+        self.waited_s: dict[int, float] = {}
+        """By the rank that was waited for, since the generation's start."""
+
+    def send(self, values: Sequence[Any], to: int, stage: int, shard: int, kind: int) -> None:
+        """The values that a stage makes of a shard, to the member that has the next stage. Shards of one kind (as many
+        samples, training or not) have the same shapes."""
+        forms = [_form(value) for value in values]
+        key = (stage, kind, to)
+        if not self._same_shapes or key not in self._told:
+            self._told.add(key)
+            self._post(_pack(forms), to, _tag(stage, shard, 0))
+        for number, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                self._post(value.detach().contiguous(), to, _tag(stage, shard, 2 + number))
+
+    def expect(self, source: int, stage: int, shard: int, kind: int) -> None:
+        """Ask early for what `receive` will want, where its shapes are known."""
+        known = self._known.get((stage, kind, source)) if self._same_shapes else None
+        if known is not None and (stage, shard) not in self._early:
+            self._early[stage, shard] = self._ask(known, source, stage, shard)
+
+    def receive(self, source: int, stage: int, shard: int, kind: int) -> list[Any]:
+        """What `stage`, which is on another member, has made of a shard."""
+        if (stage, shard) not in self._early:
+            key = (stage, kind, source)
+            if not self._same_shapes or key not in self._known:
+                head = torch.empty(_HEAD_WORDS, dtype=torch.int64)
+                self._await([self._ask_for(head, source, _tag(stage, shard, 0))], source)
+                self._known[key] = _unpack(head)
+            self._early[stage, shard] = self._ask(self._known[key], source, stage, shard)
+        works, values = self._early.pop((stage, shard))
+        self._await(works, source)
+        return values
+
+    def send_gradients(self, gradients: Sequence[torch.Tensor], to: int, stage: int, shard: int) -> None:
+        """The gradients of what was received from `stage`."""
+        for number, gradient in enumerate(gradients):
+            self._post(gradient.contiguous(), to, _tag(stage, shard, 128 + number))
+
+    def receive_gradients(
+        self, like: Sequence[torch.Tensor], source: int, stage: int, shard: int
+    ) -> list[torch.Tensor]:
+        self.expect_gradients(like, source, stage, shard)
+        works, found = self._early_gradients.pop((stage, shard))
+        self._await(works, source)
+        return found
+
+    def expect_gradients(self, like: Sequence[torch.Tensor], source: int, stage: int, shard: int) -> None:
+        """Ask early for what `receive_gradients` will want."""
+        if (stage, shard) not in self._early_gradients:
+            found = [torch.empty(t.shape, dtype=t.dtype) for t in like]
+            works = [self._ask_for(t, source, _tag(stage, shard, 128 + n)) for n, t in enumerate(found)]
+            self._early_gradients[stage, shard] = (works, found)
+
+    def settle(self) -> None:
+        """Return when everything that was sent has been taken."""
+        with self._group.network():
+            for work, _ in self._sent:
+                if work is not None:
+                    work.wait()
+        self._sent.clear()
+
+    def _ask(
+        self, forms: Sequence[Form], source: int, stage: int, shard: int
+    ) -> tuple[list[dist.Work | None], list[Any]]:
+        works: list[dist.Work | None] = []
+        values: list[Any] = []
+        for number, form in enumerate(forms):
+            if form[0] == _NUMBER:
+                values.append(form[1])
+                continue
+            tensor = torch.empty(form[2:], dtype=_DTYPES[form[0]])
+            works.append(self._ask_for(tensor, source, _tag(stage, shard, 2 + number)))
+            values.append(tensor.requires_grad_(bool(form[1])))
+        return works, values
+
+    def _ask_for(self, tensor: torch.Tensor, source: int, tag: int) -> dist.Work | None:
+        if not tensor.numel():
+            return None
+        with self._group.network():
+            return dist.irecv(tensor.detach(), source, tag=tag)
+
+    def _post(self, tensor: torch.Tensor, to: int, tag: int) -> None:
+        if not tensor.numel():
+            return
+        with self._group.network():
+            self._sent = [(work, kept) for work, kept in self._sent if work is not None and not work.is_completed()]
+            self._sent.append((dist.isend(tensor, to, tag=tag), tensor))
+
+    def _await(self, works: Sequence[dist.Work | None], source: int) -> None:
+        started = time.perf_counter()
+        with self._group.network():
+            for work in works:
+                if work is not None:
+                    work.wait()
+        self.waited_s[source] = self.waited_s.get(source, 0.0) + time.perf_counter() - started
+
+
+def _tag(stage: int, shard: int, number: int) -> int:
+    return (stage << 23) + (shard << 8) + number
+
+
+def _form(value: Any) -> Form:
+    if isinstance(value, torch.Tensor):
+        if value.dtype not in _DTYPES:
+            raise JobError(f"a {value.dtype} tensor goes from one stage to the next: it cannot be sent")
+        return (_DTYPES.index(value.dtype), int(value.requires_grad), *value.shape)
+    return (_NUMBER, int(value))
+
+
+def _pack(forms: Sequence[Form]) -> torch.Tensor:
+    words = [len(forms)]
+    for form in forms:
+        words += [len(form), *form]
+    if len(words) > _HEAD_WORDS:
+        raise JobError(
+            f"{len(forms)} values go from one stage to the next: too many",
+            hint="name split points with few values between them: Job(split=[…])",
+        )
+    return torch.tensor(words + [0] * (_HEAD_WORDS - len(words)))
+
+
+def _unpack(head: torch.Tensor) -> list[Form]:
+    words = head.tolist()
+    forms, at = [], 1
+    for _ in range(words[0]):
+        forms.append(tuple(words[at + 1 : at + 1 + words[at]]))
+        at += 1 + words[at]
+    return forms

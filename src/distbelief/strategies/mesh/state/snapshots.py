@@ -1,0 +1,138 @@
+"""Snapshots in memory: every member keeps a copy of its own state, and one of its neighbour's.
+
+A part that only one member holds dies with it. Then everybody goes back to the last snapshot, and the neighbour gives
+what the dead one had. How often one is taken follows from what it costs, unless the user says.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from distbelief.checkpoint.boxes import Box, sizes, volume
+from distbelief.strategies.mesh.state.livestate import LiveState
+from distbelief.transport.gloo.group import TorchGroup
+
+PRICE = 0.01
+"""The share of the time that snapshots may take, where the user does not say how often."""
+FIRST_INTERVAL = 10  # steps, before anything is known about how long they take
+LONGEST_INTERVAL = 1000
+_CHUNK_BYTES = 64 << 20
+_ALIGN = 64
+
+Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Tensor -> its type, and the shape of the whole."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A state, or a part of one, in one block of memory."""
+
+    step: int
+    boxes: Mapping[str, Box]
+    memory: torch.Tensor
+    pieces: Mapping[str, tuple[Box, torch.Tensor]]
+
+    @classmethod
+    def empty(cls, step: int, boxes: Mapping[str, Box], forms: Forms) -> Snapshot:
+        places, at = {}, 0
+        for name, box in boxes.items():
+            places[name] = at
+            size = volume(box) * forms[name][0].itemsize
+            at += -(-size // _ALIGN) * _ALIGN
+        memory = torch.empty(at, dtype=torch.uint8)
+        pieces = {}
+        for name, box in boxes.items():
+            dtype = forms[name][0]
+            part = memory[places[name] : places[name] + volume(box) * dtype.itemsize]
+            pieces[name] = (box, part.view(dtype).view(sizes(box)))
+        return cls(step, boxes, memory, pieces)
+
+
+class Snapshots:
+    """What a worker keeps from one generation to the next."""
+
+    def __init__(self, every: int | None) -> None:
+        """`every`: steps; None: by their cost; 0: never."""
+        self.kept: list[Snapshot] = []
+        """My own, and my neighbour's, of one step."""
+        self._every = every
+        self._took_s = 0.0
+        self._interval = 0
+        self._measured = False
+        self._told = 0
+        """The interval that people have been told of."""
+        self._next = -1
+        self._since = (0, 0.0)
+
+    def begin(self, state: LiveState, needed: bool) -> None:
+        """A generation begins. `needed`: some part is held by one member only."""
+        wanted = needed and self._every != 0
+        self._next = state.applied if wanted else -1
+        if not wanted:
+            self.kept = []
+        self._since = (state.applied, time.perf_counter())
+
+    def is_due(self, applied: int) -> bool:
+        return applied == self._next
+
+    def take(self, group: TorchGroup, state: LiveState, held: Sequence[Mapping[str, Box]], forms: Forms) -> None:
+        """All members at once, between two steps. What was kept before is kept until all of the new one is there."""
+        first, since = self._since
+        steps = state.applied - first
+        step_s = (time.perf_counter() - since) / steps if steps else 0.0
+        started = time.perf_counter()
+        mine = Snapshot.empty(state.applied, held[group.rank], forms)
+        for name, (_, values) in state.tensors().items():
+            mine.pieces[name][1].copy_(values)
+        before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+        theirs = Snapshot.empty(state.applied, held[before], forms)
+        with group.network():
+            works = [dist.isend(part, after) for part in torch.split(mine.memory, _CHUNK_BYTES) if part.numel()]
+            works += [dist.irecv(part, before) for part in torch.split(theirs.memory, _CHUNK_BYTES) if part.numel()]
+            for work in works:
+                if work is not None:
+                    work.wait()
+        took_s = time.perf_counter() - started
+        self.kept = [*self.kept, mine, theirs]
+        told = [
+            one.split() for one in group.gather(f"{took_s} {step_s} {self._interval} {int(self._measured)}".encode())
+        ]
+        self.kept = [mine, theirs]  # everybody has what it needs: before, others may have nothing but the older one
+        self._took_s = max(float(one[0]) for one in told)
+        # Rank 0 is right: newcomers know less, and all must take the next one at the same step.
+        step_s, known, measured = float(told[0][1]), int(told[0][2]), bool(int(told[0][3]))
+        goes_on = measured and step_s == 0  # a new generation, with what the last one has found out
+        self._interval = self._every or (known if goes_on else interval(self._took_s, step_s))
+        self._measured = measured or step_s > 0
+        self._next = state.applied + self._interval
+        self._since = (state.applied, time.perf_counter())
+
+    def news(self) -> list[str]:
+        """A line for people, when there is a first figure to tell, or a very different one."""
+        settled = self._every is not None or self._measured
+        if not settled or self._told / 2 < self._interval < self._told * 2:
+            return []
+        self._told = self._interval
+        how = "as asked for" if self._every else f"so that they take at most {100 * PRICE:.0f} % of the time"
+        size_bytes = sum(one.memory.numel() for one in self.kept)
+        return [
+            f"snapshots: every {self._interval} steps a neighbour gets a copy of each part ({how}); one takes "
+            f"{1e3 * self._took_s:.0f} ms, and the copies {size_bytes / 1e6:.1f} MB of a worker's memory"
+        ]
+
+
+def interval(took_s: float, step_s: float) -> int:
+    """How many steps to the next one.
+
+    >>> interval(0.03, 0.1), interval(0.01, 0.0)
+    (30, 10)
+    """
+    if not step_s:
+        return FIRST_INTERVAL
+    return min(max(math.ceil(took_s / (PRICE * step_s)), 1), LONGEST_INTERVAL)

@@ -1,0 +1,219 @@
+"""pipeline, tensor, sharded, and any of them together: the model is divided among the members, which form a mesh.
+
+The values alone, without torch, which the command line and the coordinator need not import. What a degree means for
+who holds what is in degrees.py; what the members do is in mesh/.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from distbelief.compression.option import canonical
+from distbelief.errors import JobError
+from distbelief.job import Job
+from distbelief.shards import Schedule
+from distbelief.strategies.rules.degrees import Wish, dotted
+
+if TYPE_CHECKING:
+    import torch
+
+    from distbelief.strategies.mesh.run.prepared import PreparedMesh
+
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zbv"]
+SCHEDULES: tuple[str, ...] = get_args(PipelineSchedule)
+DEFAULT_SCHEDULE: PipelineSchedule = "1f1b"
+
+
+class Meshed(ABC):
+    """What all strategies that divide the model have in common."""
+
+    snapshots: int | None
+    """Steps between two snapshots that a neighbour keeps in its memory. None: chosen from what one costs; 0: none."""
+    compression: str = ""
+    """How gradients are made smaller on their way between members that hold the same part: bf16, int8 or topk=0.01."""
+    always: bool = False
+    """Compression is never switched off by itself where the link is faster than the compressor."""
+
+    @property
+    def exact(self) -> bool:
+        """Sums are taken in another order than in one process, so results are equal within rounding only."""
+        return False
+
+    @property
+    def transport(self) -> Literal["gloo"]:
+        return "gloo"
+
+    @property
+    def stride(self) -> int:
+        return 1
+
+    @abstractmethod
+    def wish(self) -> Wish:
+        """How many ways each thing is to be divided."""
+
+    def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedMesh:
+        from distbelief.strategies.mesh.run.prepared import PreparedMesh
+
+        if device.type != "cpu":
+            raise JobError(
+                f"a model is not divided among several '{device}' yet", hint="use allreduce, or --device cpu"
+            )
+        if job.compile:
+            raise JobError(
+                "a model that is divided is not compiled", hint="leave `compile` out of the job, or use allreduce"
+            )
+        if job.matmul != "torch":
+            raise JobError(
+                f"a model that is divided does not multiply with {job.matmul}",
+                hint="leave `matmul` out of the job, or take a strategy that does not divide it, such as allreduce",
+            )
+        return PreparedMesh(job, schedule, device, self.wish(), self)
+
+    def _check(self, **degrees: int | None) -> None:
+        for name, degree in degrees.items():
+            _check_number(name, degree, least=1)
+        if self.snapshots is not None:
+            _check_number("snapshots", self.snapshots, least=0)
+
+    def _options(self, schedule: str = DEFAULT_SCHEDULE) -> str:
+        named = f":{schedule}" if schedule != DEFAULT_SCHEDULE else ""
+        named += f":snapshots={self.snapshots}" if self.snapshots is not None else ""
+        return named + (f":{self.compression}" if self.compression else "") + (":always" if self.always else "")
+
+
+@dataclass(frozen=True)
+class Pipeline(Meshed):
+    """The model is cut into stages, one per member; shards go through them one after the other.
+
+    With a multiple of so many workers there are as many pipelines side by side, each with its part of the data.
+
+    >>> str(Pipeline(4)), str(Pipeline(2, "zbv", snapshots=50))
+    ('pipeline:4', 'pipeline:2:zbv:snapshots=50')
+    """
+
+    stages: int
+    schedule: PipelineSchedule = DEFAULT_SCHEDULE
+    snapshots: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check(stages=self.stages)
+        _check_schedule(self.schedule)
+
+    def __str__(self) -> str:
+        return f"pipeline:{self.stages}{self._options(self.schedule)}"
+
+    def wish(self) -> Wish:
+        return Wish(data=None, sharded=1, pipeline=self.stages)
+
+
+@dataclass(frozen=True)
+class Tensor(Meshed):
+    """Every large layer is divided among so many members, which compute each of them together.
+
+    >>> str(Tensor(2))
+    'tensor:2'
+    """
+
+    degree: int
+    snapshots: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check(degree=self.degree)
+
+    def __str__(self) -> str:
+        return f"tensor:{self.degree}{self._options()}"
+
+    def wish(self) -> Wish:
+        return Wish(data=None, sharded=1, tensor=self.degree)
+
+
+@dataclass(frozen=True)
+class Sharded(Meshed):
+    """Parameters, gradients and optimizer state are divided among all members (FSDP); each has its part of the data.
+
+    >>> str(Sharded(snapshots=0))
+    'sharded:snapshots=0'
+    """
+
+    snapshots: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check()
+
+    def __str__(self) -> str:
+        return f"sharded{self._options()}"
+
+    def wish(self) -> Wish:
+        return Wish(data=1, sharded=None)
+
+
+@dataclass(frozen=True)
+class Hybrid(Meshed):
+    """Several ways of dividing at once; their product is the number of workers.
+
+    >>> str(Hybrid(data=2, tensor=2, pipeline=2)), str(Hybrid(data=2, sharded=2))
+    ('dp2.tp2.pp2', 'dp2.fsdp2')
+    """
+
+    data: int | None = None
+    """None: as many groups as there are workers for."""
+    tensor: int = 1
+    pipeline: int = 1
+    sharded: int = 1
+    schedule: PipelineSchedule = DEFAULT_SCHEDULE
+    snapshots: int | None = None
+    compression: str = ""
+    always: bool = False
+
+    def __post_init__(self) -> None:
+        self._check(tensor=self.tensor, pipeline=self.pipeline, sharded=self.sharded)
+        if self.data is not None:
+            self._check(data=self.data)
+        _check_schedule(self.schedule)
+        if self.schedule != DEFAULT_SCHEDULE and self.pipeline == 1:
+            raise JobError(
+                f"the schedule {self.schedule} is for pipelines, and {self} has none", hint="add a pipeline, as in pp2"
+            )
+        if self.data is None and self.tensor * self.pipeline * self.sharded == 1:
+            raise JobError("a hybrid strategy must divide something", hint="for example dp2.tp2.pp2 or dp2.fsdp2")
+        self._check_compression()
+
+    def _check_compression(self) -> None:
+        if not self.compression:
+            if self.always:
+                raise JobError("always is for compression, and there is none", hint="for example dp2.pp2:int8:always")
+            return
+        object.__setattr__(self, "compression", canonical(self.compression))
+        if self.compression.startswith("powersgd"):
+            raise JobError(
+                "powersgd cannot compress the gradients of a model that is divided",
+                hint="use bf16, int8 or topk=0.01 here, or allreduce:powersgd=4",
+            )
+        if self.data is None or self.data < 2:
+            raise no_gradients_travel(str(self))
+
+    def __str__(self) -> str:
+        return dotted(self.data, self.sharded, self.tensor, self.pipeline) + self._options(self.schedule)
+
+    def wish(self) -> Wish:
+        return Wish(self.data, self.sharded, self.tensor, self.pipeline)
+
+
+def no_gradients_travel(strategy: str) -> JobError:
+    return JobError(
+        f"there is nothing to compress in {strategy}: gradients travel, and are compressed, between members that hold "
+        "the same part of the model, and it does not say that there are any",
+        hint="say so with dp2 or more, as in dp2.pp2:int8; activations and pieces of a sharded model go as they are",
+    )
+
+
+def _check_number(name: str, number: int | None, least: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        raise JobError(f"{name} must be a whole number of at least {least}, not {number!r}")
+
+
+def _check_schedule(schedule: str) -> None:
+    if schedule not in SCHEDULES:
+        raise JobError(f"unknown schedule {schedule!r}", hint=f"schedules of a pipeline: {', '.join(SCHEDULES)}")

@@ -1,0 +1,270 @@
+"""How a division of values passes through a model's operations, and where it stops.
+
+A layer that is divided by columns gives each member some of its columns: a value divided along one dimension into equal
+parts. Each rule here says, for one kind of operation, along which dimension the result is divided if every member
+applies the operation to its own part; or it raises `Stop`, because the members' results would not be parts of what one
+process computes, or because the gradients of a whole value beside them would be incomplete. An operation without a
+rule stops the division: only what is known to be right is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from distbelief.strategies.mesh.tensor.trace import Operation, Ref, Trace
+
+
+class Stop(Exception):
+    """The division cannot pass. `needs`: values that would have to be divided too."""
+
+    def __init__(self, reason: str, needs: Sequence[int] = ()) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.needs = tuple(needs)
+
+
+def through(trace: Trace, operation: Operation, dims: Mapping[int, int], heads: set[int]) -> dict[int, int]:
+    """Along which dimensions the results of an operation are divided, if some of its arguments are (`dims`). Into how
+    many parts the code takes a divided dimension apart is added to `heads`."""
+    name = operation.name.split(".")[0]
+    if operation.random:
+        raise Stop(f"random numbers ({name}) are drawn for its output")
+    step = _Step(trace, operation, dims, heads)
+    if operation.pointwise or name in _POINTWISE:
+        return step.aligned(operation.reads)
+    rule = _RULES.get(name)
+    if rule is None:
+        raise Stop(f"its output goes into torch's {name}, for which there is no rule")
+    return rule(step)
+
+
+@dataclass
+class _Step:
+    """One operation that reads at least one divided value."""
+
+    trace: Trace
+    operation: Operation
+    dims: Mapping[int, int]
+    heads: set[int]
+
+    def shape(self, number: int) -> tuple[int, ...]:
+        return self.trace.values[number].shape
+
+    def given(self, name: str, default: Any = None) -> Any:
+        return self.operation.arguments.get(name, default)
+
+    def one(self, name: str = "self") -> tuple[int, int]:
+        """An operation on a single divided value: its rank and the dimension it is divided along."""
+        number = self.given(name).number
+        others = [n for n in self.operation.reads if n != number]
+        if number not in self.dims:
+            raise Stop("its output changes a value that is not divided", [number])
+        self.whole(others)
+        return len(self.shape(number)), self.dims[number]
+
+    def whole(self, numbers: Sequence[int]) -> None:
+        """These stand beside divided values as they are."""
+        for number in numbers:
+            if number in self.dims:
+                raise Stop(f"its output meets another divided value in {self.operation.name.split('.')[0]}")
+            if self.trace.values[number].trained:
+                raise Stop("its output meets a trained value that is not divided")
+
+    def all(self, dim: int) -> dict[int, int]:
+        return dict.fromkeys(self.operation.gives, dim)
+
+    def aligned(self, numbers: Sequence[int]) -> dict[int, int]:
+        """Element by element, shapes aligned at their ends: divided at one place, and nobody else extends there."""
+        places = {len(self.shape(n)) - self.dims[n] for n in numbers if n in self.dims}
+        if len(places) != 1:
+            raise Stop("its output meets a value that is divided along another dimension")
+        place = places.pop()
+        others = [n for n in numbers if n not in self.dims]
+        full = [n for n in others if len(self.shape(n)) >= place and self.shape(n)[-place] != 1]
+        if full:
+            raise Stop("its output meets a value that is not divided", full)
+        self.whole(others)
+        return {number: len(self.shape(number)) - place for number in self.operation.gives}
+
+
+def _view(step: _Step) -> dict[int, int]:
+    """A dimension keeps its division if it is the outermost of those that it is joined with, and so in the result."""
+    _, dim = step.one()
+    before, after = step.shape(step.given("self").number), step.shape(step.operation.gives[0])
+    for place, size in enumerate(after):
+        if prod(after[:place]) == prod(before[:dim]) and size != 1:
+            if size != before[dim] and size < before[dim]:
+                step.heads.add(size)
+            return step.all(place)
+    raise Stop(f"the code rearranges its output from {list(before)} to {list(after)}")
+
+
+def _permute(step: _Step) -> dict[int, int]:
+    rank, dim = step.one()
+    return step.all([d % rank for d in step.given("dims")].index(dim))
+
+
+def _transpose(step: _Step) -> dict[int, int]:
+    rank, dim = step.one()
+    one, two = step.given("dim0", 0) % rank, step.given("dim1", 1) % rank
+    return step.all({one: two, two: one}.get(dim, dim))
+
+
+def _unsqueeze(step: _Step) -> dict[int, int]:
+    rank, dim = step.one()
+    return step.all(dim + (step.given("dim") % (rank + 1) <= dim))
+
+
+def _squeeze(step: _Step) -> dict[int, int]:
+    rank, dim = step.one()
+    shape, chosen = step.shape(step.given("self").number), step.given("dim", range(rank))
+    gone = {d % rank for d in ([chosen] if isinstance(chosen, int) else chosen) if shape[d % rank] == 1}
+    return step.all(dim - sum(d < dim for d in gone))
+
+
+def _expand(step: _Step) -> dict[int, int]:
+    rank, dim = step.one()
+    return step.all(dim + len(step.shape(step.operation.gives[0])) - rank)
+
+
+def _select(step: _Step) -> dict[int, int]:
+    rank, dim = step.one()
+    chosen = step.given("dim", 0) % rank
+    if chosen == dim:
+        raise Stop("the code takes single parts out of its output")
+    return step.all(dim - (chosen < dim))
+
+
+def _cut(step: _Step) -> dict[int, int]:
+    rank, dim = step.one()
+    before = step.shape(step.given("self").number)
+    if step.given("dim", 0) % rank == dim and any(step.shape(n)[dim] != before[dim] for n in step.operation.gives):
+        raise Stop("the code splits its output, as for query, key and value from one matrix")
+    return step.all(dim)
+
+
+def _cat(step: _Step) -> dict[int, int]:
+    parts = [ref.number for ref in step.given("tensors") if prod(step.shape(ref.number)) > 0]
+    if any(n not in step.dims for n in parts):
+        raise Stop("its output is joined to a value that is not divided", [n for n in parts if n not in step.dims])
+    dims = {step.dims[n] for n in parts}
+    if len(dims) != 1:
+        raise Stop("its output is joined to a value that is divided along another dimension")
+    dim = dims.pop()
+    rank = len(step.shape(step.operation.gives[0]))
+    along = step.given("dim", 0) % rank
+    if step.operation.name.startswith("stack"):
+        return step.all(dim + (along <= dim))
+    if along == dim:
+        raise Stop("its output is joined to others along the dimension that is divided")
+    return step.all(dim)
+
+
+def _along(step: _Step) -> dict[int, int]:
+    """Sums, means, softmax: along other dimensions than the divided one."""
+    rank, dim = step.one()
+    chosen = step.given("dim")
+    along = {d % rank for d in ([chosen] if isinstance(chosen, int) else chosen or range(rank))}
+    if dim in along:
+        raise Stop(f"the code takes the {step.operation.name.split('.')[0].strip('_')} of all its output")
+    kept = len(step.shape(step.operation.gives[0])) == rank
+    return step.all(dim if kept else dim - sum(d < dim for d in along))
+
+
+def _norm(step: _Step) -> dict[int, int]:
+    rank, dim = step.one("input")
+    if dim >= rank - len(step.given("normalized_shape")):
+        raise Stop("a normalisation needs all its output")
+    return step.all(dim)
+
+
+def _triangle(step: _Step) -> dict[int, int]:
+    rank, dim = step.one()
+    if dim >= rank - 2:
+        raise Stop("the code takes a triangle of its output")
+    return step.all(dim)
+
+
+def _alike(step: _Step) -> dict[int, int]:
+    return step.all(step.one()[1])
+
+
+def _dropout(step: _Step) -> dict[int, int]:
+    return step.all(step.one("input")[1])
+
+
+def _matmul(step: _Step) -> dict[int, int]:
+    one, two = step.given("self").number, step.given("other").number
+    dims, ranks = step.dims, (len(step.shape(one)), len(step.shape(two)))
+    if min(ranks) < 2:
+        raise Stop("its output is multiplied with a vector")
+    batched = all(n not in dims or dims[n] < rank - 2 for n, rank in zip((one, two), ranks, strict=True))
+    if batched:
+        return step.aligned((one, two))
+    rank = len(step.shape(step.operation.gives[0]))
+    if dims.get(one) == ranks[0] - 2:
+        step.whole([two])
+        return step.all(rank - 2)
+    if dims.get(two) == ranks[1] - 1:
+        step.whole([one])
+        return step.all(rank - 1)
+    raise Stop("a matrix product adds over its output")
+
+
+def _einsum(step: _Step) -> dict[int, int]:
+    left, _, right = step.given("equation").replace(" ", "").partition("->")
+    numbers, terms = [ref.number for ref in step.given("operands")], left.split(",")
+    if "." in left or not right:
+        raise Stop("its output goes into an einsum that does not name all dimensions")
+    letters = {term[step.dims[n]] for n, term in zip(numbers, terms, strict=True) if n in step.dims}
+    letter = letters.pop()
+    if letters or letter not in right:
+        raise Stop("an einsum adds over its output")
+    beside = [n for n, term in zip(numbers, terms, strict=True) if n not in step.dims]
+    full = [n for n, term in zip(numbers, terms, strict=True) if n not in step.dims and letter in term]
+    if full:
+        raise Stop("its output meets a value that is not divided", full)
+    step.whole(beside)
+    return step.all(right.index(letter))
+
+
+def _attention(step: _Step) -> dict[int, int]:
+    numbers = [step.given(name).number for name in ("query", "key", "value")]
+    missing = [n for n in numbers if n not in step.dims]
+    if missing:
+        raise Stop("attention takes its output together with values that are not divided", missing)
+    if any(len(step.shape(n)) < 3 or step.dims[n] != len(step.shape(n)) - 3 for n in numbers):
+        raise Stop("attention takes its output divided otherwise than by heads")
+    mask = step.given("attn_mask")
+    if isinstance(mask, Ref):
+        aligned = [numbers[0], mask.number]
+        step.aligned(aligned)
+    return step.all(len(step.shape(step.operation.gives[0])) - 3)
+
+
+_POINTWISE = ("_to_copy", "copy_", "alias", "detach", "lift_fresh", "clone", "contiguous")
+_RULES: dict[str, Callable[[_Step], dict[int, int]]] = {
+    **dict.fromkeys(("view", "_unsafe_view", "reshape"), _view),
+    **dict.fromkeys(("transpose", "t"), _transpose),
+    **dict.fromkeys(("slice", "split", "split_with_sizes", "narrow"), _cut),
+    **dict.fromkeys(("select", "unbind"), _select),
+    **dict.fromkeys(("cat", "stack"), _cat),
+    **dict.fromkeys(
+        ("_softmax", "_safe_softmax", "_log_softmax", "sum", "mean", "var", "amax", "amin", "cumsum", "logsumexp"),
+        _along,
+    ),
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _norm),
+    **dict.fromkeys(("tril", "triu"), _triangle),
+    **dict.fromkeys(("zeros_like", "ones_like", "full_like", "empty_like"), _alike),
+    "permute": _permute,
+    "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze,
+    "expand": _expand,
+    "dropout": _dropout,
+    "matmul": _matmul,
+    "einsum": _einsum,
+    "attention": _attention,
+}

@@ -1,0 +1,332 @@
+"""What workers and parameter servers say to each other: typed headers. How bytes go with them: letters.py."""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+from msgspec import Struct
+
+from distbelief.kv.messages import KeyContent, KeyQuestion, KeyReply
+from distbelief.shards import Range
+from distbelief.strategies.ps.tables.messages import Count, Counted, Numbers, Pull, Pulled, RowGradient, ShardRows
+from distbelief.strategies.sandblaster import messages as v
+
+VALUES_AT = 4096
+"""In the shared memory of a slice its values begin here at the latest."""
+
+
+def values_at(first_byte: int) -> int:
+    """Where they begin: as far into a page as in the layout, so that workers can map whole pages to their places. What
+    is before them takes less than the alignment of the layout.
+
+    >>> values_at(0), values_at(4096 * 3 + 256)
+    (4096, 256)
+    """
+    return first_byte % VALUES_AT or VALUES_AT
+
+
+# --- changes of a slice ----------------------------------------------------------------------------------------------
+
+
+class Node(Struct, frozen=True, tag=True):
+    """A partial sum of a step: that of the shards from `first` to `end`. The slice's stretch of it is in a frame, or
+    lies at its place of the layout in a shared segment."""
+
+    step: int
+    first: int
+    end: int
+    rows: bytes
+    """The numbers that these shards tell of themselves (see `transport/exchange.py`), as float64."""
+    touched: bytes
+    """A byte per entry of the layout."""
+    integers: bytes = b""
+    """The integer buffers after the first shard of the step, where that is in it."""
+    segment: str = ""
+    generation: int = -1
+    """Whose partial sum it is, where that makes a difference; see `Afresh`."""
+    coded: bool = False
+    """The frame is compressed (strategies/ps/protocol/pushcoding.py)."""
+
+
+class Afresh(Struct, frozen=True, tag=True):
+    """From that step on only partial sums of this generation count. What others have sent of it is forgotten."""
+
+    step: int
+    generation: int
+
+
+class Go(Struct, frozen=True, tag=True):
+    """Every slice has all partial sums of the step: it is to be applied, with its gradients multiplied by this."""
+
+    step: int
+    factor: float
+
+
+class Begun(Struct, frozen=True, tag=True):
+    """A member computes this step: it has all that it needs of the one before. Said where late shards get backup
+    copies, so that nobody goes on by more than a step without it."""
+
+    step: int
+    generation: int
+    rank: int
+
+
+class Note(Struct, frozen=True, tag=True):
+    """Bytes that belong to the state after so many steps."""
+
+    step: int
+    content: bytes
+
+
+class Gradient(Struct, frozen=True, tag=True):
+    """An update of a worker that waits for nobody: its gradients, and by how much it changes the buffers. The slice's
+    stretch is where that of a Node is. It is named by its number (`RUN`), whoever computes it."""
+
+    update: int
+    step: int
+    """The first of its batches: for what changes with the steps, such as the learning rate."""
+    touched: bytes
+    integers: bytes = b""
+    """By how much the integer buffers change, each as int64. For slice 0."""
+    segment: str = ""
+    dated: bool = False
+    """The values that it was computed with come along: in the same frame behind it, or in this segment."""
+    values: str = ""
+    coded: bool = False
+    """The frame is compressed (strategies/ps/protocol/pushcoding.py)."""
+
+
+# --- changes of the ledger -------------------------------------------------------------------------------------------
+
+
+class Ask(Struct, frozen=True, tag=True):
+    """A worker wants an update to compute. The answer has a `Lease`, or says why there is none."""
+
+    worker: int
+    now: float
+    version: int = -1
+    """How many updates are in the parameters that it has; -1: it fetches them after this."""
+    known: int = 0
+    """It has heard of all steps before this one."""
+    batches: int = 0
+    """So many it would like to push together; 0: as many as the run fixes."""
+
+
+class Complete(Struct, frozen=True, tag=True):
+    """Every slice has the update."""
+
+    update: int
+    token: int
+    worker: int
+    losses: list[float]
+    """Of its batches."""
+    samples: list[int]
+    at: float
+
+
+class Members(Struct, frozen=True, tag=True):
+    """Whoever is not among them is gone: what it had is leased again."""
+
+    generation: int
+    workers: list[int]
+
+
+class Gate(Struct, frozen=True, tag=True):
+    """Lease nothing beyond that step until `Open` comes: the parameters are to be those after exactly so many. Where
+    more is leased already, nothing beyond that."""
+
+    step: int
+
+
+class Open(Struct, frozen=True, tag=True):
+    """What was to be done at that step has been done."""
+
+    step: int
+
+
+OfRuns = Node | Afresh | Go | Begun | Note | Gradient | ShardRows | RowGradient | Ask | Complete | Members | Gate | Open
+Content = OfRuns | v.Do | v.Begin | v.Take | v.Keep | KeyContent
+RUN = 1 << 40
+"""In place of a client: the source of updates, which are the run's, whoever computes them."""
+
+
+class Lease(Struct, frozen=True, tag=True):
+    update: int
+    token: int
+    step: int
+    """The first of its batches."""
+    batches: int
+    completed: int
+    """Updates completed."""
+
+
+class Wait(Struct, frozen=True, tag=True):
+    reason: str
+    fetch: bool
+    """Newer parameters would help; else only time does."""
+    completed: int
+
+
+class Gathered(Struct, frozen=True, tag=True):
+    """The parameters are those after exactly so many steps, and nobody computes. `last`: of the run."""
+
+    step: int
+    last: bool
+    completed: int
+
+
+class Completion(Struct, frozen=True):
+    """A batch that counts."""
+
+    step: int
+    """How many were complete before it."""
+    loss: float
+    samples: int
+    worker: int
+    staleness: int
+    at: float
+
+
+class Given(Struct, frozen=True):
+    """The answer to an `Ask`, a `Take`, or what a driver says."""
+
+    what: Lease | Wait | Gathered | v.Heard | v.Portions | v.Idle | v.Total | v.Stepped
+    done: int
+    """Steps."""
+    news: list[Completion] = []
+    staleness: dict[int, int] = {}
+    """How many updates had which, so far."""
+
+
+# --- from workers ----------------------------------------------------------------------------------------------------
+
+
+class Push(Struct, frozen=True, tag=True):
+    client: int
+    sequence: int
+    """With the client, the name of the change: it is applied once, however often it comes."""
+    slice: int
+    content: Content
+    life: int = 0
+    """That of the slices, by the sender's map; 0: it has none yet. What was meant for slices that have begun anew since
+    counts for nothing."""
+
+
+class Fetch(Struct, frozen=True, tag=True):
+    """Answered when the slice has this version at least, or never will."""
+
+    ticket: int
+    slice: int
+    version: int
+    inline: bool = False
+    """The values are wanted in a frame."""
+
+
+class Measure(Struct, frozen=True, tag=True):
+    """Answered when the step's gradients are all there: what do the squares of each tile add up to?"""
+
+    ticket: int
+    slice: int
+    step: int
+    generation: int = 0
+    members: int = 0
+    """So many of this generation must have begun the step too; 0: nobody says so."""
+
+
+class Look(Struct, frozen=True, tag=True):
+    """What is there of the step that is under way, and of those before it?"""
+
+    ticket: int
+    slice: int
+    briefly: bool = False
+    """Nothing of those before it."""
+
+
+class Read(Struct, frozen=True, tag=True):
+    """Values and optimizer state at this version, for a checkpoint."""
+
+    ticket: int
+    slice: int
+    version: int
+
+
+Question = Fetch | Measure | Look | Read | Pull | Count | Numbers | v.Products | v.ReadVectors | KeyQuestion
+FromClient = Push | Question
+
+# --- to workers ------------------------------------------------------------------------------------------------------
+
+
+class Answered(Struct, frozen=True, tag=True):
+    """The change counts, whoever dies."""
+
+    slice: int
+    sequence: int
+    source: int = -1
+    """`RUN`, if the sequence is that of an update."""
+    given: Given | None = None
+
+
+class Refused(Struct, frozen=True, tag=True):
+    """This server is not the slice's primary, by a map of that version."""
+
+    slice: int
+    version: int
+
+
+class Fetched(Struct, frozen=True, tag=True):
+    ticket: int
+    slice: int
+    version: int
+    """Lower than what was asked for: the step before that cannot be applied, and `rows` say why."""
+    rows: bytes = b""
+    """Of the step that led to this version, or of the one that cannot be applied. From slice 0 only."""
+    integers: bytes = b""
+    segment: str = ""
+    """Where the values are; empty: in a frame."""
+
+
+class Measured(Struct, frozen=True, tag=True):
+    ticket: int
+    slice: int
+    squares: list[float]
+
+
+class StepPast(Struct, frozen=True):
+    """What a step gave, as it was kept with the parameters."""
+
+    step: int
+    rows: bytes
+    at: float
+
+
+class Looked(Struct, frozen=True, tag=True):
+    ticket: int
+    slice: int
+    version: int
+    nodes: list[Range]
+    """Partial sums of the step under way that are there."""
+    past: list[StepPast] = []
+    """Of the last steps, from slice 0 only; so is the note, with the steps that were applied when it was kept."""
+    note: tuple[int, bytes] = (-1, b"")
+    integers: bytes = b""
+    began: int = 0
+    """The step from which the parameters have gone on since they began, or began anew. From the ledger only."""
+
+
+class Contents(Struct, frozen=True, tag=True):
+    """Values, then optimizer state, tile by tile, in a frame; none, if the version is another one."""
+
+    ticket: int
+    slice: int
+    version: int
+    counts: list[int] = []
+    """Of a part of the tables: how many rows of each it has."""
+
+
+Reply = Fetched | Measured | Looked | Contents | Pulled | Counted | v.Produced | v.SearchKnown | KeyReply
+ToClient = Answered | Refused | Reply
+
+
+def is_update(content: Content) -> TypeGuard[Gradient | RowGradient]:
+    """Whether a change is named by the number of an update, and not by who sends it."""
+    return isinstance(content, Gradient | RowGradient)

@@ -1,0 +1,64 @@
+"""Where the parameters are cut into slices: what servers own, copy and answer for. A function of the model alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distbelief.shards import Range
+from distbelief.strategies.flatmodel.layout import Layout
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
+
+FEWEST_SLICES, MOST_SLICES = 4, 16
+"""Enough to balance a few servers, and few enough that messages about them cost little beside a step."""
+SLICE_BYTES = 8 << 20
+"""Of values and optimizer state. What is said and done about a slice in a step costs as much as adding up a quarter of
+that: smaller models have fewer slices."""
+
+
+@dataclass(frozen=True)
+class SliceShape:
+    """Some neighbouring tiles: their values are one stretch of the layout, with a gap where another type begins."""
+
+    number: int
+    tiles: range
+    first_byte: int
+    end_byte: int
+    state_bytes: tuple[int, ...]
+    """Of the optimizer's state, by tile."""
+    size_bytes: int
+    """Of the tiles and their state, without the gaps."""
+
+    @property
+    def value_bytes(self) -> int:
+        """Of the stretch."""
+        return self.end_byte - self.first_byte
+
+
+def cut(layout: Layout, recipe: Recipe) -> list[SliceShape]:
+    """Slices of nearly equal size, in the order of the layout."""
+    sizes = [
+        state_bytes(recipe, layout, tile.index) if tile.index < layout.parameter_tiles else 0 for tile in layout.tiles
+    ]
+    weights = [tile.size_bytes + size for tile, size in zip(layout.tiles, sizes, strict=True)]
+    slices: list[SliceShape] = []
+    first, passed, whole = 0, 0, sum(weights)
+    most = min(max(whole // SLICE_BYTES, FEWEST_SLICES), MOST_SLICES)
+    for tile, weight in enumerate(weights):
+        passed += weight
+        if passed * most >= whole * (len(slices) + 1) or tile + 1 == len(weights):
+            at, last = layout.tiles[first], layout.tiles[tile]
+            end_byte = last.offset_bytes + last.size_bytes
+            mine = range(first, tile + 1)
+            states, size_bytes = tuple(sizes[first : tile + 1]), sum(weights[first : tile + 1])
+            slices.append(SliceShape(len(slices), mine, at.offset_bytes, end_byte, states, size_bytes))
+            first = tile + 1
+    return slices
+
+
+def parameter_stretch(layout: Layout, shape: SliceShape) -> tuple[int, Range]:
+    """The elements of all parameters together, and those of this slice, where all parameters have one type: (0, 0) for
+    a slice of buffers alone."""
+    last = layout.tiles[layout.parameter_tiles - 1]
+    size = last.offset_bytes // last.dtype.itemsize + last.numel
+    first = shape.first_byte // last.dtype.itemsize
+    return size, (first, min(shape.end_byte // last.dtype.itemsize, size)) if first < size else (0, 0)

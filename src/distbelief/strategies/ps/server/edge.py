@@ -1,0 +1,250 @@
+"""The sockets of a parameter server. One thread, one poll loop: clients and other servers come to one socket, whoever
+makes the maps is reached over another, and each other server over one more. What it does with a message is
+`strategies/ps/server/node.py`'s, and what it has slices of is said by whoever starts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from distbelief.control.addresses import own_address, tcp
+from distbelief.control.connectionlimit import Doorkeeper
+from distbelief.control.credentials import Badge
+from distbelief.control.messages import (
+    EndRun,
+    Event,
+    Introduce,
+    Serve,
+    ServerBeat,
+    ServerFailed,
+    ServerMap,
+    ServerReady,
+    SliceCopied,
+    decode_command,
+    encode,
+)
+from distbelief.control.signatures import NO_MESSAGE, NO_SEAL, NOT_ITS_OWN, Refusals, Refused
+from distbelief.control.sockets import dial, dial_server, protect_server
+from distbelief.errors import DistBeliefError
+from distbelief.strategies.ps.protocol.frames import Letter, pack
+from distbelief.strategies.ps.protocol.peers import may_say, unpack
+from distbelief.strategies.ps.server.node import Out, ServerNode
+from distbelief.strategies.ps.server.stores import SliceStore
+from distbelief.transport.shm.memfd import free_memory_bytes
+
+BEAT_S = 0.2
+REMIND_S = 0.5
+WAITING_MESSAGES = 1000
+"""Of one sender; what is more waits there, not in our memory."""
+LEAST_MESSAGE_BYTES = 1 << 30
+"""A frame holds a slice of the parameters and its optimizer state at most."""
+
+
+class Reachable(Protocol):
+    """Which server this is, and where it finds whoever makes the maps."""
+
+    @property
+    def worker(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def badge(self) -> Badge: ...
+
+
+class Slices(Protocol):
+    """What a server has slices of."""
+
+    life: int
+    sealed: int
+    sizes: list[int]
+
+    def make(self, number: int, first: bool) -> tuple[SliceStore, str]: ...
+
+    def began(self) -> None: ...
+
+    def facts(self) -> dict[str, str]: ...
+
+
+class ServerEdge:
+    """The sockets of a parameter server."""
+
+    def __init__(self, spec: Reachable, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._spec = spec
+        self._door = spec.badge.servers_door
+        self._signer = spec.badge.signer()
+        self._to_peers = spec.badge.signer_to_servers()
+        self._checker = spec.badge.checker()
+        self._refusals = Refusals()
+        self._context = context
+        self._coordinator = context.socket(zmq.DEALER)
+        self._coordinator.setsockopt(zmq.LINGER, 2000)
+        dial(self._coordinator, spec.address, spec.badge.door)
+        self._inbox = context.socket(zmq.ROUTER)
+        for option in (zmq.SNDHWM, zmq.LINGER):
+            self._inbox.setsockopt(option, 0)
+        self._inbox.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
+        self._inbox.setsockopt(zmq.MAXMSGSIZE, max(LEAST_MESSAGE_BYTES, free_memory_bytes() // 4))
+        listen = tcp(own_address(spec.address))
+        protect_server(self._inbox, listen, spec.badge.server_keys())
+        if "[" in listen:
+            self._inbox.setsockopt(zmq.IPV6, 1)
+        self._inbox.bind(listen)
+        self._doorkeeper = Doorkeeper(self._inbox, self._refusals)
+        address = self._inbox.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(address, bytes)
+        self._address = address.rstrip(b"\0").decode()
+        self._peers: dict[int, zmq.Socket[bytes]] = {}
+        self._map: ServerMap | None = None
+        self._epoch = 0
+        self._ended = False
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+
+    def serve(self, slices: Slices) -> None:
+        node = ServerNode(self._spec.worker, slices.make)
+        ready = ServerReady(
+            self._spec.worker, self._spec.host, os.getpid(), self._address, slices.sizes, slices.facts()
+        )
+        self._tell(ready)
+        poller = zmq.Poller()
+        poller.register(self._inbox, zmq.POLLIN)
+        poller.register(self._doorkeeper.events, zmq.POLLIN)
+        poller.register(self._coordinator, zmq.POLLIN)
+        next_beat = next_reminder = time.monotonic()
+        while not self._ended:
+            there = dict(poller.poll(int(BEAT_S * 1000 / 2)))
+            if self._coordinator in there:
+                for command in self._commands():
+                    if isinstance(command, Introduce):
+                        self._tell(ready)
+                    elif isinstance(command, Serve):
+                        slices.life, slices.sealed = command.map.life, command.map.sealed
+                        self._map = command.map
+                        self._hang_up()
+                        self._send(node.learn(command.map))
+                        slices.began()
+            if self._inbox in there:
+                self._receive(node)
+            if self._doorkeeper.events in there:
+                self._doorkeeper.attend()
+            now = time.monotonic()
+            if now >= next_reminder:
+                next_reminder = now + REMIND_S
+                self._send(node.remind())
+            if news := self._refusals.news(now):
+                print(news, flush=True)
+            if now >= next_beat:
+                next_beat = now + BEAT_S
+                self._tell(ServerBeat(self._spec.worker, self._epoch, node.version))
+
+    def _commands(self) -> list[Any]:
+        found: list[Any] = []
+        while True:
+            try:
+                frames = self._coordinator.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return found
+            with contextlib.suppress(msgspec.MsgspecError):
+                command = decode_command(frames[-1])
+                if command.epoch < self._epoch:
+                    continue  # an older coordinator that does not know it was replaced
+                self._epoch = command.epoch
+                self._ended |= isinstance(command, EndRun)
+                found.append(command)
+
+    def _receive(self, node: ServerNode) -> None:
+        """Everything that waits, then one round of answers: they go out in as few messages as can be."""
+        out = Out()
+        for _ in range(1000):
+            try:
+                identity, *frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            try:
+                letters = self._letters(frames)
+            except Refused as refused:
+                self._refusals.add(refused.reason)
+                continue
+            self._doorkeeper.know(identity)
+            for letter in letters:
+                out.add(node.receive(letter, identity.bytes))
+        self._send(out)
+
+    def _letters(self, frames: list[zmq.Frame]) -> list[Letter]:
+        if len(frames) < 2:
+            raise Refused(NO_SEAL)
+        claim = self._checker.check(frames[0].bytes, frames[1].buffer)
+        try:
+            letters = unpack(frames[1:])
+        except (msgspec.MsgspecError, DistBeliefError):
+            raise Refused(NO_MESSAGE) from None
+        if not all(may_say(claim, letter.message) for letter in letters):
+            raise Refused(NOT_ITS_OWN)
+        return letters
+
+    def _send(self, out: Out) -> None:
+        for identity, letters in _by_addressee(out.clients).items():
+            with contextlib.suppress(zmq.ZMQError):  # it is gone
+                self._inbox.send_multipart([identity, *pack(letters)], zmq.NOBLOCK, copy=False)
+        for server, letters in _by_addressee(out.servers).items():
+            socket = self._peer(server)
+            if socket is not None:
+                socket.send_multipart(pack(letters, self._to_peers), zmq.NOBLOCK, copy=False)
+        for number, recruit, version in out.copied:
+            self._tell(SliceCopied(self._spec.worker, number, recruit, version))
+
+    def _peer(self, server: int) -> zmq.Socket[bytes] | None:
+        address = self._map.addresses.get(server) if self._map else None
+        if address is None:
+            return None
+        if server not in self._peers:
+            socket = self._context.socket(zmq.DEALER)
+            for option in (zmq.SNDHWM, zmq.LINGER):
+                socket.setsockopt(option, 0)
+            dial_server(socket, address, self._door)
+            self._peers[server] = socket
+        return self._peers[server]
+
+    def _hang_up(self) -> None:
+        """On servers that are not there any more."""
+        assert self._map is not None
+        for server in [one for one in self._peers if one not in self._map.addresses]:
+            self._peers.pop(server).close(linger=0)
+
+    def _tell(self, event: Event) -> None:
+        message = encode(event)
+        with contextlib.suppress(zmq.Again):
+            self._coordinator.send_multipart([self._signer.seal(message), message], zmq.NOBLOCK)
+
+    def fail(self, error: BaseException) -> None:
+        traceback.print_exc()
+        text = "".join(traceback.format_exception(error))
+        known = isinstance(error, DistBeliefError)
+        message = error.message if isinstance(error, DistBeliefError) else f"{type(error).__name__}: {error}"
+        hint = error.hint if isinstance(error, DistBeliefError) else "see its log in the logs folder of the run"
+        self._tell(ServerFailed(self._spec.worker, self._spec.host, message, hint, "" if known else text))
+
+    def close(self) -> None:
+        self._doorkeeper.close()
+        self._inbox.close(linger=0)
+        for socket in self._peers.values():
+            socket.close(linger=0)
+        self._coordinator.close()
+        sys.stdout.flush()
+
+
+def _by_addressee(letters: list[tuple[Any, Letter]]) -> dict[Any, list[Letter]]:
+    found: dict[Any, list[Letter]] = {}
+    for addressee, letter in letters:
+        found.setdefault(addressee, []).append(letter)
+    return found

@@ -1,0 +1,98 @@
+"""The memory of one slice on one server: values that others on the host may read, and the optimizer's state."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+
+from distbelief.job import Job
+from distbelief.strategies.flatmodel.layout import Layout
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory
+from distbelief.strategies.flatmodel.updating import TileUpdates, set_buffers
+from distbelief.strategies.ps.protocol.messages import values_at
+from distbelief.strategies.ps.rules.slicing import SliceShape
+from distbelief.transport.shm.segment import Segment
+
+
+class SliceMemory:
+    def __init__(self, shape: SliceShape, layout: Layout, recipe: Recipe, job: Job, values: Segment) -> None:
+        """`values`: the version that is being written, and the one that was; then the slice's stretch of the layout."""
+        self.shape = shape
+        self.layout = layout
+        self._segment = values
+        self._at = values_at(shape.first_byte)
+        self._versions = np.frombuffer(values.buffer, np.int64, 2)
+        self._state = torch.zeros(sum(shape.state_bytes), dtype=torch.uint8)
+        self.values = {
+            t: values.tensor(tile.dtype, self._at + tile.offset_bytes - shape.first_byte, tile.numel)
+            for t in shape.tiles
+            for tile in [layout.tiles[t]]
+        }
+        self._optimizer: dict[int, torch.Tensor] = {}
+        at = 0
+        for tile, size_bytes in zip(shape.tiles, shape.state_bytes, strict=True):
+            self._optimizer[tile] = self._state[at : at + size_bytes]
+            at += size_bytes
+        self._job = job
+        self._recipe = recipe
+        self._updates = self._made()
+
+    def _made(self) -> TileUpdates:
+        """The optimizer goes on from what lies in the memory."""
+        tiles = [TileMemory(t, self.values[t], self._optimizer[t]) for t in self.parameter_tiles]
+        return TileUpdates(self._job.seed, self._recipe, self.layout, tiles)
+
+    def _rate(self, step: int) -> float:
+        return self._job.schedule(step) if self._job.schedule else 1.0
+
+    @property
+    def parameter_tiles(self) -> list[int]:
+        return [t for t in self.shape.tiles if t < self.layout.parameter_tiles]
+
+    @property
+    def buffer_tiles(self) -> list[int]:
+        return [t for t in self.shape.tiles if t >= self.layout.parameter_tiles]
+
+    def update(self, step: int, sums: dict[int, torch.Tensor], units: int, untouched: np.ndarray) -> None:
+        """One step. `sums`: gradients as the optimizer wants them, and sums of the buffers over so many shards."""
+        self._versions[0] = step + 1
+        self._updates.apply(step, {t: sums[t] for t in self.parameter_tiles}, self._rate(step), untouched)
+        for tile in self.buffer_tiles:
+            set_buffers(self.values[tile], sums[tile].div_(units), self.layout.pieces[tile], untouched)
+        self._versions[1] = step + 1
+
+    def update_freely(self, step: int, version: int, parts: dict[int, torch.Tensor], untouched: np.ndarray) -> None:
+        """One update of a worker: gradients, and by how much it changes the buffers."""
+        self._versions[0] = version + 1
+        self._updates.apply(step, {t: parts[t] for t in self.parameter_tiles}, self._rate(step), untouched)
+        for tile in self.buffer_tiles:
+            self.values[tile].add_(parts[tile])
+        self._versions[1] = version + 1
+
+    def value_view(self) -> memoryview:
+        return self._segment.view(self._at, self.shape.value_bytes)
+
+    def contents(self) -> torch.Tensor:
+        """A copy of everything: values, then optimizer state, tile by tile."""
+        copy = torch.empty(self.shape.size_bytes, dtype=torch.uint8)
+        at = copy.data_ptr()
+        for part in self._stretches():
+            ctypes.memmove(at, part.data_ptr(), part.numel())
+            at += part.numel()
+        return copy
+
+    def load(self, contents: torch.Tensor, version: int) -> None:
+        at = 0
+        for part in self._stretches():
+            part.copy_(contents[at : at + part.numel()])
+            at += part.numel()
+        self._versions[:] = version
+        self._updates = self._made()
+
+    def _stretches(self) -> list[torch.Tensor]:
+        found = []
+        for tile in self.shape.tiles:
+            found += [self.values[tile].view(torch.uint8), self._optimizer[tile]]
+        return [part for part in found if part.numel()]

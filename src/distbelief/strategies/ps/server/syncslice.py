@@ -1,0 +1,336 @@
+"""One slice of a run's parameters under `ps:sync`: partial sums come in, and the step is applied when all are there.
+
+All slices must have theirs before any of them applies the step (`Go`). Else a step whose last sums are lost with a
+worker could not be computed again: the values that it began with would be gone in some slices.
+
+It is a `Store` (see holding.py): what it becomes is a function of the changes alone. A step's sums are added in the
+tree's order, so the result is that of allreduce, bit for bit, whoever has computed what.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from distbelief.errors import DistBeliefError
+from distbelief.job import Job
+from distbelief.shards import Range, Schedule
+from distbelief.strategies.flatmodel.verdict import COUNTS, WEIGHT, judge_rows
+from distbelief.strategies.ps.protocol.frames import Letter
+from distbelief.strategies.ps.protocol.messages import (
+    Afresh,
+    Begun,
+    Contents,
+    Fetch,
+    Fetched,
+    Given,
+    Go,
+    Look,
+    Looked,
+    Measure,
+    Measured,
+    Node,
+    Note,
+    Question,
+    Read,
+    StepPast,
+)
+from distbelief.strategies.ps.protocol.pushcoding import PushCoding
+from distbelief.strategies.ps.rules.gathering import Gathered
+from distbelief.strategies.ps.server.payloads import OpenSegment, tiles_of, with_bytes
+from distbelief.strategies.ps.server.slicememory import SliceMemory
+from distbelief.strategies.ps.server.stores import Change, Snapshot, State
+from distbelief.strategies.ps.server.sumspace import SumSpace, own_tiles
+from distbelief.transport.exchange import ROW, depth, tree_add
+
+REMEMBERED = 1024
+"""Steps whose results slice 0 keeps: many more than are committed between two heartbeats."""
+
+
+class _Step(msgspec.Struct, frozen=True):
+    """What there is of the step under way, and of those before it."""
+
+    rows: bytes
+    touched: bytes
+    integers: tuple[bytes, bytes]
+    nodes: list[tuple[int, int]]
+    go: float | None
+    measured: tuple[int, list[float]]
+    past: list[StepPast]
+    note: tuple[int, bytes]
+    begun: tuple[int, list[int]] = (0, [])
+    generation: int = -1
+
+
+class RunSlice:
+    def __init__(
+        self, memory: SliceMemory, job: Job, schedule: Schedule, open_segment: OpenSegment,
+        coding: PushCoding | None = None, *, space: SumSpace | None = None,
+    ) -> None:  # fmt: skip
+        """`coding`: how partial sums may be compressed. `space`: room that it shares with the server's other slices."""
+        self.memory = memory
+        self.version = 0
+        """Steps applied."""
+        self.past: deque[StepPast] = deque(maxlen=REMEMBERED)
+        self.note: tuple[int, bytes] = (-1, b"")
+        self.measured: tuple[int, list[float]] = (-1, [])
+        """The last step whose partial sums were all there, and the squares of its gradients by tile, if limited."""
+        self.clock: Callable[[], float] = lambda: 0.0
+        self._job = job
+        self._schedule = schedule
+        self._open = open_segment
+        self._coding = coding
+        self._generation = -1
+        """Whose partial sums count, where they differ: the newest that has begun a step afresh."""
+        self._entries = len(memory.layout.entries)
+        self._mine = np.zeros(self._entries, np.bool_)
+        self._mine[[piece.entry for t in memory.shape.tiles for piece in memory.layout.pieces[t]]] = True
+        """Of other entries a worker may not know yet whether they are touched."""
+        self._integers = (b"", b"")
+        """After the last step, and of the step under way."""
+        space = space or SumSpace(memory.shape.value_bytes)
+        self._sums = self._passing = space.tiles(memory.shape, memory.layout)
+        self._scratch: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._start()
+
+    def begin(self, contents: torch.Tensor, version: int, integers: bytes) -> None:
+        """The first state of a life."""
+        self.memory.load(contents, version)
+        self.version = version
+        self._integers = (integers, b"")
+        self.measured = (-1, [])
+        self._start()
+
+    def _start(self) -> None:
+        """Nothing is there of the next step."""
+        self._gathered: Gathered[list[torch.Tensor]] = Gathered(
+            self._schedule.shards, self._schedule.occupied(self.version)
+        )
+        self._rows = np.zeros((self._schedule.shards, ROW))
+        self._touched = np.zeros(self._entries, np.uint8)
+        self._go: float | None = None
+        self._begun: tuple[int, list[int]] = (0, [])
+        """The newest generation of which somebody has begun the step, and who."""
+        self._unsound = False
+        self._added = False
+        self._from_afar = False
+        """Parts of it came over a network: then they are added up while workers still compute."""
+
+    # --- as a store --------------------------------------------------------------------------------------------------
+
+    def apply(self, change: Change) -> None:
+        match change.content:
+            case Note():
+                self.note = (change.content.step, change.content.content)
+            case Begun(step=step, generation=generation, rank=rank) if step == self.version:
+                newest, ranks = self._begun
+                if generation >= newest:
+                    self._begun = generation, sorted({*(ranks if generation == newest else ()), rank})
+            case Afresh(step=step, generation=generation) if generation > self._generation:
+                self._generation = generation
+                if step <= self.version:
+                    self.measured = (-1, [])
+                    self._start()
+            case Node(step=step, generation=generation) if (step, generation) == (self.version, self._generation):
+                self._add(change.content, change.payload)
+            case Go() if change.content.step == self.version and self._go is None:
+                self._go = change.content.factor
+                self._proceed()
+
+    def state(self) -> tuple[Snapshot, torch.Tensor]:
+        nodes = self.nodes()
+        about = _Step(
+            self._rows.tobytes(), self._touched.tobytes(), self._integers, nodes, self._go,
+            self.measured, list(self.past), self.note, self._begun, self._generation,
+        )  # fmt: skip
+        parts = [self.memory.contents()]
+        for node in nodes:
+            parts += [part.reshape(-1).view(torch.uint8) for part in self._gathered.sums[node]]
+        return Snapshot(self.version, msgspec.msgpack.encode(about)), torch.cat(parts)
+
+    def load(self, state: State) -> None:
+        snapshot, content = state
+        about = msgspec.msgpack.decode(snapshot.about, type=_Step)
+        size_bytes = self.memory.shape.size_bytes
+        self.memory.load(content[:size_bytes], snapshot.version)
+        self.version, self._integers, self.note = snapshot.version, about.integers, about.note
+        self.past = deque(about.past, maxlen=REMEMBERED)
+        self._start()
+        self._rows[:] = np.frombuffer(about.rows).reshape(self._rows.shape)
+        self._touched[:] = np.frombuffer(about.touched, np.uint8)
+        at = size_bytes
+        for node in about.nodes:
+            parts = []
+            for tile in self.memory.shape.tiles:
+                shape = self.memory.layout.tiles[tile]
+                parts.append(content[at : at + shape.size_bytes].clone().view(shape.dtype))
+                at += shape.size_bytes
+            self._gathered.add(node, parts)
+        self._go, self._begun, self._generation = about.go, about.begun, about.generation
+        # The sums themselves do not travel: they are added again from their parts.
+        self.measured = about.measured if about.measured[0] < snapshot.version else (-1, [])
+        self._proceed()
+
+    def with_bytes(self, change: Change) -> Change:
+        if isinstance(change.content, Node) and change.content.step != self.version:
+            return change  # it changes nothing
+        return with_bytes(self.memory.shape, change, self._open)
+
+    # --- the step ----------------------------------------------------------------------------------------------------
+
+    def _add(self, node: Node, payload: Any) -> None:
+        if not 0 <= node.first < node.end <= self._schedule.shards:
+            raise DistBeliefError(f"there are no shards {node.first} to {node.end} in a step")
+        parts = self._parts(node, payload)
+        if not self._gathered.add((node.first, node.end), parts):
+            return
+        self._from_afar |= not node.segment
+        rows = np.frombuffer(node.rows).reshape(-1, ROW)
+        self._rows[node.first : node.first + len(rows)] = rows
+        self._touched |= np.frombuffer(node.touched, np.uint8)
+        if node.first == 0:
+            self._integers = (self._integers[0], node.integers)
+        self._proceed()
+
+    def _parts(self, node: Node, payload: Any) -> list[torch.Tensor]:
+        shape, layout = self.memory.shape, self.memory.layout
+        if not node.coded:
+            return tiles_of(shape, layout, node.segment, payload, self._open)
+        if self._coding is None:
+            raise DistBeliefError("a partial sum is compressed, and the strategy does not say how")
+        parts = {t: torch.empty(layout.tiles[t].numel, dtype=layout.tiles[t].dtype) for t in shape.tiles}
+        self._coding.read(payload, parts)
+        return list(parts.values())
+
+    def _proceed(self) -> None:
+        """Apply the step, if everything is there."""
+        order = self._gathered.order()
+        if order is None or self._unsound:
+            return
+        weight = math.fsum(self._rows[:, WEIGHT])
+        if self.measured[0] < self.version:
+            try:
+                judge_rows(self.version, self._rows)
+            except DistBeliefError:
+                self._unsound = True  # the workers are given the rows, and see for themselves
+                return
+            self.measured = (self.version, [])
+            if self._from_afar or self._job.clip_norm is not None:
+                if self._sums is self._passing:
+                    self._sums = own_tiles(self.memory.shape, self.memory.layout)
+                self._reduce(order, weight)
+        if self._go is None:
+            return
+        if not self._added:
+            self._sums = self._passing
+            self._reduce(order, weight)
+        if self._job.clip_norm is not None and self._go < 1.0:
+            for tile in self.memory.parameter_tiles:
+                self._sums[tile].mul_(self._go)
+        untouched = (self._touched == 0) & self._mine
+        if not weight:  # nothing to learn from: as if no parameter had a gradient; buffers have seen the samples
+            untouched[: len(self.memory.layout.entries_of("parameter"))] = True
+        self.memory.update(self.version, self._sums, int(np.count_nonzero(self._rows[:, COUNTS])), untouched)
+        if self.memory.shape.number == 0:
+            self.past.append(StepPast(self.version, self._rows.tobytes(), self.clock()))
+        self._integers = (self._integers[1], b"")
+        self.version += 1
+        self._start()
+
+    def _reduce(self, order: Any, weight: float) -> None:
+        sums = self._gathered.values()
+        levels, scale = depth(order), 1.0 / weight if weight else 0.0
+        squares = []
+        for number, tile in enumerate(self.memory.shape.tiles):
+            out = self._sums[tile]
+            tree_add(order, [parts[number] for parts in sums], out, self._space(out.dtype, levels))
+            if tile < self.memory.layout.parameter_tiles:
+                out.mul_(scale)
+                if self._job.clip_norm is not None:
+                    squares.append(float(torch.linalg.vector_norm(out, dtype=torch.float64)) ** 2)
+        self.measured, self._added = (self.version, squares), True
+
+    def _space(self, dtype: torch.dtype, levels: int) -> list[torch.Tensor]:
+        largest = max(out.numel() for out in self._sums.values() if out.dtype == dtype)
+        scratch = self._scratch.setdefault(dtype, [])
+        while len(scratch) < levels:
+            scratch.append(torch.empty(largest, dtype=dtype))
+        return scratch
+
+    # --- what is asked of it -----------------------------------------------------------------------------------------
+
+    @property
+    def unsound(self) -> bool:
+        """The step under way cannot be applied; its rows say why."""
+        return self._unsound
+
+    def rows(self, version: int) -> bytes:
+        """Of the step that led to that version, or of the one that cannot be applied."""
+        if self._unsound and version > self.version:
+            return self._rows.tobytes()
+        return next((one.rows for one in reversed(self.past) if one.step == version - 1), b"")
+
+    @property
+    def integers(self) -> bytes:
+        """The integer buffers after the last step."""
+        return self._integers[0]
+
+    def nodes(self) -> list[Range]:
+        """The partial sums that are there of the step under way."""
+        return sorted(self._gathered.sums)
+
+    def given(self, client: int) -> Given | None:
+        return None
+
+    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
+        match question:
+            case Look():
+                if not caught_up:
+                    return None  # nobody computes again what was seen here
+                first = question.slice == 0 and not question.briefly
+                looked = Looked(
+                    question.ticket, question.slice, self.version, self.nodes(), list(self.past) if first else [],
+                    self.note if first else (-1, b""), self.integers if first else b"",
+                )  # fmt: skip
+                return Letter(looked)
+            case Measure():
+                step, squares = self.measured
+                if not caught_up or (step < question.step and not self._unsound):
+                    return None  # what follows from the answer must not be undone by a death
+                if self.version == question.step and question.members and not self._have_begun(question):
+                    return None
+                return Letter(Measured(question.ticket, question.slice, squares))
+            case Read():
+                if self.version != question.version:
+                    return Letter(Contents(question.ticket, question.slice, -1))
+                contents = self.memory.contents().numpy()
+                return Letter(Contents(question.ticket, question.slice, self.version), contents)
+            case Fetch():
+                return self._fetched(question, segment, everywhere)
+            case _:
+                raise DistBeliefError(f"a slice of dense parameters is not asked {type(question).__name__}")
+
+    def _have_begun(self, question: Measure) -> bool:
+        generation, ranks = self._begun
+        return question.slice != 0 or (generation == question.generation and len(ranks) >= question.members)
+
+    def _fetched(self, question: Fetch, segment: str, everywhere: bool) -> Letter | None:
+        first = question.slice == 0
+        if self.version < question.version:
+            if not self.unsound:
+                return None
+            return Letter(Fetched(question.ticket, question.slice, -1, self.rows(question.version)))
+        if not everywhere:
+            return None  # the worker is about to overwrite what a backup may still have to read
+        rows = self.rows(self.version) if first else b""
+        segment = "" if question.inline else segment
+        header = Fetched(question.ticket, question.slice, self.version, rows, self.integers if first else b"", segment)
+        # Not a copy. If the next step is applied before it has left, somebody else has computed all of it: what this
+        # worker makes of a mixture of both counts for nothing.
+        return Letter(header, None if segment else self.memory.value_view())

@@ -1,0 +1,218 @@
+"""EmbeddingTable: a table of rows that a model looks up by number, and that may be larger than any memory.
+
+Under parameter servers the rows lie there, and only those that were ever changed. A forward pass brings the rows of its
+batch, and what the backward pass finds out about them is collected here, for whoever pushes it. Everywhere else the
+table is an ordinary parameter. Its first values are the same in both forms (rowinit.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional as F
+
+from distbelief.errors import JobError
+from distbelief.strategies.ps.tables.rowinit import RowInit, TableForm
+from distbelief.strategies.ps.tables.rowsums import added_up
+from distbelief.transport.shm.memfd import free_memory_bytes
+
+if TYPE_CHECKING:
+    from distbelief.job import OptimizerFactory
+
+Init = str | tuple[str, float]
+Source = Callable[[NDArray[np.int64], bool], NDArray[np.float32]]
+"""(rows, each once and ascending; whether it is for learning) -> their values, in memory that the caller may keep."""
+BLOCK_ROWS = 1 << 16
+
+_on_servers: ContextVar[bool] = ContextVar("tables on servers", default=False)
+
+
+@dataclass(frozen=True)
+class RowGradients:
+    """What a backward pass found out: some rows of one table, each once and ascending, and their gradients."""
+
+    rows: NDArray[np.int64]
+    gradients: NDArray[np.float32]
+
+
+def added_rows(several: Sequence[RowGradients]) -> RowGradients:
+    """Of one table: rows that are in several of them have the sum."""
+    if len(several) == 1:
+        return several[0]
+    rows, gradients = ([getattr(one, name) for one in several] for name in ("rows", "gradients"))
+    return RowGradients(*added_up(np.concatenate(rows), np.concatenate(gradients)))
+
+
+class EmbeddingTable(nn.Module):
+    """`rows` rows of `width` numbers, used as torch.nn.Embedding is: numbers of rows in, rows out.
+
+    init: "zeros", or ("normal", standard deviation), or ("uniform", bound). A row's first values are a function of its
+    number and of torch's seed, so nothing is stored for a row before it has learnt something.
+
+    optimizer: as in `Job`, for this table alone, where the job's own cannot be used row by row (`ps` only).
+
+    >>> _ = torch.manual_seed(0)
+    >>> table = EmbeddingTable(1000, 4, init=("uniform", 0.1))
+    >>> table(torch.tensor([[3, 5], [5, 3]])).shape
+    torch.Size([2, 2, 4])
+    >>> table
+    EmbeddingTable(rows=1000, width=4)
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(
+        self, rows: int, width: int, init: Init = ("normal", 0.01), optimizer: OptimizerFactory | None = None
+    ) -> None:
+        super().__init__()
+        begin = RowInit(init) if isinstance(init, str) else RowInit(*init)
+        # From torch's generator, as other modules draw their first values: every table has others.
+        self.form = TableForm("", rows, width, begin, seed=int(torch.randint(1 << 62, (1,))))
+        self.optimizer = optimizer
+        self._source: Source | None = None
+        """None: all rows are as they were at first."""
+        self._brought: list[tuple[NDArray[np.int64], torch.Tensor]] = []
+        self.register_parameter("weight", None if _on_servers.get() else nn.Parameter(_all_rows(self.form)))
+
+    @property
+    def rows(self) -> int:
+        return self.form.rows
+
+    @property
+    def width(self) -> int:
+        return self.form.width
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the rows are somewhere else."""
+        return self.weight is None
+
+    def extra_repr(self) -> str:
+        return f"rows={self.rows}, width={self.width}"
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        if self.weight is not None:
+            return F.embedding(numbers, self.weight)
+        if numbers.dtype not in (torch.int64, torch.int32):
+            raise JobError(f"an EmbeddingTable was asked for rows by {numbers.dtype} numbers", hint="use int64")
+        rows, places = np.unique(numbers.cpu().numpy(), return_inverse=True)
+        if rows.size and (rows[0] < 0 or rows[-1] >= self.rows):
+            raise JobError(
+                f"an EmbeddingTable of {self.rows:,} rows was asked for row {rows[0] if rows[0] < 0 else rows[-1]:,}",
+                hint="declare it with more rows, or bring the numbers into its range (e.g. by a hash)",
+            )
+        rows = rows.astype(np.int64, copy=False)
+        learning = torch.is_grad_enabled()
+        values = torch.from_numpy(self._source(rows, learning) if self._source else self.form.initial(rows))
+        values = values.to(numbers.device)
+        if learning:
+            values.requires_grad_()
+            self._brought.append((rows, values))
+        return F.embedding(torch.from_numpy(places).view(numbers.shape).to(numbers.device), values)
+
+    def requires_grad_(self, requires_grad: bool = True) -> EmbeddingTable:
+        if self.is_served and not requires_grad:
+            raise JobError(
+                "an EmbeddingTable whose rows are on parameter servers cannot be frozen",
+                hint="use nn.Embedding for a table that does not learn",
+            )
+        return super().requires_grad_(requires_grad)
+
+    # --- for strategies ----------------------------------------------------------------------------------------------
+
+    def let_go(self) -> None:
+        """Hold no rows any more."""
+        self.weight = None
+
+    def served_by(self, source: Source) -> None:
+        """Take rows from there, from now on."""
+        self._source = source
+
+    def forget(self) -> None:
+        """What was brought before is not waited for."""
+        self._brought.clear()
+
+    def gradients(self) -> RowGradients:
+        """Of everything that was brought since the last time."""
+        found = [RowGradients(rows, leaf.grad.cpu().numpy()) for rows, leaf in self._brought if leaf.grad is not None]
+        self._brought.clear()
+        none = RowGradients(np.zeros(0, np.int64), np.zeros((0, self.width), np.float32))
+        return added_rows(found or [none])
+
+
+def tables_of(model: nn.Module) -> list[tuple[str, EmbeddingTable]]:
+    """Every table of a model that is served, by its name; one that is used in several places once."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, EmbeddingTable)]
+    return [(name, table) for name, table in found if table.is_served]
+
+
+@contextlib.contextmanager
+def on_servers() -> Iterator[None]:
+    """Tables of models that are made in this block hold no rows."""
+    token = _on_servers.set(True)
+    try:
+        yield
+    finally:
+        _on_servers.reset(token)
+
+
+def settle(model: nn.Module) -> None:
+    """A model has been made: its tables are in the form that the strategy wants, or cannot be used with it."""
+    for name, module in model.named_modules():
+        if not isinstance(module, EmbeddingTable):
+            continue
+        if _on_servers.get():
+            module.let_go()  # of a model that was made before
+        elif module.optimizer is not None:
+            raise JobError(
+                f"the table '{name}' has an optimizer of its own, which only parameter servers can give it",
+                hint="use --strategy ps, or leave `optimizer` out: then the job's is used",
+            )
+
+
+def densified(model: nn.Module, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> dict[str, torch.Tensor]:
+    """Weights in which tables have rows and values (`NAME.rows`), for a model in which they are parameters: rows that
+    are not there have their first values, as the model was just made with."""
+    found = dict(tensors)
+    for name in tables_in_rows(model, tensors, prefix):
+        table = model.get_submodule(name)
+        assert isinstance(table, EmbeddingTable)
+        assert table.weight is not None
+        whole = table.weight.detach().clone()
+        rows = found.pop(f"{prefix}{name}.rows")
+        whole[rows] = found.pop(f"{prefix}{name}.values")
+        found[f"{prefix}{name}.weight"] = whole
+    return found
+
+
+def tables_in_rows(model: nn.Module, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> list[str]:
+    """The tables that are parameters of this model, and rows and values in these tensors."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, EmbeddingTable) and not module.is_served and f"{prefix}{name}.rows" in tensors
+    ]
+
+
+def _all_rows(form: TableForm) -> torch.Tensor:
+    size_bytes, free_bytes = 4 * form.rows * form.width, free_memory_bytes()
+    if size_bytes > free_bytes:
+        raise JobError(
+            f"a table of {form.rows:,} × {form.width} numbers takes {size_bytes / 2**30:.1f} GiB, and "
+            f"{max(free_bytes, 0) / 2**30:.1f} GiB are free",
+            hint="use --strategy ps, where only rows that have learnt something take memory (and give the job a "
+            "function that makes its model, not a model)",
+        )
+    values = torch.empty(form.rows, form.width)
+    for first in range(0, form.rows, BLOCK_ROWS):
+        end = min(first + BLOCK_ROWS, form.rows)
+        values[first:end] = torch.from_numpy(form.initial(np.arange(first, end)))
+    return values

@@ -1,0 +1,161 @@
+"""A worker's side of tables that lie on servers: rows that a forward pass wants, and what a backward pass found out.
+
+Parts follow the slices of the dense parameters in number. A worker holds no rows but those of the batch at hand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distbelief.checkpoint.weights import Streamed
+from distbelief.errors import DistBeliefError
+from distbelief.strategies.ps.protocol.client import ServerClient, Stop
+from distbelief.strategies.ps.protocol.frames import Letter
+from distbelief.strategies.ps.protocol.messages import Contents, Question, Read
+from distbelief.strategies.ps.tables.embedding import BLOCK_ROWS, EmbeddingTable, RowGradients
+from distbelief.strategies.ps.tables.messages import Count, Counted, Numbers, Pull, Pulled, RowGradient, ShardRows
+from distbelief.strategies.ps.tables.rowmessages import divided
+from distbelief.strategies.ps.tables.tablespecs import TableSpec, part_of
+
+ANY = -1
+"""In place of a version: whatever there is."""
+
+
+class ServedTables:
+    def __init__(self, tables: Sequence[EmbeddingTable], specs: Sequence[TableSpec], slices: range) -> None:
+        self.specs = specs
+        self.slices = slices
+        """Those that are parts of tables."""
+        self.comm_s = 0.0
+        """Seconds spent on waiting for rows."""
+        self._tables = tables
+
+    def bind(self, client: ServerClient, stop: Stop, version: Callable[[], int]) -> None:
+        """Rows come from these servers from now on. `version`: that they must have."""
+        self._client = client
+        self._stop = stop
+        self._version = version
+        for number, table in enumerate(self._tables):
+            table.served_by(partial(self._pull, number))
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+
+    def _pull(self, table: int, rows: NDArray[np.int64], learning: bool) -> NDArray[np.float32]:
+        started = time.perf_counter()
+        values = np.zeros((len(rows), self.specs[table].form.width), np.float32)
+        parts = part_of(rows, len(self.slices))
+        places = {number: np.flatnonzero(parts == part) for part, number in enumerate(self.slices)}
+        version, gone_on = self._version(), []
+
+        def pulled(letter: Letter) -> None:
+            message: Pulled = letter.message
+            if message.version < 0:
+                gone_on.append(message.slice)
+                return
+            mine = places[message.slice]
+            values[mine] = np.frombuffer(letter.payload, np.float32).reshape(len(mine), values.shape[1])
+
+        questions = [
+            partial(_pull, number, version, table, rows[mine].tobytes()) for number, mine in places.items() if mine.size
+        ]
+        self._client.ask(questions, self._stop, pulled)
+        self.comm_s += time.perf_counter() - started
+        # Where a shard is computed and the servers have applied its step meanwhile, all of them have its gradients from
+        # somebody else: whatever this one gives counts nowhere, so it may be anything.
+        if gone_on and not learning:
+            raise _gone_on(version)
+        return values
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def push_step(self, step: int, shards: Sequence[int], found: Sequence[Sequence[RowGradients]], told: bytes) -> None:
+        """What these shards say. It is sent by `flush`."""
+        if self._tables and shards:
+            for number, one in zip(self.slices, divided(found, len(self.slices)), strict=True):
+                self._client.push(number, ShardRows(step, list(shards), one.counts, told), one.content)
+
+    def push_update(self, update: int, step: int, found: Sequence[RowGradients]) -> None:
+        """To every part, also where it has nothing: each knows which updates it has without gaps."""
+        if self._tables:
+            for number, one in zip(self.slices, divided([found], len(self.slices)), strict=True):
+                counts = [count for (count,) in one.counts]
+                self._client.push(number, RowGradient(update, step, counts), one.content)
+
+    # --- all of them -------------------------------------------------------------------------------------------------
+
+    def counts(self, version: int) -> list[list[int]]:
+        """By part, by table: how many rows there are. Of parts that have gone on, how many there are now: nothing can
+        be saved of that version any more, and whoever tries to is told so when it reads them."""
+        found: dict[int, Counted] = {}
+
+        def ask(version: int, slices: Sequence[int]) -> None:
+            questions = [partial(_count, number, version) for number in slices]
+            each = lambda letter: found.__setitem__(letter.message.slice, letter.message)  # noqa: E731
+            self._client.ask(questions, self._stop, each)
+
+        ask(version, self.slices)
+        ask(ANY, [number for number, one in found.items() if one.version < 0])
+        return [found[number].counts for number in self.slices]
+
+    def weights(self, version: int) -> dict[str, torch.Tensor | Streamed]:
+        """All tables, rows ascending. Values come block by block: they may be more than there is memory for."""
+        found: dict[str, torch.Tensor | Streamed] = {}
+        for table, spec in enumerate(self.specs):
+            rows = self._numbers(table, version)
+            shape = (len(rows), spec.form.width)
+            found[f"{spec.name}.rows"] = torch.from_numpy(rows)
+            found[f"{spec.name}.values"] = Streamed(torch.float32, shape, self._blocks(table, rows))
+        return found
+
+    def _numbers(self, table: int, version: int) -> NDArray[np.int64]:
+        found = [np.zeros(0, np.int64)]
+
+        def heard(letter: Letter) -> None:
+            if letter.message.version < 0:
+                raise _gone_on(version)
+            found.append(np.frombuffer(letter.payload, np.int64))
+
+        self._client.ask([partial(_numbers, number, version, table) for number in self.slices], self._stop, heard)
+        return np.sort(np.concatenate(found))
+
+    def _blocks(self, table: int, rows: NDArray[np.int64]) -> Iterator[bytes]:
+        for first in range(0, len(rows), BLOCK_ROWS):
+            yield self._pull(table, rows[first : first + BLOCK_ROWS], learning=False).tobytes()
+
+    def read(self, parts: Sequence[int], version: int, each: Callable[[int, list[int], memoryview], None]) -> None:
+        """Everything that these parts have: `each` is called with (part, rows by table, bytes)."""
+        for part in parts:  # one after the other: together they may be more than there is memory for
+
+            def read(letter: Letter, part: int = part) -> None:
+                message: Contents = letter.message
+                if message.version < 0:
+                    raise _gone_on(version)
+                each(part, message.counts, letter.payload)
+
+            self._client.ask([partial(_read, self.slices[part], version)], self._stop, read)
+
+
+def _gone_on(version: int) -> DistBeliefError:
+    return DistBeliefError(f"the servers have gone on from step {version}, whose rows were wanted")
+
+
+def _pull(number: int, version: int, table: int, rows: bytes, ticket: int) -> Question:
+    return Pull(ticket, number, version, table, rows)
+
+
+def _numbers(number: int, version: int, table: int, ticket: int) -> Question:
+    return Numbers(ticket, number, version, table)
+
+
+def _count(number: int, version: int, ticket: int) -> Question:
+    return Count(ticket, number, version)
+
+
+def _read(number: int, version: int, ticket: int) -> Question:
+    return Read(ticket, number, version)

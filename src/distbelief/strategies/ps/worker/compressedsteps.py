@@ -1,0 +1,240 @@
+"""ps:sync on a worker whose partial sums are compressed on their way to the servers.
+
+What an encoding loses is the worker's residual, and goes with its next partial sum. So what a shard gives depends on
+who computes it, and a step is one generation's: what the generation before has pushed of a step counts if it is all
+there, and else nothing of it does. A residual belongs to a number of applied steps (compression/residuals.py), so
+that a step which is begun again has consumed nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from distbelief.compression.residuals import Residuals
+from distbelief.compression.switch import Message, Switch
+from distbelief.shards import Schedule
+from distbelief.strategies.base import BeginFrom, Portion, Seat, StepResult
+from distbelief.strategies.base import Fetch as FetchBatch
+from distbelief.strategies.dataparallel.compressed import OwingPortion
+from distbelief.strategies.flatmodel.compute import ShardComputer
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe
+from distbelief.strategies.ps.protocol.messages import Afresh, Fetched, Node
+from distbelief.strategies.ps.protocol.pushcoding import PushCoding
+from distbelief.strategies.ps.rules.slicing import SliceShape
+from distbelief.strategies.ps.strategy import ParameterServer
+from distbelief.strategies.ps.tables.servedtables import ServedTables
+from distbelief.strategies.ps.worker.exchange import ServedGroup
+from distbelief.strategies.ps.worker.member import AlreadyCopied
+from distbelief.strategies.ps.worker.owing import Owed, saved_tensors
+from distbelief.strategies.ps.worker.synchronous import ServedReplica
+from distbelief.transport.shm.segment import Segment
+
+Rests = dict[int, torch.Tensor]
+"""Tile -> what is owed of it."""
+
+
+class CompressedSteps(ServedReplica):
+    """See `Replica`."""
+
+    def __init__(
+        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
+        fetch: FetchBatch, tables: ServedTables, strategy: ParameterServer, begin_from: BeginFrom,
+    ) -> None:  # fmt: skip
+        self._arrivals: list[tuple[float, int]] = []
+        """When the values of a slice came, and how many bytes."""
+        super().__init__(computer, recipe, schedule, seat, exchange, fetch, tables)
+        layout = computer.layout
+        self._strategy = strategy
+        self._codings = [PushCoding(strategy.compression, shape, layout) for shape in self._slices]
+        self._slot_tiles: dict[int, list[torch.Tensor]] = {}
+        self._outboxes: dict[tuple[int, int], torch.Tensor] = {}
+        """(slot, slice) -> what is sent of it."""
+        self._owed = Owed(layout, strategy.compression)
+        self._residuals = Residuals(exchange.own, layout.size_bytes // 4)
+        self._switch = Switch(strategy.compression)
+        self._packing = True
+        self._encodes = False
+        """Whether this step is computed here, and not only applied."""
+        self._codec_s, self._decode_s = 0.0, 0.0
+        self._sent = np.zeros(2, np.int64)
+        """Bytes of this step, and what they would have been uncompressed."""
+        self._take_up(begin_from)
+
+    def _begin_generation(self, step: int, complete: bool) -> None:
+        if not complete:
+            self._takeover = None
+        if self.exchange.rank == 0:
+            for shape in self._slices:
+                self._client.push(shape.number, Afresh(step + complete, self._seat.generation))
+            self._client.settle(self.exchange.abort)
+
+    def _take_up(self, begin_from: BeginFrom) -> None:
+        """Where the parameters have begun anew, and nobody has gone on from there, what was owed then is owed again.
+        Whoever comes later owes nothing."""
+        life = np.frombuffer(self.exchange.memory("life of residuals", 8).buffer, np.int64, 1)
+        knows = life[0] == self._client.life
+        nobody = not any(self.exchange.gather(b"known" if knows else b""))
+        if knows:
+            return
+        vector = torch.zeros_like(self._residuals.before)
+        if nobody:
+            saved = saved_tensors(begin_from, self._applied)
+            self._owed.add(saved, self.exchange.rank, self.exchange.size, vector)
+        self._residuals.put(self._applied, vector)
+        life[0] = self._client.life
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def compute(self, step: int) -> None:
+        self._encodes = not (self._takeover and self._takeover[0] == step)
+        if self._encodes:
+            self._residuals.begin(step)
+            self._residuals.keep(slice(None))
+        self._packing = self._strategy.always or self._switch.on
+        self._codec_s = 0.0
+        self._sent[:] = 0
+        super().compute(step)
+
+    def _packed(self, node: Node, shape: SliceShape, slot: int, touched: np.ndarray) -> tuple[Node, Any]:
+        coding, views = self._codings[shape.number], self._sent_tiles(slot)
+        parts, rests = {tile: views[tile] for tile in shape.tiles}, self._rests[1 - self._residuals.present]
+        node = msgspec.structs.replace(node, segment="", generation=self._seat.generation, coded=self._packing)
+        started = time.perf_counter()
+        payload: Any = self.exchange.slot(slot)[0].view(shape.first_byte, shape.value_bytes)
+        with self._without(coding, rests, touched):
+            if self._packing:
+                payload = self._outbox(slot, shape.number)
+                coding.write(parts, rests, payload)
+                payload = payload.numpy()
+            else:
+                for tile in coding.coded:
+                    parts[tile].add_(rests[tile])
+                    rests[tile].zero_()
+        self._codec_s += time.perf_counter() - started if self._packing else 0.0
+        self._sent += (len(payload), coding.plain_bytes)
+        return node, payload
+
+    @contextmanager
+    def _without(self, coding: PushCoding, rests: Rests, touched: np.ndarray) -> Iterator[None]:
+        """What is owed of parameters that I have not touched stays: it may be that nobody uses what is sent of them."""
+        pieces = self._computer.layout.pieces
+        kept = [
+            (part, part.clone())
+            for tile in coding.coded
+            for piece in pieces[tile]
+            if not touched[piece.entry]
+            for part in [rests[tile][piece.tile_first : piece.tile_first + piece.numel]]
+        ]
+        for part, _ in kept:
+            part.zero_()
+        yield
+        for part, before in kept:
+            part.copy_(before)
+
+    def _sent_tiles(self, slot: int) -> list[torch.Tensor]:
+        """A partial sum where it is sent from."""
+        if slot not in self._slot_tiles:
+            segment, _ = self.exchange.slot(slot)
+            tiles = self._computer.layout.tiles
+            self._slot_tiles[slot] = [segment.tensor(t.dtype, t.offset_bytes, t.numel) for t in tiles]
+        return self._slot_tiles[slot]
+
+    def _outbox(self, slot: int, number: int) -> torch.Tensor:
+        if (slot, number) not in self._outboxes:
+            self._outboxes[slot, number] = torch.zeros(self._codings[number].size_bytes, dtype=torch.uint8)
+        return self._outboxes[slot, number]
+
+    @cached_property
+    def _rests(self) -> list[Rests]:
+        """Of both copies of the residual."""
+        tiles = self._computer.layout.tiles
+        coded = [tile for coding in self._codings for tile in coding.coded]
+        return [
+            {t: vector[tiles[t].offset_bytes // 4 :][: tiles[t].numel] for t in coded}
+            for vector in self._residuals.vectors
+        ]
+
+    def _sending(self, step: int) -> None:
+        if self._encodes:
+            self._residuals.written()
+
+    def commit(self, step: int) -> StepResult:
+        self._arrivals.clear()
+        result = super().commit(step)
+        if self._sent[1]:
+            self._residuals.count(*self._sent.tolist())
+            self._measure_codec()
+        return result
+
+    # --- whether it pays ---------------------------------------------------------------------------------------------
+
+    def _take(self, message: Fetched, payload: Any) -> None:
+        super()._take(message, payload)
+        self._arrivals.append((time.perf_counter(), self._slices[message.slice].value_bytes))
+
+    def _measure_codec(self) -> None:
+        """The link is measured where bytes alone are waited for: from the first slice that was fetched to the last."""
+        if self._strategy.always or len(self._arrivals) < 2:
+            return
+        plain = int(self._sent[1])
+        codec_s = None
+        if self._packing:
+            codec_s = self._codec_s + self._decoding_s() * plain / sum(one.plain_bytes for one in self._codings)
+        elif self._switch.probe_due:
+            codec_s = self._probe()
+        coded = sum(one.size_bytes for one in self._codings) * plain // sum(one.plain_bytes for one in self._codings)
+        fetched_s = self._arrivals[-1][0] - self._arrivals[0][0]
+        fetched_bytes = sum(size_bytes for _, size_bytes in self._arrivals[1:])
+        was_on = self._switch.on
+        self._switch = self._switch.after(Message(plain, fetched_bytes, fetched_s, codec_s, coded))
+        if self._switch.on != was_on:
+            self.news.append(f"worker {self._seat.worker}: {self._switch.why}")
+
+    def _decoding_s(self) -> float:
+        """What servers take for one partial sum, measured here once."""
+        if not self._decode_s:
+            out = {tile: torch.empty_like(part) for tile, part in enumerate(self._sent_tiles(0))}
+            started = time.perf_counter()
+            for coding in self._codings:
+                coding.read(self._outbox(0, coding.number).numpy(), out)
+            self._decode_s = time.perf_counter() - started
+        return self._decode_s
+
+    def _probe(self) -> float:
+        """What encoding and decoding the partial sum in my first slot would take."""
+        parts = dict(enumerate(self._sent_tiles(0)))
+        rests = {tile: torch.zeros_like(rest) for tile, rest in self._rests[0].items()}
+        started = time.perf_counter()
+        for coding in self._codings:
+            coding.write(parts, rests, self._outbox(0, coding.number))
+        encode_s, self._decode_s = time.perf_counter() - started, 0.0
+        return encode_s + self._decoding_s()
+
+    def traffic(self) -> tuple[int, int]:
+        return self._residuals.traffic
+
+    # --- for checkpoints ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _owing(self) -> list[OwingPortion]:
+        return self._owed.portions(self._portions)
+
+    def _dense_portions(self) -> Sequence[Portion]:
+        return self._owing
+
+    def copy_portion(self, applied: int, into: Segment) -> AlreadyCopied:
+        owing = self._owing[self.exchange.rank]
+        owed, room = self._residuals.at(applied), into.tensor(torch.float32, owing.owed_at, owing.elements)
+        if owed is None:
+            room.zero_()
+        else:
+            room.copy_(owed[: owing.elements])
+        return super().copy_portion(applied, into)

@@ -1,0 +1,125 @@
+"""The members of a generation under parameter servers: they meet rarely, and each talks to the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar
+
+from distbelief.strategies.ps.protocol.client import ServerClient
+from distbelief.transport.backups import Backups
+from distbelief.transport.exchange import Broken, StepPlan
+from distbelief.transport.gloo.group import TorchGroup
+from distbelief.transport.shm.exchange import SharedExchange
+from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.shm.segment import KeeperClient, Memory, Segment
+
+
+@dataclass
+class ServedGroup:
+    """See `Group`. On one host the members' slots are in memory that servers map too; else they are their own."""
+
+    rank: int
+    size: int
+    meet: Callable[[], TorchGroup] | SharedExchange
+    """How the members meet. In shared memory nobody waits for that; over the network all must come, so it is done only
+    when they have something to tell each other."""
+    client: ServerClient
+    abort: Abort
+    slot_bytes: int
+    keeper: KeeperClient | None
+    """Of the host that the servers are on too; None: their memory cannot be mapped."""
+    own: dict[str, Segment]
+    """What this process keeps from one generation to the next."""
+    shares_state: bool = False
+    backups: Backups | None = None
+    apart: ClassVar[bool] = False
+    """Whether sums and values are somewhere else than in the host's memory."""
+    grain_bytes: ClassVar[int] = 1
+    """How much of a sum is worth an operation of its own. Here every tile is, while it is in the cache."""
+    _slots: dict[int, Segment] = field(default_factory=dict)
+    _meeting: bool = False
+
+    @cached_property
+    def members(self) -> SharedExchange | TorchGroup:
+        if isinstance(self.meet, SharedExchange):
+            return self.meet
+        self._meeting = True
+        try:
+            return self.meet()
+        finally:
+            self._meeting = False
+
+    @property
+    def _met(self) -> SharedExchange | TorchGroup | None:
+        found: SharedExchange | TorchGroup | None = self.__dict__.get("members")
+        return found
+
+    @property
+    def waiting(self) -> bool:
+        return self._meeting or self.client.waiting or (self._met is not None and self._met.waiting)
+
+    def broken(self) -> list[Broken]:
+        return self.meet.broken() if isinstance(self.meet, SharedExchange) else []
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        return self.members.gather(payload)
+
+    def begin(self, step: int) -> None:
+        self.abort.check()
+        if isinstance(self.meet, SharedExchange):
+            self.meet.begin(StepPlan(step, [], 0))
+
+    def working(self, shard: int) -> None:
+        if isinstance(self.meet, SharedExchange):
+            self.meet.working(shard)
+
+    def working_on(self, step: int, shard: int) -> None:
+        if isinstance(self.meet, SharedExchange):
+            self.meet.working_on(step, shard)
+
+    def slot(self, index: int) -> tuple[Segment, str]:
+        """Memory for partial sums, and the name under which servers find it; no name: only this process can see it."""
+        if isinstance(self.meet, SharedExchange):
+            return self.meet.slot(index), self.meet.slot_name(index)
+        if index not in self._slots:
+            self._slots[index] = Segment.private(self.slot_bytes)
+        return self._slots[index], ""
+
+    def room(self, index: int) -> Memory:
+        """Where the partial sum of that slot is computed: here it is the slot itself."""
+        return self.slot(index)[0]
+
+    def bring(self, index: int) -> None:
+        """Let the slot have what was computed in its room. Before anybody reads it."""
+
+    def values(self, size_bytes: int) -> Memory:
+        """Where this process has its copy of the parameters, from one generation to the next."""
+        return self.memory("values", size_bytes)
+
+    def memory(self, name: str, size_bytes: int) -> Segment:
+        """Memory of this process that outlives generations."""
+        if name not in self.own:
+            self.own[name] = Segment.private(size_bytes)
+        return self.own[name]
+
+    @property
+    def maps(self) -> bool:
+        """Whether it can read the servers' memory."""
+        return self.keeper is not None
+
+    def server_memory(self, name: str) -> Segment:
+        """Where a server has the values of a slice."""
+        assert self.keeper is not None
+        return self.keeper.segment(name)
+
+    def forget_past(self) -> None:
+        if isinstance(self.meet, SharedExchange):
+            self.meet.forget_past()
+
+    def close(self) -> None:
+        if isinstance(self.meet, SharedExchange):
+            self.meet.close()
+        elif self._met is not None:
+            self._met.close()

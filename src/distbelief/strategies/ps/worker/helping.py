@@ -1,0 +1,197 @@
+"""ps:sync with backup workers: whoever has done its shards computes the missing ones of late members.
+
+A partial sum counts whoever sends it, and the first copy wins: both have the same bits. So a step is applied without
+its late member. It is behind by one step at most: nobody goes on from the next one before it has begun that too. No
+gradient is thrown away: what others have of its step it does not compute any more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from distbelief.shards import Range, Schedule, shard_seed
+from distbelief.strategies.base import Fetch as FetchBatch
+from distbelief.strategies.base import Seat, StepResult
+from distbelief.strategies.flatmodel.compute import ShardComputer
+from distbelief.strategies.flatmodel.partials import ShardWork, reached, slots_needed
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe
+from distbelief.strategies.ps.protocol.client import Idle
+from distbelief.strategies.ps.protocol.messages import Begun, Look, Looked, Question
+from distbelief.strategies.ps.tables.servedtables import ServedTables
+from distbelief.strategies.ps.worker.exchange import ServedGroup
+from distbelief.strategies.ps.worker.synchronous import ServedReplica, measure_step
+from distbelief.transport.shm.futexflags import Aborted
+
+PATIENCE = 1.5
+"""A member is late when it takes so many times as long for its shards as I would."""
+USUAL = 0.85
+"""After this part of what a step usually takes, a member looks before each shard whether others have it already."""
+SHORTEST_S = 0.002
+"""What a shard is said to take at least."""
+LOOK_AGAIN_S = 0.01
+LATER_S = 0.05
+
+
+def choose(
+    missing: Collection[int], ranges: Sequence[Range], rank: int, backups: int, elapsed_s: float, shard_s: float
+) -> list[int]:
+    """The shards to compute for others, the first one first: the `backups` members that miss most are helped, from
+    their last shard on; helpers begin at different ones.
+
+    `shard_s`: what a shard takes me. What I have left out myself comes first.
+
+    >>> ranges = [(0, 2), (2, 4), (4, 8)]
+    >>> choose({2, 3, 4, 5, 6, 7}, ranges, rank=0, backups=1, elapsed_s=9.0, shard_s=1.0)
+    [7, 6, 5, 4]
+    >>> choose({2, 3, 4, 5, 6, 7}, ranges, rank=0, backups=2, elapsed_s=4.0, shard_s=1.0)
+    [3, 2]
+    """
+    mine = [shard for shard in range(*ranges[rank]) if shard in missing]
+    late = {
+        other: [shard for shard in reversed(range(first, end)) if shard in missing]
+        for other, (first, end) in enumerate(ranges)
+        if other != rank and elapsed_s > PATIENCE * shard_s * (end - first)
+    }
+    worst = sorted((other for other in late if late[other]), key=lambda other: (-len(late[other]), other))[:backups]
+    found = [shard for other in worst for shard in late[other]]
+    helpers = [other for other, some in enumerate(ranges) if not any(shard in missing for shard in range(*some))]
+    if rank in helpers and found:
+        start = helpers.index(rank) * len(found) // len(helpers)
+        found = found[start:] + found[:start]
+    return mine + found
+
+
+class HelpingReplica(ServedReplica):
+    _maps_values = False  # a late member goes on with values that the servers have left behind
+
+    def __init__(
+        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
+        fetch: FetchBatch, tables: ServedTables, backups: int,
+    ) -> None:  # fmt: skip
+        self._late_members = backups
+        self._step = -2  # no step, and none before the first
+        self._passed = False
+        """Others have applied the step that this member computes."""
+        self._done: list[ShardWork] = []
+        self._copied: set[int] = set()
+        self._began_at = self._shard_s = self._helped_s = 0.0
+        self._usual_s = float("inf")
+        self._count = np.frombuffer(exchange.memory("helped", 8).buffer, np.int64, 1)
+        self._first_slot = slots_needed(schedule.shards, seat.ranges[seat.rank])
+        super().__init__(computer, recipe, schedule, seat, exchange, fetch, tables)
+
+    def helped(self) -> int:
+        return int(self._count[0])
+
+    # --- as one that may be late -------------------------------------------------------------------------------------
+
+    def _begin(self, step: int) -> None:
+        self._step, self._began_at, self._passed = step, time.perf_counter(), False
+        self._done, self._copied = [], set()
+        self._client.push(0, Begun(step, self._seat.generation, self._seat.rank))
+        self._client.flush()
+
+    def _units(self, step: int) -> Iterator[ShardWork]:
+        for unit in super()._units(step):
+            if self._done and self._elapsed_s() > USUAL * self._usual_s and self._is_there(step, unit.shard):
+                break
+            yield unit
+            self._done.append(unit)
+
+    def compute(self, step: int) -> None:
+        super().compute(step)
+        if self._done:  # on a device a shard is done when its sum has come from there, not when it was asked for
+            self._shard_s = self._elapsed_s() / len(self._done)
+
+    def _elapsed_s(self) -> float:
+        return time.perf_counter() - self._began_at
+
+    def _is_there(self, step: int, shard: int) -> bool:
+        looked = self._look_briefly()
+        self._passed = looked.version > step
+        return self._passed or any(first <= shard < end for first, end in looked.nodes)
+
+    def _look_briefly(self) -> Looked:
+        """Of one slice: what a member has pushed reaches all of them, or it has died."""
+        found: list[Looked] = []
+        self._client.ask([_look], self.exchange.abort, lambda letter: found.append(letter.message))
+        return found[0]
+
+    def _sums(self, step: int) -> dict[Range, int]:
+        if self._passed:
+            return {}
+        whole = super()._sums(step)
+        return whole if len(self._done) == len(self._work_of(step).partials.work) else reached(self._done)
+
+    def _leaves_out_somebody(self, step: int) -> bool:
+        return False  # all say that they have begun
+
+    def _measure(self, step: int) -> partial[Question]:
+        return partial(measure_step, step, self._seat.generation, self.exchange.size)
+
+    # --- as one that helps -------------------------------------------------------------------------------------------
+
+    def commit(self, step: int) -> StepResult:
+        self._helped_s = 0.0
+        result = super().commit(step)
+        self.comm_s -= self._helped_s  # helping is computing
+        self._usual_s = self._elapsed_s()
+        return result
+
+    def _meanwhile(self, step: int, told: Collection[int]) -> Idle | None:
+        if step != self._step or (self._takeover and self._takeover[0] == step):
+            return None
+        return partial(self._help, step, told)
+
+    def _help(self, step: int, told: Collection[int]) -> float:
+        """Compute one shard of somebody who is late, if there is one. Returns after how long to look again."""
+        shard_s = max(self._shard_s, SHORTEST_S)
+        first_late_s = PATIENCE * shard_s * min(end - first for first, end in self._seat.ranges)
+        if self._elapsed_s() < first_late_s and len(self._done) == len(self._work_of(step).partials.work):
+            return first_late_s - self._elapsed_s()
+        looked = self._look_briefly()
+        if told or looked.version > step:  # its new values are on their way
+            return LATER_S
+        there = {shard for first, end in looked.nodes for shard in range(first, end)}
+        missing = set(range(self._schedule.occupied(step))) - there
+        if not missing:
+            if self.exchange.rank > 0:  # who was to say so may be the late one
+                self._go(step)
+            return LATER_S
+        ranges, rank = self._seat.ranges, self._seat.rank
+        found = choose(missing, ranges, rank, self._late_members, self._elapsed_s(), shard_s)
+        shard = next((shard for shard in found if shard not in self._copied), -1)
+        if shard < 0:
+            return max(shard_s, LOOK_AGAIN_S)
+        self._copy(step, shard)
+        return 0.0
+
+    def _copy(self, step: int, shard: int) -> None:
+        started = time.perf_counter()
+        slot = self._first_slot + len(self._copied)
+        self._copied.add(shard)
+        self.exchange.working(shard)
+        try:
+            batch, samples = self._fetch(step, shard, shard + 1)
+            seed, into = shard_seed(self._job.seed, step, shard), self.exchange.room(slot)
+            result = self._computer.run(batch, samples, seed, into, self._buffers, lambda tile: None)
+            self.exchange.bring(slot)
+        except Aborted:
+            raise
+        except Exception:
+            return  # if the shard itself is at fault, its owner will say so
+        finally:
+            self.exchange.working(-1)
+            self._helped_s += time.perf_counter() - started
+        self._rows[shard] = (result.loss_sum, result.weight, result.integers, samples)
+        self._push(step, (shard, shard + 1), slot, result.touched)
+        self._client.flush()
+        self._count[0] += 1
+
+
+def _look(ticket: int) -> Question:
+    return Look(ticket, 0, briefly=True)

@@ -1,0 +1,228 @@
+"""What a worker under parameter servers has, whether or not workers do steps together: a copy of the values, and what
+is kept of the run. The state itself is on the servers, and is read from them for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from distbelief.errors import DistBeliefError
+from distbelief.shards import Schedule
+from distbelief.strategies.base import Applied, Fetch, Portion, RolledBack, Seat, Task
+from distbelief.strategies.dataparallel.committed import CommittedModel
+from distbelief.strategies.flatmodel.compute import ShardComputer
+from distbelief.strategies.flatmodel.named import TilePortion, outside_of_tiles, whole_entries
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe
+from distbelief.strategies.ps.protocol.client import Stop
+from distbelief.strategies.ps.protocol.frames import Letter
+from distbelief.strategies.ps.protocol.messages import Contents, Fetched, Question, Read, values_at
+from distbelief.strategies.ps.rules.slicing import SliceShape, cut
+from distbelief.strategies.ps.tables.savedtables import PortionWithTables
+from distbelief.strategies.ps.tables.servedtables import ServedTables
+from distbelief.strategies.ps.worker import mappedvalues
+from distbelief.strategies.ps.worker.exchange import ServedGroup
+from distbelief.transport.shm.segment import Memory, Segment
+
+REMEMBERED = 1024  # steps, as the servers remember
+
+
+class AlreadyCopied:
+    """See `Copying`."""
+
+    def __init__(self, outside: Mapping[str, torch.Tensor], waited_s: float) -> None:
+        self.outside = outside
+        self.waited_s = waited_s
+
+    def run(self) -> None:
+        """All of it is there."""
+
+    def finish(self) -> None:
+        """All of it is there."""
+
+
+class ServedMember:
+    """The part of `Seated` that does not depend on how workers go on."""
+
+    _maps_values = False
+    """On one host its values are the servers' memory (mappedvalues.py)."""
+
+    def __init__(
+        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
+        fetch: Fetch, tables: ServedTables,
+    ) -> None:  # fmt: skip
+        self.exchange = exchange
+        self.comm_s = 0.0
+        self._computer = computer
+        self._job = computer.job
+        self._recipe = recipe
+        self._schedule = schedule
+        self._seat = seat
+        self._fetch = fetch
+        self._client = exchange.client
+        self._slices = cut(computer.layout, recipe)
+        self._tables = tables
+        self._values: Memory
+        self._mapped: mappedvalues.MappedValues | None = None
+        if self._maps_values and exchange.maps and not exchange.apart and mappedvalues.SUPPORTED:
+            # Not the same memory: a later generation that copies values must not write to that of a server.
+            mapped = exchange.memory("mapped values", computer.layout.size_bytes)
+            self._mapped = mappedvalues.MappedValues(mapped, exchange.server_memory)
+            self._values = mapped
+        else:
+            self._values = exchange.values(computer.layout.size_bytes)
+        self._segments: dict[str, torch.Tensor] = {}
+        computer.bind_parameters(self._values, 0)
+        self._buffers = computer.committed_buffers(self._values, 0)
+        self._whole = CommittedModel(computer, self._buffers)
+        self._past: deque[Applied] = deque(maxlen=REMEMBERED)
+        self._note: tuple[int, bytes] = (-1, b"")
+        self._applied = 0
+        self._reached = np.frombuffer(exchange.memory("reached", 8).buffer, np.int64, 1)
+        """The furthest step that this process has seen applied, in any generation."""
+        self._rolled_back: RolledBack | None = None
+        self.news: list[str] = []
+        """What people should know."""
+
+    def _check_slices(self, besides: int = 0) -> None:
+        there = self._client.slices(self.exchange.abort) - besides
+        mine = len(self._slices) + len(self._tables.slices)
+        if there != mine:
+            raise DistBeliefError(f"the servers have {there} slices, this worker {mine}: not the same job")
+
+    def _note_rollback(self) -> None:
+        """When it has joined, and not before: a generation that is given up on the way tells nobody of it."""
+        if self._applied < self._reached[0]:
+            self._rolled_back = RolledBack(int(self._reached[0]), self._applied, "checkpoint")
+        self._reached[0] = self._applied
+
+    def _take(self, message: Fetched, payload: Any) -> None:
+        """Have the values of a slice that was fetched."""
+        shape = self._slices[message.slice]
+        if self._mapped:
+            self._mapped.take(shape, message.segment)
+            return
+        into = self._values.tensor(torch.uint8, shape.first_byte, shape.value_bytes)
+        if not message.segment:
+            into.copy_(torch.frombuffer(payload, dtype=torch.uint8))
+            return
+        if message.segment not in self._segments:
+            memory = self.exchange.server_memory(message.segment)
+            at = values_at(shape.first_byte)
+            self._segments[message.segment] = memory.tensor(torch.uint8, at, shape.value_bytes)
+        into.copy_(self._segments[message.segment])
+
+    # --- what is known -----------------------------------------------------------------------------------------------
+
+    def steps_applied(self) -> int:
+        return self._applied
+
+    def remembered(self, first: int) -> list[Applied]:
+        return [one for one in list(self._past) if one.step >= first]
+
+    def note(self) -> tuple[int, bytes]:
+        return self._note
+
+    def rolled_back(self) -> RolledBack | None:
+        return self._rolled_back
+
+    def waits(self) -> Mapping[int, float]:
+        return {}
+
+    def traffic(self) -> tuple[int, int]:
+        return 0, 0
+
+    def helped(self) -> int:
+        return 0
+
+    def plan_lines(self) -> Sequence[str]:
+        lines, self.news = self.news, []
+        return lines
+
+    # --- the state ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _portions(self) -> list[TilePortion]:
+        """Every member saves some slices; the first one also what lies in no tile."""
+        size, outside = self.exchange.size, whole_entries(self._outside())
+        return [
+            TilePortion(
+                self._computer.layout, self._recipe,
+                [tile for shape in self._slices[rank::size] for tile in shape.tiles], outside if rank == 0 else [],
+            )
+            for rank in range(size)
+        ]  # fmt: skip
+
+    def _outside(self) -> dict[str, torch.Tensor]:
+        return outside_of_tiles(self._computer.model, self._computer.layout, self._computer.integer_bytes())
+
+    def portions(self) -> Sequence[Portion]:
+        dense = self._dense_portions()
+        if self._tables.slices:  # rows become more with every step
+            size, specs, counts = self.exchange.size, self._tables.specs, self._tables.counts(self._applied)
+            self._with_tables = [
+                PortionWithTables(one, specs, counts, range(rank, len(counts), size)) for rank, one in enumerate(dense)
+            ]
+            return self._with_tables
+        return dense
+
+    def _dense_portions(self) -> Sequence[Portion]:
+        return self._portions
+
+    def _read_portion(self, into: Segment, version: int, abort: Stop) -> AlreadyCopied:
+        """My portion of the servers' state, at once. `version`: that the slices must have."""
+        started, rank = time.perf_counter(), self.exchange.rank
+        portion, shapes = self._portions[rank], self._slices[rank :: self.exchange.size]
+        missing: list[int] = []
+
+        def read(letter: Letter) -> None:
+            message: Contents = letter.message
+            if message.version < 0:
+                missing.append(message.slice)
+                return
+            shape = self._slices[message.slice]
+            at = portion.starts[shape.tiles[0]]
+            into.tensor(torch.uint8, at, shape.size_bytes).copy_(torch.frombuffer(letter.payload, dtype=torch.uint8))
+
+        self._whole.restore()
+        self._client.ask([partial(_read, shape, version) for shape in shapes], abort, read)
+        if missing:
+            raise DistBeliefError(f"the servers have gone on from step {version} before it was saved")
+        if self._tables.slices:
+            mine = self._with_tables[rank]
+            self._tables.read(mine.parts, version, partial(_copy_part, mine, into))
+        return AlreadyCopied(self._outside() if rank == 0 else {}, time.perf_counter() - started)
+
+    def measure(self, tasks: Sequence[Task], measure: Callable[[Task, Any, Any], None]) -> None:
+        rank, size = self.exchange.rank, self.exchange.size
+        self._whole.measure(tasks[rank * len(tasks) // size : (rank + 1) * len(tasks) // size], measure)
+
+    def save_weights(self, path: Path) -> None:
+        if self.exchange.rank == 0:
+            self._digest = self._whole.save(path, self._tables.weights(self._applied))
+
+    def weights_sha256(self) -> str:
+        if not self._tables.slices:
+            return self._whole.sha256()
+        # What lies on the servers is nobody's own: who has saved it tells of it.
+        return self._digest if self.exchange.rank == 0 else ""
+
+
+def _copy_part(portion: PortionWithTables, into: Segment, part: int, counts: list[int], content: Any) -> None:
+    if counts != portion.shapes[part].counts:
+        raise DistBeliefError(f"part {part} of the tables has got other rows while it was being saved")
+    size_bytes = portion.shapes[part].size_bytes
+    if size_bytes:
+        copy = into.tensor(torch.uint8, portion.starts[part], size_bytes)
+        copy.copy_(torch.frombuffer(content, dtype=torch.uint8))
+
+
+def _read(shape: SliceShape, version: int, ticket: int) -> Question:
+    return Read(ticket, shape.number, version)

@@ -1,0 +1,123 @@
+"""ps on one worker or server, before it has a seat: the model made and laid out, and where it is cut into slices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from distbelief.errors import JobError
+from distbelief.job import Job
+from distbelief.shards import Range, Schedule
+from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
+from distbelief.strategies.dataparallel.agreement import agree_on_state
+from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
+from distbelief.strategies.dataparallel.replica import DataParallelReplica
+from distbelief.strategies.flatmodel.layout import Layout
+from distbelief.strategies.flatmodel.state import ReplicaState
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe
+from distbelief.strategies.ps.rules.slicing import SliceShape, cut
+from distbelief.strategies.ps.strategy import ParameterServer
+from distbelief.strategies.ps.tables.embedding import on_servers
+from distbelief.strategies.ps.tables.servedtables import ServedTables
+from distbelief.strategies.ps.tables.tablespecs import parts_for, specs_of
+from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica, free_slots
+from distbelief.strategies.ps.worker.compressedpushes import CompressedPushes
+from distbelief.strategies.ps.worker.compressedsteps import CompressedSteps
+from distbelief.strategies.ps.worker.exchange import ServedGroup
+from distbelief.strategies.ps.worker.helping import HelpingReplica
+from distbelief.strategies.ps.worker.owing import stays
+from distbelief.strategies.ps.worker.synchronous import ServedReplica
+from distbelief.transport.alone import AloneExchange
+from distbelief.transport.exchange import Geometry
+
+
+class PreparedServed(PreparedAllReduce):
+    def __init__(self, job: Job, schedule: Schedule, device: torch.device, strategy: ParameterServer) -> None:
+        with on_servers():
+            super().__init__(job, schedule, device, strategy.waits, updates_on=torch.device("cpu"))
+        self.strategy = strategy
+        self.tables = specs_of(self.model, job)
+        if self.tables and strategy.backups:
+            raise JobError(
+                f"ps:sync:backups does not know the tables of the model ('{self.tables[0].name}')",
+                hint="leave backups out",
+            )
+        self.table_parts = parts_for(strategy.servers) if self.tables else 0
+
+    @cached_property
+    def parameters(self) -> int:
+        """Of tables all rows that there can be."""
+        return sum(p.numel() for p in self._computer.parameters) + sum(s.form.rows * s.form.width for s in self.tables)
+
+    def least_bytes(self) -> int:
+        """On a device: a slot for gradients, and a copy of the values."""
+        return super().least_bytes() if self._device.type == "cpu" else 2 * self._layout.size_bytes
+
+    def geometry(self, ranges: Sequence[Range]) -> Geometry:
+        usual = super().geometry(ranges)
+        if self.strategy.waits:
+            return usual
+        return replace(usual, slots=[free_slots(self.strategy)] * len(ranges))
+
+    def slices(self) -> list[SliceShape]:
+        return cut(self._layout, self._recipe)
+
+    def table_slices(self) -> range:
+        """Those of the tables come after those of the dense parameters."""
+        first = len(self.slices())
+        return range(first, first + self.table_parts)
+
+    def integer_numbers(self, content: bytes) -> np.ndarray:
+        """The integer buffers as numbers, each as int64."""
+        found = []
+        for _, buffer in self.model.named_buffers():
+            if not buffer.is_floating_point() and buffer.numel():
+                size = buffer.numel() * buffer.element_size()
+                part, content = bytearray(content[:size]), content[size:]
+                found.append(torch.frombuffer(part, dtype=buffer.dtype).to(torch.int64).numpy())
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    @property
+    def recipe(self) -> Recipe:
+        return self._recipe
+
+    def first_state(self, begin_from: BeginFrom) -> ReplicaState:
+        """All of what the servers begin with, in memory of its own."""
+        alone = AloneExchange(replace(self.geometry([(0, self._schedule.shards)]), slots=[0]))
+        state = ReplicaState(self._layout, self._recipe, alone, len(self._computer.integer_bytes()))
+        agree_on_state(state, alone, self._computer, self._recipe, begin_from)
+        return state
+
+    def build(  # type: ignore[override]
+        self, seat: Seat, exchange: Any, fetch: Fetch, begin_from: BeginFrom = nothing_saved
+    ) -> ServedReplica | AsynchronousReplica | DataParallelReplica:
+        """Without servers (one process that computes a step again) it is allreduce: the bits are the same."""
+        if not isinstance(exchange, ServedGroup):
+            if self.tables:
+                raise JobError(
+                    f"the rows of table '{self.tables[0].name}' are on servers: without them no step can be computed",
+                    hint="use the run's weights, or train with --strategy allreduce where the tables fit in memory",
+                )
+            return super().build(seat, exchange, fetch, begin_from)
+        tables = ServedTables(self._computer.tables, self.tables, self.table_slices())
+        given = self._computer, self._recipe, self._schedule, seat, exchange, fetch, tables
+        if not self.strategy.waits:
+            if self.strategy.compression:
+                return CompressedPushes(*given, self.strategy, begin_from)
+            return AsynchronousReplica(*given, self.strategy)
+        if self.strategy.backups:
+            return HelpingReplica(*given, self.strategy.backups)
+        if self.strategy.compression and (self.strategy.always or not exchange.maps):
+            return CompressedSteps(*given, self.strategy, begin_from)
+        replica = ServedReplica(*given)
+        replica.news += [stays(self.strategy)] if self.strategy.compression else []
+        return replica

@@ -1,0 +1,386 @@
+"""ps:sync on a worker: shards are computed as in allreduce; the sums go to servers, which apply the step.
+
+Workers hold no state: their parameters are a copy of what the servers have, or on one host the servers' own memory. So
+a worker's death costs nothing but its part of the step under way: partial sums that had reached the servers count,
+whoever made them, and the others compute what is missing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from distbelief.errors import DistBeliefError
+from distbelief.shards import Range, Schedule, shard_seed
+from distbelief.strategies.base import (
+    Applied,
+    Seat,
+    StepResult,
+    Takeover,
+)
+from distbelief.strategies.base import (
+    Fetch as FetchBatch,
+)
+from distbelief.strategies.dataparallel.takeover import StepWork, plan_step, plan_takeover
+from distbelief.strategies.flatmodel.compute import ShardComputer
+from distbelief.strategies.flatmodel.partials import ShardWork
+from distbelief.strategies.flatmodel.stretchwise import when_whole
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe
+from distbelief.strategies.flatmodel.verdict import INTEGERS, judge_rows
+from distbelief.strategies.ps.protocol.client import Idle
+from distbelief.strategies.ps.protocol.frames import Letter
+from distbelief.strategies.ps.protocol.messages import (
+    Fetch,
+    Fetched,
+    Go,
+    Look,
+    Looked,
+    Measure,
+    Measured,
+    Node,
+    Note,
+    Question,
+)
+from distbelief.strategies.ps.rules.slicing import SliceShape
+from distbelief.strategies.ps.tables.embedding import RowGradients
+from distbelief.strategies.ps.tables.servedtables import ServedTables
+from distbelief.strategies.ps.worker.exchange import ServedGroup
+from distbelief.strategies.ps.worker.member import AlreadyCopied, ServedMember
+from distbelief.transport.device.exchange import stretches
+from distbelief.transport.exchange import ROW, Held, Source
+from distbelief.transport.shm.segment import Segment
+
+
+class _Found(msgspec.Struct):
+    """What the member of rank 0 found on the servers when its generation began: all members go on from it."""
+
+    version: int
+    nodes: list[Range]
+    """Partial sums of the next step that every slice has."""
+
+
+class ServedReplica(ServedMember):
+    """See `Replica`."""
+
+    _maps_values = True
+
+    def __init__(
+        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
+        fetch: FetchBatch, tables: ServedTables,
+    ) -> None:  # fmt: skip
+        super().__init__(computer, recipe, schedule, seat, exchange, fetch, tables)
+        tables.bind(self._client, exchange.abort, self.steps_applied)
+        self._row_gradients: dict[int, Sequence[RowGradients]] = {}
+        self._rows = np.zeros((schedule.shards, ROW))
+        self._touched = np.zeros(len(computer.layout.entries), np.uint8)
+        self._pushed: set[tuple[Range, int]] = set()
+        """(partial sum, slice) of this step."""
+        self._slice_of = {tile: shape.number for shape in self._slices for tile in shape.tiles}
+        # Over a network bytes travel while the rest is computed. In shared memory nothing travels, and the processor
+        # is better left to those who compute. The first slice goes last, with what is known at the end, and buffers
+        # are only known then.
+        # A device has done its backward pass long before the bytes are sent.
+        last = computer.layout.parameter_tiles
+        early = [shape for shape in self._slices[1:] if shape.tiles.stop <= last]
+        early = [] if exchange.maps or exchange.apart else early
+        self._early = {shape.number for shape in early}
+        self._ahead: tuple[int, Any] = (-1, None)
+        self._work = lru_cache(maxsize=4)(self._plan)
+        self._grain = stretches(computer.layout.tiles, last, exchange.grain_bytes)
+        self._rooms: dict[int, list[torch.Tensor]] = {}
+        self._takeover: tuple[int, StepWork] | None = None
+        self._join()
+
+    def _join(self) -> None:
+        """Go on from where the servers are."""
+        self._client.restart()
+        self._check_slices()
+        self.exchange.gather(b"")  # everybody has left the generation before
+        looked = self._look()
+        found = _Found(min(one.version for one in looked), _on_all(looked, self._schedule.shards))
+        found = msgspec.msgpack.decode(self.exchange.gather(msgspec.msgpack.encode(found))[0], type=_Found)
+        first = looked[0]
+        self._applied = found.version
+        for one in first.past:
+            if one.step < found.version:
+                self._remember(one.step, np.frombuffer(one.rows).reshape(-1, ROW), one.at, generation=0)
+        self._note = first.note
+        step, complete = found.version, False
+        if step < self._seat.steps:
+            held = [Held(node, Source(0, 0)) for node in found.nodes]
+            occupied = self._schedule.occupied(step)
+            work = plan_takeover(self._schedule.shards, occupied, held, self.exchange.size, self._seat.rank)
+            if held:
+                self._takeover = (step, work)
+            complete = work.recomputed == 0
+            self._begin_generation(step, complete)
+        if complete:  # some slices may have applied it already: nothing is computed before all have
+            self._computer.commit_integers(first.integers or None)
+        else:
+            self._bring(found.version)
+        self.exchange.gather(b"")  # nobody goes on before all know where they are
+        self._note_rollback()
+
+    def _begin_generation(self, step: int, complete: bool) -> None:
+        """Before anybody of this generation goes on. `complete`: all partial sums of the step are there."""
+
+    def _look(self) -> list[Looked]:
+        found: dict[int, Looked] = {}
+        self._ask(Look, lambda letter: found.__setitem__(letter.message.slice, letter.message), self._everything)
+        return [found[number] for number in self._everything]
+
+    @property
+    def _everything(self) -> Sequence[int]:
+        """All slices: of the dense parameters, then of the tables."""
+        return range(len(self._slices) + len(self._tables.slices))
+
+    def _ask(
+        self, make: Callable[[int, int], Question], each: Callable[[Letter], None], slices: Sequence[int],
+        idle: Idle | None = None,
+    ) -> None:  # fmt: skip
+        questions = [partial(_about, make, number) for number in slices]
+        self._client.ask(questions, self.exchange.abort, each, idle)
+
+    def taken_over(self) -> Takeover | None:
+        return Takeover(self._takeover[0], self._takeover[1].recomputed) if self._takeover else None
+
+    def keep_note(self, content: bytes) -> None:
+        self._note = (self._applied, content)
+        if self.exchange.rank == 0:
+            self._client.push(0, Note(self._applied, content))
+            self._client.settle(self.exchange.abort)
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def _plan(self, occupied: int) -> StepWork:
+        return plan_step(self._schedule.shards, occupied, self._seat.ranges, self._seat.rank)
+
+    def _work_of(self, step: int) -> StepWork:
+        if self._takeover and self._takeover[0] == step:
+            return self._takeover[1]
+        return self._work(self._schedule.occupied(step))
+
+    def _leaves_out_somebody(self, step: int) -> bool:
+        """Whether a member has no shard in the step."""
+        if self._takeover and self._takeover[0] == step:
+            return self._takeover[1].recomputed < self.exchange.size
+        occupied = self._schedule.occupied(step)
+        return any(min(end, occupied) <= first for first, end in self._seat.ranges)
+
+    def compute(self, step: int) -> None:
+        self.exchange.begin(step)
+        self._rows.fill(0)
+        self._touched.fill(0)
+        self._row_gradients.clear()
+        self._begin(step)
+        self._pushed.clear()
+        complete_with = self._work_of(step).partials.complete_with if self._early else {}
+        for unit in self._units(step):
+            self._compute_unit(step, unit, complete_with.get(unit.shard, []))
+        for slot in self._sums(step).values():
+            self.exchange.bring(slot)
+
+    def _begin(self, step: int) -> None:
+        """A step begins: for members that tell others."""
+
+    def _units(self, step: int) -> Iterable[ShardWork]:
+        """What this member computes, in that order."""
+        return self._work_of(step).partials.work
+
+    def _sums(self, step: int) -> dict[Range, int]:
+        """What it has computed -> in which slot the sum is."""
+        return self._work_of(step).partials.results
+
+    def _meanwhile(self, step: int, told: Collection[int]) -> Idle | None:
+        """What this member does while it waits for others. `told`: slices whose new values have come."""
+        return None
+
+    def _compute_unit(self, step: int, unit: ShardWork, done: Sequence[tuple[Range, int]]) -> None:
+        """`done`: the partial sums that are complete with it, and their slots."""
+        ahead, self._ahead = self._ahead, (-1, None)
+        self.exchange.working(unit.shard)
+        batch, samples = ahead[1] if ahead[0] == step else self._fetch(step, unit.shard, unit.shard + 1)
+        room = self.exchange.room(unit.slot)
+        seed = shard_seed(self._job.seed, step, unit.shard)
+        parts = self._parts
+        left = [len(shape.tiles) for shape in self._slices] if done else []
+
+        def ready(some: int) -> None:
+            for into, other in unit.additions:
+                parts(into)[some].add_(parts(other)[some])
+            for tile in self._grain[some].tiles if done else ():
+                number = self._slice_of[tile]
+                left[number] -= 1
+                if not left[number] and number in self._early:
+                    self._push_early(step, number, done)
+
+        def loss_known(loss_sum: float, weight: float) -> None:
+            self._rows[unit.shard] = (loss_sum, weight, 0.0, samples)
+
+        before_s = self._tables.comm_s
+        given = batch, samples, seed, room, self._buffers, when_whole(self._grain, ready)
+        result = self._computer.run(*given, loss_known if done else None)
+        self.comm_s += self._tables.comm_s - before_s
+        self.exchange.working(-1)
+        self._rows[unit.shard] = (result.loss_sum, result.weight, result.integers, samples)
+        self._touched |= result.touched
+        self._row_gradients[unit.shard] = result.rows
+
+    def _parts(self, slot: int) -> list[torch.Tensor]:
+        """What is computed of a partial sum, in the pieces in which it is added up."""
+        if slot not in self._rooms:
+            room = self.exchange.room(slot)
+            self._rooms[slot] = [room.tensor(s.dtype, s.offset_bytes, s.numel) for s in self._grain]
+        return self._rooms[slot]
+
+    def commit(self, step: int) -> StepResult:
+        started = time.perf_counter()
+        if self._leaves_out_somebody(step):  # nothing holds the others back until it, too, has all of the step before
+            self.exchange.gather(b"")
+        for node, slot in self._sums(step).items():
+            self._push(step, node, slot)
+        self._sending(step)
+        shards = sorted(self._row_gradients)
+        found = [self._row_gradients[shard] for shard in shards]
+        self._tables.push_step(step, shards, found, self._rows[shards].tobytes())
+        self._client.flush()
+        self._look_ahead(step + 1)
+        if self.exchange.rank == 0:
+            self._go(step, self._meanwhile(step, ()))
+        result = self._bring(step + 1)
+        assert result is not None
+        self.exchange.forget_past()
+        self.comm_s += time.perf_counter() - started
+        return result
+
+    def _sending(self, step: int) -> None:
+        """All of the step is pushed, and slice 0's part has not left yet."""
+
+    def _go(self, step: int, idle: Idle | None = None) -> None:
+        """Have the step applied."""
+        factor = self._limit(step, idle)
+        for number in self._everything:
+            self._client.push(number, Go(step, factor))
+        self._client.flush()
+
+    def _push_early(self, step: int, number: int, done: Sequence[tuple[Range, int]]) -> None:
+        """While the rest of the backward pass is computed."""
+        touched = self._touched.copy()
+        now = self._computer.touched_so_far()  # final for the entries of this slice
+        touched[: len(now)] |= now
+        for node, slot in done:
+            self._push(step, node, slot, touched, [self._slices[number]])
+            self._pushed.add((node, number))
+        self._client.flush()
+
+    def _push(
+        self, step: int, node: Range, slot: int, touched: np.ndarray | None = None,
+        slices: Sequence[SliceShape] | None = None,
+    ) -> None:  # fmt: skip
+        """To these slices, or to all that do not have it yet."""
+        if slices is None:
+            slices = [shape for shape in self._slices if (node, shape.number) not in self._pushed]
+        _, name = self.exchange.slot(slot)
+        rows = self._rows[node[0] : node[1]]
+        touched = self._touched if touched is None else touched
+        marks = touched.tobytes()
+        integers = self._computer.integer_bytes() if node[0] == 0 else b""
+        first = Node(step, *node, rows.tobytes(), marks, integers, name)
+        rows = rows.copy()
+        rows[:, INTEGERS] = 0.0  # known after the backward pass only, and the first slice looks at them for all
+        others = Node(step, *node, rows.tobytes(), marks, b"", name)
+        for shape in slices:
+            content, payload = self._packed(others if shape.number else first, shape, slot, touched)
+            self._client.push(shape.number, content, payload)
+
+    def _packed(self, node: Node, shape: SliceShape, slot: int, touched: np.ndarray) -> tuple[Node, Any]:
+        """A slice's stretch of a partial sum as it is sent, and the frame, if there is one."""
+        segment, name = self.exchange.slot(slot)
+        return node, None if name else segment.view(shape.first_byte, shape.value_bytes)
+
+    def _limit(self, step: int, idle: Idle | None = None) -> float:
+        """What the gradients are multiplied by. It is known when all slices have all sums of the step: so this is also
+        how the first member learns that the step may be applied."""
+        squares: dict[int, list[float]] = {}
+
+        def measured(letter: Letter) -> None:
+            message: Measured = letter.message
+            squares[message.slice] = message.squares
+
+        self._ask(self._measure(step), measured, self._everything, idle)
+        if self._job.clip_norm is None:
+            return 1.0
+        norm = math.sqrt(math.fsum(one for some in squares.values() for one in some))
+        return min(1.0, self._job.clip_norm / (norm + 1e-6))
+
+    def _measure(self, step: int) -> Callable[[int, int], Question]:
+        return partial(measure_step, step, 0, 0)
+
+    def _bring(self, version: int) -> StepResult | None:
+        """Bring the values to that version. Returns what the step before it gave, if the servers still know."""
+        told: dict[int, Fetched] = {}
+
+        def fetched(letter: Letter) -> None:
+            message: Fetched = letter.message
+            told[message.slice] = message
+            if message.version >= 0:
+                self._take(message, letter.payload)
+
+        dense = range(len(self._slices))  # rows are brought when they are wanted
+        self._ask(partial(_fetch, version, not self.exchange.maps), fetched, dense, self._meanwhile(version - 1, told))
+        first = told[0]
+        rows = np.frombuffer(first.rows).reshape(-1, ROW) if first.rows else None
+        result = judge_rows(version - 1, rows) if rows is not None else None
+        if any(one.version < 0 for one in told.values()):
+            raise DistBeliefError(f"step {version - 1} cannot be applied")
+        self._computer.commit_integers(first.integers or None)
+        self._applied = version
+        self._reached[0] = max(int(self._reached[0]), version)
+        if result and rows is not None:
+            self._remember(version - 1, rows, time.time(), self._seat.generation)
+        return result
+
+    def _remember(self, step: int, rows: np.ndarray, at: float, generation: int) -> None:
+        if not self._past or self._past[-1].step < step:
+            given = judge_rows(step, rows)
+            self._past.append(Applied(step, given.loss, given.samples, given.fingerprint, generation, at))
+
+    def _look_ahead(self, step: int) -> None:
+        """Fetch the next step's first batch while servers and others finish this one."""
+        if step < self._seat.steps:
+            work = self._work(self._schedule.occupied(step)).partials.work
+            if work:
+                self._ahead = (step, self._fetch(step, work[0].shard, work[0].shard + 1))
+
+    def copy_portion(self, applied: int, into: Segment) -> AlreadyCopied:
+        """Nobody can change the servers' state before this member has gone on."""
+        return self._read_portion(into, applied, self.exchange.abort)
+
+
+def _on_all(looked: Sequence[Looked], shards: int) -> list[Range]:
+    """The shards of the step under way that all slices have in some partial sum, one by one. If a slice has applied the
+    step, all others have all of them: it was not applied before."""
+    version = min(one.version for one in looked)
+    if any(one.version > version for one in looked):
+        return [(0, shards)]
+    there = [{shard for first, end in one.nodes for shard in range(first, end)} for one in looked]
+    return [(shard, shard + 1) for shard in sorted(set.intersection(*there))]
+
+
+def _about(make: Callable[[int, int], Question], number: int, ticket: int) -> Question:
+    return make(ticket, number)
+
+
+def _fetch(version: int, inline: bool, ticket: int, number: int) -> Question:
+    return Fetch(ticket, number, version, inline)
+
+
+def measure_step(step: int, generation: int, members: int, ticket: int, number: int) -> Question:
+    return Measure(ticket, number, step, generation, members)

@@ -1,0 +1,117 @@
+"""sandblaster: L-BFGS over all samples; its vectors live on parameter servers, and workers compute small portions.
+
+The value alone, without torch, which the command line and the coordinator need not import.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from distbelief.errors import JobError
+from distbelief.job import Job
+from distbelief.shards import Schedule
+from distbelief.strategies.sandblaster.rules.wholedata import WholeData, usual_portion, whole_data
+
+if TYPE_CHECKING:
+    import torch
+
+    from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
+
+_FORM = "sandblaster:servers=2:history=10:portion=64:lr=1.0, each of them if need be, and shm or tcp"
+
+
+@dataclass(frozen=True)
+class Sandblaster:
+    """A step is one iteration of L-BFGS: a direction, and a line search along it. The loss is that over all samples.
+    The job's optimizer is not used. The weights are the same, bit for bit, on any number of workers and servers.
+
+    >>> str(Sandblaster()), str(Sandblaster(servers=3, history=5, portion=100, over="tcp"))
+    ('sandblaster:servers=2', 'sandblaster:servers=3:history=5:portion=100:tcp')
+    """
+
+    servers: int = 2
+    history: int = 10
+    """Pairs of steps and changes of the gradient that are kept: each is two vectors of the size of the parameters."""
+    portion: int | None = None
+    """Samples that are computed at once. Default: a 64th of all, and at most the job's global_batch."""
+    lr: float = 1.0
+    """The first step of a line search, of the length that the history suggests."""
+    over: Literal["auto", "shm", "tcp"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("servers", "history", "portion"):
+            value = getattr(self, name)
+            if value is None and name == "portion":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise JobError(
+                    f"sandblaster: {name} must be a whole number of at least 1, not {value!r}", hint=f"write {_FORM}"
+                )
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise JobError(f"sandblaster: lr must be above 0, not {self.lr!r}", hint="it is 1 unless there is a reason")
+        if self.over not in ("auto", "shm", "tcp"):
+            raise JobError(f"unknown transport '{self.over}'", hint="use auto, shm (one host) or tcp")
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    @property
+    def stride(self) -> int:
+        return 1
+
+    @property
+    def transport(self) -> Literal["auto", "shm", "gloo"]:
+        """How the workers meet: that they do so over the network means that servers are reached over it too."""
+        return "gloo" if self.over == "tcp" else self.over
+
+    @property
+    def learning(self) -> Sandblaster:
+        """What is learnt, wherever it runs: two that are alike in this go on from each other's checkpoints."""
+        return replace(self, servers=2, over="auto")
+
+    def __str__(self) -> str:
+        text = f"sandblaster:servers={self.servers}"
+        text += f":history={self.history}" if self.history != 10 else ""
+        text += f":portion={self.portion}" if self.portion is not None else ""
+        text += f":lr={self.lr!r}" if self.lr != 1.0 else ""
+        return text + (f":{self.over}" if self.over != "auto" else "")
+
+    def schedule(self, job: Job, samples: int) -> WholeData:
+        return whole_data(samples, min(self.portion or usual_portion(job, samples), samples))
+
+    def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedSandblaster:
+        from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
+
+        return PreparedSandblaster(job, schedule, device, self)
+
+
+def parse_sandblaster(text: str, options: Sequence[str]) -> Sandblaster:
+    """The strategy that a command line names.
+
+    >>> parse_sandblaster("sandblaster:history=5", ["history=5"])
+    Sandblaster(servers=2, history=5, portion=None, lr=1.0, over='auto')
+    """
+    values: dict[str, Any] = {}
+    kinds: dict[str, type] = {"servers": int, "history": int, "portion": int, "lr": float}
+    for option in options:
+        key, equals, number = option.partition("=")
+        if option in ("auto", "shm", "tcp"):
+            key, value = "over", option
+        elif key in kinds and equals:
+            try:
+                value = kinds[key](number)
+            except ValueError:
+                what = "a whole number" if kinds[key] is int else "a number"
+                raise JobError(
+                    f"'{option}' in the strategy '{text}' does not give {what}", hint=f"write {_FORM}"
+                ) from None
+        else:
+            raise JobError(f"unknown option '{option}' in the strategy '{text}'", hint=f"write {_FORM}")
+        if key in values:
+            raise JobError(f"the strategy '{text}' gives its {key} twice", hint="give it once")
+        values[key] = value
+    return Sandblaster(**values)

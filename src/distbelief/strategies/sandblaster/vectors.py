@@ -1,0 +1,270 @@
+"""Named vectors that live elsewhere: whoever computes with them sends small commands and sees only scalars.
+
+A vector has `size` elements in the flat order of the parameters (strategies/flatmodel/layout.py). Servers hold slices
+of every vector, cut at multiples of 64 elements. Nothing may depend on where the cuts are, so:
+- sums are taken in float64 over blocks of 64 elements, halves added to halves, and the blocks are added along the tree
+  of `shards.split`. A part answers with the sums of the largest subtrees that it holds; `add_partials` does the rest.
+- combinations are elementwise: every product and every sum is rounded to float64, in the order of the terms, and the
+  result once to the type of the vectors. No fused multiply-add, whose use depends on where a vector register ends.
+
+This file does not know what the vectors mean, nor how commands travel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from distbelief.errors import DistBeliefError
+from distbelief.shards import Range, cover, split
+
+BLOCK = 64  # elements: the alignment of every cut (strategies/flatmodel/layout.py), and the leaf of every sum
+_SCRATCH = 1 << 19  # float64 elements at work at once: a few MiB, about what a core's cache holds
+
+Pair = tuple[str, str]
+Term = tuple[float, str]
+Partials = list[tuple[Range, list[float]]]
+"""Per subtree (a range of blocks): its sum for each thing that was asked."""
+
+
+class Vectors(Protocol):
+    """All that a driver may do. Only `dot`, `max_abs` and `sum_abs` answer: an implementation over a network may leave
+    the others in flight, as long as every slice performs its commands in the order in which they were given."""
+
+    @property
+    def size(self) -> int:
+        """Elements of every vector."""
+        ...
+
+    def dot(self, pairs: Sequence[Pair]) -> list[float]:
+        """The inner products of several pairs, in one command."""
+        ...
+
+    def combine(self, target: str, terms: Sequence[Term]) -> None:
+        """target = Σ coefficient · vector. The target may be one of the vectors, or new."""
+        ...
+
+    def copy(self, target: str, source: str) -> None: ...
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Forget vectors. Those that do not exist are no error: the command may be a repetition."""
+        ...
+
+    def max_abs(self, names: Sequence[str]) -> list[float]:
+        """The largest absolute value of each vector; NaN where it holds one."""
+        ...
+
+    def sum_abs(self, names: Sequence[str]) -> list[float]: ...
+
+
+class Part(Protocol):
+    """What one server holds: the same commands, on its slices only, and answers that are still to be added up."""
+
+    def partial_dot(self, pairs: Sequence[Pair]) -> Partials: ...
+
+    def partial_sum_abs(self, names: Sequence[str]) -> Partials: ...
+
+    def max_abs(self, names: Sequence[str]) -> list[float]: ...
+
+    def combine(self, target: str, terms: Sequence[Term]) -> None: ...
+
+    def copy(self, target: str, source: str) -> None: ...
+
+    def drop(self, names: Sequence[str]) -> None: ...
+
+
+class SlicedVectors:
+    """One server's part: flat tensors, one per vector and slice.
+
+    >>> part = SlicedVectors(100, [(0, 64), (64, 100)])
+    >>> part.tensor("ones", (0, 64)).fill_(1.0).sum(), part.tensor("ones", (64, 100)).fill_(1.0).sum()
+    (tensor(64.), tensor(36.))
+    >>> part.combine("twos", [(3.0, "ones"), (-1.0, "ones")])
+    >>> part.partial_dot([("ones", "twos"), ("twos", "twos")])
+    [((0, 1), [128.0, 256.0]), ((1, 2), [72.0, 144.0])]
+    """
+
+    def __init__(self, size: int, slices: Sequence[Range], dtype: torch.dtype = torch.float32) -> None:
+        for first, end in slices:
+            if first % BLOCK or (end % BLOCK and end != size) or not 0 <= first < end <= size:
+                raise DistBeliefError(
+                    f"elements {first} to {end} of {size} cannot be a slice of a vector",
+                    hint=f"cut at multiples of {BLOCK} elements, so that sums do not depend on the cuts",
+                )
+        self._blocks = -(-size // BLOCK)
+        self._slices = sorted(slices)
+        self._dtype = dtype
+        self._vectors: dict[str, dict[Range, torch.Tensor]] = {}
+
+    def tensor(self, name: str, where: Range) -> torch.Tensor:
+        """The storage of a vector in one slice, for gradients to be written to and parameters to be read from. A
+        vector that does not exist yet is made, of zeros."""
+        if name not in self._vectors:
+            self._vectors[name] = {(a, b): torch.zeros(b - a, dtype=self._dtype) for a, b in self._slices}
+        return self._vectors[name][where]
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._vectors)
+
+    def partial_dot(self, pairs: Sequence[Pair]) -> Partials:
+        names = list(dict.fromkeys(name for pair in pairs for name in pair))
+        row = {name: i for i, name in enumerate(names)}
+
+        def products(wide: torch.Tensor, out: torch.Tensor) -> None:
+            for k, (left, right) in enumerate(pairs):
+                torch.mul(wide[row[left]], wide[row[right]], out=out[k])
+
+        return self._sums(names, len(pairs), products)
+
+    def partial_sum_abs(self, names: Sequence[str]) -> Partials:
+        return self._sums(names, len(names), lambda wide, out: torch.abs(wide, out=out))
+
+    def max_abs(self, names: Sequence[str]) -> list[float]:
+        self._check(names)
+        return [_largest([float(t.abs().amax()) for t in self._vectors[name].values()]) for name in names]
+
+    def combine(self, target: str, terms: Sequence[Term]) -> None:
+        self._check([name for _, name in terms])
+        length = _SCRATCH // 4
+        total, term = torch.empty(2, min(length, self._blocks * BLOCK), dtype=torch.float64)
+        for where in self._slices:
+            into = self.tensor(target, where)
+            for first, end in _stretches(len(into), length):
+                total[: end - first].zero_()
+                for coefficient, name in terms:
+                    one = term[: end - first]
+                    one.copy_(self._vectors[name][where][first:end]).mul_(coefficient)
+                    total[: end - first].add_(one)
+                into[first:end].copy_(total[: end - first])
+
+    def copy(self, target: str, source: str) -> None:
+        self._check([source])
+        for where in self._slices:
+            self.tensor(target, where).copy_(self._vectors[source][where])
+
+    def drop(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._vectors.pop(name, None)
+
+    def _sums(
+        self, names: Sequence[str], asked: int, terms: Callable[[torch.Tensor, torch.Tensor], object]
+    ) -> Partials:
+        """The sums of what `terms` makes of the vectors `names`, for every subtree that lies in these slices."""
+        self._check(names)
+        found: Partials = []
+        length = max(_SCRATCH // max(asked, 1) // BLOCK, 1) * BLOCK
+        wide = torch.zeros(len(names), length, dtype=torch.float64)
+        each = torch.zeros(asked, length, dtype=torch.float64)
+        for where in self._slices:
+            first_block, blocks = where[0] // BLOCK, -(-(where[1] - where[0]) // BLOCK)
+            leaves = torch.empty(asked, blocks, dtype=torch.float64)
+            for first, end in _stretches(where[1] - where[0], length):
+                padded = -(-(end - first) // BLOCK) * BLOCK
+                wide[:, end - first : padded] = 0.0
+                for i, name in enumerate(names):
+                    wide[i, : end - first].copy_(self._vectors[name][where][first:end])
+                terms(wide[:, :padded], each[:, :padded])
+                leaves[:, first // BLOCK : (first + padded) // BLOCK] = _leaves(each[:, :padded])
+            for low, high in cover(self._blocks, (first_block, first_block + blocks)):
+                inside = leaves[:, low - first_block : high - first_block]
+                found.append(((low, high), _tree(inside).tolist()))
+        return found
+
+    def _check(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self._vectors:
+                raise DistBeliefError(
+                    f"there is no vector called '{name}' on this server",
+                    hint=f"it holds {', '.join(self.names) or 'none'}; a driver must only use what it made before",
+                )
+
+
+class JoinedVectors:
+    """One `Vectors` of several parts, which together hold every slice.
+
+    >>> parts = [SlicedVectors(128, [(0, 64)]), SlicedVectors(128, [(64, 128)])]
+    >>> for part, where in zip(parts, [(0, 64), (64, 128)]):
+    ...     _ = part.tensor("v", where).fill_(0.5)
+    >>> JoinedVectors(128, parts).dot([("v", "v")])
+    [32.0]
+    """
+
+    def __init__(self, size: int, parts: Sequence[Part]) -> None:
+        self._size = size
+        self._parts = list(parts)
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def dot(self, pairs: Sequence[Pair]) -> list[float]:
+        return add_partials(self._size, [p for part in self._parts for p in part.partial_dot(pairs)])
+
+    def sum_abs(self, names: Sequence[str]) -> list[float]:
+        return add_partials(self._size, [p for part in self._parts for p in part.partial_sum_abs(names)])
+
+    def max_abs(self, names: Sequence[str]) -> list[float]:
+        return [_largest(values) for values in zip(*(part.max_abs(names) for part in self._parts), strict=True)]
+
+    def combine(self, target: str, terms: Sequence[Term]) -> None:
+        for part in self._parts:
+            part.combine(target, terms)
+
+    def copy(self, target: str, source: str) -> None:
+        for part in self._parts:
+            part.copy(target, source)
+
+    def drop(self, names: Sequence[str]) -> None:
+        for part in self._parts:
+            part.drop(names)
+
+
+def add_partials(size: int, partials: Partials) -> list[float]:
+    """Add the subtrees of all parts along the tree over all blocks; the order in which they came does not matter.
+
+    >>> add_partials(192, [((2, 3), [4.0]), ((0, 2), [3.0])])
+    [7.0]
+    """
+    known = dict(partials)
+
+    def visit(node: Range) -> list[float]:
+        if node in known:
+            return known[node]
+        if node[1] - node[0] <= 1:
+            raise DistBeliefError(
+                f"no server answered for elements {node[0] * BLOCK} to {min(node[1] * BLOCK, size)}",
+                hint="every slice needs a server before a driver may go on: ask for the map of slices again",
+            )
+        left, right = split(node)
+        return [a + b for a, b in zip(visit(left), visit(right), strict=True)]
+
+    return visit((0, -(-size // BLOCK)))
+
+
+def _leaves(values: torch.Tensor) -> torch.Tensor:
+    """(asked, elements) to (asked, blocks): each block is folded in half until one number is left."""
+    folded = values.reshape(len(values), values.shape[1] // BLOCK, BLOCK)
+    while (half := folded.shape[2] // 2) > 0:
+        folded = folded[..., :half] + folded[..., half:]
+    return folded[..., 0]
+
+
+def _tree(leaves: torch.Tensor) -> torch.Tensor:
+    """(asked, blocks) to (asked,): neighbours are added, an odd last one waits: the bracketing of `shards.split`."""
+    while leaves.shape[1] > 1:
+        even = leaves.shape[1] // 2 * 2
+        paired = leaves[:, 0:even:2] + leaves[:, 1:even:2]
+        leaves = torch.cat([paired, leaves[:, even:]], dim=1)
+    return leaves[:, 0]
+
+
+def _stretches(length: int, most: int) -> Iterator[Range]:
+    return ((first, min(first + most, length)) for first in range(0, length, most))
+
+
+def _largest(values: Sequence[float]) -> float:
+    return math.nan if any(math.isnan(value) for value in values) else max(values, default=0.0)

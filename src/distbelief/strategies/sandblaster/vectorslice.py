@@ -1,0 +1,234 @@
+"""One slice of the vectors of a search (`sandblaster`): it combines them, adds up gradients, and answers with scalars.
+
+It is a `Store` (see holding.py): primary and backup perform the same commands on the same numbers. Commands of a driver
+are performed in the order of their numbers. Sums of portions come from many workers in any order; two sums that are
+halves of a node are added at once, so that few are held, and the total is that of the whole tree, bit for bit.
+
+What workers fetch lies in memory that they may map: a copy of the vector that is shown. The first two numbers there say
+which is being written and which was written last, so that a reader knows whether what it has read was whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from distbelief.errors import DistBeliefError
+from distbelief.shards import Range, split
+from distbelief.strategies.flatmodel.layout import Layout
+from distbelief.strategies.ps.protocol.frames import Letter
+from distbelief.strategies.ps.protocol.messages import Contents, Fetch, Fetched, Given, Node, Question, values_at
+from distbelief.strategies.ps.rules.slicing import SliceShape, parameter_stretch
+from distbelief.strategies.ps.server.payloads import OpenSegment, with_bytes
+from distbelief.strategies.ps.server.stores import Change, Snapshot, State
+from distbelief.strategies.sandblaster.messages import (
+    COUNTS,
+    Combine,
+    Command,
+    Copy,
+    Do,
+    Drop,
+    Finish,
+    Produced,
+    Products,
+    ReadVectors,
+    Show,
+)
+from distbelief.strategies.sandblaster.vectors import SlicedVectors
+from distbelief.transport.shm.segment import Segment
+
+
+class _About(msgspec.Struct, frozen=True):
+    """What a copy of the slice needs beside its bytes: values, vectors and sums in this order."""
+
+    done: int
+    pending: dict[int, list[Command]]
+    evaluation: int
+    integers: bytes
+    vectors: list[str]
+    nodes: list[Range]
+
+
+class VectorSlice:
+    def __init__(
+        self, shape: SliceShape, layout: Layout, portions: int, values: Segment, open_segment: OpenSegment
+    ) -> None:
+        """`values`: two words, then the slice's stretch of the layout, as in slicememory.py."""
+        self.shape = shape
+        self.version = 0
+        """The number of the command with which the vector was shown that can be fetched now."""
+        self._portions = portions
+        self._segment = values
+        self._at = values_at(shape.first_byte)
+        self._versions = np.frombuffer(values.buffer, np.int64, 2)
+        self._open = open_segment
+        size, self._where = parameter_stretch(layout, shape)
+        self._numel = self._where[1] - self._where[0]
+        self._dtype = layout.tiles[0].dtype
+        self._shown = values.tensor(self._dtype, self._at, self._numel)
+        self._vectors = SlicedVectors(size, [self._where] if self._numel else [], self._dtype)
+        self._integers = b""
+        self._done = -1
+        self._pending: dict[int, list[Command]] = {}
+        self._evaluation = -1
+        self._sums: dict[Range, torch.Tensor] = {}
+        self._taken: Node | None = None
+        """The last that has changed anything."""
+
+    def begin(self, values: torch.Tensor, vectors: Mapping[str, torch.Tensor], integers: bytes) -> None:
+        """The first state of a life. `values`: the bytes of this stretch of the layout."""
+        self._segment.tensor(torch.uint8, self._at, self.shape.value_bytes).copy_(values)
+        self._integers = integers
+        for name, value in vectors.items() if self._numel else ():
+            self._vectors.tensor(name, self._where).copy_(value)
+
+    # --- as a store --------------------------------------------------------------------------------------------------
+
+    def apply(self, change: Change) -> None:
+        match change.content:
+            case Do(number=number, commands=commands) if number > self._done:
+                self._pending[number] = commands
+                if not number & ((1 << COUNTS) - 1):  # another driver: nothing of the one before counts any more
+                    self._pending = {n: some for n, some in self._pending.items() if n >= number}
+                    self._done = number - 1
+                while self._done + 1 in self._pending:
+                    self._done += 1
+                    for command in self._pending.pop(self._done):
+                        self._perform(command)
+            case Node() if change.content.step == self._evaluation:
+                self._add(change.content, change.payload)
+
+    def _perform(self, command: Command) -> None:
+        match command:
+            case Show():
+                self._show(command)
+            case _ if not self._numel:
+                pass  # buffers alone: they never change
+            case Combine(target=target, terms=terms):
+                self._vectors.combine(target, terms)
+            case Copy(target=target, source=source):
+                self._vectors.copy(target, source)
+            case Drop(names=names):
+                self._vectors.drop(names)
+            case Finish():
+                total = self._sums.get((0, self._portions))
+                if total is None or command.evaluation != self._evaluation:
+                    raise DistBeliefError(f"slice {self.shape.number} lacks sums of evaluation {command.evaluation}")
+                torch.mul(total, command.factor, out=self._vectors.tensor(command.gradient, self._where))
+
+    def _show(self, show: Show) -> None:
+        if show.evaluation >= 0 and show.evaluation != self._evaluation:
+            self._sums.clear()
+            self._evaluation = show.evaluation
+        self._versions[0] = self._done
+        if self._numel:
+            self._shown.copy_(self._vector(show.point))
+        self._versions[1] = self.version = self._done
+
+    def _vector(self, name: str) -> torch.Tensor:
+        if name not in self._vectors.names:
+            raise DistBeliefError(f"slice {self.shape.number} has no vector '{name}'")
+        return self._vectors.tensor(name, self._where)
+
+    def _add(self, node: Node, payload: Any) -> None:
+        """A copy: the worker overwrites what it has pushed as soon as it is answered."""
+        where = (node.first, node.end)
+        if self._has(node):  # another copy came first; the memory of one that comes late may be gone
+            return
+        if node.segment:
+            part = self._open(node.segment).tensor(self._dtype, self.shape.first_byte, self._numel).clone()
+        else:
+            part = torch.frombuffer(payload, dtype=self._dtype, count=self._numel).clone()
+        self._taken = node
+        for known in [one for one in self._sums if where[0] <= one[0] and one[1] <= where[1]]:
+            del self._sums[known]
+        while (above := _above(where, self._portions)) and (other := above[1]) in self._sums:
+            part.add_(self._sums.pop(other))
+            where = above[0]
+        self._sums[where] = part
+
+    def _has(self, node: Node) -> bool:
+        return any(first <= node.first and node.end <= end for first, end in self._sums)
+
+    def state(self) -> State:
+        names, nodes = self._vectors.names, sorted(self._sums)
+        about = _About(self._done, self._pending, self._evaluation, self._integers, names, nodes)
+        parts = [self._segment.tensor(torch.uint8, self._at, self.shape.value_bytes)]
+        parts += [self._vector(name).view(torch.uint8) for name in names]
+        parts += [self._sums[node].view(torch.uint8) for node in nodes]
+        return Snapshot(self.version, msgspec.msgpack.encode(about)), torch.cat(parts)
+
+    def load(self, state: State) -> None:
+        snapshot, content = state
+        about = msgspec.msgpack.decode(snapshot.about, type=_About)
+        size_bytes = self.shape.value_bytes
+        parts = list(content[size_bytes:].view(self._dtype).reshape(-1, max(self._numel, 1)))
+        self._vectors.drop(self._vectors.names)
+        self._versions[0] = -1
+        self.begin(content[:size_bytes], dict(zip(about.vectors, parts, strict=False)), about.integers)
+        self._sums = {node: part.clone() for node, part in zip(about.nodes, parts[len(about.vectors) :], strict=True)}
+        self._done, self._pending, self._evaluation = about.done, dict(about.pending), about.evaluation
+        self._versions[:] = self.version = snapshot.version
+
+    def with_bytes(self, change: Change) -> Change:
+        if isinstance(change.content, Node) and change.content is not self._taken:
+            return change  # it changes nothing
+        return with_bytes(self.shape, change, self._open)
+
+    # --- what is asked of it -----------------------------------------------------------------------------------------
+
+    def given(self, client: int) -> Given | None:
+        return None
+
+    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
+        match question:
+            case Fetch():
+                if self.version < question.version or not everywhere:
+                    return None  # sums for a point that only a dead server has shown would not be taken
+                segment = "" if question.inline else segment
+                integers = self._integers if question.slice == 0 else b""
+                header = Fetched(question.ticket, question.slice, self.version, b"", integers, segment)
+                return Letter(header, None if segment else bytes(self._segment.view(self._at, self.shape.value_bytes)))
+            case Products():
+                return self._products(question) if self._done >= question.after else None
+            case ReadVectors():
+                if self._done < question.after:
+                    return None
+                parts = [self._vector(name).view(torch.uint8) for name in question.names] if self._numel else []
+                content = torch.cat(parts).numpy() if parts else b""
+                return Letter(Contents(question.ticket, question.slice, self.version), content)
+            case _:
+                raise DistBeliefError(f"a slice of vectors is not asked {type(question).__name__}")
+
+    def _products(self, asked: Products) -> Letter:
+        if not self._numel:
+            return Letter(Produced(asked.ticket, asked.slice, largest=[0.0] * len(asked.largest)))
+        vectors = self._vectors
+        return Letter(
+            Produced(
+                asked.ticket,
+                asked.slice,
+                vectors.partial_dot(asked.dots) if asked.dots else [],
+                vectors.partial_sum_abs(asked.sums) if asked.sums else [],
+                vectors.max_abs(asked.largest) if asked.largest else [],
+            )
+        )
+
+
+def _above(node: Range, portions: int) -> tuple[Range, Range] | None:
+    """The node that this one is a half of, and its other half; None: it is the whole tree.
+
+    >>> _above((4, 5), 5), _above((0, 2), 5), _above((0, 5), 5)
+    (((0, 5), (0, 4)), ((0, 4), (2, 4)), None)
+    """
+    parent = (0, portions)
+    while parent != node:
+        left, right = split(parent)
+        if node in (left, right):
+            return parent, left if node == right else right
+        parent = left if node[1] <= left[1] else right
+    return None

@@ -1,0 +1,103 @@
+"""The exchange of a member that is alone: no keeper, no sockets, nobody to wait for. All memory is its own.
+
+What a step gives does not depend on the number of members. So a run of any size can be executed again by one process,
+which is what replaying does; partial sums are added in the same tree order as everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from distbelief.transport.backups import Backups
+from distbelief.transport.exchange import Broken, Geometry, Gift, Held, Shared, StepPlan, depth, tree_add
+from distbelief.transport.shm.segment import Segment
+
+
+class AloneExchange:
+    """See `Exchange`. `memory`: a state to go on from, as another one left it; the caller gives it away.
+
+    >>> from distbelief.transport.exchange import Source, Tile
+    >>> alone = AloneExchange(Geometry([Tile(0, torch.float32, 0, 2)], 64, slots=[2], shards=2, marks=1))
+    >>> for slot in range(2):
+    ...     _ = alone.slot(slot).tensor(torch.float32, 0, 2).fill_(slot + 1.0)
+    >>> alone.begin(StepPlan(0, [Source(0, 0), Source(0, 1)], (0, 1)))
+    >>> alone.reduced(0)
+    tensor([3., 3.])
+    """
+
+    rank = 0
+    size = 1
+    shares_state = False
+    waiting = False
+    backups: Backups | None = None
+
+    def __init__(self, geometry: Geometry, memory: Segment | None = None) -> None:
+        self.tiles: Sequence[int] = range(len(geometry.tiles))
+        self._slots = [Segment.private(geometry.slot_bytes) for _ in range(geometry.slots[0])]
+        self._parts = [[slot.tensor(t.dtype, t.offset_bytes, t.numel) for t in geometry.tiles] for slot in self._slots]
+        self._sums = [torch.empty(tile.numel, dtype=tile.dtype) for tile in geometry.tiles]
+        self._reduced: set[int] = set()
+        self._memory = {} if memory is None else {"state": memory}
+        self._plan = StepPlan(-1, [], 0)
+
+    def slot(self, index: int) -> Segment:
+        return self._slots[index]
+
+    def state(self, size_bytes: int, name: str = "state") -> Segment:
+        if name not in self._memory:
+            self._memory[name] = Segment.private(size_bytes)
+        return self._memory[name]
+
+    def held(self, step: int) -> list[Held] | None:
+        return None
+
+    def broken(self) -> list[Broken]:
+        return []
+
+    def working(self, shard: int) -> None:
+        """Nobody could look it up."""
+
+    def begin(self, plan: StepPlan) -> None:
+        self._plan = plan
+        self._reduced.clear()
+
+    def publish(self, tile: int) -> None:
+        """Nobody waits for it."""
+
+    def share(self, gift: Gift, meanwhile: Callable[[], bool] = lambda: False) -> Shared:
+        rows = np.zeros_like(gift.rows)
+        for first, end in gift.mine:
+            rows[first:end] = gift.rows[first:end]
+        return Shared(rows, gift.untouched.copy(), gift.integers)
+
+    def reduced(self, tile: int) -> torch.Tensor:
+        out = self._sums[tile]
+        if tile not in self._reduced:
+            self._reduced.add(tile)
+            parts = [self._parts[source.slot][tile] for source in self._plan.sources]
+            tree_add(self._plan.program, parts, out, [torch.empty_like(out) for _ in range(depth(self._plan.program))])
+        return out
+
+    def scaled(self, tile: int, factor: float) -> torch.Tensor:
+        return self.reduced(tile).mul_(factor)
+
+    def share_squares(self, mine: dict[int, float]) -> list[float]:
+        return [mine[tile] for tile in sorted(mine)]
+
+    def applied(self) -> None:
+        """Nobody waits for it."""
+
+    def settle(self) -> None:
+        """Nobody else applies anything."""
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        return [payload]
+
+    def transfer(self, block: torch.Tensor, source: int, receivers: Sequence[int]) -> None:
+        """There is nobody else to have it."""
+
+    def close(self) -> None:
+        """The memory goes with its last view."""

@@ -1,0 +1,125 @@
+"""Memory of an accelerator, and what the host does to let it be read and written fast."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from distbelief.transport.shm.segment import Memory, Segment
+
+_pinning = threading.Lock()
+_pinned: weakref.WeakKeyDictionary[Segment, bool] = weakref.WeakKeyDictionary()
+
+
+class DeviceMemory:
+    """See `Memory`. It begins as zeros.
+
+    >>> DeviceMemory(8, torch.device("cpu")).tensor(torch.float32, 4, 1)
+    tensor([0.])
+    """
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        self.size_bytes = size_bytes
+        self._bytes = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+
+    def tensor(self, dtype: torch.dtype, offset_bytes: int, numel: int) -> torch.Tensor:
+        return self._bytes[offset_bytes : offset_bytes + numel * dtype.itemsize].view(dtype)
+
+
+def memory_on(device: torch.device, size_bytes: int) -> Memory:
+    """Memory of this process alone."""
+    return Segment.private(size_bytes) if device.type == "cpu" else DeviceMemory(size_bytes, device)
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A device, and the memory there that this process keeps from one generation to the next."""
+
+    device: torch.device
+    kept: dict[str, Memory] = field(default_factory=dict)
+
+    def keep(self, name: str, size_bytes: int) -> Memory:
+        if name not in self.kept:
+            self.kept[name] = DeviceMemory(size_bytes, self.device)
+        return self.kept[name]
+
+    def beside(self, size_bytes: int) -> Segment:
+        """Memory of the host that the device reads and writes by itself, for as long as the segment is held."""
+        segment = Segment.private(size_bytes)
+        if self.device.type == "cuda":
+            pin(segment)
+        return segment
+
+    def finish(self) -> None:
+        """Wait until the stream that computes has done all that was asked of it."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def pin(segment: Segment) -> None:
+    """Let the device copy from and to these pages by itself. Where the system permits no more such pages, copies are
+    slower and nothing else changes."""
+    with _pinning:  # a copy's thread and the training thread may both want to: the second would be told an error
+        if segment in _pinned or not segment.size_bytes:
+            return
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        address = segment.tensor(torch.uint8, 0, segment.size_bytes).data_ptr()
+        _pinned[segment] = int(runtime.cudaHostRegister(address, segment.size_bytes, 0)) == 0
+        if _pinned[segment]:  # not once the pages may be somebody else's
+            weakref.finalize(segment, runtime.cudaHostUnregister, address).atexit = False
+        else:  # the next launch of this thread would be taken for what has failed
+            with contextlib.suppress(RuntimeError):
+                torch.empty(1, device="cuda").fill_(0)
+
+
+class Lane:
+    """A stream of the device beside the one that computes: copies on it run while shards are computed. On a device
+    without streams everything happens at once, in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = _stream(device) if device.type == "cuda" else None
+
+    def mark(self) -> torch.cuda.Event | None:
+        """All that has been asked of the device so far, on the stream that computes."""
+        return torch.cuda.current_stream(self._stream.device).record_event() if self._stream else None
+
+    @contextlib.contextmanager
+    def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
+        """What is done inside waits for that, on the device; the host goes on. From any thread."""
+        if self._stream is None or mark is None:
+            yield
+            return
+        self._stream.wait_event(mark)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done inside waits for nothing but what is on this lane already."""
+        with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
+            yield
+
+    def lend(self, tensors: Any) -> None:
+        """What was made here is used on the computing stream from now on, which waits for it."""
+        if self._stream is None:
+            return
+        computing = torch.cuda.current_stream(self._stream.device)
+        computing.wait_stream(self._stream)
+        for tensor in torch.utils._pytree.tree_leaves(tensors):
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                tensor.record_stream(computing)  # its memory is not given away before
+
+    def finish(self) -> None:
+        """Wait on the host until it is all done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

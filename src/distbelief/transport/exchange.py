@@ -1,0 +1,240 @@
+"""The interface of the data plane: how the partial sums of one step are added up over the members of a generation.
+
+Partial sums live in *slots*: one slot is the whole flat layout of the model (gradients, then float buffers), cut into
+fixed *tiles*. An exchange knows bytes, tiles and the order of addition; it knows nothing of models or optimizers.
+All implementations pass one contract suite: shared memory (one host), torch.distributed (any hosts), one process
+alone, and any of these under members that compute on accelerators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from distbelief.compression.subject import Compression
+from distbelief.shards import Program, Range
+from distbelief.transport.shm.segment import Memory, Segment
+
+if TYPE_CHECKING:
+    from distbelief.transport.backups import Backups
+
+TRANSFER_BYTES = 64 << 20
+"""States travel in pieces of this size, whoever sends and receives them: all must count the same pieces."""
+ROW = 4  # float64 numbers that travel per shard and step, at least
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A fixed stretch of the flat layout: the unit of reduction and of the optimizer.
+
+    Tiles depend on the model alone. So whichever member works on one, it runs the same operation on the same numbers.
+    """
+
+    index: int
+    dtype: torch.dtype
+    offset_bytes: int
+    numel: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one partial sum of the step lies."""
+
+    rank: int
+    slot: int
+    back: int = 0
+    """0: in this generation; 1: in the one that it took the step over from; 2: in the one before that…"""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A partial sum of an unfinished step that somebody published in an earlier generation, perhaps before it died."""
+
+    node: Range
+    source: Source
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A member of an earlier generation that died in the middle of computing a shard."""
+
+    back: int
+    rank: int
+    step: int
+    shard: int
+
+
+@dataclass(frozen=True)
+class Gift:
+    """What a member tells all others about its part of a step."""
+
+    rows: np.ndarray
+    """(shards, Geometry.row): numbers per shard; those of my shards count."""
+    mine: Sequence[Range]
+    """The shards whose rows are mine, also the empty ones."""
+    nodes: Sequence[tuple[Range, int]]
+    """(subtree, slot): the partial sums that I have published."""
+    untouched: np.ndarray
+    """Per entry of the layout: whether I left it untouched."""
+    integers: bytes
+    """The integer buffers after my shards."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all members together have told."""
+
+    rows: np.ndarray
+    untouched: np.ndarray
+    integers: bytes
+    """As the giver of the first partial sum has them."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What is added in this step, and in which order. The same on every member."""
+
+    step: int
+    sources: Sequence[Source]
+    program: Program
+    one_by_one: bool = False
+    """Each sum is asked for once, and of no use any more when the next one is."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sizes that all members of an exchange agree on."""
+
+    tiles: Sequence[Tile]
+    slot_bytes: int
+    slots: Sequence[int]
+    """How many slots each rank has."""
+    shards: int
+    marks: int
+    """Entries of the layout, each with a bit that says whether any shard touched it."""
+    integer_bytes: int = 0
+    """The size of the model's integer buffers."""
+    row: int = ROW
+    """Numbers that travel per shard and step."""
+    gradient_tiles: int = 0
+    """The first so many tiles hold gradients, the rest float buffers."""
+    compression: Compression | None = None
+    """How gradients are made smaller on their way, over a network."""
+
+
+class Group(Protocol):
+    """The members of a generation, who can tell each other something."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    shares_state: bool
+    """Whether the members keep one copy of the parameters between them."""
+    backups: Backups | None
+    """Where members can compute late shards for each other; None where they cannot."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether this member waits for others at this moment."""
+
+    def broken(self) -> list[Broken]:
+        """Who died while computing, in earlier generations."""
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Everybody's bytes, by rank. Not for the step path."""
+
+    def close(self) -> None: ...
+
+
+class Exchange(Group, Protocol):
+    """A group that adds up partial sums."""
+
+    tiles: Sequence[int]
+    """The tiles that this member brings up to date: its own ones in shared memory, all of them otherwise."""
+
+    def slot(self, index: int) -> Memory:
+        """Where I compute: on my device."""
+
+    def state(self, size_bytes: int, name: str = "state") -> Segment:
+        """Memory for parameters and optimizer state, or other memory that lasts from one generation to the next: one
+        copy per host, or this member's own."""
+
+    def held(self, step: int) -> list[Held] | None:
+        """Partial sums of this step that earlier generations have left, whoever made them; None: nobody had begun it.
+        After all members have met, so that nobody writes there any more."""
+
+    def begin(self, plan: StepPlan) -> None: ...
+
+    def working(self, shard: int) -> None:
+        """I am about to compute that shard; -1: I am not in the user's code any more."""
+
+    def publish(self, tile: int) -> None:
+        """My slots hold their final values of this tile. Reduction of it may start."""
+
+    def share(self, gift: Gift, meanwhile: Callable[[], bool] = lambda: False) -> Shared:
+        """Tell what I have done, and hear it of all. After it, every member's partial sums are there.
+
+        `meanwhile` is called while others are still at work, for as long as it finds something to do (True).
+        """
+
+    def reduced(self, tile: int) -> torch.Tensor:
+        """The sum of the step's partial sums for one of `tiles`, in private memory; the partial sums stay intact as far
+        as others could see them."""
+
+    def scaled(self, tile: int, factor: float) -> torch.Tensor:
+        """The same, times the factor; from then on `reduced` gives that."""
+
+    def share_squares(self, mine: dict[int, float]) -> list[float]:
+        """Every member gives a number for each of its tiles; returns the numbers of all tiles."""
+
+    def applied(self) -> None:
+        """I have applied the step."""
+
+    def settle(self) -> None:
+        """Return when every member has applied the step; the slots may then be written again."""
+
+    def transfer(self, block: torch.Tensor, source: int, receivers: Sequence[int]) -> None:
+        """Copy memory from one member to some others. Where the state is shared there is nothing to copy."""
+
+
+def tree_add(
+    program: Program, parts: Sequence[torch.Tensor], out: torch.Tensor, scratch: Sequence[torch.Tensor]
+) -> None:
+    """Add `parts` in the order of `program` into `out`, never writing to a part. Needs one scratch tensor per level."""
+    if isinstance(program, int):
+        out.copy_(parts[program])
+    else:
+        _add(program, parts, out, scratch)
+
+
+def _add(
+    pair: tuple[Program, Program], parts: Sequence[torch.Tensor], out: torch.Tensor, scratch: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    first, second = pair
+    left = parts[first] if isinstance(first, int) else _add(first, parts, out, scratch)
+    if isinstance(second, int):
+        return torch.add(left, parts[second], out=out)
+    return torch.add(left, _add(second, parts, scratch[0][: out.numel()], scratch[1:]), out=out)
+
+
+def depth(program: Program) -> int:
+    """How many scratch tensors `tree_add` needs for this program.
+
+    >>> depth(((0, 1), (2, (3, 4))))
+    2
+    """
+    if isinstance(program, int):
+        return 0
+    left, right = program
+    return max(depth(left), 0 if isinstance(right, int) else 1 + depth(right))

@@ -1,0 +1,184 @@
+"""The exchange over torch.distributed (gloo): for members on several hosts, or where shared memory cannot be used.
+
+Exact all-reduce by tile: every member sends its partial sums of a tile to the tile's owner as soon as they are ready,
+the owner adds them in the tree's order, and the sums are broadcast. The bytes are those of a ring; the order of
+addition is fixed. Every member then applies the whole step to a replica of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distbelief.transport.exchange import Geometry, Gift, Held, Shared, Source, StepPlan, depth, tree_add
+from distbelief.transport.gloo.group import Rendezvous, TorchGroup, wait_all
+from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.shm.segment import Segment
+
+
+class TorchExchange(TorchGroup):
+    """See `Exchange`."""
+
+    def __init__(
+        self,
+        meeting: Rendezvous,
+        rank: int,
+        geometry: Geometry,
+        abort: Abort,
+        memory: dict[str, Segment] | None = None,
+        backend: str = "gloo",
+    ) -> None:
+        """`memory`: what this process keeps from one generation to the next."""
+        self.tiles: Sequence[int] = range(len(geometry.tiles))
+        self._plain: Sequence[int] = self.tiles
+        """The tiles of this step that travel as they are: here, all of them."""
+        self._geometry = geometry
+        self._memory = {} if memory is None else memory
+        self._slots = [Segment.private(geometry.slot_bytes) for _ in range(geometry.slots[rank])]
+        self._views = [[slot.tensor(t.dtype, t.offset_bytes, t.numel) for t in geometry.tiles] for slot in self._slots]
+        self._sums = Segment.private(geometry.slot_bytes)
+        self._out = [self._sums.tensor(t.dtype, t.offset_bytes, t.numel) for t in geometry.tiles]
+        self._staged: dict[tuple[int, int], torch.Tensor] = {}
+        self._receives: dict[int, list[dist.Work | None]] = {}
+        self._sends: list[dist.Work | None] = []
+        self._collected = False
+        self._plan = StepPlan(-1, [], 0)
+        size = len(geometry.slots)
+        self._owner = [tile.index * size // len(geometry.tiles) for tile in geometry.tiles]
+        super().__init__(meeting, rank, size, abort, backend)
+
+    def slot(self, index: int) -> Segment:
+        return self._slots[index]
+
+    def state(self, size_bytes: int, name: str = "state") -> Segment:
+        if name not in self._memory:
+            self._memory[name] = Segment.private(size_bytes)
+        return self._memory[name]
+
+    def held(self, step: int) -> list[Held] | None:
+        return None  # partial sums are in the memory of their makers; they are computed again
+
+    def working(self, shard: int) -> None:
+        """Nobody could look it up. But what is computed after an abort is computed again: better not now."""
+        self._abort.check()
+
+    def begin(self, plan: StepPlan) -> None:
+        self._plan = plan
+        self._collected = False
+        with self.network():
+            for tile in self._mine():
+                self._receives[tile] = [
+                    dist.irecv(self._stage(number, tile), source.rank, tag=self._tag(number, tile))
+                    for number, source in enumerate(plan.sources)
+                    if source.rank != self.rank
+                ]
+
+    def _mine(self) -> list[int]:
+        return [tile for tile in self._plain if self._owner[tile] == self.rank]
+
+    def _tag(self, source: int, tile: int) -> int:
+        return source * len(self.tiles) + tile
+
+    def _stage(self, source: int, tile: int) -> torch.Tensor:
+        if (source, tile) not in self._staged:
+            shape = self._geometry.tiles[tile]
+            self._staged[source, tile] = torch.empty(shape.numel, dtype=shape.dtype)
+        return self._staged[source, tile]
+
+    def publish(self, tile: int) -> None:
+        owner = self._owner[tile]
+        if owner == self.rank:
+            return
+        with self.network():
+            for number, source in enumerate(self._plan.sources):
+                if source.rank == self.rank:
+                    part = self._part(source, tile)
+                    self._sends.append(dist.isend(part, owner, tag=self._tag(number, tile)))
+
+    def _part(self, source: Source, tile: int) -> torch.Tensor:
+        """A partial sum of mine, as it is to be added."""
+        return self._views[source.slot][tile]
+
+    def share(self, gift: Gift, meanwhile: Callable[[], bool] = lambda: False) -> Shared:
+        everything = np.zeros_like(gift.rows)
+        for first, end in gift.mine:
+            everything[first:end] = gift.rows[first:end]
+        touched = torch.from_numpy((gift.untouched == 0).astype(np.uint8))
+        integers = torch.frombuffer(bytearray(gift.integers or b"\0"), dtype=torch.uint8)
+        # Every row has one giver. As whole numbers, because -0.0 + 0.0 would be another zero.
+        words = np.append(everything.view(np.int64), self._word())
+        with self.network():
+            dist.all_reduce(torch.from_numpy(words))
+            dist.all_reduce(touched, op=dist.ReduceOp.MAX)
+            if gift.integers:
+                dist.broadcast(integers, self._plan.sources[0].rank)
+        self._hear(int(words[-1]))
+        everything = words[:-1].view(np.float64).reshape(everything.shape)
+        return Shared(everything, touched.numpy() == 0, integers.numpy().tobytes() if gift.integers else b"")
+
+    def _word(self) -> int:
+        """What the members tell each other with every step, beside the rows; the words of all are added."""
+        return 0
+
+    def _hear(self, word: int) -> None:
+        """That sum, the same for everybody at the same step."""
+
+    def reduced(self, tile: int) -> torch.Tensor:
+        if not self._collected:
+            self._collect()
+        return self._out[tile]
+
+    def scaled(self, tile: int, factor: float) -> torch.Tensor:
+        return self.reduced(tile).mul_(factor)
+
+    def _collect(self) -> None:
+        self._collected = True
+        plan, levels = self._plan, depth(self._plan.program)
+        with self.network():
+            for tile in self._mine():
+                wait_all(self._receives[tile])
+                parts = [
+                    self._part(source, tile) if source.rank == self.rank else self._stage(number, tile)
+                    for number, source in enumerate(plan.sources)
+                ]
+                out = self._out[tile]
+                tree_add(plan.program, parts, out, [torch.empty_like(out) for _ in range(levels)])
+            self._spread()
+
+    def _spread(self) -> None:
+        """Those sums are there that are mine to add: give them to everybody, who may then apply the step."""
+        wait_all(self._broadcasts())
+
+    def _broadcasts(self) -> list[dist.Work | None]:
+        return [
+            dist.broadcast(self._sums.tensor(torch.uint8, first, end - first), owner, async_op=True)
+            for owner, first, end in self._stretches()
+        ]
+
+    def _stretches(self) -> list[tuple[int, int, int]]:
+        """(owner, first byte, end byte) of neighbouring tiles that one rank owns."""
+        found: list[tuple[int, int, int]] = []
+        previous = -2
+        for tile in self._plain:
+            shape, owner = self._geometry.tiles[tile], self._owner[tile]
+            end = shape.offset_bytes + shape.size_bytes
+            if tile == previous + 1 and found[-1][0] == owner:
+                found[-1] = (owner, found[-1][1], end)
+            else:
+                found.append((owner, shape.offset_bytes, end))
+            previous = tile
+        return found
+
+    def share_squares(self, mine: dict[int, float]) -> list[float]:
+        return [mine[tile] for tile in sorted(mine)]
+
+    def applied(self) -> None:
+        """Nobody waits for it: every member has a replica of its own."""
+
+    def settle(self) -> None:
+        with self.network():
+            wait_all(self._sends)
+        self._sends.clear()

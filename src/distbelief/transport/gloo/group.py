@@ -1,0 +1,286 @@
+"""A group of members over torch.distributed (gloo) whose waits can be aborted.
+
+gloo cannot cancel what it waits for. So an abort shuts the group's sockets down: then every wait of ours ends with an
+error, and so do those of the members at the other ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from distbelief.control.credentials import Badge
+from distbelief.transport.backups import Backups
+from distbelief.transport.exchange import TRANSFER_BYTES, Broken
+from distbelief.transport.gloo.rendezvousstore import MeetingStore
+from distbelief.transport.shm.futexflags import Abort, Aborted
+
+_TRANSFER = (1 << 31) - 1  # a tag that no partial sum has: some may be on their way meanwhile
+_AGAIN_S = 0.1
+_MISSED_S = 3.0  # a wait whose sockets are closed ends within milliseconds, if it ends
+_HOPELESS_S = 5.0  # where this costs a process
+_ASLEEP_S = 30.0  # the user's own code may sleep a while
+_OF_A_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+"""Errors of this member's own device. The second came with a later torch than the oldest that will do."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the store is that introduces the members to each other, and the group's name (its generation)."""
+
+    host: str
+    port: int
+    name: str
+    timeout_s: float = 300.0
+    badge: Badge | None = None
+    """None: the store is torch's own, which hears anybody."""
+
+    def store(self, abort: Abort) -> Store:
+        if self.badge is not None:
+            where = f"[{self.host}]" if ":" in self.host else self.host
+            return MeetingStore(f"tcp://{where}:{self.port}", self.badge, self.timeout_s, abort.check)
+        return TCPStore(self.host, self.port, is_master=False, timeout=datetime.timedelta(seconds=self.timeout_s))
+
+
+class _Thread:
+    """The one that makes this, as others can see it while it lives."""
+
+    def __init__(self) -> None:
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._status = f"/proc/self/task/{threading.get_native_id()}/stat"
+
+    def used_s(self) -> float:
+        """Of a processor's time."""
+        return time.clock_gettime(self._clock)
+
+    def sleeps(self) -> bool:
+        """And does not only wait for a processor."""
+        with open(self._status) as status:
+            return status.read().rpartition(")")[2].split()[0] == "S"
+
+
+class TorchGroup:
+    """See `Group`. It is torch's default group of this process until it is closed."""
+
+    shares_state = False
+    waiting = False
+    backups: Backups | None = None
+
+    def __init__(self, meeting: Rendezvous, rank: int, size: int, abort: Abort, backend: str = "gloo") -> None:
+        """`backend`: torch's name of it; one that differs by device says so, as in "cpu:gloo,cuda:nccl"."""
+        self.rank = rank
+        self.size = size
+        self._abort = abort
+        timeout = datetime.timedelta(seconds=meeting.timeout_s)
+        self._waits = 0
+        self._guarding = False
+        self._training_thread = _Thread()
+        self._leaving = threading.Lock()
+        self._backend = backend
+        self._before = _open_sockets()
+        self._sockets: set[tuple[int, int]] | None = None
+        self._store: Store | None = None
+        abort.wake = self._hang_up
+        with self.network():
+            self._store = meeting.store(abort)  # held here: torch's own hold on it is not enough
+            # torch numbers groups by this, and counts those too that an abort ended before the members had met: then
+            # each member would wait under another name.
+            dist.distributed_c10d._world.group_count = 0
+            try:
+                dist.init_process_group(
+                    backend,
+                    store=PrefixStore(meeting.name, self._store),
+                    rank=rank,
+                    world_size=size,
+                    timeout=timeout,
+                    # NCCL then connects at once, and not in the middle of the first backward pass.
+                    device_id=torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else None,
+                )
+            except BaseException:
+                self._close_store()
+                raise
+        self._sockets = _open_sockets() - self._before
+
+    @contextmanager
+    def more_groups(self) -> Iterator[None]:
+        """Around making groups of some of the members: they meet again for each, and an abort ends that too."""
+        with self.network():
+            assert self._sockets is not None
+            self._before = _open_sockets() - self._sockets
+            self._sockets = None
+            yield
+        self._sockets = _open_sockets() - self._before
+
+    def _hang_up(self) -> None:
+        """From the control thread: end whatever the training thread waits for."""
+        threading.Thread(target=self._insist, args=[self._waits], daemon=True).start()
+        if "nccl" in self._backend:  # its kernels wait on the device, and know nothing of sockets
+            with contextlib.suppress(RuntimeError, ValueError):
+                dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).abort()
+        self._shut_down()
+
+    def _shut_down(self) -> None:
+        with self._leaving:
+            if self._abort.left_behind or (self._sockets is None and not self.waiting):
+                return  # it has left this meeting, and may be in the next one: new sockets are not ours any more
+            present = _open_sockets()
+            for descriptor, identity in present - self._before if self._sockets is None else present & self._sockets:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                    if os.fstat(connection.fileno()).st_ino != identity:
+                        continue  # closed meanwhile, and the number is that of a socket of the next group
+                    listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    if not listens:  # gloo dies with its listener
+                        connection.shutdown(socket.SHUT_RDWR)
+
+    def _insist(self, wait: int) -> None:
+        """While members meet, gloo tries a connection that has failed some times more, each time with a new socket:
+        so it is told again. Sometimes it sleeps on even so (docs/decisions/0018)."""
+        patience_s = _MISSED_S if self._abort.leave else _HOPELESS_S
+        awake_at, used_s = time.monotonic(), 0.0
+        while True:
+            time.sleep(_AGAIN_S)
+            with self._leaving:
+                if not (self.waiting or self._guarding) or self._waits != wait:
+                    return  # and perhaps its thread is gone
+                now = time.monotonic()
+                if used_s < (used_s := self._training_thread.used_s()) or not self._training_thread.sleeps():
+                    awake_at = now
+                if now - awake_at > (patience_s if self.waiting else _ASLEEP_S):
+                    self._leave_behind()
+                    return
+            self._shut_down()
+
+    def _leave_behind(self) -> None:
+        # In a guard it may be the user's code that sleeps, and would go on beside another thread when it wakes.
+        if self._abort.leave is None or not self.waiting:  # the coordinator takes it for a death; others have the state
+            print("gloo has missed that the group is over: this worker ends, to be replaced", flush=True)
+            os._exit(1)
+        self._abort.left_behind = True
+        self._abort.leave()
+
+    def _come_too_late(self) -> None:
+        """Somebody else has gone on: what is found here is of no use to anybody."""
+        if self._abort.left_behind:
+            self._close_store()
+            raise Aborted(self._abort.reason)
+
+    @contextmanager
+    def network(self) -> Iterator[None]:
+        """A broken connection is a member's loss, not a fault of the user's code: the coordinator says what follows."""
+        self._waits += 1
+        self.waiting = True  # before the look: an abort comes either before it or to somebody who waits
+        try:
+            self._abort.check()
+            yield
+        except _OF_A_DEVICE:
+            raise
+        except (RuntimeError, dist.DistError) as error:
+            what = str(error).partition(". This is typically")[0]
+            raise Aborted(f"a connection between members broke: {what}") from error
+        finally:
+            with self._leaving:
+                self.waiting = False
+            self._come_too_late()
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around code that is partly the user's and partly waits for others, inside of torch: only what comes from a
+        connection, or after an abort, is a member's loss."""
+        self._waits += 1
+        self._guarding = True
+        try:
+            self._abort.check()
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            if self._abort.reason or "gloo" in str(error) or isinstance(error, dist.DistError):
+                what = str(error).partition(". This is typically")[0]
+                raise Aborted(f"a connection between members broke: {what}") from error
+            raise
+        finally:
+            with self._leaving:
+                self._guarding = False
+            self._come_too_late()
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Within a guard, around what waits for no member but perhaps long, say for data."""
+        with self._leaving:
+            self._waits += 1
+            self._guarding = False
+        try:
+            yield
+        finally:
+            with self._leaving:
+                self._guarding = True
+        self._abort.check()
+
+    def broken(self) -> list[Broken]:
+        return []
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        with self.network():
+            length = torch.tensor([len(payload)])
+            lengths = [torch.zeros_like(length) for _ in range(self.size)]
+            dist.all_gather(lengths, length)
+            longest = max(int(n) for n in lengths)
+            box = torch.zeros(max(longest, 1), dtype=torch.uint8)
+            box[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
+            boxes = [torch.zeros_like(box) for _ in range(self.size)]
+            dist.all_gather(boxes, box)
+        return [bytes(b.numpy()[: int(n)].tobytes()) for b, n in zip(boxes, lengths, strict=True)]
+
+    def transfer(self, block: torch.Tensor, source: int, receivers: Sequence[int]) -> None:
+        with self.network():
+            for first in range(0, block.numel(), TRANSFER_BYTES):
+                part = block[first : first + TRANSFER_BYTES]
+                if self.rank == source:
+                    wait_all([dist.isend(part, receiver, tag=_TRANSFER) for receiver in receivers])
+                elif self.rank in receivers:
+                    dist.recv(part, source, tag=_TRANSFER)
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._close_store()
+
+    def _close_store(self) -> None:
+        if isinstance(self._store, MeetingStore):
+            self._store.close()
+
+
+def forget_groups() -> list[dist.ProcessGroup]:
+    """torch's groups of this process, which it may now make anew though somebody waits in these. They are to be kept
+    until nobody does: the end of a group waits for that."""
+    kept = list(dist.distributed_c10d._world.pg_map)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return kept
+
+
+def wait_all(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def _open_sockets() -> set[tuple[int, int]]:
+    """(descriptor, identity) of every socket of this process."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own descriptor is gone by now
+            status = os.stat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((int(name), status.st_ino))
+    return found

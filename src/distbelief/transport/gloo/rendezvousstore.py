@@ -1,0 +1,109 @@
+"""A member's side of the place where torch groups meet (meetingplace.py): what torch calls a store."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+import zmq
+from torch._C._distributed_c10d import Store
+
+from distbelief.control.credentials import Badge
+from distbelief.control.sockets import dial
+from distbelief.transport.gloo.rendezvousmessages import (
+    Add,
+    Found,
+    Look,
+    Put,
+    Remove,
+    Request,
+    Swap,
+    Want,
+    decode_found,
+    encode,
+)
+
+LOOK_MS = 20
+"""How often a wait looks whether it is to be given up."""
+AGAIN_S = 2.0
+"""What is not answered for so long is said again, if that does no harm."""
+
+
+class MeetingStore(Store):
+    """`check` raises when waiting is to be given up. torch calls it from one thread at a time, not always the same."""
+
+    def __init__(self, address: str, badge: Badge, timeout_s: float, check: Callable[[], None]) -> None:
+        super().__init__()
+        self._timeout_s = timeout_s
+        self._check = check
+        self._signer = badge.signer_to_servers()
+        self._tickets = 0
+        self._lock = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        dial(self._socket, address, badge.servers_door)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(lambda ticket: Put(ticket, key, _bytes(value)))
+
+    def get(self, key: str) -> bytes:
+        return self._ask(lambda ticket: Want(ticket, [key]))[0]
+
+    def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
+        self._ask(lambda ticket: Want(ticket, list(keys)), timeout.total_seconds() if timeout else None)
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask(lambda ticket: Add(ticket, key, amount))[0])
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return self._ask(lambda ticket: Swap(ticket, key, _bytes(expected), _bytes(desired)))[0]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return len(self._ask(lambda ticket: Look(ticket, list(keys)))) == len(keys)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask(lambda ticket: Remove(ticket, key)))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def _ask(self, make: Callable[[int], Request], timeout_s: float | None = None) -> list[bytes]:
+        with self._lock:
+            self._tickets += 1
+            request = make(self._tickets)
+            deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+            said_at = float("-inf")
+            while True:
+                now = time.monotonic()
+                if now - said_at > AGAIN_S and (said_at < 0 or not isinstance(request, Add)):
+                    said_at = now
+                    self._say(request)
+                if self._socket.poll(LOOK_MS):
+                    found = self._heard()
+                    if found is not None and found.ticket == self._tickets:
+                        return found.values
+                self._check()
+                if now > deadline:
+                    raise dist.DistStoreError(f"the members of a group have not met: no answer to {request}")
+
+    def _say(self, request: Request) -> None:
+        message = encode(request)
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart([self._signer.seal(message), message], zmq.NOBLOCK)
+
+    def _heard(self) -> Found | None:
+        with contextlib.suppress(msgspec.MsgspecError):
+            return decode_found(self._socket.recv())
+        return None
+
+
+def _bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,140 @@
+"""A segment: memory that several processes map, seen as tensors; and the worker's side of asking for one."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import select
+import socket
+from collections import deque
+from typing import Protocol
+
+import torch
+
+from distbelief.errors import DistBeliefError, NotEnoughMemory
+from distbelief.transport.shm.memfd import allocate, receive_message, send_message
+
+_MAP_FIXED = 0x10
+_SOON_S = 0.05
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+
+
+class Memory(Protocol):
+    """A block of bytes, on the host or on a device, seen as tensors."""
+
+    size_bytes: int
+
+    def tensor(self, dtype: torch.dtype, offset_bytes: int, numel: int) -> torch.Tensor: ...
+
+
+class Segment:
+    """A block of memory that several processes can map. `tensor` gives views into it."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        self.fd = fd
+        self.size_bytes = size_bytes
+        self._map = mmap.mmap(fd, max(size_bytes, 1)) if fd >= 0 else mmap.mmap(-1, max(size_bytes, 1))
+
+    def __del__(self) -> None:
+        if self.fd >= 0:  # the mapping has a descriptor of its own, and lives as long as the last view of it
+            os.close(self.fd)
+
+    @classmethod
+    def create(cls, size_bytes: int, label: str = "distbelief") -> Segment:
+        return cls(allocate(size_bytes, label), size_bytes)
+
+    @classmethod
+    def private(cls, size_bytes: int) -> Segment:
+        """The same thing for one process alone: anonymous memory."""
+        return cls(-1, size_bytes)
+
+    def tensor(self, dtype: torch.dtype, offset_bytes: int, numel: int) -> torch.Tensor:
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset_bytes)
+
+    def lay(self, offset_bytes: int, other: Segment, at_bytes: int, size_bytes: int) -> None:
+        """Let pages of another segment be at this place: what is written there is seen here, without a copy. Views of
+        this segment stay valid. All numbers are multiples of the page."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map, offset_bytes))
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE | _MAP_FIXED
+        if _libc.mmap(address, size_bytes, protection, flags, other.fd, at_bytes) != address:
+            raise DistBeliefError(f"memory cannot be mapped: {os.strerror(ctypes.get_errno())}")
+
+    def view(self, offset_bytes: int, size_bytes: int) -> memoryview:
+        return memoryview(self._map)[offset_bytes : offset_bytes + size_bytes]
+
+    @property
+    def buffer(self) -> mmap.mmap:
+        return self._map
+
+
+class KeeperClient:
+    """The worker's side."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lasting: dict[str, Segment] = {}
+        self._asked: deque[str] = deque()
+        """Names that no answer has come for yet: answers come in the order of the questions."""
+        self._answers: dict[str, Segment | DistBeliefError] = {}
+
+    def segment(self, name: str, size_bytes: int = -1) -> Segment:
+        """The segment of that name; made with this size if it is not there yet (never, when the size is left out)."""
+        self._ask(name, size_bytes)
+        while name in self._asked:
+            self._hear()
+        return self._given(name)
+
+    def segment_soon(self, name: str, size_bytes: int) -> Segment | None:
+        """The same for who can do without it. None: the keeper, which is in another process, does not answer at once;
+        it may be stopped. Ask again later."""
+        is_new = self._ask(name, size_bytes)
+        while name in self._asked:
+            if not select.select([self._sock], [], [], _SOON_S if is_new else 0)[0]:
+                return None
+            self._hear()
+        return self._given(name)
+
+    def _ask(self, name: str, size_bytes: int) -> bool:
+        if name in self._asked or name in self._answers:
+            return False
+        send_message(self._sock, {"name": name, "size_bytes": size_bytes})
+        self._asked.append(name)
+        return True
+
+    def _hear(self) -> None:
+        answer, fds = receive_message(self._sock)
+        if "error" in answer:
+            kind = NotEnoughMemory if answer["memory"] else DistBeliefError
+            self._answers[self._asked.popleft()] = kind(answer["error"], hint=answer["hint"])
+        else:
+            self._answers[self._asked.popleft()] = Segment(fds[0], answer["size_bytes"])
+
+    def _given(self, name: str) -> Segment:
+        answer = self._answers.pop(name)
+        if isinstance(answer, DistBeliefError):
+            raise answer
+        return answer
+
+    def lasting(self, name: str, size_bytes: int) -> Segment:
+        """A segment that outlives generations: mapped once, so that its pages are not faulted in again at a regroup."""
+        if name not in self._lasting:
+            self._lasting[name] = self.segment(name, size_bytes)
+        return self._lasting[name]
+
+    def drop(self, name: str) -> None:
+        """Let the keeper forget a segment. Whoever maps it keeps it until it lets go."""
+        send_message(self._sock, {"drop": name})
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def drop_before(self, group: str) -> None:
+        """Let the keeper forget what groups of lower numbers have made: nobody may ask for it again."""
+        self._answers.clear()
+        send_message(self._sock, {"drop_before": group})
