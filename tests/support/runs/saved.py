@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tests.support.runs.command import JOBS, Run, processes_of
-from tests.support.runs.watched import of_kinds, steps_of
 
 from distbelief.checkpoint.reading import list_checkpoints
+from tests.support.runs.command import JOBS, Run, processes_of
+from tests.support.runs.watched import of_kinds, steps_of
 
 JOB = JOBS / "stored.py"
 SLOW = ["--set", "brake_s=0.02"]  # a shard, while there is a file `brake` in the folder in which the run was started

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
 from tests.support.runs.command import Run
 
 Start = Callable[..., Run]

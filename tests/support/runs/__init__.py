@@ -1,0 +1,1 @@
+"""Real runs of the `distbelief` command: started, watched, disturbed and compared."""
