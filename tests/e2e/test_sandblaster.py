@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from distbelief.strategies.sandblaster.strategy.strategy import Sandblaster
 
 from distbelief.checkpoint.weights import weights_sha256
+from distbelief.strategies.sandblaster.strategy import Sandblaster
 from distbelief.verification.plain import make_model
 from distbelief.verification.plainlbfgs import train_by_search
 from distbelief.worker.jobfile import load_job

@@ -14,9 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from distbelief.strategies.sandblaster.strategy.prepared import PreparedSandblaster
-from distbelief.strategies.sandblaster.strategy.searching import SearchingMember
-from distbelief.strategies.sandblaster.strategy.strategy import Sandblaster
 from torch import nn
 
 from distbelief.control.messages import ServerMap
@@ -29,6 +26,9 @@ from distbelief.strategies.ps.protocol.messages import VALUES_AT, Answered, Push
 from distbelief.strategies.ps.server.node import ServerNode
 from distbelief.strategies.ps.server.stores import SliceStore
 from distbelief.strategies.ps.worker.deviceexchange import ServedOnDevice
+from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
+from distbelief.strategies.sandblaster.searching import SearchingMember
+from distbelief.strategies.sandblaster.strategy import Sandblaster
 from distbelief.transport.device.memory import DeviceMemory
 from distbelief.transport.shm.futexflags import Abort, Aborted
 from distbelief.transport.shm.segment import Memory, Segment
