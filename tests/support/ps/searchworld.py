@@ -1,4 +1,4 @@
-"""sandblaster's servers and members in one process: the real members, slices and driver; messages as in served_world.
+"""sandblaster's servers and members in one process: the real members, slices and driver; messages as in world.py.
 
 Members are threads, of which one runs at a time: whoever waits hands over to the world, which decides by its dice what
 happens next. Memory is as on one host: what a member has pushed is overwritten as soon as it has gone on, and what a

@@ -1,4 +1,4 @@
-"""The world of served_world.py with tables instead of dense parameters: rows are pulled, and pushed with each shard."""
+"""The world of world.py with tables instead of dense parameters: rows are pulled, and pushed with each shard."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Whoever dies, and wherever in a step: the survivors take the step over and end with the bits of an undisturbed run.
 
-Members are real processes that are really killed; see dying_member.py.
+Members are real processes that are really killed; see tests/support/replicas/dying.py.
 """
 
 from __future__ import annotations

@@ -320,14 +320,14 @@ def test_more_stages_than_units_says_how_many_there_are() -> None:
 
 
 def test_control_flow_over_values_is_shown_with_its_line_and_the_way_out() -> None:
-    with pytest.raises(JobError, match=r"cut_models\.py:\d+: if x\.sum\(\) > 0") as caught:
+    with pytest.raises(JobError, match=r"models\.py:\d+: if x\.sum\(\) > 0") as caught:
         blueprint_of(models.DataDependent(), *rows(4), at_least=2)
     assert "split=" in caught.value.hint
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attribute")
 def test_the_reason_is_no_talk_of_meta_and_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(JobError, match=r"values are needed.*cut_models\.py:\d+: .*if x\.sum\(\) > 0") as caught:
+    with pytest.raises(JobError, match=r"values are needed.*models\.py:\d+: .*if x\.sum\(\) > 0") as caught:
         blueprint_of(models.Routed(), *rows(4), at_least=2)
     assert "data-dependent" in caught.value.details  # export was tried as well
     assert "meta" not in str(caught.value)
