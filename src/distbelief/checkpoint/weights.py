@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import torch
 
-from distbelief.checkpoint.drafts import drafted, writing
+from distbelief.atomicfile import drafted, writing
 from distbelief.checkpoint.headers import Placed, begins, encode_header
 from distbelief.checkpoint.lazy import Outline, outlines_of
 from distbelief.checkpoint.manifest import DTYPES

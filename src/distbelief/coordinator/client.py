@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from distbelief.atomicfile import replace_file
 from distbelief.control.credentials import Authority
 from distbelief.control.messages import Admit, Answer, Command, Event, JoinRequested, decode_command, encode
 from distbelief.control.sockets import dial
@@ -26,12 +27,7 @@ def advertised(run_dir: Path, address: str, authority: Authority, epoch: int, ho
     path = run_dir / _FILE
     known = {"address": address, "secret": authority.secret.hex(), "start": authority.start, "host": host}
     content = {**known, "pid": os.getpid(), "epoch": epoch}
-    draft = path.with_suffix(".draft")
-    draft.unlink(missing_ok=True)  # with whatever rights it had
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with open(fd, "w") as file:
-        json.dump(content, file)
-    draft.rename(path)
+    replace_file(path, json.dumps(content).encode(), private=True)
     try:
         yield
     finally:

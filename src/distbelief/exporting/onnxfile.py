@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distbelief.checkpoint.drafts import write_whole
+from distbelief.atomicfile import write_whole
 from distbelief.errors import DistBeliefError
 from distbelief.exporting.agreement import in_words, largest_difference
 from distbelief.exporting.program import Traced, quiet

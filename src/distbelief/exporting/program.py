@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
-from distbelief.checkpoint.drafts import write_whole
+from distbelief.atomicfile import write_whole
 from distbelief.errors import DistBeliefError
 from distbelief.exporting.agreement import in_words, largest_difference
 from distbelief.exporting.rebuilt import Inputs, Rebuilt

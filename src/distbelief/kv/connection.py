@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
+from distbelief.atomicfile import replace_file
 from distbelief.errors import DistBeliefError, JobError
 
 FILE = "kv.json"
@@ -48,14 +48,8 @@ def this_boot() -> str:
 
 
 def write(path: Path, content: Connection) -> None:
-    """Whole or not at all."""
-    draft = path.with_suffix(".draft")
     try:
-        draft.unlink(missing_ok=True)  # with whatever rights it had
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(fd, "wb") as file:
-            file.write(msgspec.json.encode(content))
-        draft.rename(path)
+        replace_file(path, msgspec.json.encode(content), private=True)
     except OSError as error:
         raise DistBeliefError(
             f"cannot write {path}: {error.strerror or error}", hint="name a folder that you can write to"

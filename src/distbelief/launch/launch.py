@@ -10,6 +10,7 @@ from typing import Any, Protocol, get_type_hints
 
 import msgspec
 
+from distbelief.atomicfile import replace_file
 from distbelief.control.credentials import Badge
 from distbelief.control.sockets import is_loopback
 from distbelief.coordinator.rules.detector import STUCK_S
@@ -245,10 +246,8 @@ def keep_launch(launch: Launch) -> None:
     if launch.resumed:
         check_idle(launch.run_dir)
     kept = to_data(launch)
-    draft = launch.run_dir / f".{_FILE}.draft"
     try:
-        draft.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n")
-        draft.rename(launch.run_dir / _FILE)
+        replace_file(launch.run_dir / _FILE, msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n")
     except OSError as error:
         raise DistBeliefError(f"cannot write {launch.run_dir / _FILE}: {error.strerror}") from error
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from distbelief.atomicfile import replace_file
 from distbelief.errors import DistBeliefError
 from distbelief.launch import jobcode
 from distbelief.launch.launch import Launch, from_data, to_data
@@ -38,12 +39,7 @@ def write(launch: Launch, start: str, store: tuple[str, int] | None) -> Path:
     run_dir = str(launch.run_dir.resolve())
     whole = Parcel(run_dir, to_data(launch), launch.resumed, start, launch.job_pickle, code, store)
     path = launch.run_dir / FILE
-    draft = path.with_suffix(".draft")
-    draft.unlink(missing_ok=True)  # with whatever rights it had
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with open(fd, "wb") as file:
-        file.write(msgspec.msgpack.encode(whole))
-    draft.rename(path)
+    replace_file(path, msgspec.msgpack.encode(whole), private=True)
     return path
 
 

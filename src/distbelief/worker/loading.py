@@ -16,6 +16,7 @@ import msgspec
 import numpy
 import torch
 
+from distbelief.atomicfile import replace_file
 from distbelief.checkpoint.manifest import Facts
 from distbelief.control.messages import Canary, JobFacts
 from distbelief.data.seeding import seed_everything
@@ -184,6 +185,4 @@ def write_job_json(spec: WorkerSpec, loaded: Loaded, workers: int) -> None:
         "canary": msgspec.to_builtins(loaded.canary),
         "versions": versions(),
     }
-    draft = Path(spec.run_dir) / ".job.json.draft"
-    draft.write_text(json.dumps(content, indent=2) + "\n")
-    draft.rename(Path(spec.run_dir) / "job.json")
+    replace_file(Path(spec.run_dir) / "job.json", json.dumps(content, indent=2).encode() + b"\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from distbelief.kv import connection
 
 def test_a_connection_file_is_for_its_owner_alone(tmp_path: Path) -> None:
     path = tmp_path / "kv.json"
-    path.with_suffix(".draft").write_text("left behind")
-    path.with_suffix(".draft").chmod(0o666)
+    left = tmp_path / f".kv.json.{os.getpid()}.draft"
+    left.write_text("left behind")
+    left.chmod(0o666)
     content = connection.Connection("tcp://127.0.0.1:1", "ab" * 16, "boot", "")
     connection.write(path, content)
     assert connection.read(path) == content

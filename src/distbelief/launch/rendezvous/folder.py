@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from distbelief.atomicfile import replace_file
 from distbelief.control.addresses import tcp
 from distbelief.errors import DistBeliefError
 from distbelief.launch.rendezvous.interface import LINGER_S, PATIENCE_S, Word
@@ -47,14 +48,9 @@ class Folder:
 
     def tell(self, word: Word) -> None:
         folder = self._path.parent
-        draft = folder / f".{FILE}.draft"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            draft.unlink(missing_ok=True)  # whatever its mode is
-            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with open(fd, "wb") as file:
-                file.write(msgspec.json.encode(_Note(self._job, word)))
-            draft.rename(self._path)
+            replace_file(self._path, msgspec.json.encode(_Note(self._job, word)), private=True)
         except OSError as error:
             raise DistBeliefError(
                 f"cannot leave a word for the other hosts in {folder}: {error.strerror}",

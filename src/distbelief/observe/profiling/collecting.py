@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from distbelief.atomicfile import replace_file
 from distbelief.control.messages import PROFILE_FOLDER
 from distbelief.errors import DistBeliefError
 from distbelief.observe.profiling.parts import OPERATORS, SPANS, read_parts
@@ -33,10 +34,7 @@ def collect(run_dir: Path) -> Path | None:
     missing = _seen(run_dir) - {part.worker for part in parts}
     notes = [f"nothing came from worker {one}: it was not there then, or it died first" for one in sorted(missing)]
     trace = merge(parts, together=waits(parts[0].strategy), notes=notes)
-    draft = path.with_suffix(".draft")
-    with gzip.open(draft, "wb", compresslevel=5) as file:
-        file.write(json.dumps(trace).encode())
-    draft.rename(path)
+    replace_file(path, gzip.compress(json.dumps(trace).encode(), compresslevel=5))
     for part in parts:
         for kind in (SPANS, OPERATORS):
             (folder / f"{part.name}{kind}").unlink(missing_ok=True)

@@ -19,6 +19,8 @@ import torch
 from torch.autograd.profiler import profile
 from torch.profiler import ProfilerActivity
 
+from distbelief.atomicfile import drafted
+
 MOST_EVENTS = 30_000
 """About half a second's silence on a slow machine; after a whole one a worker is taken for dead."""
 REHEARSAL_S = 0.3
@@ -93,8 +95,7 @@ class Operators:
         """As torch has it, compressed."""
         assert self._profile is not None
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            raw, packed = Path(folder) / "raw.json", Path(folder) / "packed.gz"
+            raw = Path(folder) / "raw.json"
             self._profile.export_chrome_trace(str(raw))  # type: ignore[no-untyped-call]
-            with raw.open("rb") as source, gzip.open(packed, "wb", compresslevel=3) as target:
+            with raw.open("rb") as source, drafted(path) as draft, gzip.open(draft, "wb", compresslevel=3) as target:
                 shutil.copyfileobj(source, target, 1 << 16)
-            packed.rename(path)

@@ -1,4 +1,8 @@
-"""Files that are there whole or not at all: a draft beside the file is written, checked, forced to disk and renamed."""
+"""Atomic replacement of a file: a draft beside the file is written and renamed, so a reader sees the old content or the new.
+
+`replace_file` is for short contents that the caller has in memory; its errors are the system's own. `drafted` and
+`write_whole` are for writers that want a path; they force the file to disk, and say what went wrong in a DistBeliefError.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +33,29 @@ def write_whole(path: Path, write: Callable[[Path], object], check: Callable[[Pa
         return check(draft)
 
 
+def replace_file(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Write `content` to `path`. `private`: only the owner can read the file, also while it is a draft.
+
+    The file is not forced to disk: a crash of the machine may lose it, a crash of the process cannot.
+    """
+    draft = _draft_of(path)
+    try:
+        draft.unlink(missing_ok=True)  # a killed process with our number may have left one, with other rights
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if private else 0o666)
+        with open(fd, "wb") as file:
+            file.write(content)
+        draft.replace(path)
+    finally:
+        _remove(draft)
+
+
 @contextmanager
 def drafted(path: Path) -> Iterator[Path]:
     """An empty draft to be written; at the end of the block it becomes `path`. An error leaves `path` as it was."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    draft = _draft_of(path)
     try:
         with writing(path):
-            draft.touch()  # before the writer: some of them say only in their own words what the system refused
+            draft.touch()  # before the writer: some libraries hide the reason of the system
             mode = draft.stat().st_mode
         yield draft
         with writing(path):
@@ -49,13 +69,17 @@ def drafted(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Whatever fails in the block is a failure to write that file."""
+    """Turns any exception of the block into a DistBeliefError that says that `path` cannot be written."""
     try:
         yield
     except DistBeliefError:
         raise
     except Exception as error:
         raise _cannot_write(path, error) from error
+
+
+def _draft_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.draft")
 
 
 def _force_to_disk(path: Path) -> None:
@@ -69,7 +93,7 @@ def _force_to_disk(path: Path) -> None:
 def _remove(draft: Path) -> None:
     try:
         draft.unlink(missing_ok=True)
-    except OSError:  # a folder that is gone or closed to us: why has been said already
+    except OSError:  # the folder is gone or not ours to write: the writer has raised the reason already
         return
 
 

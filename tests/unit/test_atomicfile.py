@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.checkpoint.drafts import drafted, write_whole
+from distbelief.atomicfile import drafted, replace_file, write_whole
 from distbelief.errors import DistBeliefError
 
 
@@ -44,6 +44,23 @@ def test_a_failure_leaves_the_old_file_and_no_draft(tmp_path: Path, write: objec
     with pytest.raises(DistBeliefError, match=said):
         write_whole(file, write, check)  # type: ignore[arg-type]
     assert file.read_text() == "old"
+    assert names(tmp_path) == ["file"]
+
+
+def test_replace_file_makes_a_private_file_whatever_a_killed_process_has_left(tmp_path: Path) -> None:
+    left = tmp_path / f".file.{os.getpid()}.draft"
+    left.write_text("left behind")
+    left.chmod(0o666)
+    replace_file(tmp_path / "file", b"new", private=True)
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+    assert names(tmp_path) == ["file"]
+
+
+def test_replace_file_that_fails_leaves_the_old_content_and_no_draft(tmp_path: Path) -> None:
+    (tmp_path / "file").mkdir()
+    with pytest.raises(OSError):
+        replace_file(tmp_path / "file", b"new")
     assert names(tmp_path) == ["file"]
 
 
