@@ -1,7 +1,7 @@
-"""Atomic replacement of a file: a draft beside the file is written and renamed, so a reader sees the old content or the new.
+"""Atomic replacement of a file: a draft is written beside the file and renamed. Readers see the old content or the new.
 
 `replace_file` is for short contents that the caller has in memory; its errors are the system's own. `drafted` and
-`write_whole` are for writers that want a path; they force the file to disk, and say what went wrong in a DistBeliefError.
+`write_whole` are for writers that want a path; they force the file to disk and raise a DistBeliefError.
 """
 
 from __future__ import annotations
