@@ -22,10 +22,10 @@ from distbelief.kv.messages import (
     Stretch,
     Withdraw,
 )
+from distbelief.kv.tensorbytes import dtype_of
 from distbelief.strategies.ps.protocol.frames import Letter
 from distbelief.strategies.ps.protocol.messages import Given, Question
 from distbelief.strategies.ps.server.stores import Change, Snapshot, State
-from distbelief.strategies.ps.server.tensorbag import dtype_of
 
 PIECE_BYTES = 1 << 20
 """A value is cut into pieces of this size at least: a smaller one costs more in messages than servers gain."""

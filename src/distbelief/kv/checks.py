@@ -9,7 +9,7 @@ import torch
 
 from distbelief.errors import DistBeliefError
 from distbelief.kv.messages import Dense, Entry, Form, Rows
-from distbelief.strategies.ps.server.tensorbag import dtype_of, name_of
+from distbelief.kv.tensorbytes import dtype_of, name_of
 
 HELD = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

@@ -25,10 +25,10 @@ from distbelief.kv.messages import (
     PullKeyRows,
     SetOptimizer,
 )
+from distbelief.kv.tensorbytes import Kind, as_bytes, dtype_of, packed, unpacked
 from distbelief.strategies.ps.protocol.frames import Letter
 from distbelief.strategies.ps.protocol.messages import Given, Question
 from distbelief.strategies.ps.server.stores import Change, Snapshot, State
-from distbelief.strategies.ps.server.tensorbag import Kind, as_bytes, dtype_of, packed, unpacked
 from distbelief.transport.shm.segment import Segment
 
 

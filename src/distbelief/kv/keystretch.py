@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from distbelief.kv.keyoptimizer import differs_in_rate_only, made, row_optimizer
 from distbelief.kv.messages import Dense, Form, OptimizerSpec, Rows
+from distbelief.kv.tensorbytes import dtype_of
 from distbelief.strategies.flatmodel.eagerstep import eager_step
-from distbelief.strategies.ps.server.tensorbag import dtype_of
 from distbelief.strategies.ps.tables.rowinit import RowInit, TableForm
 from distbelief.strategies.ps.tables.store import Table
 

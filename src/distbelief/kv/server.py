@@ -16,7 +16,7 @@ from distbelief.control.messages import EXIT_REPORTED
 from distbelief.kv.catalogue import Catalogue
 from distbelief.kv.keyslice import KeySlice
 from distbelief.kv.messages import CATALOGUE
-from distbelief.strategies.ps.server.edge import ServerEdge
+from distbelief.strategies.ps.server.sockets import ServerEdge
 from distbelief.strategies.ps.server.stores import SliceStore
 from distbelief.transport.shm.segment import KeeperClient, Segment
 

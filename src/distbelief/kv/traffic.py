@@ -26,9 +26,9 @@ from distbelief.kv.messages import (
     PullKeyRows,
 )
 from distbelief.kv.patience import Patience
+from distbelief.kv.tensorbytes import as_bytes
 from distbelief.strategies.ps.protocol.client import ServerClient, Stop
 from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.server.tensorbag import as_bytes
 from distbelief.strategies.ps.tables.rowbuckets import bucket_of
 
 

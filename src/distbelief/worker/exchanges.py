@@ -7,8 +7,7 @@ from functools import partial
 
 from distbelief.compression.exchanges.choice import networked, networked_on
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.ps.worker.deviceexchange import ServedOnDevice
-from distbelief.strategies.ps.worker.exchange import ServedGroup
+from distbelief.strategies.ps.worker.exchange import ServedGroup, ServedOnDevice
 from distbelief.transport.device.exchange import OnDevice
 from distbelief.transport.device.group import DeviceGroup
 from distbelief.transport.device.memory import Accelerator

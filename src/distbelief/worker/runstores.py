@@ -17,11 +17,9 @@ from distbelief.strategies.ps.server.asyncslice import FreeSlice
 from distbelief.strategies.ps.server.leaseslice import LedgerSlice, Terms
 from distbelief.strategies.ps.server.slicememory import SliceMemory
 from distbelief.strategies.ps.server.stores import SliceStore
-from distbelief.strategies.ps.server.sumspace import SumSpace
-from distbelief.strategies.ps.server.syncslice import RunSlice
-from distbelief.strategies.ps.tables.asyncslice import FreeTables
-from distbelief.strategies.ps.tables.savedtables import SavedTables, without_tables
-from distbelief.strategies.ps.tables.syncslice import StepTables
+from distbelief.strategies.ps.server.syncslice import RunSlice, SumSpace
+from distbelief.strategies.ps.tables.saved import SavedTables, without_tables
+from distbelief.strategies.ps.tables.slices import FreeTables, StepTables
 from distbelief.strategies.ps.worker.prepared import PreparedServed
 from distbelief.transport.shm.segment import KeeperClient, Segment
 from distbelief.worker.slicesource import LEDGER_BYTES, SliceSource

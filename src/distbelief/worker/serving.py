@@ -9,7 +9,7 @@ import torch
 import zmq
 
 from distbelief.control.messages import EXIT_REPORTED
-from distbelief.strategies.ps.server.edge import ServerEdge, Slices
+from distbelief.strategies.ps.server.sockets import ServerEdge, Slices
 from distbelief.strategies.ps.worker.prepared import PreparedServed
 from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
 from distbelief.transport.shm.segment import KeeperClient

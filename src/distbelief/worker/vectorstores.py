@@ -7,7 +7,7 @@ import torch
 from distbelief.strategies.base import BeginFrom, Saved
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.ps.rules.slicing import SliceShape, parameter_stretch
-from distbelief.strategies.ps.server.payloads import OpenSegment
+from distbelief.strategies.ps.server.slicememory import OpenSegment
 from distbelief.strategies.ps.server.stores import SliceStore
 from distbelief.strategies.sandblaster.messages import StepsDone
 from distbelief.strategies.sandblaster.prepared import PreparedSandblaster

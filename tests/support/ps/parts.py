@@ -16,8 +16,7 @@ from distbelief.shards import Range, Schedule, split
 from distbelief.strategies.base import nothing_saved
 from distbelief.strategies.ps.protocol.messages import VALUES_AT, Go, Node
 from distbelief.strategies.ps.server.slicememory import SliceMemory
-from distbelief.strategies.ps.server.sumspace import SumSpace
-from distbelief.strategies.ps.server.syncslice import Change, RunSlice
+from distbelief.strategies.ps.server.syncslice import Change, RunSlice, SumSpace
 from distbelief.strategies.ps.strategy import ParameterServer
 from distbelief.strategies.ps.worker.prepared import PreparedServed
 from distbelief.transport.exchange import ROW

@@ -25,7 +25,7 @@ from distbelief.strategies.ps.protocol.frames import Letter
 from distbelief.strategies.ps.protocol.messages import VALUES_AT, Answered, Push, Refused
 from distbelief.strategies.ps.server.node import ServerNode
 from distbelief.strategies.ps.server.stores import SliceStore
-from distbelief.strategies.ps.worker.deviceexchange import ServedOnDevice
+from distbelief.strategies.ps.worker.exchange import ServedOnDevice
 from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
 from distbelief.strategies.sandblaster.searching import SearchingMember
 from distbelief.strategies.sandblaster.strategy import Sandblaster

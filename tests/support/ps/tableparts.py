@@ -17,12 +17,12 @@ from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies.ps.protocol.messages import Go
 from distbelief.strategies.ps.server.stores import Change
-from distbelief.strategies.ps.tables.asyncslice import FreeTables
-from distbelief.strategies.ps.tables.embedding import EmbeddingTable, RowGradients, on_servers
+from distbelief.strategies.ps.tables.embedding import EmbeddingTable, on_servers
 from distbelief.strategies.ps.tables.messages import RowGradient, ShardRows
-from distbelief.strategies.ps.tables.rowmessages import divided
-from distbelief.strategies.ps.tables.syncslice import StepTables
-from distbelief.strategies.ps.tables.tablespecs import part_of, specs_of
+from distbelief.strategies.ps.tables.rowbuckets import part_of
+from distbelief.strategies.ps.tables.rowgradients import RowGradients, divided
+from distbelief.strategies.ps.tables.slices import FreeTables, StepTables
+from distbelief.strategies.ps.tables.specs import specs_of
 from distbelief.transport.exchange import ROW
 
 SHARDS = 5

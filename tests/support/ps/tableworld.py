@@ -14,11 +14,10 @@ from distbelief.strategies.dataparallel.takeover import plan_step, plan_takeover
 from distbelief.strategies.ps.protocol.frames import Letter
 from distbelief.strategies.ps.protocol.messages import RUN, Answered, Go, Look, Measure, Push
 from distbelief.strategies.ps.server.node import ServerNode
-from distbelief.strategies.ps.tables.asyncslice import FreeTables
-from distbelief.strategies.ps.tables.embedding import RowGradients
 from distbelief.strategies.ps.tables.messages import Count, Pull
-from distbelief.strategies.ps.tables.syncslice import StepTables
-from distbelief.strategies.ps.tables.tablespecs import part_of
+from distbelief.strategies.ps.tables.rowbuckets import part_of
+from distbelief.strategies.ps.tables.rowgradients import RowGradients
+from distbelief.strategies.ps.tables.slices import FreeTables, StepTables
 from distbelief.strategies.ps.worker.synchronous import _on_all
 from distbelief.transport.exchange import Held, Source
 from tests.support.ps.client import Client

@@ -21,8 +21,7 @@ from distbelief.strategies.ps.protocol.messages import Answered, Gathered, Lease
 from distbelief.strategies.ps.server.node import ServerNode
 from distbelief.strategies.ps.strategy import ParameterServer
 from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica
-from distbelief.strategies.ps.worker.deviceexchange import ServedOnDevice
-from distbelief.strategies.ps.worker.exchange import ServedGroup
+from distbelief.strategies.ps.worker.exchange import ServedGroup, ServedOnDevice
 from distbelief.strategies.ps.worker.prepared import PreparedServed
 from distbelief.strategies.ps.worker.synchronous import ServedReplica
 from distbelief.transport.alone import AloneExchange

@@ -11,7 +11,7 @@ import pytest
 
 from distbelief.coordinator.rules.servers import placement
 from distbelief.coordinator.rules.servers.placement import NONE, Slice
-from distbelief.strategies.ps.rules.holding import (
+from distbelief.strategies.ps.rules.replication import (
     Answer,
     Copied,
     Copy,

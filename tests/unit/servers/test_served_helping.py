@@ -12,7 +12,7 @@ from distbelief.shards import Range
 from distbelief.strategies.dataparallel.takeover import plan_step, plan_takeover
 from distbelief.strategies.ps.protocol.messages import Begun, Go, Look, Measure, Measured
 from distbelief.strategies.ps.server.stores import Change
-from distbelief.strategies.ps.worker.helping import choose
+from distbelief.strategies.ps.worker.backupworkers import choose
 from distbelief.strategies.ps.worker.synchronous import _on_all, measure_step
 from distbelief.transport.exchange import Held, Source
 from tests.support.ps.disturbing import STEPS, disturb

@@ -12,9 +12,9 @@ from distbelief.errors import DistBeliefError
 from distbelief.strategies.ps.protocol.frames import Letter
 from distbelief.strategies.ps.protocol.messages import Go, Look, Measure, Read
 from distbelief.strategies.ps.server.stores import Change
-from distbelief.strategies.ps.tables.embedding import RowGradients
 from distbelief.strategies.ps.tables.messages import Count, Pull
-from distbelief.strategies.ps.tables.syncslice import StepTables
+from distbelief.strategies.ps.tables.rowgradients import RowGradients
+from distbelief.strategies.ps.tables.slices import StepTables
 from tests.support.ps.tableparts import PARTS, SHARDS, Kit
 
 STEPS = 6

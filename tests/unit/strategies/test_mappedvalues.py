@@ -17,8 +17,7 @@ from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.ps.protocol.messages import VALUES_AT, Fetched, values_at
 from distbelief.strategies.ps.rules.slicing import SliceShape, cut
 from distbelief.strategies.ps.worker.exchange import ServedGroup
-from distbelief.strategies.ps.worker.mappedvalues import MappedValues, whole_pages
-from distbelief.strategies.ps.worker.member import ServedMember
+from distbelief.strategies.ps.worker.member import MappedValues, ServedMember, whole_pages
 from distbelief.transport.shm.futexflags import Abort
 from distbelief.transport.shm.segment import Segment
 

@@ -23,8 +23,9 @@ from distbelief.strategies.dataparallel.strategy import AllReduce
 from distbelief.strategies.flatmodel.named import put_back
 from distbelief.strategies.ps.strategy import ParameterServer
 from distbelief.strategies.ps.tables.embedding import EmbeddingTable
-from distbelief.strategies.ps.tables.savedtables import PortionWithTables, SavedTables, without_tables
-from distbelief.strategies.ps.tables.tablespecs import TableSpec, part_of
+from distbelief.strategies.ps.tables.rowbuckets import part_of
+from distbelief.strategies.ps.tables.saved import PortionWithTables, SavedTables, without_tables
+from distbelief.strategies.ps.tables.specs import TableSpec
 from distbelief.strategies.ps.worker.prepared import PreparedServed
 from distbelief.transport.shm.segment import Segment
 

@@ -11,7 +11,7 @@ from distbelief.strategies.flatmodel.layout import lay_out
 from distbelief.strategies.ps.protocol.messages import Ask, Complete, Look, Looked
 from distbelief.strategies.ps.server.leaseslice import LedgerSlice, Terms
 from distbelief.strategies.ps.server.stores import Change
-from distbelief.strategies.ps.worker.owing import Owed, saved_tensors
+from distbelief.strategies.ps.worker.compressed import Owed, saved_tensors
 
 MODEL = nn.Linear(3, 2)
 LAYOUT = lay_out(MODEL)

@@ -25,7 +25,8 @@ from distbelief.strategies.flatmodel.capture import GradientCapture
 from distbelief.strategies.flatmodel.layout import Layout, trainable
 from distbelief.strategies.flatmodel.onednn import multiply_as_asked
 from distbelief.strategies.flatmodel.slotlinear import placeable
-from distbelief.strategies.ps.tables.embedding import RowGradients, settle, tables_of
+from distbelief.strategies.ps.tables.embedding import settle, tables_of
+from distbelief.strategies.ps.tables.rowgradients import RowGradients
 from distbelief.transport.device.memory import memory_on
 from distbelief.transport.shm.segment import Memory
 

@@ -24,7 +24,7 @@ from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.ps.protocol.frames import Letter
 from distbelief.strategies.ps.protocol.messages import Contents, Given, Look, Node, Note, Question
 from distbelief.strategies.ps.rules.slicing import parameter_stretch
-from distbelief.strategies.ps.tables.servedtables import ServedTables
+from distbelief.strategies.ps.tables.remote import ServedTables
 from distbelief.strategies.ps.worker.exchange import ServedGroup
 from distbelief.strategies.ps.worker.member import AlreadyCopied, ServedMember
 from distbelief.strategies.sandblaster.messages import (

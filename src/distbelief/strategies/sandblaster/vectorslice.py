@@ -23,7 +23,7 @@ from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.ps.protocol.frames import Letter
 from distbelief.strategies.ps.protocol.messages import Contents, Fetch, Fetched, Given, Node, Question, values_at
 from distbelief.strategies.ps.rules.slicing import SliceShape, parameter_stretch
-from distbelief.strategies.ps.server.payloads import OpenSegment, with_bytes
+from distbelief.strategies.ps.server.slicememory import OpenSegment, with_bytes
 from distbelief.strategies.ps.server.stores import Change, Snapshot, State
 from distbelief.strategies.sandblaster.messages import (
     COUNTS,

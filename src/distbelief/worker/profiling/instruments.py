@@ -56,7 +56,7 @@ INSTRUMENTS = (
     Instrument(OPTIMIZER, "distbelief.strategies.sandblaster.searching", "SearchingMember", ("_drive",)),
     Instrument(WAIT, "distbelief.strategies.flatmodel.compute", "Told", ("numbers",)),
     Instrument(WAIT, "distbelief.transport.device.exchange", "OnDevice", ("finish_copies",)),
-    Instrument(WAIT, "distbelief.strategies.ps.worker.deviceexchange", "ServedOnDevice", ("bring",)),
+    Instrument(WAIT, "distbelief.strategies.ps.worker.exchange", "ServedOnDevice", ("bring",)),
     Instrument(WAIT, "distbelief.strategies.localsgd.ondevice", "DeviceTrainer", ("_bring_out",)),
     Instrument(WAIT, "distbelief.transport.shm.futexflags", "Words", ("await_all",)),
     Instrument(WAIT, "distbelief.transport.gloo.exchange", "TorchExchange", ("share",)),

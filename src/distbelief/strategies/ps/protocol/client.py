@@ -2,7 +2,7 @@
 
 One thread uses it, the training thread; only `learn` may be called from others. What is sent goes to whoever is the
 slice's primary by the newest map. When a newer map names another one, everything that waits there is sent again: a
-change counts once, whatever happens (strategies/ps/rules/holding.py).
+change counts once, whatever happens (strategies/ps/rules/replication.py).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from distbelief.kv.messages import Consult, PullKey, PullKeyRows
 from distbelief.strategies.ps.protocol.frames import Letter
 from distbelief.strategies.ps.protocol.messages import RUN, Answered, Push, Question, Refused, is_update
 from distbelief.strategies.ps.protocol.peers import CopySent, Forwarded, TookChange
-from distbelief.strategies.ps.rules import holding as h
+from distbelief.strategies.ps.rules import replication as h
 from distbelief.strategies.ps.rules.applied import Applied
 from distbelief.strategies.ps.server.stores import Change, SliceStore
 

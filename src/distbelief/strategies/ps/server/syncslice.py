@@ -1,4 +1,6 @@
-"""One slice of a run's parameters under `ps:sync`: partial sums come in, and the step is applied when all are there.
+"""Room for the sums of a step: of one slice at a time, so that they stay in the processor's cache until applied.
+
+One slice of a run's parameters under `ps:sync`: partial sums come in, and the step is applied when all are there.
 
 All slices must have theirs before any of them applies the step (`Go`). Else a step whose last sums are lost with a
 worker could not be computed again: the values that it began with would be gone in some slices.
@@ -21,6 +23,7 @@ import torch
 from distbelief.errors import DistBeliefError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
+from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.verdict import COUNTS, WEIGHT, judge_rows
 from distbelief.strategies.ps.protocol.frames import Letter
 from distbelief.strategies.ps.protocol.messages import (
@@ -43,11 +46,34 @@ from distbelief.strategies.ps.protocol.messages import (
 )
 from distbelief.strategies.ps.protocol.pushcoding import PushCoding
 from distbelief.strategies.ps.rules.gathering import Gathered
-from distbelief.strategies.ps.server.payloads import OpenSegment, tiles_of, with_bytes
-from distbelief.strategies.ps.server.slicememory import SliceMemory
+from distbelief.strategies.ps.rules.slicing import SliceShape
+from distbelief.strategies.ps.server.slicememory import OpenSegment, SliceMemory, tiles_of, with_bytes
 from distbelief.strategies.ps.server.stores import Change, Snapshot, State
-from distbelief.strategies.ps.server.sumspace import SumSpace, own_tiles
 from distbelief.transport.exchange import ROW, depth, tree_add
+
+
+class SumSpace:
+    """For all slices of a server."""
+
+    def __init__(self, size_bytes: int) -> None:
+        """`size_bytes`: of the values of the largest slice."""
+        self._room = torch.empty(size_bytes, dtype=torch.uint8)
+
+    def tiles(self, shape: SliceShape, layout: Layout) -> dict[int, torch.Tensor]:
+        """Of that slice, until those of another one are wanted."""
+        found = {}
+        for number in shape.tiles:
+            tile = layout.tiles[number]
+            at = tile.offset_bytes - shape.first_byte
+            found[number] = self._room[at : at + tile.size_bytes].view(tile.dtype)
+        return found
+
+
+def own_tiles(shape: SliceShape, layout: Layout) -> dict[int, torch.Tensor]:
+    """Room of its own for a slice whose sums are made long before they are applied."""
+    tiles = layout.tiles
+    return {t: torch.empty(tiles[t].numel, dtype=tiles[t].dtype) for t in shape.tiles}
+
 
 REMEMBERED = 1024
 """Steps whose results slice 0 keeps: many more than are committed between two heartbeats."""

@@ -8,9 +8,8 @@ table is an ordinary parameter. Its first values are the same in both forms (row
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,8 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from distbelief.errors import JobError
+from distbelief.strategies.ps.tables.rowgradients import RowGradients, added_rows
 from distbelief.strategies.ps.tables.rowinit import RowInit, TableForm
-from distbelief.strategies.ps.tables.rowsums import added_up
 from distbelief.transport.shm.memfd import free_memory_bytes
 
 if TYPE_CHECKING:
@@ -33,22 +32,6 @@ Source = Callable[[NDArray[np.int64], bool], NDArray[np.float32]]
 BLOCK_ROWS = 1 << 16
 
 _on_servers: ContextVar[bool] = ContextVar("tables on servers", default=False)
-
-
-@dataclass(frozen=True)
-class RowGradients:
-    """What a backward pass found out: some rows of one table, each once and ascending, and their gradients."""
-
-    rows: NDArray[np.int64]
-    gradients: NDArray[np.float32]
-
-
-def added_rows(several: Sequence[RowGradients]) -> RowGradients:
-    """Of one table: rows that are in several of them have the sum."""
-    if len(several) == 1:
-        return several[0]
-    rows, gradients = ([getattr(one, name) for one in several] for name in ("rows", "gradients"))
-    return RowGradients(*added_up(np.concatenate(rows), np.concatenate(gradients)))
 
 
 class EmbeddingTable(nn.Module):

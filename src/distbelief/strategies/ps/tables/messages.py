@@ -9,7 +9,7 @@ from msgspec import Struct
 
 class ShardRows(Struct, frozen=True, tag=True):
     """What some shards of a step say about rows of tables, for one part of them: see
-    `strategies/ps/tables/rowmessages.py`."""
+    `strategies/ps/tables/rowgradients.py`."""
 
     step: int
     shards: list[int]

@@ -90,3 +90,22 @@ def server_of(rows: torch.Tensor, servers: int) -> torch.Tensor:
     [50286, 49714]
     """
     return _owner_array(servers)[bucket_of(rows)]
+
+
+def parts_for(servers: int) -> int:
+    """As many as the run begins with servers, so that each has one. Two at least, for a second server to come; not
+    more, since every part takes part in every update, however few of its rows are its own.
+
+    >>> parts_for(1), parts_for(3)
+    (2, 3)
+    """
+    return min(max(servers, 2), BUCKETS)
+
+
+def part_of(rows: NDArray[np.int64], parts: int) -> NDArray[np.int64]:
+    """The part of every row: a run of buckets each.
+
+    >>> part_of(np.array([0, 1, 2, 1]), 8).tolist()
+    [7, 4, 4, 4]
+    """
+    return buckets_of(rows) * parts // BUCKETS

@@ -20,8 +20,10 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 from msgspec import Struct
 from numpy.typing import NDArray
+from torch import optim
 
 from distbelief.errors import JobError
 
@@ -136,3 +138,42 @@ def _correction_table(beta: float, bits: int) -> NDArray[np.float64]:
     powers = np.full(min(1 << bits, until_one), beta)
     powers[0] = 1.0
     return 1.0 - np.multiply.accumulate(powers)
+
+
+def row_optimizer(table: str, factory: Any) -> RowOptimizer:
+    """What a torch optimizer is for a table's rows.
+
+    >>> row_optimizer("users", lambda parameters: torch.optim.Adagrad(parameters, lr=0.05)).name
+    'adagrad'
+    >>> row_optimizer("users", lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    Traceback (most recent call last):
+    distbelief.errors.JobError: the rows of table 'users' cannot be trained by SGD with momentum=0.9
+    """
+    made: optim.Optimizer = factory([torch.nn.Parameter(torch.zeros(1, 1))])
+    kind = type(made)
+    group = next(group for group in made.param_groups if group["params"])
+    wanted: dict[Any, tuple[str, dict[str, Any]]] = {
+        optim.SGD: ("sgd", {"momentum": 0, "weight_decay": 0, "maximize": False}),
+        optim.Adagrad: ("adagrad", {"lr_decay": 0, "weight_decay": 0, "maximize": False}),
+        optim.Adam: ("adam", {"weight_decay": 0, "amsgrad": False, "maximize": False}),
+        optim.AdamW: ("adam", {"amsgrad": False, "maximize": False}),
+    }
+    hint = (
+        "SGD without momentum, Adagrad, Adam and AdamW work row by row: give the table one of its own, as in "
+        "EmbeddingTable(…, optimizer=lambda parameters: torch.optim.Adagrad(parameters, lr=0.05))"
+    )
+    if kind not in wanted:
+        raise JobError(f"the rows of table '{table}' cannot be trained by {kind.__name__}", hint=hint)
+    name, must_be = wanted[kind]
+    if odd := [key for key, value in must_be.items() if group[key] != value]:
+        odd_is = f"{odd[0]}={group[odd[0]]}"
+        raise JobError(f"the rows of table '{table}' cannot be trained by {kind.__name__} with {odd_is}", hint=hint)
+    return RowOptimizer(
+        name,
+        float(group["lr"]),
+        group.get("eps"),
+        tuple(group.get("betas", (0.9, 0.999))),
+        group.get("initial_accumulator_value", 0.0),
+        group["weight_decay"] if kind is optim.AdamW else 0.0,
+        late_eps=True,
+    )

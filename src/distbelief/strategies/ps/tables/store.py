@@ -1,4 +1,21 @@
-"""The store behind one server's part of a sparse table: values and optimizer state of the rows that were changed.
+"""Arrays of rows that grow without copying what they hold.
+
+Memory is an anonymous mapping: the kernel gives a page when it is first written, and `mremap` moves a mapping to a
+larger place by moving page tables. So growth takes no second copy, and capacity that is not used yet costs no memory.
+
+Rows are read and written as records of bytes, which numpy moves whole; rows of a two-dimensional array it moves number
+by number (4,096 rows of 16 among a million: reading 0.09 against 0.15 ms, writing 0.15 against 0.46).
+
+
+The map from row numbers to slots: an open-addressing hash table, searched for thousands of rows at once.
+
+A slot is a place in a table's arrays; rows get slots 0, 1, 2… as they are added, and keep them. The hash table holds
+slots only (4 bytes each); the row number that a slot stands for is in `numbers`. A search looks at the home of every
+row in one pass, then at the next places of those that found somebody else there: a few passes over ever fewer rows
+instead of a loop over rows. Nothing here depends on the order of anything but the calls.
+
+
+The store behind one server's part of a sparse table: values and optimizer state of the rows that were changed.
 
 No sockets and no threads: operations come one at a time, and the same operations in the same order give the same
 bits. More than that, a row's bits depend only on the gradients given for that row. Whether a push of this name came
@@ -11,16 +28,164 @@ an evaluation over all rows costs no memory.
 
 from __future__ import annotations
 
+import math
+import mmap
+from typing import Any
+
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from distbelief.errors import DistBeliefError
-from distbelief.strategies.ps.tables.rowarrays import RowArray, write_rows
+from distbelief.errors import DistBeliefError, NotEnoughMemory
+from distbelief.strategies.ps.tables.rowbuckets import mixed
+from distbelief.strategies.ps.tables.rowgradients import added_up
 from distbelief.strategies.ps.tables.rowinit import TableForm
 from distbelief.strategies.ps.tables.rowoptimizers import RowOptimizer
-from distbelief.strategies.ps.tables.rowslots import ABSENT, RowSlots
-from distbelief.strategies.ps.tables.rowsums import added_up
+
+_FIRST_ROWS = 1024
+
+
+class RowArray:
+    """Rows of one width and type, zero where nothing was written. `rows` is a view that does not outlive `reserve`.
+
+    >>> array = RowArray(4, np.float32)
+    >>> array.rows[3] = 1.0
+    >>> array.reserve(1_000_000)
+    >>> array.rows.shape[0] >= 1_000_000, array.rows[3].tolist()
+    (True, [1.0, 1.0, 1.0, 1.0])
+    """
+
+    def __init__(self, width: int | None, dtype: DTypeLike) -> None:
+        """`width` None: one number per row."""
+        self._shape: tuple[int, ...] = () if width is None else (width,)
+        self._dtype = np.dtype(dtype)
+        self.row_bytes = self._dtype.itemsize * (1 if width is None else width)
+        self._record = np.dtype((np.void, self.row_bytes))
+        self._memory = mmap.mmap(-1, _FIRST_ROWS * self.row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.rows: NDArray[Any]
+        self._records: NDArray[np.void]
+        self._look()
+
+    def reserve(self, count: int) -> None:
+        """Make room for so many rows. Doubling, so that rows added one by one move a fixed number of times."""
+        capacity = self.rows.shape[0]
+        if count <= capacity:
+            return
+        while capacity < count:
+            capacity *= 2
+        del self.rows, self._records  # a mapping that somebody looks at cannot be moved
+        try:
+            self._memory.resize(capacity * self.row_bytes)
+        except OSError as error:
+            raise NotEnoughMemory(
+                f"no memory for {count:,} rows of {self.row_bytes} bytes of a sparse table: {error}",
+                hint="use more servers, or a host with more memory",
+            ) from error
+        finally:
+            self._look()
+
+    def gather(self, slots: NDArray[np.int64]) -> NDArray[Any]:
+        """A copy of the rows in these slots; slots outside of the array give any row."""
+        return self._records.take(slots, mode="clip").view(self._dtype).reshape(-1, *self._shape)
+
+    def scatter(self, slots: NDArray[np.int64], rows: NDArray[Any]) -> None:
+        """Write rows, which must be contiguous, into these slots."""
+        write_rows(self._records, slots, rows)
+
+    def _look(self) -> None:
+        self.rows = np.frombuffer(self._memory, self._dtype).reshape(-1, *self._shape)
+        self._records = np.frombuffer(self._memory, self._record)
+
+
+def write_rows(array: NDArray[Any], places: NDArray[np.int64], rows: NDArray[Any]) -> None:
+    """array[places] = rows, for contiguous arrays."""
+    record = np.dtype((np.void, rows.itemsize * math.prod(rows.shape[1:])))
+    np.put(array.reshape(-1).view(record), places, rows.reshape(-1).view(record))
+
+
+ABSENT = -1
+_MAXIMUM = 2**31 - 1  # slots are 32-bit numbers
+_FIRST_PLACES = 2048
+
+
+class RowSlots:
+    """Row numbers and their slots.
+
+    >>> slots = RowSlots()
+    >>> slots.add(np.array([70, 30]))
+    array([0, 1])
+    >>> slots.find(np.array([30, 40, 70, 30]))
+    array([ 1, -1,  0,  1])
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._numbers = RowArray(None, np.int64)
+        self._places = np.full(_FIRST_PLACES, ABSENT, np.int32)
+
+    @property
+    def numbers(self) -> NDArray[np.int64]:
+        """The row number of every slot."""
+        return self._numbers.rows[: self.count]
+
+    def find(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The slot of every row, `ABSENT` where it has none."""
+        mask = self._places.shape[0] - 1
+        at = _home(rows, mask)
+        slots = self._places.take(at).astype(np.int64)
+        searching = np.flatnonzero(self._is_other(slots, rows))
+        step = 0
+        while searching.size:
+            step += 1
+            places = (at[searching] + step * (step + 1) // 2) & mask
+            found = self._places.take(places).astype(np.int64)
+            slots[searching] = found
+            searching = searching[self._is_other(found, rows[searching])]
+        return slots
+
+    def add(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """New slots, in this order, for rows that have none. No row may be given twice."""
+        count = self.count + rows.shape[0]
+        if count > _MAXIMUM:
+            raise DistBeliefError(
+                f"more than {_MAXIMUM:,} rows of one sparse table on one server", hint="use more servers"
+            )
+        self._numbers.reserve(count)
+        new = np.arange(self.count, count)
+        self._numbers.rows[self.count : count] = rows
+        self.count = count
+        if 2 * count > self._places.shape[0]:
+            size = self._places.shape[0]
+            while size < 2 * count:
+                size *= 2
+            self._places = np.full(size, ABSENT, np.int32)
+            self._place(np.arange(count))
+        else:
+            self._place(new)
+        return new
+
+    def _is_other(self, slots: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Where a place is taken by another row than the one looked for. (Slot -1 reads any number: it is free.)"""
+        other: NDArray[np.bool_] = (slots != ABSENT) & (self._numbers.rows.take(slots, mode="clip") != rows)
+        return other
+
+    def _place(self, slots: NDArray[np.int64]) -> None:
+        """Enter slots whose rows are not in the hash table yet."""
+        mask = self._places.shape[0] - 1
+        at = _home(self._numbers.rows[slots], mask)
+        step = 0
+        while slots.size:
+            free = self._places.take(at) == ABSENT
+            self._places[at[free]] = slots[free]
+            left = np.flatnonzero(self._places.take(at) != slots)  # taken before, or by another of these just now
+            step += 1
+            slots = slots[left]
+            at = (at[left] + step) & mask
+
+
+def _home(rows: NDArray[np.int64], mask: int) -> NDArray[np.int64]:
+    home: NDArray[np.int64] = (mixed(rows) & np.uint64(mask)).view(np.int64)
+    return home
 
 
 class Table:

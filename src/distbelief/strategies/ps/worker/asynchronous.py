@@ -44,8 +44,8 @@ from distbelief.strategies.ps.protocol.messages import (
     Wait,
 )
 from distbelief.strategies.ps.strategy import ParameterServer
-from distbelief.strategies.ps.tables.embedding import RowGradients, added_rows
-from distbelief.strategies.ps.tables.servedtables import ANY, ServedTables
+from distbelief.strategies.ps.tables.remote import ANY, ServedTables
+from distbelief.strategies.ps.tables.rowgradients import RowGradients, added_rows
 from distbelief.strategies.ps.worker.exchange import ServedGroup
 from distbelief.strategies.ps.worker.member import AlreadyCopied, ServedMember
 from distbelief.transport.device.exchange import stretches

@@ -1,9 +1,18 @@
-"""What a worker under parameter servers has, whether or not workers do steps together: a copy of the values, and what
+"""A worker's parameters in the servers' own memory, on one host: what a server has updated need not be copied.
+
+Whole pages of a slice are mapped to their places among the worker's values; the few bytes at its ends, which share a
+page with the next slice, are copied. That is right only where no server changes values with which somebody may still
+compute: under `ps:sync` a step is applied when all sums of it are there, and then nobody needs the values before it.
+A member whose part others have computed may see a mixture, and what it makes of that counts for nothing.
+
+
+What a worker under parameter servers has, whether or not workers do steps together: a copy of the values, and what
 is kept of the run. The state itself is on the servers, and is read from them for a checkpoint.
 """
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +24,7 @@ import numpy as np
 import torch
 
 from distbelief.errors import DistBeliefError
-from distbelief.shards import Schedule
+from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import Applied, Fetch, Portion, RolledBack, Seat, Task
 from distbelief.strategies.dataparallel.committed import CommittedModel
 from distbelief.strategies.flatmodel.compute import ShardComputer
@@ -23,13 +32,53 @@ from distbelief.strategies.flatmodel.named import TilePortion, outside_of_tiles,
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.ps.protocol.client import Stop
 from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import Contents, Fetched, Question, Read, values_at
+from distbelief.strategies.ps.protocol.messages import VALUES_AT, Contents, Fetched, Question, Read, values_at
 from distbelief.strategies.ps.rules.slicing import SliceShape, cut
-from distbelief.strategies.ps.tables.savedtables import PortionWithTables
-from distbelief.strategies.ps.tables.servedtables import ServedTables
-from distbelief.strategies.ps.worker import mappedvalues
+from distbelief.strategies.ps.tables.remote import ServedTables
+from distbelief.strategies.ps.tables.saved import PortionWithTables
 from distbelief.strategies.ps.worker.exchange import ServedGroup
 from distbelief.transport.shm.segment import Memory, Segment
+
+SUPPORTED = mmap.PAGESIZE == VALUES_AT
+"""Values lie as far into a page as in the layout."""
+
+
+def whole_pages(shape: SliceShape) -> Range:
+    """The bytes of the layout that are pages of this slice alone. Empty, where a slice is too small for one."""
+    first = -(-shape.first_byte // VALUES_AT) * VALUES_AT
+    return first, max(shape.end_byte // VALUES_AT * VALUES_AT, first)
+
+
+class MappedValues:
+    def __init__(self, values: Segment, server_memory: Callable[[str], Segment]) -> None:
+        self._values = values
+        self._server_memory = server_memory
+        self._shown: dict[int, str] = {}
+        """By slice: whose memory is mapped."""
+        self._ends: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def take(self, shape: SliceShape, name: str) -> None:
+        """Have the values of a slice that lie in the memory of that name."""
+        if self._shown.get(shape.number) != name:
+            self._map(shape, self._server_memory(name))
+            self._shown[shape.number] = name
+        for mine, theirs in self._ends[shape.number]:
+            mine.copy_(theirs)
+
+    def _map(self, shape: SliceShape, memory: Segment) -> None:
+        ahead = values_at(shape.first_byte) - shape.first_byte
+        first, end = whole_pages(shape)
+        if first < end:
+            self._values.lay(first, memory, ahead + first, end - first)
+        ends = [(shape.first_byte, shape.end_byte)]
+        if first < end:
+            ends = [(shape.first_byte, first), (end, shape.end_byte)]
+        self._ends[shape.number] = [
+            (self._values.tensor(torch.uint8, a, b - a), memory.tensor(torch.uint8, ahead + a, b - a))
+            for a, b in ends
+            if a < b
+        ]
+
 
 REMEMBERED = 1024  # steps, as the servers remember
 
@@ -52,7 +101,7 @@ class ServedMember:
     """The part of `Seated` that does not depend on how workers go on."""
 
     _maps_values = False
-    """On one host its values are the servers' memory (mappedvalues.py)."""
+    """On one host its values are the servers' memory."""
 
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
@@ -70,11 +119,11 @@ class ServedMember:
         self._slices = cut(computer.layout, recipe)
         self._tables = tables
         self._values: Memory
-        self._mapped: mappedvalues.MappedValues | None = None
-        if self._maps_values and exchange.maps and not exchange.apart and mappedvalues.SUPPORTED:
+        self._mapped: MappedValues | None = None
+        if self._maps_values and exchange.maps and not exchange.apart and SUPPORTED:
             # Not the same memory: a later generation that copies values must not write to that of a server.
             mapped = exchange.memory("mapped values", computer.layout.size_bytes)
-            self._mapped = mappedvalues.MappedValues(mapped, exchange.server_memory)
+            self._mapped = MappedValues(mapped, exchange.server_memory)
             self._values = mapped
         else:
             self._values = exchange.values(computer.layout.size_bytes)

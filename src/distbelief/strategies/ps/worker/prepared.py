@@ -23,14 +23,13 @@ from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.ps.rules.slicing import SliceShape, cut
 from distbelief.strategies.ps.strategy import ParameterServer
 from distbelief.strategies.ps.tables.embedding import on_servers
-from distbelief.strategies.ps.tables.servedtables import ServedTables
-from distbelief.strategies.ps.tables.tablespecs import parts_for, specs_of
+from distbelief.strategies.ps.tables.remote import ServedTables
+from distbelief.strategies.ps.tables.rowbuckets import parts_for
+from distbelief.strategies.ps.tables.specs import specs_of
 from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica, free_slots
-from distbelief.strategies.ps.worker.compressedpushes import CompressedPushes
-from distbelief.strategies.ps.worker.compressedsteps import CompressedSteps
+from distbelief.strategies.ps.worker.backupworkers import HelpingReplica
+from distbelief.strategies.ps.worker.compressed import CompressedPushes, CompressedSteps, stays
 from distbelief.strategies.ps.worker.exchange import ServedGroup
-from distbelief.strategies.ps.worker.helping import HelpingReplica
-from distbelief.strategies.ps.worker.owing import stays
 from distbelief.strategies.ps.worker.synchronous import ServedReplica
 from distbelief.transport.alone import AloneExchange
 from distbelief.transport.exchange import Geometry

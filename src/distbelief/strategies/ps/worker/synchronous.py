@@ -49,8 +49,8 @@ from distbelief.strategies.ps.protocol.messages import (
     Question,
 )
 from distbelief.strategies.ps.rules.slicing import SliceShape
-from distbelief.strategies.ps.tables.embedding import RowGradients
-from distbelief.strategies.ps.tables.servedtables import ServedTables
+from distbelief.strategies.ps.tables.remote import ServedTables
+from distbelief.strategies.ps.tables.rowgradients import RowGradients
 from distbelief.strategies.ps.worker.exchange import ServedGroup
 from distbelief.strategies.ps.worker.member import AlreadyCopied, ServedMember
 from distbelief.transport.device.exchange import stretches

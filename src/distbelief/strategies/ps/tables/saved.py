@@ -24,7 +24,8 @@ from distbelief.checkpoint.parts import Slice, dtype_name
 from distbelief.checkpoint.sources import MODEL
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.base import Portion, Saved
-from distbelief.strategies.ps.tables.tablespecs import PartArray, PartShape, TableSpec, part_of
+from distbelief.strategies.ps.tables.rowbuckets import part_of
+from distbelief.strategies.ps.tables.specs import PartArray, PartShape, TableSpec
 from distbelief.transport.shm.segment import Segment
 
 Arrays = dict[str, torch.Tensor]

@@ -8,19 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import optim
 
-from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.strategies.ps.tables.embedding import tables_of
-from distbelief.strategies.ps.tables.rowbuckets import BUCKETS, buckets_of
 from distbelief.strategies.ps.tables.rowinit import TableForm
-from distbelief.strategies.ps.tables.rowoptimizers import RowOptimizer
+from distbelief.strategies.ps.tables.rowoptimizers import RowOptimizer, row_optimizer
 
 
 @dataclass(frozen=True)
@@ -37,64 +31,6 @@ def specs_of(model: torch.nn.Module, job: Job) -> list[TableSpec]:
         TableSpec(name, table.form, row_optimizer(name, table.optimizer or job.optimizer))
         for name, table in tables_of(model)
     ]
-
-
-def parts_for(servers: int) -> int:
-    """As many as the run begins with servers, so that each has one. Two at least, for a second server to come; not
-    more, since every part takes part in every update, however few of its rows are its own.
-
-    >>> parts_for(1), parts_for(3)
-    (2, 3)
-    """
-    return min(max(servers, 2), BUCKETS)
-
-
-def part_of(rows: NDArray[np.int64], parts: int) -> NDArray[np.int64]:
-    """The part of every row: a run of buckets each.
-
-    >>> part_of(np.array([0, 1, 2, 1]), 8).tolist()
-    [7, 4, 4, 4]
-    """
-    return buckets_of(rows) * parts // BUCKETS
-
-
-def row_optimizer(table: str, factory: Any) -> RowOptimizer:
-    """What a torch optimizer is for a table's rows.
-
-    >>> row_optimizer("users", lambda parameters: torch.optim.Adagrad(parameters, lr=0.05)).name
-    'adagrad'
-    >>> row_optimizer("users", lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
-    Traceback (most recent call last):
-    distbelief.errors.JobError: the rows of table 'users' cannot be trained by SGD with momentum=0.9
-    """
-    made: optim.Optimizer = factory([torch.nn.Parameter(torch.zeros(1, 1))])
-    kind = type(made)
-    group = next(group for group in made.param_groups if group["params"])
-    wanted: dict[Any, tuple[str, dict[str, Any]]] = {
-        optim.SGD: ("sgd", {"momentum": 0, "weight_decay": 0, "maximize": False}),
-        optim.Adagrad: ("adagrad", {"lr_decay": 0, "weight_decay": 0, "maximize": False}),
-        optim.Adam: ("adam", {"weight_decay": 0, "amsgrad": False, "maximize": False}),
-        optim.AdamW: ("adam", {"amsgrad": False, "maximize": False}),
-    }
-    hint = (
-        "SGD without momentum, Adagrad, Adam and AdamW work row by row: give the table one of its own, as in "
-        "EmbeddingTable(…, optimizer=lambda parameters: torch.optim.Adagrad(parameters, lr=0.05))"
-    )
-    if kind not in wanted:
-        raise JobError(f"the rows of table '{table}' cannot be trained by {kind.__name__}", hint=hint)
-    name, must_be = wanted[kind]
-    if odd := [key for key, value in must_be.items() if group[key] != value]:
-        odd_is = f"{odd[0]}={group[odd[0]]}"
-        raise JobError(f"the rows of table '{table}' cannot be trained by {kind.__name__} with {odd_is}", hint=hint)
-    return RowOptimizer(
-        name,
-        float(group["lr"]),
-        group.get("eps"),
-        tuple(group.get("betas", (0.9, 0.999))),
-        group.get("initial_accumulator_value", 0.0),
-        group["weight_decay"] if kind is optim.AdamW else 0.0,
-        late_eps=True,
-    )
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from distbelief.errors import DistBeliefError
 from distbelief.strategies.ps.protocol.client import ServerClient, Stop
 from distbelief.strategies.ps.protocol.frames import Letter
 from distbelief.strategies.ps.protocol.messages import Contents, Question, Read
-from distbelief.strategies.ps.tables.embedding import BLOCK_ROWS, EmbeddingTable, RowGradients
+from distbelief.strategies.ps.tables.embedding import BLOCK_ROWS, EmbeddingTable
 from distbelief.strategies.ps.tables.messages import Count, Counted, Numbers, Pull, Pulled, RowGradient, ShardRows
-from distbelief.strategies.ps.tables.rowmessages import divided
-from distbelief.strategies.ps.tables.tablespecs import TableSpec, part_of
+from distbelief.strategies.ps.tables.rowbuckets import part_of
+from distbelief.strategies.ps.tables.rowgradients import RowGradients, divided
+from distbelief.strategies.ps.tables.specs import TableSpec
 
 ANY = -1
 """In place of a version: whatever there is."""

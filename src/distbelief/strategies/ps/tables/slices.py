@@ -1,4 +1,11 @@
-"""A part of the tables under `ps:sync`: what all shards say about rows is kept until the step is applied.
+"""One part of a run's tables on one server: the rows, what is saved and copied of them, and what is asked of them.
+
+It is half of a `SliceStore`; how it is changed is steptables.py's and freetables.py's.
+
+
+A part of the tables when workers wait for nobody: each update of rows is applied as it comes.
+
+A part of the tables under `ps:sync`: what all shards say about rows is kept until the step is applied.
 
 Then it is added up in the order of the shards; so the bits do not depend on who has computed what, nor on who has died.
 A shard counts once, however often it comes. A step is applied on `Go`, as one of dense parameters is (see runslice.py).
@@ -19,16 +26,124 @@ from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies.flatmodel.verdict import WEIGHT, judge_rows
 from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import Contents, Go, Look, Looked, Measure, Measured, Question, Read
+from distbelief.strategies.ps.protocol.messages import (
+    Contents,
+    Given,
+    Go,
+    Look,
+    Looked,
+    Measure,
+    Measured,
+    Question,
+    Read,
+)
 from distbelief.strategies.ps.server.stores import Change, Snapshot, State
-from distbelief.strategies.ps.tables.embedding import RowGradients
-from distbelief.strategies.ps.tables.messages import Count, Counted, Numbers, Pull, Pulled, ShardRows
+from distbelief.strategies.ps.tables.messages import Count, Counted, Numbers, Pull, Pulled, RowGradient, ShardRows
 from distbelief.strategies.ps.tables.rowbuckets import BUCKETS, buckets_of
-from distbelief.strategies.ps.tables.rowmessages import together
-from distbelief.strategies.ps.tables.rowsums import added_up
-from distbelief.strategies.ps.tables.tablepart import Arrays, TablePart, as_tensor
-from distbelief.strategies.ps.tables.tablespecs import TableSpec
+from distbelief.strategies.ps.tables.rowgradients import RowGradients, added_up, together
+from distbelief.strategies.ps.tables.specs import PartShape, TableSpec
+from distbelief.strategies.ps.tables.store import Table
 from distbelief.transport.exchange import ROW
+
+Arrays = dict[str, torch.Tensor]
+
+
+class TablePart:
+    """The rows of this part, of every table."""
+
+    def __init__(self, specs: Sequence[TableSpec], job: Job) -> None:
+        self.version = 0
+        self._specs = specs
+        self._job = job
+        self._widths = [spec.form.width for spec in specs]
+        self.tables = [Table(spec.form, spec.optimizer) for spec in specs]
+
+    def begin(self, tables: Sequence[Arrays], version: int) -> None:
+        """The first state of a life."""
+        self.version = version
+        for table, arrays in zip(self.tables, tables, strict=True):
+            table.load(arrays)
+
+    def _factor(self, step: int) -> float:
+        return self._job.schedule(step) if self._job.schedule else 1.0
+
+    @property
+    def counts(self) -> list[int]:
+        return [table.resident for table in self.tables]
+
+    def contents(self) -> torch.Tensor:
+        """A copy of everything."""
+        shape = PartShape(self._specs, self.counts)
+        content = torch.zeros(shape.size_bytes, dtype=torch.uint8)
+        for table, views in zip(self.tables, shape.views(content), strict=True):
+            for key, values in table.state().items():
+                views[key].copy_(values)
+        return content
+
+    def _load(self, counts: Sequence[int], content: torch.Tensor) -> int:
+        """Returns where the bytes of the tables end."""
+        shape = PartShape(self._specs, counts)
+        for table, arrays in zip(self.tables, shape.views(content), strict=True):
+            table.load(arrays)
+        return shape.size_bytes
+
+    def with_bytes(self, change: Change) -> Change:
+        return change  # it has them
+
+    def given(self, client: int) -> Given | None:
+        return None
+
+    def _values(self, question: Pull) -> Letter:
+        rows = torch.from_numpy(np.frombuffer(question.rows, np.int64).copy())
+        values = self.tables[question.table].pull(rows).numpy()
+        return Letter(Pulled(question.ticket, question.slice, self.version), values.reshape(-1).view(np.uint8))
+
+    def _numbers(self, question: Numbers) -> Letter:
+        rows = self.tables[question.table].numbers()
+        return Letter(Pulled(question.ticket, question.slice, self.version), rows.view(np.uint8))
+
+    def _counted(self, question: Count) -> Letter:
+        return Letter(Counted(question.ticket, question.slice, self.version, self.counts))
+
+    def _read(self, question: Read) -> Letter:
+        header = Contents(question.ticket, question.slice, self.version, self.counts)
+        return Letter(header, self.contents().numpy())
+
+
+def as_tensor(array: np.ndarray) -> torch.Tensor:
+    """A view, where that can be: what came in a message may be read only, or begin anywhere."""
+    return torch.from_numpy(np.require(array, requirements=["C", "A", "W"]))
+
+
+class FreeTables(TablePart):
+    def apply(self, change: Change) -> None:
+        match change.content:
+            case RowGradient(step=step, counts=counts):
+                (found,) = together([[count] for count in counts], self._widths, change.payload)
+                for table, one in zip(self.tables, found, strict=True):
+                    table.push(as_tensor(one.rows), as_tensor(one.gradients), self._factor(step))
+                self.version += 1
+
+    def state(self) -> State:
+        return Snapshot(self.version, msgspec.msgpack.encode(self.counts)), self.contents()
+
+    def load(self, state: State) -> None:
+        snapshot, content = state
+        self._load(msgspec.msgpack.decode(snapshot.about, type=list[int]), content)
+        self.version = snapshot.version
+
+    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
+        match question:
+            case Pull():
+                return self._values(question)
+            case Count():
+                return self._counted(question) if caught_up else None
+            case Numbers():
+                return self._numbers(question) if caught_up else None
+            case Read():
+                return self._read(question) if caught_up else None
+            case _:
+                raise DistBeliefError(f"a part of an asynchronous run's tables is not asked {type(question).__name__}")
 
 
 class _Step(msgspec.Struct, frozen=True):

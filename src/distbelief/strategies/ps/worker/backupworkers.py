@@ -21,7 +21,7 @@ from distbelief.strategies.flatmodel.partials import ShardWork, reached, slots_n
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.ps.protocol.client import Idle
 from distbelief.strategies.ps.protocol.messages import Begun, Look, Looked, Question
-from distbelief.strategies.ps.tables.servedtables import ServedTables
+from distbelief.strategies.ps.tables.remote import ServedTables
 from distbelief.strategies.ps.worker.exchange import ServedGroup
 from distbelief.strategies.ps.worker.synchronous import ServedReplica, measure_step
 from distbelief.transport.shm.futexflags import Aborted
