@@ -16,7 +16,7 @@ import pytest
 
 from distbelief.control.credentials import Authority
 from distbelief.control.keyfiles import new_key, read_key
-from distbelief.control.signatures import TURNED_AWAY
+from distbelief.control.signatures import CONNECTIONS_CLOSED
 from tests.support.runs.command import JOBS, processes_of
 from tests.support.runs.watched import Watched
 
@@ -64,12 +64,18 @@ def _another_user_gets_at_nothing(run: Watched, tmp_path: Path) -> None:
 def _secrets_are_nowhere(run: Watched, tmp_path: Path) -> None:
     known = json.loads((run.folder / "coordinator.json").read_text())
     authority = Authority(bytes.fromhex(known["secret"]), known["start"])
-    badges = [authority.owner(), authority.worker(0), authority.worker(1), authority.server(0), authority.server(1)]
+    credentials = [
+        authority.owner(),
+        authority.worker(0),
+        authority.worker(1),
+        authority.server(0),
+        authority.server(1),
+    ]
     raw = [
         read_key(tmp_path / "key"),
         authority.secret,
-        *(b.token for b in badges),
-        *(b.among for b in badges if b.among),
+        *(one.token for one in credentials),
+        *(one.peer_key for one in credentials if one.peer_key),
     ]
     forms = [form for one in raw for form in (one, one.hex().encode(), base64.b64encode(one), repr(one).encode())]
 
@@ -92,7 +98,7 @@ def _secrets_are_nowhere(run: Watched, tmp_path: Path) -> None:
     result = run.result()
     assert result["recoveries"] == 0
     if os.geteuid() == 0:
-        assert result["refused"][TURNED_AWAY] >= 300, "the coordinator has counted those that it turned away"
+        assert result["refused"][CONNECTIONS_CLOSED] >= 300, "the coordinator has counted those that it turned away"
     left = [path for path in run.folder.rglob("*") if path.is_file() and shown(str(path), path.read_bytes())]
     assert left == [], "when the run is over, nothing of it is left"
     assert shown("summary", json.dumps(result).encode()) == []

@@ -17,7 +17,7 @@ import zmq
 
 from distbelief.control import messages as m
 from distbelief.control.credentials import Authority
-from distbelief.control.signatures import SEAL_BYTES, Signer
+from distbelief.control.signatures import SIGNATURE_BYTES, Signer
 from distbelief.coordinator.rules.speakers import FROM_SERVERS, FROM_WORKERS
 from distbelief.launch.guests import SOCKET, short_path
 from distbelief.strategies.ps.protocol.frames import Letter, pack
@@ -84,39 +84,39 @@ class Attacker:
         return random.choice((garbage(random), talk, mutated(talk, [_READY, frames], random)))
 
     def strangers(self, address: str, count: int) -> int:
-        """The protocol without encryption, and with the door of another run."""
+        """The protocol without encryption, and with the key of another run."""
         sent = self._frames(address, b"", count // 2, lambda: [garbage(self.random)] * self.random.randrange(1, 4))
         wrong = zmq.curve_keypair()[0]
         return sent + self._frames(address, wrong, count // 2, lambda: [garbage(self.random)] * 2)
 
-    # --- with the door's key -----------------------------------------------------------------------------------------
+    # --- with the right key, unsigned ---------------------------------------------------------------------------------
 
-    def unsigned(self, address: str, door: bytes, count: int) -> int:
-        """No seal, or one that is no member's."""
+    def unsigned(self, address: str, server_key: bytes, count: int) -> int:
+        """No signature, or one that is no member's."""
         random, stranger = self.random, Signer("owner", 1, b"not the token")
 
         def frames() -> list[bytes]:
             message = random.choice(self.events)
-            seal = random.choice((stranger.seal(message), random.randbytes(SEAL_BYTES), garbage(random), b""))
-            return [seal, message, *[garbage(random)] * random.randrange(0, 3)][: random.randrange(1, 4)]
+            signature = random.choice((stranger.sign(message), random.randbytes(SIGNATURE_BYTES), garbage(random), b""))
+            return [signature, message, *[garbage(random)] * random.randrange(0, 3)][: random.randrange(1, 4)]
 
-        return self._frames(address, door, count, frames)
+        return self._frames(address, server_key, count, frames)
 
-    def too_large(self, address: str, door: bytes, size_bytes: int) -> int:
-        return self._frames(address, door, 1, lambda: [bytes(SEAL_BYTES), bytes(size_bytes)])
+    def too_large(self, address: str, server_key: bytes, size_bytes: int) -> int:
+        return self._frames(address, server_key, 1, lambda: [bytes(SIGNATURE_BYTES), bytes(size_bytes)])
 
-    def replayed(self, address: str, door: bytes, signer: Signer, message: bytes, count: int) -> int:
+    def replayed(self, address: str, server_key: bytes, signer: Signer, message: bytes, count: int) -> int:
         """The same frames, again and again."""
-        frames = [signer.seal(message), message]
-        return self._frames(address, door, count, lambda: frames)
+        frames = [signer.sign(message), message]
+        return self._frames(address, server_key, count, lambda: frames)
 
     # --- with a member's token ---------------------------------------------------------------------------------------
 
-    def member(self, address: str, door: bytes, count: int, servers: bool) -> int:
-        """Garbage, messages that are almost right, and what others are to say, signed with a badge of the run."""
+    def member(self, address: str, server_key: bytes, count: int, servers: bool) -> int:
+        """Garbage, messages that are almost right, and what others are to say, signed with a credential of the run."""
         random = self.random
-        badge = self.authority.worker(NOBODYS + random.randrange(1000))
-        signer = badge.signer_to_servers() if servers else badge.signer()
+        credential = self.authority.worker(NOBODYS + random.randrange(1000))
+        signer = credential.signer_to_servers() if servers else credential.signer()
         corpus = self.letters if servers else self.events
 
         def frames() -> list[bytes]:
@@ -127,16 +127,16 @@ class Attacker:
                 case 1:
                     message = garbage(random)
                 case _ if not servers and random.random() < 0.5:
-                    message = m.encode(self._own(badge.number))
-            return [signer.seal(message), message, *[garbage(random)] * (random.randrange(3) if servers else 0)]
+                    message = m.encode(self._own(credential.number))
+            return [signer.sign(message), message, *[garbage(random)] * (random.randrange(3) if servers else 0)]
 
-        return self._frames(address, door, count, frames)
+        return self._frames(address, server_key, count, frames)
 
     def _own(self, number: int) -> m.Event:
         event: Any = instance(self.random.choice(_HARMLESS), self.random)
         return msgspec.structs.replace(event, worker=number)
 
-    def claims(self, address: str, door: bytes, count: int) -> int:
+    def claims(self, address: str, server_key: bytes, count: int) -> int:
         """A member speaks in the name of others, and for the run's owner."""
         random, signer = self.random, self.authority.worker(NOBODYS - 1).signer()
 
@@ -148,13 +148,13 @@ class Attacker:
                     instance(random.choice(FROM_WORKERS), random), worker=random.randrange(4)
                 )
             message = m.encode(event)
-            return [signer.seal(message), message]
+            return [signer.sign(message), message]
 
-        return self._frames(address, door, count, frames)
+        return self._frames(address, server_key, count, frames)
 
     # --- plumbing ----------------------------------------------------------------------------------------------------
 
-    def _frames(self, address: str, door: bytes, count: int, make: Callable[[], list[bytes]]) -> int:
+    def _frames(self, address: str, server_key: bytes, count: int, make: Callable[[], list[bytes]]) -> int:
         """Send so many messages over one connection, as far as it is one. It stays open: what is on its way arrives."""
         socket = self.context.socket(zmq.DEALER)
         self._used.append(socket)
@@ -162,9 +162,9 @@ class Attacker:
             self._used.pop(0).close(linger=0)
         socket.setsockopt(zmq.SNDTIMEO, HANDSHAKE_MS)
         socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits for a connection that is refused
-        if door:
+        if server_key:
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-            socket.curve_serverkey = door
+            socket.curve_serverkey = server_key
         socket.connect(address)
         sent = 0
         with contextlib.suppress(zmq.Again):
@@ -187,13 +187,13 @@ class Attacker:
             b"[" * 60000,
         ]
         for _ in range(count):
-            with contextlib.suppress(OSError), sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET) as door:
-                door.settimeout(5)
+            with contextlib.suppress(OSError), sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET) as guest:
+                guest.settimeout(5)
                 with short_path(run_dir) as folder:
-                    door.connect(f"{folder}/{SOCKET}")
-                door.send(mutated(random.choice(said), said, random) or b"x")
+                    guest.connect(f"{folder}/{SOCKET}")
+                guest.send(mutated(random.choice(said), said, random) or b"x")
                 sent += 1
-                assert door.recv(100) == b"", "a guest that nobody knows was let in"
+                assert guest.recv(100) == b"", "a guest that nobody knows was let in"
         return sent
 
 

@@ -134,9 +134,9 @@ class Siege:
         if coordinator:
             return authority.keys()[0]
         if address not in self._locked:
-            key = authority.server(0).servers_door
+            key = authority.server(0).servers_key
             self._locked[address] = any(self.attacker.unsigned(address, key, 1) for _ in range(3))
-        return authority.server(0).servers_door if self._locked[address] else b""
+        return authority.server(0).servers_key if self._locked[address] else b""
 
     def _count(self, kind: str, sent: int) -> None:
         self.sent[kind] = self.sent.get(kind, 0) + sent

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.control import signatures as seals
+from distbelief.control import signatures
 from tests.fuzz.__main__ import GROWTH_MB, undisturbed
 from tests.fuzz.siege import Siege
 
@@ -25,8 +25,8 @@ def test_a_run_under_siege(tmp_path: Path, expected: str) -> None:
         assert len(siege.doors()) == 4  # the coordinator, two servers, and where torch groups meet
         before = siege.measure()
         siege.attack(FRAMES)
-        siege.has_refused(seals.SEEN_BEFORE, siege.sent["replayed"] - 1)
-        siege.has_refused(seals.NOT_ITS_OWN, siege.sent["in another's name"])
+        siege.has_refused(signatures.REPLAYED, siege.sent["replayed"] - 1)
+        siege.has_refused(signatures.WRONG_SENDER, siege.sent["in another's name"])
         after = siege.measure()
         result, refused = siege.result(), siege.refused()
     finally:
@@ -36,7 +36,13 @@ def test_a_run_under_siege(tmp_path: Path, expected: str) -> None:
     assert after.rss_mb.keys() == before.rss_mb.keys(), "no process has died"
     assert max(after.rss_mb[name] - mb for name, mb in before.rss_mb.items()) < GROWTH_MB
     assert sum(siege.sent.values()) > FRAMES / 2
-    for reason in (seals.NO_SEAL, seals.WRONG_SEAL, seals.SEEN_BEFORE, seals.NOT_ITS_OWN, seals.NO_MESSAGE):
+    for reason in (
+        signatures.UNSIGNED,
+        signatures.WRONG_SIGNATURE,
+        signatures.REPLAYED,
+        signatures.WRONG_SENDER,
+        signatures.MALFORMED,
+    ):
         assert refused[reason] > 0, reason
     assert result["refused"] == refused, "it is in the summary"
-    assert refused[seals.SEEN_BEFORE] == siege.sent["replayed"] - 1
+    assert refused[signatures.REPLAYED] == siege.sent["replayed"] - 1

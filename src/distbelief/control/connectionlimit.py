@@ -1,8 +1,9 @@
-"""How many strangers may stand at a listening socket: who connects and says nothing costs a descriptor and memory.
+"""Limits unauthenticated connections per socket: each one costs a file descriptor and memory.
 
-A stranger is a connection over which nothing sealed has come yet. When there are too many, the one that has stood there
-longest is turned away: a member speaks as soon as it is connected, so that is hardly ever one; and if it is, it
-connects again by itself. Members are not counted: they have the run's key.
+A connection is unauthenticated until a validly signed message has come over it. When there are too many, the oldest
+unauthenticated connection is closed. Members send as soon as they are connected, so the oldest is hardly ever a
+member's; a member that is hit reconnects by itself. Connections of members are not limited: members have the run's
+keys.
 """
 
 from __future__ import annotations
@@ -16,103 +17,110 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from distbelief.control.signatures import TURNED_AWAY, Refusals
-from distbelief.control.sockets import hear_event
+from distbelief.control.signatures import CONNECTIONS_CLOSED, Refusals
+from distbelief.control.sockets import next_event
 
-MOST_STRANGERS = 1000
-LEAST_STRANGERS = 16
+MOST_UNAUTHENTICATED = 1000
+LEAST_UNAUTHENTICATED = 16
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
-def most_strangers() -> int:
-    """Half of what this process may open at most: the other half is for its work.
+def default_limit() -> int:
+    """Half of the file descriptors that this process may open, within the bounds above: the rest is for its work.
 
-    >>> LEAST_STRANGERS <= most_strangers() <= MOST_STRANGERS
+    >>> LEAST_UNAUTHENTICATED <= default_limit() <= MOST_UNAUTHENTICATED
     True
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(LEAST_STRANGERS, min(MOST_STRANGERS, soft // 2 if soft > 0 else MOST_STRANGERS))
+    return max(LEAST_UNAUTHENTICATED, min(MOST_UNAUTHENTICATED, soft // 2 if soft > 0 else MOST_UNAUTHENTICATED))
 
 
-class Strangers:
-    """Connections, by their descriptors, in the order in which they came.
+class Connections:
+    """A socket's connections by file descriptor; the unauthenticated ones in the order in which they were opened.
 
-    >>> strangers = Strangers(most=2)
-    >>> for connection in (7, 8, 9, 10):
-    ...     strangers.came(connection)
-    >>> strangers.spoke(7)
-    >>> strangers.surplus()
+    >>> connections = Connections(most=2)
+    >>> for descriptor in (7, 8, 9, 10):
+    ...     connections.opened(descriptor)
+    >>> connections.authenticated(7)
+    >>> connections.surplus()
     [8]
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._silent: dict[int, None] = {}
+        self._unauthenticated: dict[int, None] = {}
         self._members: set[int] = set()
 
-    def came(self, connection: int) -> None:
-        self.gone(connection)  # the end of whoever had that number before was not heard
-        self._silent[connection] = None
+    def opened(self, connection: int) -> None:
+        self.closed(connection)  # the event of the descriptor's earlier connection may have been lost
+        self._unauthenticated[connection] = None
 
     def is_member(self, connection: int) -> bool:
         return connection in self._members
 
-    def spoke(self, connection: int) -> None:
-        """It is a member's."""
-        self._silent.pop(connection, None)
+    def authenticated(self, connection: int) -> None:
+        """A validly signed message came over this connection."""
+        self._unauthenticated.pop(connection, None)
         self._members.add(connection)
 
-    def gone(self, connection: int) -> None:
-        self._silent.pop(connection, None)
+    def closed(self, connection: int) -> None:
+        self._unauthenticated.pop(connection, None)
         self._members.discard(connection)
 
     def surplus(self) -> list[int]:
-        """Whom to turn away: not to be asked for again."""
-        found = list(self._silent)[: max(len(self._silent) - self._most, 0)]
+        """The connections to close. Each is returned once."""
+        found = list(self._unauthenticated)[: max(len(self._unauthenticated) - self._most, 0)]
         for connection in found:
-            del self._silent[connection]
+            del self._unauthenticated[connection]
         return found
 
 
-class Doorkeeper:
-    """Of one socket of ZeroMQ that is bound to a port. Whoever has the socket polls `events` too, and calls `attend`
-    when there are some."""
+class ConnectionLimit:
+    """Limits the unauthenticated connections of one bound ZeroMQ socket.
+
+    The owner of the socket also polls `events`, and calls `enforce` when there are some.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes], refusals: Refusals, most: int = 0) -> None:
         self._socket = socket
         self._refusals = refusals
-        self._strangers = Strangers(most or most_strangers())
+        self._connections = Connections(most or default_limit())
         self._port = _port_of(socket)
         self.events: zmq.Socket[bytes] = socket.get_monitor_socket(_EVENTS)
 
-    def know(self, frame: zmq.Frame) -> None:
-        """A message that this frame is of bore a good seal."""
+    def authenticated(self, frame: zmq.Frame) -> None:
+        """The message of this frame was validly signed: its connection is a member's."""
         connection = frame.get(zmq.SRCFD)
         assert isinstance(connection, int)
-        if not self._strangers.is_member(connection):
-            self._hear()  # its coming comes before its words, but may not have been heard: it would count as silent
-            self._strangers.spoke(connection)
+        if not self._connections.is_member(connection):
+            self._read_events()  # else its event "opened", read later, would make it unauthenticated again
+            self._connections.authenticated(connection)
 
-    def attend(self) -> None:
-        """Hear who came and went. Call it after the messages that wait were heard: then nobody who spoke is silent."""
-        self._hear()
-        for connection in self._strangers.surplus():
-            self._turn_away(connection)
+    def enforce(self) -> None:
+        """Read the socket's events and close surplus connections.
 
-    def _hear(self) -> None:
-        for _ in range(1000):  # a flood does not stop the rest
+        Call this after all waiting messages were verified: then no connection with a valid message counts as surplus.
+        """
+        self._read_events()
+        for connection in self._connections.surplus():
+            self._close(connection)
+
+    def _read_events(self) -> None:
+        for _ in range(1000):  # bounded: a flood of connections must not stop the caller
             try:
-                event, connection = hear_event(self.events)
+                event, connection = next_event(self.events)
             except zmq.Again:
                 return
             if event == zmq.EVENT_DISCONNECTED:
-                self._strangers.gone(connection)
+                self._connections.closed(connection)
             else:
-                self._strangers.came(connection)
+                self._connections.opened(connection)
 
-    def _turn_away(self, connection: int) -> None:
-        """ZeroMQ closes it when it sees that nothing comes any more. Its descriptor may have become another's in this
-        very moment: nothing is done to what is no connection to our port."""
+    def _close(self, connection: int) -> None:
+        """Shut the connection down; ZeroMQ then closes its descriptor.
+
+        The descriptor may belong to something else by now, so only a connection to our own port is touched.
+        """
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             same = os.dup(connection)
             stack.callback(os.close, same)
@@ -122,10 +130,10 @@ class Doorkeeper:
             stack.callback(there.detach)
             if there.family in (sockets.AF_INET, sockets.AF_INET6) and there.getsockname()[1] == self._port:
                 there.shutdown(sockets.SHUT_RDWR)
-                self._refusals.add(TURNED_AWAY)
+                self._refusals.add(CONNECTIONS_CLOSED)
 
     def close(self) -> None:
-        """Before the socket itself."""
+        """Call this before the socket itself is closed."""
         self._socket.disable_monitor()
         self.events.close(linger=0)
 

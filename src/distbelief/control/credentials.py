@@ -1,9 +1,10 @@
-"""What each member of a run has of its own, in place of the run's secret: with it, it can speak for itself alone.
+"""Credentials: the keys and tokens with which each process of a run authenticates, derived from the run's secret.
 
-Whoever has the secret (the engine, its agents, whoever can read the run directory) is an *owner*, and makes the badges
-of workers and parameter servers. A worker's badge lets it sign what it says to the coordinator, and what it says to
-servers; a server's holds what servers check all workers by, so servers could speak for workers to other servers, but
-not to the coordinator. Doors are the public keys (CURVE) of those that listen: who does not know them cannot connect.
+A process that has the secret is an *owner*: the engine, its agents, and every process that can read the run directory.
+An owner derives the credentials of workers and parameter servers. A worker's credential signs its messages to the
+coordinator and, with another token, its messages to servers. A server's credential holds the key by which all servers
+verify workers: a server could speak for a worker to other servers, but not to the coordinator. A process without the
+public key (CURVE) of a listening socket cannot connect to that socket.
 """
 
 from __future__ import annotations
@@ -13,100 +14,105 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from distbelief.control.signatures import AGENT, OWNER, SERVER, WORKER, Checker, Signer, derived, token_of
+from distbelief.control.signatures import AGENT, OWNER, SERVER, WORKER, Signer, Verifier, derive_key, derive_token
 
 BURST = 4000
 PER_S = 1000
-"""Of one sender the coordinator hears so many messages. A member says about ten a second."""
+"""The coordinator's rate limit per sender: this many messages at once, and PER_S per second. A member sends about
+10."""
 
 Keys = tuple[bytes, bytes]
-"""Of one that listens: (public, private)."""
+"""The CURVE key pair of a listening socket: (public, private)."""
 
 
-class Badge(Struct, frozen=True):
+class Credential(Struct, frozen=True):
     role: str
     number: int
-    """An owner's is any."""
+    """A worker's or server's number. An owner's or agent's is random and only tells two processes apart."""
     token: bytes
-    """Signs what it says to the coordinator."""
-    door: bytes
+    """Signs messages to the coordinator."""
+    coordinator_key: bytes
     """The coordinator's public key."""
-    among: bytes = b""
-    """A worker's: signs what it says to servers. A server's: what all servers check by."""
-    servers_door: bytes = b""
-    """The public key of all servers."""
+    peer_key: bytes = b""
+    """A worker's token for servers; in a server's credential the key from which the tokens of all workers follow."""
+    servers_key: bytes = b""
+    """The public key that all servers share."""
 
     def __repr__(self) -> str:
-        return f"Badge({self.role} {self.number})"  # what is printed is read by others
+        return f"Credential({self.role} {self.number})"  # logs must not show the keys
 
     def signer(self) -> Signer:
-        """For what it says to the coordinator."""
+        """Signs messages to the coordinator."""
         return Signer(self.role, self.number, self.token)
 
     def signer_to_servers(self) -> Signer:
-        token = token_of(self.among, SERVER, self.number) if self.role == SERVER else self.among
+        """Signs messages of a worker or a server to servers."""
+        token = derive_token(self.peer_key, SERVER, self.number) if self.role == SERVER else self.peer_key
         return Signer(self.role, self.number, token)
 
-    def checker(self) -> Checker:
-        """A server's: of what workers and other servers say to it."""
-        return Checker({WORKER: self.among, SERVER: self.among})
+    def verifier(self) -> Verifier:
+        """Verifies what workers and other servers send to this server."""
+        return Verifier({WORKER: self.peer_key, SERVER: self.peer_key})
 
     def server_keys(self) -> Keys:
-        """A server's own."""
-        return _curve_keys(self.among)
+        """The key pair of this server's listening socket."""
+        return _curve_keys(self.peer_key)
 
 
-NOBODY = Badge("", -1, b"", b"")
-"""For somebody who is alone."""
+NO_CREDENTIAL = Credential("", -1, b"", b"")
+"""For a process that talks to nobody, such as a replay."""
 
 
 @dataclass(frozen=True)
 class Authority:
-    """Who has the run's secret. `start`: what tells this start of the run from others with the same secret, so that
-    members of an earlier one are not heard."""
+    """Derives all credentials of a run from its secret.
+
+    `start` is a random text for each start of the run: tokens of agents, workers and servers follow from it too, so
+    processes that outlived an earlier start with the same secret are rejected.
+    """
 
     secret: bytes = field(repr=False)
     start: str = ""
 
-    def owner(self) -> Badge:
-        return Badge(OWNER, secrets.randbits(62), token_of(self.secret, OWNER, 0), self.keys()[0])
+    def owner(self) -> Credential:
+        return Credential(OWNER, secrets.randbits(62), derive_token(self.secret, OWNER, 0), self.keys()[0])
 
-    def agent(self) -> Badge:
-        """Of a host, in this start of the run: those of an earlier one are not heard."""
-        return Badge(AGENT, secrets.randbits(62), token_of(self._run, AGENT, 0), self.keys()[0])
+    def agent(self) -> Credential:
+        """The credential of a host's agent. Valid for this start of the run only."""
+        return Credential(AGENT, secrets.randbits(62), derive_token(self._run, AGENT, 0), self.keys()[0])
 
-    def worker(self, number: int) -> Badge:
-        among = token_of(self._among, WORKER, number)
-        return Badge(WORKER, number, token_of(self._run, WORKER, number), self.keys()[0], among, self._servers_door)
+    def worker(self, number: int) -> Credential:
+        token, to_servers = derive_token(self._run, WORKER, number), derive_token(self._peers, WORKER, number)
+        return Credential(WORKER, number, token, self.keys()[0], to_servers, self._servers_key)
 
-    def server(self, number: int) -> Badge:
-        token = token_of(self._run, SERVER, number)
-        return Badge(SERVER, number, token, self.keys()[0], self._among, self._servers_door)
+    def server(self, number: int) -> Credential:
+        token = derive_token(self._run, SERVER, number)
+        return Credential(SERVER, number, token, self.keys()[0], self._peers, self._servers_key)
 
     def keys(self) -> Keys:
-        """The coordinator's."""
+        """The key pair of the coordinator's listening socket."""
         return _curve_keys(self.secret)
 
-    def checker(self) -> Checker:
-        """The coordinator's."""
-        return Checker({OWNER: self.secret, **dict.fromkeys((AGENT, WORKER, SERVER), self._run)}, BURST, PER_S)
+    def verifier(self) -> Verifier:
+        """Verifies what is sent to the coordinator."""
+        return Verifier({OWNER: self.secret, **dict.fromkeys((AGENT, WORKER, SERVER), self._run)}, BURST, PER_S)
 
     @property
     def _run(self) -> bytes:
-        return derived(self.secret, b"distbelief-start", self.start.encode())
+        return derive_key(self.secret, b"distbelief-start", self.start.encode())
 
     @property
-    def _among(self) -> bytes:
-        return derived(self._run, b"distbelief-among")
+    def _peers(self) -> bytes:
+        return derive_key(self._run, b"distbelief-peers")
 
     @property
-    def _servers_door(self) -> bytes:
-        return _curve_keys(self._among)[0]
+    def _servers_key(self) -> bytes:
+        return _curve_keys(self._peers)[0]
 
 
 def _curve_keys(key: bytes) -> Keys:
-    import zmq  # only by whoever makes keys: commands that start nothing start without it
+    import zmq  # here and not above: commands that start no run do not import ZeroMQ
     from zmq.utils import z85
 
-    private = z85.encode(derived(key, b"distbelief-curve"))
+    private = z85.encode(derive_key(key, b"distbelief-curve"))
     return zmq.curve_public(private), private

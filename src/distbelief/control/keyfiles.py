@@ -1,7 +1,7 @@
 """Key files: what whoever may lead or join a run from another machine has, and nobody else.
 
 A key is 64 hexadecimal digits in a file that only its owner may read. It is never sent: a run's secret follows from it,
-and from that what members show to each other (badges.py). One key per job, or per group of people, as you like.
+and from that what members show to each other (credentials.py). One key per job, or per group of people, as you like.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Reaching whoever listens: encrypted and authenticated (CURVE), except for tensors that stay on this machine.
+"""ZeroMQ sockets of the control plane: which of them are encrypted and authenticated (CURVE).
 
-Who listens has a key pair that follows from the run's secret (badges.py). Whoever knows the public one can check whom
-it talks to and be let in; whoever does not cannot even shake hands. Between members on loopback, where parameter
-servers move tensors at the speed of memory, what is said is signed (seals.py), but not encrypted.
+Every listening process has a CURVE key pair derived from the run's secret (credentials.py). A process that knows the
+public key can connect and can check that it talks to the right process; a process that does not know it fails in the
+handshake. Sockets of parameter servers on loopback are not encrypted, because tensors move there at the speed of
+memory; the messages on them are signed all the same (signatures.py).
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from distbelief.control.credentials import Keys
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 HANDSHAKE_MS = 15_000
-"""Who connects and has not said who it is for so long is disconnected."""
+"""A connection whose handshake is not complete after this time is closed."""
 _EVENT = struct.Struct("=Hi")
 
 
-def hear_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
-    """What a socket's monitor tells next: which event, and its number. (zmq.utils.monitor imports asyncio.)"""
+def next_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
+    """The next event of a socket's monitor, and the event's value. (zmq.utils.monitor would import asyncio.)"""
     event, value = _EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
     return int(event), int(value)
 
@@ -39,19 +40,19 @@ def is_loopback(address: str) -> bool:
     return host_of(address) in LOOPBACK
 
 
-def dial(socket: zmq.Socket[bytes], address: str, door: bytes) -> None:
-    """Connect to the coordinator whose public key is `door`."""
+def dial(socket: zmq.Socket[bytes], address: str, server_key: bytes) -> None:
+    """Connect, encrypted, to the listening socket whose public key is `server_key`."""
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-    socket.curve_serverkey = door
+    socket.curve_serverkey = server_key
     _connect(socket, address)
 
 
-def dial_server(socket: zmq.Socket[bytes], address: str, door: bytes) -> None:
-    """Connect to a parameter server."""
+def dial_server(socket: zmq.Socket[bytes], address: str, server_key: bytes) -> None:
+    """Connect to a parameter server: encrypted, except on loopback."""
     if is_loopback(address):
         _connect(socket, address)
     else:
-        dial(socket, address, door)
+        dial(socket, address, server_key)
 
 
 def _connect(socket: zmq.Socket[bytes], address: str) -> None:
@@ -61,14 +62,14 @@ def _connect(socket: zmq.Socket[bytes], address: str) -> None:
 
 
 def protect(socket: zmq.Socket[bytes], keys: Keys) -> None:
-    """Before a coordinator binds: let in only who knows its public key."""
+    """Before a socket is bound: accept only connections that know its public key."""
     socket.curve_publickey, socket.curve_secretkey = keys
     socket.curve_server = True
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
 
 
 def protect_server(socket: zmq.Socket[bytes], address: str, keys: Keys) -> None:
-    """Likewise before a parameter server binds there."""
+    """Before a parameter server's socket is bound to `address`: as `protect`, except on loopback."""
     if not is_loopback(address):
         protect(socket, keys)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)

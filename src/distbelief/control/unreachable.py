@@ -16,7 +16,7 @@ from typing import Literal
 import zmq
 
 from distbelief.control.addresses import resolve, route_to, split, tcp
-from distbelief.control.sockets import dial, hear_event
+from distbelief.control.sockets import dial, next_event
 from distbelief.errors import DistBeliefError, JobError
 
 CONNECT_S = 3.0
@@ -133,15 +133,15 @@ def attempt(address: str, port: int) -> Attempt:
         return Attempt(address, card, what, error.strerror or str(error))
 
 
-def unanswered(endpoint: str, door: bytes, who: str = "the coordinator") -> DistBeliefError:
-    """Somebody has waited for an answer from there in vain: why. `door`: the public key of who is to be there."""
+def unanswered(endpoint: str, server_key: bytes, who: str = "the coordinator") -> DistBeliefError:
+    """Somebody has waited for an answer from there in vain: why. `server_key`: the public key of who is to be there."""
     host, port = split(endpoint)
     tried = attempt(host, int(port))
     if tried.what != "open":
         return DistBeliefError(f"{who} at {endpoint} does not answer: {tried}", hint=_advice([tried]))
     found = greeting(endpoint)
     if found == "ours":
-        found = handshake(endpoint, door)
+        found = handshake(endpoint, server_key)
     if found == "another key":
         return DistBeliefError(
             f"{who} at {endpoint} does not let us in: it has another key",
@@ -175,17 +175,17 @@ def greeting(endpoint: str) -> Speaks:
     return "another protocol" if data else "nothing"
 
 
-def handshake(endpoint: str, door: bytes) -> Speaks:
-    """Whether who listens there has the key pair whose public half is `door`."""
+def handshake(endpoint: str, server_key: bytes) -> Speaks:
+    """Whether who listens there has the key pair whose public half is `server_key`."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        dial(socket, endpoint, door)
+        dial(socket, endpoint, server_key)
         until = time.monotonic() + HANDSHAKE_S
         try:
             while (left_s := until - time.monotonic()) > 0:
                 if monitor.poll(int(left_s * 1000) + 1):  # it is told of nothing but success
-                    hear_event(monitor)
+                    next_event(monitor)
                     return "ours"
         finally:
             socket.disable_monitor()

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 from msgspec import Struct
 
-from distbelief.control.connectionlimit import Doorkeeper
+from distbelief.control.connectionlimit import ConnectionLimit
 from distbelief.control.credentials import Authority
 from distbelief.control.messages import SECRET_BYTES
 from distbelief.control.signatures import Refusals
@@ -42,7 +42,7 @@ class Order(Struct, frozen=True, forbid_unknown_fields=True):
     """In hexadecimal."""
     config: RunConfig
     start: str = ""
-    """See `badges.Authority`."""
+    """See `credentials.Authority`."""
     listen: str = edge.DEFAULT_LISTEN
     host: str = ""
     """What the machine is called on which the engine runs."""
@@ -95,7 +95,7 @@ def _run(order: Order, engine: EngineLink) -> int:
         authority = Authority(bytes.fromhex(order.secret), order.start)
         socket, address = edge.bind(context, authority.keys(), order.listen)
         refusals = Refusals()
-        with socket, contextlib.closing(Doorkeeper(socket, refusals)) as door:
+        with socket, contextlib.closing(ConnectionLimit(socket, refusals)) as limit:
             known = edge.reported(metrics.path)
             records, now = journal.replayed, time.time()
             if order.resume:
@@ -105,7 +105,7 @@ def _run(order: Order, engine: EngineLink) -> int:
             with client.advertised(run_dir, address, authority, journal.epoch, order.host):
                 _answer({"address": address, "epoch": journal.epoch})
                 server = edge.Server(
-                    *(socket, door, journal, metrics, authority.checker(), state),
+                    *(socket, limit, journal, metrics, authority.verifier(), state),
                     parcel=lambda: _parcel(run_dir),
                     refusals=refusals,
                 )

@@ -53,14 +53,14 @@ def ask_for_seat(run_dir: Path, pid: int, timeout_s: float = 10.0) -> int:
 
 def _answer_to(run_dir: Path, event: Event, timeout_s: float) -> Command | None:
     address, authority = whereabouts(run_dir)
-    badge = authority.owner()
+    credential = authority.owner()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        dial(socket, address, badge.door)
+        dial(socket, address, credential.coordinator_key)
         message = encode(event)
-        socket.send_multipart([badge.signer().seal(message), message])
+        socket.send_multipart([credential.signer().sign(message), message])
         if not socket.poll(int(timeout_s * 1000)):
-            raise unanswered(address, badge.door, f"the coordinator of {run_dir}")
+            raise unanswered(address, credential.coordinator_key, f"the coordinator of {run_dir}")
         with contextlib.suppress(msgspec.MsgspecError):
             return decode_command(socket.recv_multipart()[-1])
     return None

@@ -22,9 +22,9 @@ import msgspec
 import zmq
 
 from distbelief.control import messages as m
-from distbelief.control.connectionlimit import Doorkeeper
+from distbelief.control.connectionlimit import ConnectionLimit
 from distbelief.control.credentials import Keys
-from distbelief.control.signatures import NO_MESSAGE, NO_SEAL, NOT_ITS_OWN, OUT_OF_PLACE, Checker, Refusals, Refused
+from distbelief.control.signatures import MALFORMED, UNEXPECTED, UNSIGNED, WRONG_SENDER, Refusals, Refused, Verifier
 from distbelief.control.sockets import protect
 from distbelief.coordinator import traceparts
 from distbelief.coordinator.journal import Journal
@@ -138,10 +138,10 @@ class Server:
     """Everything the loop holds. Construct it, then `serve`."""
 
     socket: zmq.Socket[bytes]
-    door: Doorkeeper
+    limit: ConnectionLimit
     journal: Journal
     metrics: MetricsFile
-    checker: Checker
+    verifier: Verifier
     state: s.State
     clock: Callable[[], float] = time.time
     addresses: dict[int, bytes] = field(default_factory=dict)
@@ -155,7 +155,7 @@ class Server:
     encoded: tuple[m.Command | None, bytes] = (None, b"")
     """The last command and its bytes: one and the same goes to many members."""
     refusals: Refusals = field(default_factory=Refusals)
-    """Those of the door too."""
+    """Includes the connections that `limit` closed."""
     broken: bool = False
     """The journal or the metrics file could not be written."""
 
@@ -167,7 +167,7 @@ def serve(server: Server, wakeup: Wakeup) -> int:
     """
     poller = zmq.Poller()
     poller.register(server.socket, zmq.POLLIN)
-    poller.register(server.door.events, zmq.POLLIN)
+    poller.register(server.limit.events, zmq.POLLIN)
     poller.register(wakeup.fileno(), zmq.POLLIN | zmq.POLLERR)
     next_tick = next_flush = time.monotonic()
     done = False
@@ -177,7 +177,7 @@ def serve(server: Server, wakeup: Wakeup) -> int:
             done = handle(server, event, identity)
             if done:
                 break
-        server.door.attend()
+        server.limit.enforce()
         reason = wakeup.read()
         if reason and not done:
             done = handle(server, m.StopRequested(reason, at_once=True))
@@ -310,24 +310,24 @@ def _received(server: Server) -> Iterable[tuple[bytes, m.Event]]:
         except zmq.Again:
             return
         try:
-            event = _heard(server.checker, server.socket.recv_multipart())
+            event = _heard(server.verifier, server.socket.recv_multipart())
         except Refused as refused:
             server.refusals.add(refused.reason)
             continue
-        server.door.know(identity)
+        server.limit.authenticated(identity)
         yield identity.bytes, event
 
 
-def _heard(checker: Checker, frames: list[bytes]) -> m.Event:
+def _heard(verifier: Verifier, frames: list[bytes]) -> m.Event:
     if len(frames) != 2:
-        raise Refused(NO_SEAL)
-    claim = checker.check(frames[0], frames[1], time.monotonic())
+        raise Refused(UNSIGNED)
+    sender = verifier.verify(frames[0], frames[1], time.monotonic())
     try:
         event = m.decode_event(frames[1])
     except msgspec.MsgspecError:
-        raise Refused(NO_MESSAGE) from None
-    if not may_say(claim, event):
-        raise Refused(NOT_ITS_OWN)
+        raise Refused(MALFORMED) from None
+    if not may_say(sender, event):
+        raise Refused(WRONG_SENDER)
     return event
 
 
@@ -341,8 +341,8 @@ def _tell_of_refusals(server: Server, now: float) -> None:
 
 def _complain(server: Server, why: str) -> None:
     """Of a message by somebody who may speak; at length, but not for ever."""
-    server.refusals.add(OUT_OF_PLACE)
-    if server.refusals.counts[OUT_OF_PLACE] <= MOST_COMPLAINTS:
+    server.refusals.add(UNEXPECTED)
+    if server.refusals.counts[UNEXPECTED] <= MOST_COMPLAINTS:
         _say(f"dropped a message: {why}")
 
 

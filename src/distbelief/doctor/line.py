@@ -33,14 +33,14 @@ class Line:
 
     def __init__(self, endpoint: str, authority: Authority) -> None:
         self.endpoint = endpoint
-        badge = authority.owner()
-        self._signer = badge.signer()
-        self._key = badge.door
+        credential = authority.owner()
+        self._signer = credential.signer()
+        self._key = credential.coordinator_key
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, words.MOST_BYTES)
-        dial(self._socket, endpoint, badge.door)
+        dial(self._socket, endpoint, credential.coordinator_key)
 
     def __enter__(self) -> Line:
         return self
@@ -50,7 +50,7 @@ class Line:
 
     def send(self, message: words.ToLeader) -> None:
         data = words.encode(message)
-        self._socket.send_multipart([self._signer.seal(data), data])
+        self._socket.send_multipart([self._signer.sign(data), data])
 
     def hear(self, limit_s: float | None = None) -> words.FromLeader:
         """What comes next. Raises an error that explains why nothing does."""
@@ -82,7 +82,7 @@ class Door:
     """Where the leader is reached. A context manager."""
 
     def __init__(self, listen: str, authority: Authority) -> None:
-        self._checker = authority.checker()
+        self._verifier = authority.verifier()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 2000)
@@ -116,8 +116,8 @@ class Door:
         while self._socket.poll(0):
             identity, *frames = self._socket.recv_multipart()
             with contextlib.suppress(ValueError, Refused, msgspec.MsgspecError):  # strangers are not heard
-                seal, data = frames
-                self._checker.check(seal, data, time.monotonic())
+                signature, data = frames
+                self._verifier.verify(signature, data, time.monotonic())
                 yield identity, words.decode_to_leader(data)
 
 

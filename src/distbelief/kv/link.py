@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from distbelief.control.credentials import Badge
+from distbelief.control.credentials import Credential
 from distbelief.control.messages import EndRun, Serve, ServerMap
 from distbelief.control.sockets import dial
 from distbelief.errors import DistBeliefError
@@ -24,10 +24,10 @@ SILENT_S = 20.0
 
 
 class Link:
-    def __init__(self, address: str, badge: Badge) -> None:
+    def __init__(self, address: str, credential: Credential) -> None:
         self._address = address
-        self._door = badge.door
-        self._signer = badge.signer()
+        self._server_key = credential.coordinator_key
+        self._signer = credential.signer()
         self._name = uuid.uuid4().hex
         self._learn: Callable[[ServerMap], None] = lambda known: None
         self._map: ServerMap | None = None
@@ -73,7 +73,7 @@ class Link:
     def _live(self) -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 200)
-            dial(socket, self._address, self._door)
+            dial(socket, self._address, self._server_key)
             next_time = 0.0
             while not self._closing.is_set():
                 now = time.monotonic()
@@ -87,7 +87,7 @@ class Link:
     def _send(self, socket: zmq.Socket[bytes], message: words.Heard) -> None:
         data = words.encode(message)
         with contextlib.suppress(zmq.Again):
-            socket.send_multipart([self._signer.seal(data), data], zmq.NOBLOCK)
+            socket.send_multipart([self._signer.sign(data), data], zmq.NOBLOCK)
 
     def _hear(self, socket: zmq.Socket[bytes]) -> None:
         with contextlib.suppress(zmq.Again, msgspec.MsgspecError):

@@ -11,7 +11,7 @@ import torch
 import zmq
 from msgspec import Struct
 
-from distbelief.control.credentials import Badge
+from distbelief.control.credentials import Credential
 from distbelief.control.messages import EXIT_REPORTED
 from distbelief.kv.catalogue import Catalogue
 from distbelief.kv.keyslice import KeySlice
@@ -31,7 +31,7 @@ class ServerSpec(Struct, frozen=True):
     """Its number."""
     host: str
     address: str
-    badge: Badge
+    credential: Credential
     slices: int
     room: int
     """Bytes for values, all together."""

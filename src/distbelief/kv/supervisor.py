@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 import zmq
 
-from distbelief.control.connectionlimit import Doorkeeper
+from distbelief.control.connectionlimit import ConnectionLimit
 from distbelief.control.credentials import Authority
 from distbelief.control.messages import SECRET_BYTES, EndRun, Serve, ServerBeat, ServerFailed, ServerReady, SliceCopied
-from distbelief.control.signatures import NO_MESSAGE, NO_SEAL, NOT_ITS_OWN, OWNER, SERVER, Claim, Refusals, Refused
+from distbelief.control.signatures import MALFORMED, OWNER, SERVER, UNSIGNED, WRONG_SENDER, Refusals, Refused, Sender
 from distbelief.coordinator.rules.servers.fleetstate import Fleet
 from distbelief.coordinator.server import bind
 from distbelief.errors import DistBeliefError
@@ -67,7 +67,7 @@ class Warden:
         self._say = say
         self._stack = contextlib.ExitStack()
         self._authority = Authority(secrets.token_bytes(SECRET_BYTES))
-        self._checker = self._authority.checker()
+        self._verifier = self._authority.verifier()
         self._refusals = Refusals()
         self._keeper = SegmentKeeper()
         self._room = free_memory_bytes() // min(order.servers, 2)  # every value has two holders, if there are two
@@ -102,12 +102,12 @@ class Warden:
         except DistBeliefError as error:
             raise DistBeliefError(error.message.replace("the coordinator", "the service"), hint=error.hint) from error
         stack.callback(self._socket.close, 500)
-        self._doorkeeper = Doorkeeper(self._socket, self._refusals)
-        stack.callback(self._doorkeeper.close)
+        self._limit = ConnectionLimit(self._socket, self._refusals)
+        stack.callback(self._limit.close)
         self._listener = self._listen(order.folder / "keeper.sock")
         stack.callback(self._listener.close)
         self._watching.watch(self._socket, self._receive)
-        self._watching.watch(self._doorkeeper.events, self._doorkeeper.attend)
+        self._watching.watch(self._limit.events, self._limit.enforce)
         self._watching.watch(self._listener, self._accept)
         self._zygote = Zygote(self._log("starter"), _WARM)
         stack.callback(self._zygote.close)
@@ -185,7 +185,7 @@ class Warden:
             "worker": number,
             "host": host,
             "address": self.address,
-            "badge": msgspec.to_builtins(self._authority.server(number)),
+            "credential": msgspec.to_builtins(self._authority.server(number)),
             "slices": watch.slices_for(self._order.servers),
             "room": self._room,
             "shares": self._order.shares,
@@ -260,19 +260,19 @@ class Warden:
             except Refused as refused:
                 self._refusals.add(refused.reason)
                 continue
-            self._doorkeeper.know(identity)
+            self._limit.authenticated(identity)
             self._hear(identity.bytes, message)
 
     def _heard(self, frames: list[bytes]) -> words.Heard:
         if len(frames) != 2:
-            raise Refused(NO_SEAL)
-        claim = self._checker.check(frames[0], frames[1], time.monotonic())
+            raise Refused(UNSIGNED)
+        sender = self._verifier.verify(frames[0], frames[1], time.monotonic())
         try:
             message = words.decode_heard(frames[1])
         except msgspec.MsgspecError:
-            raise Refused(NO_MESSAGE) from None
-        if not _may_say(claim, message):
-            raise Refused(NOT_ITS_OWN)
+            raise Refused(MALFORMED) from None
+        if not _may_say(sender, message):
+            raise Refused(WRONG_SENDER)
         return message
 
     def _hear(self, identity: bytes, message: words.Heard) -> None:
@@ -331,11 +331,11 @@ class Warden:
                     self._failed = one
 
 
-def _may_say(claim: Claim, message: words.Heard) -> bool:
+def _may_say(sender: Sender, message: words.Heard) -> bool:
     """Servers speak for themselves; whoever has the connection file is a client."""
     if isinstance(message, words.ClientHere | words.ClientGone):
-        return claim.role == OWNER
-    return claim == (SERVER, message.server)
+        return sender.role == OWNER
+    return sender == (SERVER, message.server)
 
 
 def _tail(path: Path) -> str:

@@ -69,8 +69,8 @@ class Agent:
         self.insistence: list[Event] = []
         """What is said again with everything else, since it must be heard."""
         self._launch = launch
-        self._badge = authority.agent()
-        self._signer = self._badge.signer()
+        self._credential = authority.agent()
+        self._signer = self._credential.signer()
         self._leads = elsewhere is None
         self._show = show
         self._broken = broken
@@ -90,7 +90,7 @@ class Agent:
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)  # a machine that is gone closes no connection
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, 2_000)
-        dial(self._socket, address, self._badge.door)
+        dial(self._socket, address, self._credential.coordinator_key)
         self.watching.watch(self._socket, self.hear)
         self.hosting.begin(address)
 
@@ -180,7 +180,7 @@ class Agent:
     def send(self, event: Event) -> None:
         message = encode(event)
         with contextlib.suppress(zmq.Again):  # nobody has read for long; all of it is said again and again
-            self._socket.send_multipart([self._signer.seal(message), message], zmq.NOBLOCK)
+            self._socket.send_multipart([self._signer.sign(message), message], zmq.NOBLOCK)
 
     def log(self, source: str) -> LogPipe:
         log = LogPipe(source, self._launch.run_dir / "logs" / f"{source.replace(' ', '-')}.log", self._show)

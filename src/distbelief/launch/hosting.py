@@ -112,9 +112,9 @@ class Hosting:
             self._fork(role, number)
 
     def _spec(self, role: Role, number: int) -> WorkerSpec:
-        badge = self._authority.worker(number) if role == "worker" else self._authority.server(number)
+        credential = self._authority.worker(number) if role == "worker" else self._authority.server(number)
         place = self._place(number) if role == "worker" else 0
-        return self._launch.worker_spec(number, self._host, self._address, badge, self._store, place)
+        return self._launch.worker_spec(number, self._host, self._address, credential, self._store, place)
 
     def _place(self, worker: int) -> int:
         """The smallest number that no other worker here has."""

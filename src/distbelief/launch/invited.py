@@ -83,17 +83,17 @@ def _offered(
     waited = False
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        badge = Authority(invitation.secret).owner()
-        signer = badge.signer()
-        dial(socket, invitation.address, badge.door)
+        credential = Authority(invitation.secret).owner()
+        signer = credential.signer()
+        dial(socket, invitation.address, credential.coordinator_key)
         while time.monotonic() < deadline:
             if signals.count:
                 raise RunInterrupted(f"stopped by {signal_name(signals.received)} before the run had let us in")
             message = encode(offer)
-            socket.send_multipart([signer.seal(message), message])
+            socket.send_multipart([signer.sign(message), message])
             if not socket.poll(int(OFFER_EVERY_S * 1000)):
                 if not waited:
-                    say(f"waiting: {unanswered(invitation.address, badge.door).message}")
+                    say(f"waiting: {unanswered(invitation.address, credential.coordinator_key).message}")
                 waited = True
                 continue
             head, *rest = socket.recv_multipart()
@@ -106,7 +106,7 @@ def _offered(
                     case EndRun(reason=reason):
                         raise DistBeliefError(f"the run at {invitation.address} is over: {reason}")
             time.sleep(OFFER_EVERY_S)  # it is still starting
-    raise unanswered(invitation.address, badge.door)
+    raise unanswered(invitation.address, credential.coordinator_key)
 
 
 def _host(agent: Agent, address: str, signals: Signals, patience_s: float, say: Say) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, get_type_hints
 import msgspec
 
 from distbelief.atomicfile import replace_file
-from distbelief.control.credentials import Badge
+from distbelief.control.credentials import Credential
 from distbelief.control.sockets import is_loopback
 from distbelief.coordinator.rules.detector import STUCK_S
 from distbelief.errors import DistBeliefError, JobError
@@ -189,7 +189,13 @@ class Launch:
         }
 
     def worker_spec(
-        self, worker: int, host: str, address: str, badge: Badge, store: tuple[str, int] | None = None, place: int = 0
+        self,
+        worker: int,
+        host: str,
+        address: str,
+        credential: Credential,
+        store: tuple[str, int] | None = None,
+        place: int = 0,
     ) -> WorkerSpec:
         """What a worker is told. `address`: the coordinator's; `store`: the rendezvous, where torch groups are used;
         `place`: which of its host's workers it is."""
@@ -197,7 +203,7 @@ class Launch:
             worker=worker,
             host=host,
             address=self.dial(worker, address),
-            badge=badge,
+            credential=credential,
             run_dir=str(self.run_dir),
             strategy=self.strategy,
             threads=self.worker_threads.get(worker, self.threads),

@@ -28,7 +28,7 @@ class Parcel(msgspec.Struct, frozen=True):
     launch: dict[str, Any]
     resumed: bool
     start: str
-    """See `badges.Authority`."""
+    """See `credentials.Authority`."""
     job_pickle: bytes = b""
     code: dict[str, bytes] = {}
     store: tuple[str, int] | None = None

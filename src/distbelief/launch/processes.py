@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from distbelief.control.credentials import Badge
+from distbelief.control.credentials import Credential
 from distbelief.errors import DistBeliefError, RunFailed
 from distbelief.transport.shm.memfd import receive_message, send_message
 from distbelief.worker.spec import WorkerSpec
@@ -188,10 +188,10 @@ class Zygote:
         """Likewise whatever the module's `run(spec, socket)` is."""
         return self._fork({"do": "entry", "id": number, "module": module, "spec": spec}, log)
 
-    def fork_store(self, host: str, port: int, badge: Badge, log: LogPipe) -> int:
+    def fork_store(self, host: str, port: int, credential: Credential, log: LogPipe) -> int:
         """Fork the place where torch groups meet. Returns its port: the one that was wished for (0: any), if it is
         free."""
-        request = {"do": "store", "id": -1, "host": host, "port": port, "badge": msgspec.to_builtins(badge)}
+        request = {"do": "store", "id": -1, "host": host, "port": port, "credential": msgspec.to_builtins(credential)}
         _, sock = self._fork(request, log)
         with sock:
             return int(receive_message(sock)[0]["port"])

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from distbelief.control.credentials import Badge
+from distbelief.control.credentials import Credential
 from distbelief.lifeline import die_with_parent
 from distbelief.strategies import servers_of, wish_of
 from distbelief.transport.shm.memfd import receive_message, send_message
@@ -112,7 +112,7 @@ def _become(engine: socket.socket, parent: int, request: dict[str, Any], fds: li
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         sock = socket.socket(fileno=connection)
         if request["do"] == "store":
-            _serve_store(sock, request["host"], request["port"], msgspec.convert(request["badge"], Badge))
+            _serve_store(sock, request["host"], request["port"], msgspec.convert(request["credential"], Credential))
         if request["do"] == "entry":
             status = importlib.import_module(request["module"]).run(request["spec"], sock)
         else:
@@ -128,11 +128,11 @@ def _become(engine: socket.socket, parent: int, request: dict[str, Any], fds: li
         os._exit(status)
 
 
-def _serve_store(sock: socket.socket, host: str, port: int, badge: Badge) -> None:
+def _serve_store(sock: socket.socket, host: str, port: int, credential: Credential) -> None:
     """Be the place where torch groups meet, so that no worker's death takes it away."""
     from distbelief.transport.gloo.rendezvousserver import serve
 
-    serve(host, port, badge, lambda port: send_message(sock, {"port": port}))
+    serve(host, port, credential, lambda port: send_message(sock, {"port": port}))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 
 from distbelief.checkpoint.reading import newest_sound
 from distbelief.checkpoint.storage import Where
-from distbelief.control.credentials import NOBODY
+from distbelief.control.credentials import NO_CREDENTIAL
 from distbelief.errors import DistBeliefError, RunFailed
 from distbelief.replaying.records import RecordedRun
 from distbelief.strategies import parse, servers_of
@@ -41,7 +41,7 @@ def worker_spec(run: RecordedRun) -> WorkerSpec:
         worker=0,
         host=platform.node(),
         address="",
-        badge=NOBODY,
+        credential=NO_CREDENTIAL,
         run_dir=str(run.run_dir),
         strategy=launch.strategy if is_exact(run) else EXACT,
         threads=launch.threads,

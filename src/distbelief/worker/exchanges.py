@@ -79,7 +79,7 @@ def _torch_group(place: Place, action: TrainGeneration, abort: Abort) -> TorchGr
 def _meeting(place: Place, action: TrainGeneration) -> Rendezvous:
     if place.spec.store is None:
         raise DistBeliefError("the members are on several hosts, but this worker was told of no rendezvous store")
-    return Rendezvous(*place.spec.store, _group_name(action.generation), badge=place.spec.badge)
+    return Rendezvous(*place.spec.store, _group_name(action.generation), credential=place.spec.credential)
 
 
 def _group_name(generation: int) -> str:

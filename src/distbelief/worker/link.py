@@ -18,7 +18,7 @@ from queue import SimpleQueue
 import msgspec
 import zmq
 
-from distbelief.control.credentials import Badge
+from distbelief.control.credentials import Credential
 from distbelief.control.messages import (
     Command,
     Evaluation,
@@ -30,7 +30,7 @@ from distbelief.control.messages import (
     decode_command,
     encode,
 )
-from distbelief.control.sockets import dial, hear_event
+from distbelief.control.sockets import dial, next_event
 from distbelief.transport.shm.futexflags import Abort
 from distbelief.worker.rules import control
 from distbelief.worker.rules.control import (
@@ -76,14 +76,14 @@ class Progress:
 class ControlLink:
     """Use as a context manager; leaving it sends what is queued and ends the thread."""
 
-    def __init__(self, address: str, badge: Badge) -> None:
+    def __init__(self, address: str, credential: Credential) -> None:
         self.progress = Progress()
         self.actions: SimpleQueue[tuple[Action, Abort]] = SimpleQueue()
         """What to do; and the flag by which that will be ended, if it is a generation's work."""
         self._address = address
-        self._door = badge.door
-        self._signer = badge.signer()
-        self._state = WorkerState(badge.number)
+        self._server_key = credential.coordinator_key
+        self._signer = credential.signer()
+        self._state = WorkerState(credential.number)
         self._abort = Abort()  # of the newest generation
         self._story: dict[type, Event] = {}
         self._outbox: SimpleQueue[_Item] = SimpleQueue()
@@ -133,7 +133,7 @@ class ControlLink:
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, 2_000)  # the kernel would wait for minutes
         contact = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        dial(socket, self._address, self._door)
+        dial(socket, self._address, self._server_key)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
@@ -149,7 +149,7 @@ class ControlLink:
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 if contact in ready:
-                    connected = hear_event(contact)[0] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                    connected = next_event(contact)[0] == zmq.EVENT_HANDSHAKE_SUCCEEDED
                     # It is also told of every attempt that fails: what counts is since when there is nobody.
                     alone_since = None if connected else alone_since or time.monotonic()
                 if alone_since is not None and time.monotonic() - alone_since > LEASE_S:
@@ -246,7 +246,7 @@ class ControlLink:
         asks."""
         message = encode(event)
         with contextlib.suppress(zmq.Again):
-            socket.send_multipart([self._signer.seal(message), message], zmq.NOBLOCK)
+            socket.send_multipart([self._signer.sign(message), message], zmq.NOBLOCK)
 
 
 def _insist() -> None:

@@ -79,7 +79,7 @@ def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: b
         _adopt_frozen(spec, loaded)
     except BaseException as error:
         failure = describe_failure(spec, error, -1, -1)
-    with ControlLink(spec.address, spec.badge) as link:
+    with ControlLink(spec.address, spec.credential) as link:
         for number in (signal.SIGTERM, *([signal.SIGINT] if by_hand else [])):
             signal.signal(number, lambda number, frame: _leave_soon(spec, link))
         link.send(WorkerJoined(spec.worker, spec.host, os.getpid()))
@@ -138,7 +138,7 @@ def _report(link: ControlLink, failure: WorkerFailed) -> int:
 def _client(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> ServerClient | None:
     if not isinstance(loaded.strategy, ParameterServer | Sandblaster):
         return None
-    client = ServerClient(spec.badge)
+    client = ServerClient(spec.credential)
     link.progress.learn = client.learn
     link.progress.servers = lambda: client.version
     return client

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from distbelief.control.credentials import Badge
+from distbelief.control.credentials import Credential
 
 
 class SavePlan(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     worker: int
     host: str
     address: str
-    badge: Badge
+    credential: Credential
     run_dir: str
     strategy: str
     threads: int

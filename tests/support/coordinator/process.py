@@ -13,7 +13,7 @@ from pathlib import Path
 import zmq
 
 from distbelief.control import messages as m
-from distbelief.control.credentials import Authority, Badge
+from distbelief.control.credentials import Authority, Credential
 from distbelief.control.signatures import Signer
 from distbelief.control.sockets import dial
 from distbelief.coordinator import journal
@@ -88,24 +88,24 @@ def coordinator(run_dir: Path, order: dict | None = None, **config: object) -> I
                     pipe.close()  # type: ignore[union-attr]
 
 
-_signers: dict[Badge, Signer] = {}
+_signers: dict[Credential, Signer] = {}
 _owner = AUTHORITY.agent()
 
 
-def tell(socket: zmq.Socket, event: m.Event, badge: Badge | None = None) -> None:
+def tell(socket: zmq.Socket, event: m.Event, credential: Credential | None = None) -> None:
     """Whoever's it is to say, unless somebody else is named."""
     message = m.encode(event)
-    socket.send_multipart([signer(badge or badge_for(event)).seal(message), message])
+    socket.send_multipart([signer(credential or credential_for(event)).sign(message), message])
 
 
-def badge_for(event: m.Event) -> Badge:
+def credential_for(event: m.Event) -> Credential:
     if isinstance(event, FROM_WORKERS):
         return AUTHORITY.worker(event.worker)
     return AUTHORITY.server(event.server) if isinstance(event, FROM_SERVERS) else _owner
 
 
-def signer(badge: Badge) -> Signer:
-    return _signers.setdefault(badge, badge.signer())
+def signer(credential: Credential) -> Signer:
+    return _signers.setdefault(credential, credential.signer())
 
 
 def told(socket: zmq.Socket) -> m.Command:

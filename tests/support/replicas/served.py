@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distbelief.control.credentials import NOBODY
+from distbelief.control.credentials import NO_CREDENTIAL
 from distbelief.control.messages import ServerMap
 from distbelief.coordinator.rules.servers.placement import NONE
 from distbelief.data.sources import as_source
@@ -106,7 +106,7 @@ class ServedAlone:
         assert job.steps
         self.steps = job.steps
         self.prepared = PreparedServed(job, schedule, CPU, how)
-        spec = WorkerSpec(0, "here", "", NOBODY, "", strategy, 1, "cpu", shares_memory=keeper is not None)
+        spec = WorkerSpec(0, "here", "", NO_CREDENTIAL, "", strategy, 1, "cpu", shares_memory=keeper is not None)
         self.stores = stores = RunStores(
             spec, keeper, job, schedule, self.steps, PreparedServed(job, schedule, CPU, how)
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import zmq
 
-from distbelief.control.connectionlimit import MOST_STRANGERS
+from distbelief.control.connectionlimit import MOST_UNAUTHENTICATED
 
 NOBODY = 65534
 
@@ -50,7 +50,7 @@ def main() -> None:
         if heard(f"tcp://{host}:{port}"):
             got.append(f"is answered at port {port}")
     for host, port in doors:
-        if (standing := crowd(host, port)) > MOST_STRANGERS:
+        if (standing := crowd(host, port)) > MOST_UNAUTHENTICATED:
             got.append(f"has {standing} connections at port {port}")
     print(json.dumps(got))
 
@@ -75,12 +75,12 @@ def crowd(host: str, port: int) -> int:
     """Connect very often and say nothing: how many of the connections are left after a while."""
     with contextlib.ExitStack() as stack:
         crowd = []
-        for _ in range(MOST_STRANGERS + 300):
+        for _ in range(MOST_UNAUTHENTICATED + 300):
             crowd.append(stack.enter_context(socket.socket()))
             crowd[-1].connect((host, port))
             crowd[-1].setblocking(False)
         deadline = time.monotonic() + 10  # before who shakes no hands is disconnected anyway
-        while (standing := sum(map(is_open, crowd))) > MOST_STRANGERS and time.monotonic() < deadline:
+        while (standing := sum(map(is_open, crowd))) > MOST_UNAUTHENTICATED and time.monotonic() < deadline:
             time.sleep(0.1)
         return standing
 

@@ -43,10 +43,10 @@ def test_a_whole_run(tmp_path: Path, disturbed: bool) -> None:
             stranger.send_multipart([SECRET, m.encode(m.StopRequested("nor this"))])
             mine = signer(AUTHORITY.worker(7))
             for data in (b"\xc1garbage", b"\x81\xa4type\xa7Unknown"):
-                stranger.send_multipart([mine.seal(data), data])
+                stranger.send_multipart([mine.sign(data), data])
             stranger.send(b"one frame")
             three = m.encode(m.StopRequested("three"))
-            stranger.send_multipart([mine.seal(three), three, b"frames"])
+            stranger.send_multipart([mine.sign(three), three, b"frames"])
             # A real event, but out of place, is said at once: by then all that came before it has been dropped.
             tell(stranger, m.WorkerFinished(worker=77, generation=1, step=2))
             process.until_it_says("WorkerFinished of worker 77, which has not joined")
@@ -82,7 +82,7 @@ def test_a_whole_run(tmp_path: Path, disturbed: bool) -> None:
         if disturbed:
             last = re.findall(r"refused (\d+) messages: (.+)", log)[-1]
             assert int(last[0]) == 8
-            assert last[1] == "3 without a seal, 2 not a message, 2 with a wrong seal, 1 out of place"
+            assert last[1] == "3 unsigned, 2 malformed, 2 wrongly signed, 1 unexpected"
             assert [line["counts"] for line in at_the_end if line["kind"] == "refused"]
         else:
             assert "not from this run" not in log

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from distbelief.control.credentials import NOBODY
+from distbelief.control.credentials import NO_CREDENTIAL
 from distbelief.coordinator.rules.vocabulary import RunConfig
 from distbelief.errors import DistBeliefError
 from distbelief.launch import rundir
@@ -183,7 +183,7 @@ def test_only_a_state_that_is_on_accelerators_keeps_members_from_sharing_one(tmp
 
 def test_every_worker_is_told_its_own_number_of_threads_and_its_own_address(tmp_path: Path) -> None:
     launch = replace(FULL, run_dir=tmp_path, dial=lambda worker, address: f"{address}/{worker}")
-    one, two = (launch.worker_spec(worker, "host", "tcp://there", NOBODY) for worker in (1, 2))
+    one, two = (launch.worker_spec(worker, "host", "tcp://there", NO_CREDENTIAL) for worker in (1, 2))
     assert (one.threads, two.threads) == (2, 4)
     assert (one.address, two.address) == ("tcp://there/1", "tcp://there/2")
     assert (two.saves, two.origin, two.most_steps) == (launch.save_plan, launch.origin, 100)

@@ -72,9 +72,9 @@ def test_a_window_that_the_run_never_reaches() -> None:
 
 
 def spec(run_dir: Path, first: int, end: int, is_sent: bool = False) -> WorkerSpec:
-    badge = Authority(b"s" * 32).worker(3)
+    credential = Authority(b"s" * 32).worker(3)
     plan = ProfilePlan(first, end, is_sent)
-    return WorkerSpec(3, "a", "tcp://127.0.0.1:1", badge, str(run_dir), "allreduce", 1, "cpu", profile=plan)
+    return WorkerSpec(3, "a", "tcp://127.0.0.1:1", credential, str(run_dir), "allreduce", 1, "cpu", profile=plan)
 
 
 def profiler(run_dir: Path, first: int, end: int, parts: list[TracePart] | None = None) -> Profiler:

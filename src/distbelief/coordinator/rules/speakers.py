@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from distbelief.control import messages as m
-from distbelief.control.signatures import AGENT, OWNER, SERVER, WORKER, Claim
+from distbelief.control.signatures import AGENT, OWNER, SERVER, WORKER, Sender
 
 FROM_WORKERS = (
     m.WorkerJoined,
@@ -34,22 +34,22 @@ FROM_AGENTS = (m.EngineAttached, m.WorkerExited, m.ServerExited)
 FROM_SERVERS = (m.ServerReady, m.ServerBeat, m.SliceCopied, m.ServerFailed)
 
 
-def may_say(claim: Claim, event: m.Event) -> bool:
+def may_say(sender: Sender, event: m.Event) -> bool:
     """
-    >>> may_say(Claim(WORKER, 3), m.LeaveRequested(3)), may_say(Claim(WORKER, 3), m.LeaveRequested(4))
+    >>> may_say(Sender(WORKER, 3), m.LeaveRequested(3)), may_say(Sender(WORKER, 3), m.LeaveRequested(4))
     (True, False)
-    >>> may_say(Claim(WORKER, 3), m.StopRequested("I do not like it"))
+    >>> may_say(Sender(WORKER, 3), m.StopRequested("I do not like it"))
     False
     """
-    if isinstance(event, m.LeaveRequested) and claim.role == AGENT:  # a host that leaves takes its workers along
+    if isinstance(event, m.LeaveRequested) and sender.role == AGENT:  # a host that leaves takes its workers along
         return True
     if isinstance(event, FROM_AGENTS):
-        return claim.role == AGENT
+        return sender.role == AGENT
     if isinstance(event, FROM_WORKERS):
-        return claim == (WORKER, event.worker)
+        return sender == (WORKER, event.worker)
     if isinstance(event, FROM_SERVERS):
-        return claim == (SERVER, event.server)
-    return claim.role in (OWNER, AGENT)
+        return sender == (SERVER, event.server)
+    return sender.role in (OWNER, AGENT)
 
 
 def is_introduced(workers: Container[int], event: m.Event) -> bool:

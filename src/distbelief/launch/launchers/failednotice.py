@@ -78,15 +78,15 @@ def still_missing(place: Place, run_dir: Path, since: float) -> Missing:
 def turn_away(invitation: Invitation, missing: Missing, reason: str, patience_s: float) -> None:
     """Tell everybody who comes, until nobody is missing any more or that time is over. The coordinator has ended."""
     with contextlib.suppress(DistBeliefError, KeyboardInterrupt), _door(invitation) as (socket, authority):
-        checker, until = authority.checker(), time.monotonic() + patience_s
+        verifier, until = authority.verifier(), time.monotonic() + patience_s
         answer = encode(EndRun(1, "failed", reason))
         while not missing.is_nobody and time.monotonic() < until:
             if not socket.poll(int(_LOOK_S * 1000)):
                 continue
             identity, *frames = socket.recv_multipart()
             with contextlib.suppress(ValueError, Refused, msgspec.MsgspecError):  # strangers are not answered
-                seal, message = frames
-                checker.check(seal, message, time.monotonic())
+                signature, message = frames
+                verifier.verify(signature, message, time.monotonic())
                 event = decode_event(message)
                 if isinstance(event, HostOffered):
                     socket.send_multipart([identity, answer])

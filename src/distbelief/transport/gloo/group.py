@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from distbelief.control.credentials import Badge
+from distbelief.control.credentials import Credential
 from distbelief.transport.backups import Backups
 from distbelief.transport.exchange import TRANSFER_BYTES, Broken
 from distbelief.transport.gloo.rendezvousstore import MeetingStore
@@ -44,13 +44,13 @@ class Rendezvous:
     port: int
     name: str
     timeout_s: float = 300.0
-    badge: Badge | None = None
+    credential: Credential | None = None
     """None: the store is torch's own, which hears anybody."""
 
     def store(self, abort: Abort) -> Store:
-        if self.badge is not None:
+        if self.credential is not None:
             where = f"[{self.host}]" if ":" in self.host else self.host
-            return MeetingStore(f"tcp://{where}:{self.port}", self.badge, self.timeout_s, abort.check)
+            return MeetingStore(f"tcp://{where}:{self.port}", self.credential, self.timeout_s, abort.check)
         return TCPStore(self.host, self.port, is_master=False, timeout=datetime.timedelta(seconds=self.timeout_s))
 
 

@@ -1,8 +1,8 @@
 """Where the members of torch groups meet: a few keys and values, for members alone.
 
 torch's own store (TCPStore) asks nobody who he is: whoever reaches its port can read where members listen, and name
-other addresses instead. This one listens behind a CURVE door and hears members by their seals. It runs in a process of
-its own, so that no member's death takes it away.
+other addresses instead. This one listens on an encrypted socket (CURVE) and verifies the signatures of messages. It
+runs in a process of its own, so that no member's death takes it away.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from distbelief.control.connectionlimit import Doorkeeper
-from distbelief.control.credentials import Badge
-from distbelief.control.signatures import NO_MESSAGE, NO_SEAL, Checker, Refusals, Refused
+from distbelief.control.connectionlimit import ConnectionLimit
+from distbelief.control.credentials import Credential
+from distbelief.control.signatures import MALFORMED, UNSIGNED, Refusals, Refused, Verifier
 from distbelief.control.sockets import protect
 from distbelief.transport.gloo.rendezvousmessages import (
     Add,
@@ -93,10 +93,10 @@ def _number(text: bytes) -> int:
         return 0
 
 
-def serve(host: str, port: int, badge: Badge, listening: Callable[[int], None]) -> None:
+def serve(host: str, port: int, credential: Credential, listening: Callable[[int], None]) -> None:
     """For ever. `listening` is told the port: that one, if it is free (0: any)."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        protect(socket, badge.server_keys())
+        protect(socket, credential.server_keys())
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.IPV6, int(":" in host))
@@ -108,33 +108,33 @@ def serve(host: str, port: int, badge: Badge, listening: Callable[[int], None]) 
         except zmq.ZMQError:  # somebody else has it now
             port = socket.bind_to_random_port(where)
         listening(port)
-        place, checker, refusals = Place(), badge.checker(), Refusals()
-        with contextlib.closing(Doorkeeper(socket, refusals)) as doorkeeper:
+        place, verifier, refusals = Place(), credential.verifier(), Refusals()
+        with contextlib.closing(ConnectionLimit(socket, refusals)) as limit:
             poller = zmq.Poller()
             poller.register(socket, zmq.POLLIN)
-            poller.register(doorkeeper.events, zmq.POLLIN)
+            poller.register(limit.events, zmq.POLLIN)
             while True:
                 there = dict(poller.poll())
                 if socket in there:
-                    identity, request = socket.recv(copy=False), _heard(socket.recv_multipart(), checker, refusals)
+                    identity, request = socket.recv(copy=False), _heard(socket.recv_multipart(), verifier, refusals)
                     if request is not None:
-                        doorkeeper.know(identity)
+                        limit.authenticated(identity)
                         _answer(socket, place.hear(identity.bytes, request))
-                if doorkeeper.events in there:
-                    doorkeeper.attend()
+                if limit.events in there:
+                    limit.enforce()
                 if news := refusals.news(time.monotonic()):
                     print(news, flush=True)
 
 
-def _heard(frames: list[bytes], checker: Checker, refusals: Refusals) -> Request | None:
+def _heard(frames: list[bytes], verifier: Verifier, refusals: Refusals) -> Request | None:
     """None: it counts for nothing."""
     try:
         if len(frames) != 2:
-            raise Refused(NO_SEAL)
-        checker.check(frames[0], frames[1])
+            raise Refused(UNSIGNED)
+        verifier.verify(frames[0], frames[1])
         return decode_request(frames[1])
     except (Refused, msgspec.MsgspecError) as error:
-        refusals.add(error.reason if isinstance(error, Refused) else NO_MESSAGE)
+        refusals.add(error.reason if isinstance(error, Refused) else MALFORMED)
         return None
 
 

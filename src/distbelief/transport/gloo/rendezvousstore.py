@@ -14,7 +14,7 @@ import torch.distributed as dist
 import zmq
 from torch._C._distributed_c10d import Store
 
-from distbelief.control.credentials import Badge
+from distbelief.control.credentials import Credential
 from distbelief.control.sockets import dial
 from distbelief.transport.gloo.rendezvousmessages import (
     Add,
@@ -38,17 +38,17 @@ AGAIN_S = 2.0
 class MeetingStore(Store):
     """`check` raises when waiting is to be given up. torch calls it from one thread at a time, not always the same."""
 
-    def __init__(self, address: str, badge: Badge, timeout_s: float, check: Callable[[], None]) -> None:
+    def __init__(self, address: str, credential: Credential, timeout_s: float, check: Callable[[], None]) -> None:
         super().__init__()
         self._timeout_s = timeout_s
         self._check = check
-        self._signer = badge.signer_to_servers()
+        self._signer = credential.signer_to_servers()
         self._tickets = 0
         self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        dial(self._socket, address, badge.servers_door)
+        dial(self._socket, address, credential.servers_key)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(lambda ticket: Put(ticket, key, _bytes(value)))
@@ -97,7 +97,7 @@ class MeetingStore(Store):
     def _say(self, request: Request) -> None:
         message = encode(request)
         with contextlib.suppress(zmq.Again):
-            self._socket.send_multipart([self._signer.seal(message), message], zmq.NOBLOCK)
+            self._socket.send_multipart([self._signer.sign(message), message], zmq.NOBLOCK)
 
     def _heard(self) -> Found | None:
         with contextlib.suppress(msgspec.MsgspecError):

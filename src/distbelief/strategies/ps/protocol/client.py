@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from distbelief.control.credentials import Badge
+from distbelief.control.credentials import Credential
 from distbelief.control.messages import ServerMap
 from distbelief.control.sockets import dial_server
 from distbelief.errors import DistBeliefError
@@ -52,10 +52,10 @@ class _Sent:
 
 
 class ServerClient:
-    def __init__(self, badge: Badge) -> None:
-        self._client = badge.number
-        self._door = badge.servers_door
-        self._signer = badge.signer_to_servers()
+    def __init__(self, credential: Credential) -> None:
+        self._client = credential.number
+        self._server_key = credential.servers_key
+        self._signer = credential.signer_to_servers()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._sockets: dict[int, tuple[str, zmq.Socket[bytes]]] = {}
         self._poller = zmq.Poller()
@@ -303,7 +303,7 @@ class ServerClient:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
-            dial_server(socket, address, self._door)
+            dial_server(socket, address, self._server_key)
             self._poller.register(socket, zmq.POLLIN)
             self._sockets[server] = (address, socket)
         return self._sockets[server][1]

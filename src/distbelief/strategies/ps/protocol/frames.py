@@ -1,8 +1,8 @@
 """Words between workers and servers as frames: a message and the bytes that go with it.
 
-    | seal | a list of messages | bytes of the first message that has any | of the second | …
+    | signature | a list of messages | bytes of the first message that has any | of the second | …
 
-What servers answer has no seal: it goes back over the connection on which they were asked.
+What servers answer has no signature: it goes back over the connection on which they were asked.
 
 On one host the bytes stay where they are, in shared memory, and a message names the segment instead. No pickle.
 """
@@ -39,8 +39,8 @@ class Letter:
 def pack(letters: Sequence[Letter], signer: Signer | None = None) -> list[Any]:
     """The frames of one ZeroMQ message."""
     header = _encoder.encode([letter.message for letter in letters])
-    seal = [] if signer is None else [signer.seal(header)]
-    return [*seal, header, *(letter.payload for letter in letters if letter.payload is not None)]
+    signature = [] if signer is None else [signer.sign(header)]
+    return [*signature, header, *(letter.payload for letter in letters if letter.payload is not None)]
 
 
 def brings_bytes(content: Content | None) -> bool:

@@ -9,7 +9,7 @@ import zmq
 from msgspec import Struct
 
 from distbelief.control.decoding import Decoder
-from distbelief.control.signatures import SERVER, WORKER, Claim
+from distbelief.control.signatures import SERVER, WORKER, Sender
 from distbelief.kv import messages as k
 from distbelief.strategies.ps.protocol.frames import Letter, brings_bytes, together
 from distbelief.strategies.ps.protocol.messages import Ask, Complete, Content, FromClient, Push
@@ -71,17 +71,17 @@ def unpack(frames: Sequence[zmq.Frame]) -> list[Letter]:
     return together(_decoder.decode(frames[0].buffer), frames[1:], _has_payload)
 
 
-def may_say(claim: Claim, message: FromClient | FromPeer) -> bool:
+def may_say(sender: Sender, message: FromClient | FromPeer) -> bool:
     """Whether it is the sender's to say: clients and servers speak for themselves alone."""
     if isinstance(message, FromPeer):
-        return claim == (SERVER, message.server)
-    if claim.role != WORKER:
+        return sender == (SERVER, message.server)
+    if sender.role != WORKER:
         return False
     match message:
         case Push(content=Ask() | Complete() | v.Begin() | v.Take() | v.Keep() as content):
-            return message.client == content.worker == claim.number
+            return message.client == content.worker == sender.number
         case Push(content=k.DeclareKey() | k.SealKey() | k.Arrive() | k.Withdraw() as content):
-            return message.client == content.client == claim.number
+            return message.client == content.client == sender.number
         case Push() | k.Consult() | k.PullKey() | k.PullKeyRows():
-            return message.client == claim.number
+            return message.client == sender.number
     return True

@@ -17,8 +17,8 @@ import msgspec
 import zmq
 
 from distbelief.control.addresses import own_address, tcp
-from distbelief.control.connectionlimit import Doorkeeper
-from distbelief.control.credentials import Badge
+from distbelief.control.connectionlimit import ConnectionLimit
+from distbelief.control.credentials import Credential
 from distbelief.control.messages import (
     EndRun,
     Event,
@@ -32,7 +32,7 @@ from distbelief.control.messages import (
     decode_command,
     encode,
 )
-from distbelief.control.signatures import NO_MESSAGE, NO_SEAL, NOT_ITS_OWN, Refusals, Refused
+from distbelief.control.signatures import MALFORMED, UNSIGNED, WRONG_SENDER, Refusals, Refused
 from distbelief.control.sockets import dial, dial_server, protect_server
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.ps.protocol.frames import Letter, pack
@@ -59,7 +59,7 @@ class Reachable(Protocol):
     @property
     def address(self) -> str: ...
     @property
-    def badge(self) -> Badge: ...
+    def credential(self) -> Credential: ...
 
 
 class Slices(Protocol):
@@ -81,26 +81,26 @@ class ServerEdge:
 
     def __init__(self, spec: Reachable, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._spec = spec
-        self._door = spec.badge.servers_door
-        self._signer = spec.badge.signer()
-        self._to_peers = spec.badge.signer_to_servers()
-        self._checker = spec.badge.checker()
+        self._server_key = spec.credential.servers_key
+        self._signer = spec.credential.signer()
+        self._to_peers = spec.credential.signer_to_servers()
+        self._verifier = spec.credential.verifier()
         self._refusals = Refusals()
         self._context = context
         self._coordinator = context.socket(zmq.DEALER)
         self._coordinator.setsockopt(zmq.LINGER, 2000)
-        dial(self._coordinator, spec.address, spec.badge.door)
+        dial(self._coordinator, spec.address, spec.credential.coordinator_key)
         self._inbox = context.socket(zmq.ROUTER)
         for option in (zmq.SNDHWM, zmq.LINGER):
             self._inbox.setsockopt(option, 0)
         self._inbox.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
         self._inbox.setsockopt(zmq.MAXMSGSIZE, max(LEAST_MESSAGE_BYTES, free_memory_bytes() // 4))
         listen = tcp(own_address(spec.address))
-        protect_server(self._inbox, listen, spec.badge.server_keys())
+        protect_server(self._inbox, listen, spec.credential.server_keys())
         if "[" in listen:
             self._inbox.setsockopt(zmq.IPV6, 1)
         self._inbox.bind(listen)
-        self._doorkeeper = Doorkeeper(self._inbox, self._refusals)
+        self._limit = ConnectionLimit(self._inbox, self._refusals)
         address = self._inbox.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(address, bytes)
         self._address = address.rstrip(b"\0").decode()
@@ -118,7 +118,7 @@ class ServerEdge:
         self._tell(ready)
         poller = zmq.Poller()
         poller.register(self._inbox, zmq.POLLIN)
-        poller.register(self._doorkeeper.events, zmq.POLLIN)
+        poller.register(self._limit.events, zmq.POLLIN)
         poller.register(self._coordinator, zmq.POLLIN)
         next_beat = next_reminder = time.monotonic()
         while not self._ended:
@@ -135,8 +135,8 @@ class ServerEdge:
                         slices.began()
             if self._inbox in there:
                 self._receive(node)
-            if self._doorkeeper.events in there:
-                self._doorkeeper.attend()
+            if self._limit.events in there:
+                self._limit.enforce()
             now = time.monotonic()
             if now >= next_reminder:
                 next_reminder = now + REMIND_S
@@ -175,21 +175,21 @@ class ServerEdge:
             except Refused as refused:
                 self._refusals.add(refused.reason)
                 continue
-            self._doorkeeper.know(identity)
+            self._limit.authenticated(identity)
             for letter in letters:
                 out.add(node.receive(letter, identity.bytes))
         self._send(out)
 
     def _letters(self, frames: list[zmq.Frame]) -> list[Letter]:
         if len(frames) < 2:
-            raise Refused(NO_SEAL)
-        claim = self._checker.check(frames[0].bytes, frames[1].buffer)
+            raise Refused(UNSIGNED)
+        sender = self._verifier.verify(frames[0].bytes, frames[1].buffer)
         try:
             letters = unpack(frames[1:])
         except (msgspec.MsgspecError, DistBeliefError):
-            raise Refused(NO_MESSAGE) from None
-        if not all(may_say(claim, letter.message) for letter in letters):
-            raise Refused(NOT_ITS_OWN)
+            raise Refused(MALFORMED) from None
+        if not all(may_say(sender, letter.message) for letter in letters):
+            raise Refused(WRONG_SENDER)
         return letters
 
     def _send(self, out: Out) -> None:
@@ -211,7 +211,7 @@ class ServerEdge:
             socket = self._context.socket(zmq.DEALER)
             for option in (zmq.SNDHWM, zmq.LINGER):
                 socket.setsockopt(option, 0)
-            dial_server(socket, address, self._door)
+            dial_server(socket, address, self._server_key)
             self._peers[server] = socket
         return self._peers[server]
 
@@ -224,7 +224,7 @@ class ServerEdge:
     def _tell(self, event: Event) -> None:
         message = encode(event)
         with contextlib.suppress(zmq.Again):
-            self._coordinator.send_multipart([self._signer.seal(message), message], zmq.NOBLOCK)
+            self._coordinator.send_multipart([self._signer.sign(message), message], zmq.NOBLOCK)
 
     def fail(self, error: BaseException) -> None:
         traceback.print_exc()
@@ -235,7 +235,7 @@ class ServerEdge:
         self._tell(ServerFailed(self._spec.worker, self._spec.host, message, hint, "" if known else text))
 
     def close(self) -> None:
-        self._doorkeeper.close()
+        self._limit.close()
         self._inbox.close(linger=0)
         for socket in self._peers.values():
             socket.close(linger=0)

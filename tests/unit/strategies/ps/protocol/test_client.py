@@ -31,12 +31,12 @@ class Played:
         port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self.address = f"tcp://127.0.0.1:{port}"
         self.client = b""
-        self._checker = Authority(bytes(range(32))).server(0).checker()
+        self._verifier = Authority(bytes(range(32))).server(0).verifier()
 
     def heard(self) -> list[Letter]:
-        self.client, seal, *frames = self.socket.recv_multipart(copy=False)
+        self.client, signature, *frames = self.socket.recv_multipart(copy=False)
         self.client = self.client.bytes
-        assert self._checker.check(seal.bytes, frames[0].buffer) == ("worker", 3)
+        assert self._verifier.verify(signature.bytes, frames[0].buffer) == ("worker", 3)
         return unpack(frames)
 
     def say(self, *messages: object, payloads: tuple[bytes, ...] = ()) -> None:

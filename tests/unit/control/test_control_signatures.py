@@ -1,0 +1,145 @@
+"""Signatures and credentials: a message counts once, and only for its own sender."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from distbelief.control import signatures
+from distbelief.control.credentials import Authority, Credential
+from distbelief.control.signatures import Refusals, Refused, Sender, Signer, Verifier
+
+AUTHORITY = Authority(bytes(range(32)), "first")
+
+
+def reason(verifier: Verifier, signature: bytes, message: bytes, now: float = 0.0) -> str:
+    try:
+        verifier.verify(signature, message, now)
+    except Refused as refused:
+        return refused.reason
+    return ""
+
+
+@pytest.mark.parametrize("credential", [AUTHORITY.owner(), AUTHORITY.worker(3), AUTHORITY.server(0)])
+def test_the_coordinator_knows_who_speaks(credential: Credential) -> None:
+    verifier, signer = AUTHORITY.verifier(), credential.signer()
+    for message in (b"one", b"", b"one"):
+        assert verifier.verify(signer.sign(message), message) == (credential.role, credential.number)
+
+
+def test_servers_know_who_speaks() -> None:
+    verifier = AUTHORITY.server(5).verifier()
+    for credential in (AUTHORITY.worker(3), AUTHORITY.server(0)):
+        assert verifier.verify(credential.signer_to_servers().sign(b"m"), b"m") == (credential.role, credential.number)
+    assert reason(verifier, AUTHORITY.owner().signer().sign(b"m"), b"m") == signatures.WRONG_SIGNATURE
+
+
+@given(some.binary(max_size=80), some.integers(0, 200), some.integers(1, 255))
+def test_whatever_is_changed_is_refused(message: bytes, place: int, by: int) -> None:
+    signature = AUTHORITY.worker(3).signer().sign(message)
+    whole = bytearray(signature + message)
+    whole[place % len(whole)] ^= by
+    changed = bytes(whole[: len(signature)]), bytes(whole[len(signature) :])
+    assert reason(AUTHORITY.verifier(), *changed) == signatures.WRONG_SIGNATURE
+
+
+@given(some.binary(max_size=100))
+def test_bytes_that_are_no_signature_are_refused(signature: bytes) -> None:
+    assert reason(AUTHORITY.verifier(), signature, b"") in (signatures.UNSIGNED, signatures.WRONG_SIGNATURE)
+
+
+def test_what_comes_again_or_late_is_refused() -> None:
+    verifier, signer = AUTHORITY.verifier(), AUTHORITY.worker(3).signer()
+    first, second, third = (signer.sign(b"m") for _ in range(3))
+    assert not reason(verifier, first, b"m")
+    assert reason(verifier, first, b"m") == signatures.REPLAYED
+    assert not reason(verifier, third, b"m")
+    assert reason(verifier, second, b"m") == signatures.REPLAYED
+
+
+def test_a_clock_that_is_set_back_silences_nobody() -> None:
+    times = iter([1000, 10, 20, 2000])
+    signer = Signer("worker", 3, AUTHORITY.worker(3).token, lambda: next(times))
+    verifier = AUTHORITY.verifier()
+    assert not any(reason(verifier, signer.sign(b"m"), b"m") for _ in range(4))
+
+
+def test_senders_do_not_disturb_each_other() -> None:
+    verifier = AUTHORITY.verifier()
+    ahead = Signer("worker", 1, AUTHORITY.worker(1).token, lambda: 1 << 62)
+    assert not reason(verifier, ahead.sign(b"m"), b"m")
+    assert not reason(verifier, AUTHORITY.worker(2).signer().sign(b"m"), b"m")
+    assert not reason(verifier, AUTHORITY.owner().signer().sign(b"m"), b"m")
+
+
+def test_a_member_cannot_be_another_one() -> None:
+    mine = AUTHORITY.worker(3)
+    for role, number in (("worker", 4), ("server", 3), ("owner", 3)):
+        signature = Signer(role, number, mine.token).sign(b"m")
+        assert reason(AUTHORITY.verifier(), signature, b"m") == signatures.WRONG_SIGNATURE
+        signature = Signer(role, number, mine.peer_key).sign(b"m")
+        assert reason(AUTHORITY.verifier(), signature, b"m") == signatures.WRONG_SIGNATURE
+        assert role == "owner" or reason(AUTHORITY.server(0).verifier(), signature, b"m") == signatures.WRONG_SIGNATURE
+
+
+def test_a_server_speaks_for_workers_to_servers_at_most() -> None:
+    credential = AUTHORITY.server(0)
+    for token in (credential.token, credential.peer_key, signatures.derive_token(credential.peer_key, "worker", 3)):
+        assert reason(AUTHORITY.verifier(), Signer("worker", 3, token).sign(b"m"), b"m") == signatures.WRONG_SIGNATURE
+
+
+def test_members_of_another_start_or_run_are_strangers_but_an_owner_with_the_key_is_not() -> None:
+    other, again = Authority(bytes(32), "first"), Authority(AUTHORITY.secret, "second")
+    for one in (other.worker(3), other.owner(), again.worker(3), again.server(3)):
+        assert reason(AUTHORITY.verifier(), one.signer().sign(b"m"), b"m") == signatures.WRONG_SIGNATURE
+    assert not reason(AUTHORITY.verifier(), again.owner().signer().sign(b"m"), b"m")
+    assert again.owner().coordinator_key == AUTHORITY.worker(3).coordinator_key != other.worker(3).coordinator_key
+    assert again.worker(3).servers_key != AUTHORITY.worker(3).servers_key
+
+
+def test_a_flood_is_cut_and_others_are_heard() -> None:
+    verifier = Verifier({"worker": b"k"}, burst=10, per_s=5)
+    loud, quiet = (Signer("worker", n, signatures.derive_token(b"k", "worker", n)) for n in (1, 2))
+    assert [reason(verifier, loud.sign(b"m"), b"m") for _ in range(12)] == [""] * 10 + [signatures.TOO_MANY] * 2
+    assert not reason(verifier, quiet.sign(b"m"), b"m")
+    assert [reason(verifier, loud.sign(b"m"), b"m", now=1.0) for _ in range(6)] == [""] * 5 + [signatures.TOO_MANY]
+
+
+def test_only_so_many_are_remembered_and_those_forgotten_cannot_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signatures, "REMEMBERED", 100)
+    verifier = AUTHORITY.verifier()
+    first = AUTHORITY.owner().signer().sign(b"m")
+    assert not reason(verifier, first, b"m")
+    for _ in range(150):
+        assert not reason(verifier, AUTHORITY.owner().signer().sign(b"m"), b"m")
+    for number in range(1000):
+        assert reason(verifier, Signer("worker", number, b"none").sign(b"m"), b"m") == signatures.WRONG_SIGNATURE
+    assert len(verifier._known) == 100
+    assert reason(verifier, first, b"m") == signatures.REPLAYED
+
+
+def test_a_badge_travels_and_does_not_show_what_it_holds() -> None:
+    credential = AUTHORITY.worker(3)
+    assert msgspec.convert(msgspec.to_builtins(credential), Credential) == credential
+    for shown in (repr(credential), str(credential), repr(AUTHORITY)):
+        for secret in (credential.token, credential.peer_key, AUTHORITY.secret):
+            assert repr(secret) not in shown
+            assert secret.hex() not in shown
+
+
+def test_refusals_are_said_now_and_then() -> None:
+    refusals = Refusals()
+    assert refusals.news(0.0) == ""
+    refusals.add("malformed")
+    assert refusals.news(1.0) == "refused 1 message: 1 malformed"
+    for _ in range(1000):
+        refusals.add("replayed")
+        assert refusals.news(2.0) == ""
+    assert refusals.news(12.0) == "refused 1001 messages: 1000 replayed, 1 malformed"
+    assert refusals.news(30.0) == ""
+
+
+def test_a_claim_is_a_pair() -> None:
+    assert Sender("worker", 3) == ("worker", 3)
