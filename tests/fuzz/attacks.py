@@ -21,8 +21,7 @@ from distbelief.control.signatures import SIGNATURE_BYTES, Signer
 from distbelief.coordinator.rules.speakers import FROM_SERVERS, FROM_WORKERS
 from distbelief.launch.guests import SOCKET, short_path
 from distbelief.strategies.ps.protocol.frames import Letter, pack
-from distbelief.strategies.ps.protocol.messages import Push
-from distbelief.strategies.ps.protocol.peers import FromPeer
+from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
 from tests.fuzz.instances import instance
 from tests.fuzz.mutation import garbage, mutated
 
@@ -51,7 +50,7 @@ class Attacker:
     def __post_init__(self) -> None:
         random = self.random
         self.events = [m.encode(instance(random.choice(get_args(m.Event)), random)) for _ in range(300)]
-        kinds = (Push, *get_args(FromPeer))
+        kinds = (get_args(RUN_MESSAGES.from_clients)[0], *get_args(RUN_MESSAGES.from_servers))
         made = [[instance(random.choice(kinds), random) for _ in range(random.randrange(1, 4))] for _ in range(300)]
         self.letters = [pack([Letter(one) for one in some])[0] for some in made]
 

@@ -27,9 +27,10 @@ def instance(kind: Any, random: Random, depth: int = 0) -> Any:
         if arguments[-1] is Ellipsis:
             return tuple(instance(arguments[0], random, depth + 1) for _ in range(_count(random, depth)))
         return tuple(instance(one, random, depth + 1) for one in arguments)
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+    structure = origin or kind  # a generic structure is given with the types of its fields
+    if isinstance(structure, type) and issubclass(structure, msgspec.Struct):
         fields = msgspec.structs.fields(kind)
-        return kind(*(instance(field.type, random, depth + 1) for field in fields))
+        return structure(*(instance(field.type, random, depth + 1) for field in fields))
     return _plain(kind, random)
 
 

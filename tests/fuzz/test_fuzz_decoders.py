@@ -19,9 +19,9 @@ from hypothesis import strategies as some
 from distbelief.control import messages
 from distbelief.errors import DistBeliefError
 from distbelief.kv import supervisormessages as words
-from distbelief.strategies.ps.protocol import frames as letters
-from distbelief.strategies.ps.protocol import peers as wire
-from distbelief.strategies.ps.protocol.messages import FromClient, ToClient
+from distbelief.kv.messages import MESSAGES as KV_MESSAGES
+from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
+from distbelief.strategies.sandblaster.messages import MESSAGES as SEARCH_MESSAGES
 from distbelief.transport.gloo import rendezvousmessages as meetingwords
 from distbelief.transport.shm import memfd
 from tests.fuzz.instances import instance
@@ -37,13 +37,14 @@ def frames_of(decode: Callable[[list[zmq.Frame]], Any]) -> Callable[[bytes], Any
 DECODERS: dict[str, tuple[Callable[[bytes], Any], Any]] = {
     "events": (messages.decode_event, messages.Event),
     "commands": (messages.decode_command, messages.Command),
-    "letters to clients": (frames_of(letters.unpack_for_client), list[ToClient]),
-    "letters to servers": (frames_of(wire.unpack), list[FromClient | wire.FromPeer]),
     "kv, heard": (words.decode_heard, words.Heard),
     "kv, told": (words.decode_told, words.Told),
     "meeting, requests": (meetingwords.decode_request, meetingwords.Request),
     "meeting, answers": (meetingwords.decode_found, meetingwords.Found),
 }
+for _name, _set in {"ps": RUN_MESSAGES, "sandblaster": SEARCH_MESSAGES, "kv": KV_MESSAGES}.items():
+    DECODERS[f"{_name}, to clients"] = (frames_of(_set.unpack_for_client), list[_set.to_clients])
+    DECODERS[f"{_name}, to servers"] = (frames_of(_set.unpack_for_server), list[_set.from_clients | _set.from_servers])
 DOCUMENTED = (msgspec.MsgspecError, DistBeliefError)
 every_decoder = pytest.mark.parametrize("name", DECODERS)
 

@@ -11,6 +11,7 @@ from distbelief.errors import DistBeliefError
 from distbelief.kv import connection
 from distbelief.kv.buffers import Buffers
 from distbelief.kv.link import Link
+from distbelief.kv.messages import MESSAGES
 from distbelief.kv.store import Store
 from distbelief.kv.traffic import Traffic
 from distbelief.strategies.ps.protocol.client import ServerClient
@@ -47,7 +48,7 @@ def connect(
     authority = Authority(bytes.fromhex(known.secret))
     link = Link(known.address, authority.owner())
     welcome = link.begin(timeout_s)
-    client = ServerClient(authority.worker(welcome.client))
+    client = ServerClient(authority.worker(welcome.client), MESSAGES)
     buffers = Buffers(welcome.client, _keeper(known) if shared_memory else None)
     who = (rank, workers, sync)
     traffic = Traffic(client, link, buffers, who, welcome.client, welcome.slices, timeout_s)

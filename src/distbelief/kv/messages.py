@@ -1,4 +1,4 @@
-"""What key-value clients and servers say to each other (see docs/kv.md), beside the words of runs (serverwords.py).
+"""The messages between key-value clients and servers (see docs/kv.md), and the `MessageSet` that they make up.
 
 Slice 0 is the catalogue: which keys there are, where their stretches are, who has come to a barrier. The others hold
 values.
@@ -7,6 +7,9 @@ values.
 from __future__ import annotations
 
 from msgspec import Struct
+
+from distbelief.strategies.ps.protocol.messages import Content, OrderedQuestion, Reply
+from distbelief.strategies.ps.protocol.messageset import MessageSet
 
 CATALOGUE = 0
 """The number of its slice."""
@@ -66,7 +69,7 @@ class Entry(Struct, frozen=True):
 # --- changes of the catalogue ----------------------------------------------------------------------------------------
 
 
-class DeclareKey(Struct, frozen=True, tag=True):
+class DeclareKey(Content, frozen=True):
     """A client would give a key its first value. Who may follows from the catalogue: the first that asks, or whoever
     names the attempt that it has waited for in vain. There is no entry if there is no room."""
 
@@ -75,34 +78,50 @@ class DeclareKey(Struct, frozen=True, tag=True):
     form: Form
     instead_of: int = -1
 
+    @property
+    def speaker(self) -> int:
+        return self.client
 
-class SealKey(Struct, frozen=True, tag=True):
+
+class SealKey(Content, frozen=True):
     """All slices have the first value of the key."""
 
     client: int
     key: str
     attempt: int
 
+    @property
+    def speaker(self) -> int:
+        return self.client
 
-class Arrive(Struct, frozen=True, tag=True):
+
+class Arrive(Content, frozen=True):
     """A worker has come to a barrier. When all have, it is over."""
 
     client: int
     rank: int
     workers: int
 
+    @property
+    def speaker(self) -> int:
+        return self.client
 
-class Withdraw(Struct, frozen=True, tag=True):
+
+class Withdraw(Content, frozen=True):
     """It waits no more."""
 
     client: int
     rank: int
 
+    @property
+    def speaker(self) -> int:
+        return self.client
+
 
 # --- changes of a slice of values ------------------------------------------------------------------------------------
 
 
-class PlaceKey(Struct, frozen=True, tag=True):
+class PlaceKey(Content, frozen=True):
     """The first value of a stretch, in a frame or at `offset` of a shared segment; tables have none."""
 
     key: str
@@ -113,8 +132,12 @@ class PlaceKey(Struct, frozen=True, tag=True):
     segment: str = ""
     offset: int = 0
 
+    @property
+    def has_payload(self) -> bool:
+        return isinstance(self.form, Dense) and not self.segment
 
-class AddToKey(Struct, frozen=True, tag=True):
+
+class AddToKey(Content, frozen=True):
     """A push of a stretch. The bytes are where those of PlaceKey are."""
 
     key: str
@@ -125,8 +148,12 @@ class AddToKey(Struct, frozen=True, tag=True):
     segment: str = ""
     offset: int = 0
 
+    @property
+    def has_payload(self) -> bool:
+        return not self.segment
 
-class AddToRows(Struct, frozen=True, tag=True):
+
+class AddToRows(Content, frozen=True):
     """A push of rows of a table: their numbers (int64), then a row of float32 for each, in a frame."""
 
     key: str
@@ -135,25 +162,23 @@ class AddToRows(Struct, frozen=True, tag=True):
     rank: int = 0
     workers: int = 1
 
+    @property
+    def has_payload(self) -> bool:
+        return True
 
-class SetOptimizer(Struct, frozen=True, tag=True):
+
+class SetOptimizer(Content, frozen=True):
     """What pushes to tensors are applied with from now on."""
 
     spec: OptimizerSpec | None
 
 
-KeyContent = DeclareKey | SealKey | Arrive | Withdraw | PlaceKey | AddToKey | AddToRows | SetOptimizer
-
 # --- questions, each answered when the slice has all changes of the client before `after` -----------------------------
 
 
-class Consult(Struct, frozen=True, tag=True):
+class Consult(OrderedQuestion, frozen=True):
     """What is in the catalogue?"""
 
-    ticket: int
-    slice: int
-    client: int
-    after: int
     keys: list[str]
     sealed: bool = False
     """Answered when those keys that are declared are sealed too."""
@@ -161,11 +186,7 @@ class Consult(Struct, frozen=True, tag=True):
     """Answered when the client does not wait at a barrier any more."""
 
 
-class PullKey(Struct, frozen=True, tag=True):
-    ticket: int
-    slice: int
-    client: int
-    after: int
+class PullKey(OrderedQuestion, frozen=True):
     key: str
     round: int = 0
     """Answered when so many synchronous rounds were applied."""
@@ -175,25 +196,17 @@ class PullKey(Struct, frozen=True, tag=True):
     """No: only how many rounds were applied."""
 
 
-class PullKeyRows(Struct, frozen=True, tag=True):
-    ticket: int
-    slice: int
-    client: int
-    after: int
+class PullKeyRows(OrderedQuestion, frozen=True):
     key: str
     rows: bytes
     """int64"""
     round: int = 0
 
 
-KeyQuestion = Consult | PullKey | PullKeyRows
-
 # --- replies ---------------------------------------------------------------------------------------------------------
 
 
-class Consulted(Struct, frozen=True, tag=True):
-    ticket: int
-    slice: int
+class Consulted(Reply, frozen=True):
     entries: dict[str, Entry]
     """Of the keys that were asked for and that there are."""
     arrived: list[int]
@@ -203,29 +216,22 @@ class Consulted(Struct, frozen=True, tag=True):
     """Bytes that are left for values."""
 
 
-class KeyPulled(Struct, frozen=True, tag=True):
+class KeyPulled(Reply, frozen=True):
     """The values of a stretch, or of rows, in a frame; or where they can be mapped."""
 
-    ticket: int
-    slice: int
     rounds: int
     there: bool = True
     """No: this slice has nothing of the key."""
     segment: str = ""
     inline: bool = True
 
-
-KeyReply = Consulted | KeyPulled
-
-
-def content_has_payload(content: object) -> bool:
-    match content:
-        case PlaceKey(form=Dense(), segment=""):
-            return True
-        case AddToKey(segment="") | AddToRows():
-            return True
-    return False
+    @property
+    def has_payload(self) -> bool:
+        return self.there and self.inline
 
 
-def reply_has_payload(reply: object) -> bool:
-    return isinstance(reply, KeyPulled) and reply.there and reply.inline
+MESSAGES = MessageSet(
+    contents=(DeclareKey, SealKey, Arrive, Withdraw, PlaceKey, AddToKey, AddToRows, SetOptimizer),
+    questions=(Consult, PullKey, PullKeyRows),
+    replies=(Consulted, KeyPulled),
+)

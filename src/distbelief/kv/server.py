@@ -15,7 +15,7 @@ from distbelief.control.credentials import Credential
 from distbelief.control.messages import EXIT_REPORTED
 from distbelief.kv.catalogue import Catalogue
 from distbelief.kv.keyslice import KeySlice
-from distbelief.kv.messages import CATALOGUE
+from distbelief.kv.messages import CATALOGUE, MESSAGES
 from distbelief.strategies.ps.server.sockets import ServerEdge
 from distbelief.strategies.ps.server.stores import SliceStore
 from distbelief.transport.shm.segment import KeeperClient, Segment
@@ -66,6 +66,8 @@ class _Space:
 
 
 class _Slices:
+    messages = MESSAGES
+
     def __init__(self, spec: ServerSpec, keeper: KeeperClient) -> None:
         self.life = self.sealed = 0
         self.sizes = [0] * (spec.slices + 1)

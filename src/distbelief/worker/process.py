@@ -37,7 +37,8 @@ from distbelief.strategies.ps.protocol.client import ServerClient
 from distbelief.strategies.ps.strategy import ParameterServer
 from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica
 from distbelief.strategies.ps.worker.exchange import ServedGroup
-from distbelief.strategies.sandblaster.strategy import Sandblaster
+from distbelief.strategies.ps.worker.prepared import PreparedServed
+from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
 from distbelief.transport.shm.exchange import SharedExchange
 from distbelief.transport.shm.futexflags import Abort, Aborted
 from distbelief.transport.shm.segment import KeeperClient
@@ -136,9 +137,10 @@ def _report(link: ControlLink, failure: WorkerFailed) -> int:
 
 
 def _client(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> ServerClient | None:
-    if not isinstance(loaded.strategy, ParameterServer | Sandblaster):
+    prepared = loaded.prepared
+    if not isinstance(prepared, PreparedServed | PreparedSandblaster):
         return None
-    client = ServerClient(spec.credential)
+    client = ServerClient(spec.credential, prepared.messages)
     link.progress.learn = client.learn
     link.progress.servers = lambda: client.version
     return client

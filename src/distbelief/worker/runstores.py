@@ -11,6 +11,7 @@ from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Saved
 from distbelief.strategies.flatmodel.state import ReplicaState
+from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
 from distbelief.strategies.ps.protocol.pushcoding import PushCoding
 from distbelief.strategies.ps.rules.slicing import SliceShape
 from distbelief.strategies.ps.server.asyncslice import FreeSlice
@@ -27,6 +28,8 @@ from distbelief.worker.spec import WorkerSpec
 
 
 class RunStores(SliceSource):
+    messages = RUN_MESSAGES
+
     def __init__(
         self, spec: WorkerSpec, keeper: KeeperClient | None, job: Job, schedule: Schedule, steps: int,
         prepared: PreparedServed,

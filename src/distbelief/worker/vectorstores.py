@@ -9,7 +9,7 @@ from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.ps.rules.slicing import SliceShape, parameter_stretch
 from distbelief.strategies.ps.server.slicememory import OpenSegment
 from distbelief.strategies.ps.server.stores import SliceStore
-from distbelief.strategies.sandblaster.messages import StepsDone
+from distbelief.strategies.sandblaster.messages import MESSAGES, StepsDone
 from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
 from distbelief.strategies.sandblaster.searching import START
 from distbelief.strategies.sandblaster.searchslice import SearchSlice
@@ -70,6 +70,8 @@ class VectorStores:
 
 class SearchStores(SliceSource):
     """They as the slices of a run."""
+
+    messages = MESSAGES
 
     def __init__(
         self, spec: WorkerSpec, keeper: KeeperClient | None, portions: int, prepared: PreparedSandblaster

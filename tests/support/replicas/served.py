@@ -17,7 +17,7 @@ from distbelief.shards import Schedule
 from distbelief.strategies import parse
 from distbelief.strategies.base import Seat
 from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import Answered, Gathered, Lease, Push, is_update
+from distbelief.strategies.ps.protocol.messages import Answered, Gathered, Lease, Push, Update
 from distbelief.strategies.ps.server.node import ServerNode
 from distbelief.strategies.ps.strategy import ParameterServer
 from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica
@@ -58,7 +58,7 @@ class DirectClient:
 
     def push(self, number: int, content: Any, payload: Any = None) -> int:
         sequence = self._sequences.get(number, -1) + 1
-        if is_update(content):
+        if isinstance(content, Update):
             sequence = content.update
         else:
             self._sequences[number] = sequence

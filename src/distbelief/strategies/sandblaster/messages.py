@@ -1,4 +1,4 @@
-"""What `sandblaster` says to its servers, beside what all workers say (serverwords.py).
+"""What `sandblaster` says to its servers, beside the messages of every server (ps/protocol/messages.py).
 
 Slices hold stretches of named vectors, and the *search* (one slice more) holds what must be decided once: where the
 driver is, and who computes which portions of the evaluation under way. Everything that a driver says has a number:
@@ -7,9 +7,22 @@ driver is, and who computes which portions of the evaluation under way. Everythi
 
 from __future__ import annotations
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from distbelief.shards import Range
+from distbelief.strategies.ps.protocol.messages import (
+    Content,
+    Contents,
+    Fetch,
+    Fetched,
+    Given,
+    Look,
+    Node,
+    Note,
+    Question,
+    Reply,
+)
+from distbelief.strategies.ps.protocol.messageset import MessageSet
 
 COUNTS = 24
 """Bits for the commands of one driver."""
@@ -62,7 +75,7 @@ class Finish(Struct, frozen=True, tag=True):
 Command = Combine | Copy | Drop | Show | Finish
 
 
-class Do(Struct, frozen=True, tag=True):
+class Do(Content, frozen=True):
     """Commands of a driver. A slice performs them in the order of their numbers, whatever the order they come in."""
 
     number: int
@@ -72,7 +85,7 @@ class Do(Struct, frozen=True, tag=True):
 # --- changes of the search -------------------------------------------------------------------------------------------
 
 
-class Begin(Struct, frozen=True, tag=True):
+class Begin(Content, frozen=True):
     """A driver with so many members begins an evaluation; -1: only its work. What it finds there of the same evaluation
     is done already."""
 
@@ -80,6 +93,10 @@ class Begin(Struct, frozen=True, tag=True):
     number: int
     members: int
     evaluation: int = -1
+
+    @property
+    def speaker(self) -> int:
+        return self.worker
 
 
 class Portions(Struct, frozen=True, tag=True):
@@ -99,7 +116,7 @@ class Computed(Struct, frozen=True):
     """By portion: the loss as a sum, and what it is to be divided by."""
 
 
-class Take(Struct, frozen=True, tag=True):
+class Take(Content, frozen=True):
     """A member wants portions of the step. The answer has some, or says why there are none."""
 
     generation: int
@@ -108,8 +125,12 @@ class Take(Struct, frozen=True, tag=True):
     now: float
     computed: Computed | None = None
 
+    @property
+    def speaker(self) -> int:
+        return self.worker
 
-class Keep(Struct, frozen=True, tag=True):
+
+class Keep(Content, frozen=True):
     """So many steps are done. The search goes on from here, whoever drives it."""
 
     worker: int
@@ -121,6 +142,10 @@ class Keep(Struct, frozen=True, tag=True):
     loss: float
     samples: int
     at: float
+
+    @property
+    def speaker(self) -> int:
+        return self.worker
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
@@ -162,47 +187,55 @@ class Stepped(Struct, frozen=True, tag=True):
     done: StepsDone
 
 
+class SearchGiven(Given, frozen=True):
+    """The answer to a `Begin`, a `Take` or a `Keep`."""
+
+    what: Heard | Portions | Idle | Total | Stepped
+    done: int
+    """Steps."""
+
+
 # --- questions -------------------------------------------------------------------------------------------------------
 
 
-class Products(Struct, frozen=True, tag=True):
+class Products(Question, frozen=True):
     """Answered when the command with the number `after` is performed: sums over the slice."""
 
-    ticket: int
-    slice: int
     after: int
-    dots: list[tuple[str, str]] = []
-    sums: list[str] = []
+    dots: list[tuple[str, str]] = field(default_factory=list)
+    sums: list[str] = field(default_factory=list)
     """Of absolute values."""
-    largest: list[str] = []
+    largest: list[str] = field(default_factory=list)
     """Absolute value."""
 
 
-class ReadVectors(Struct, frozen=True, tag=True):
+class ReadVectors(Question, frozen=True):
     """The slice's stretches of these vectors, one after the other, for a checkpoint."""
 
-    ticket: int
-    slice: int
     after: int
     names: list[str]
 
 
-class Produced(Struct, frozen=True, tag=True):
-    ticket: int
-    slice: int
-    dots: list[tuple[Range, list[float]]] = []
+class Produced(Reply, frozen=True):
+    dots: list[tuple[Range, list[float]]] = field(default_factory=list)
     """By subtree of the tree over all blocks (strategies/sandblaster/vectors.py)."""
-    sums: list[tuple[Range, list[float]]] = []
-    largest: list[float] = []
+    sums: list[tuple[Range, list[float]]] = field(default_factory=list)
+    largest: list[float] = field(default_factory=list)
 
 
-class SearchKnown(Struct, frozen=True, tag=True):
+class SearchKnown(Reply, frozen=True):
     """What the search holds, in answer to a `Look`."""
 
-    ticket: int
-    slice: int
     steps: int
     state: bytes
     """Empty: it has not begun."""
     note: tuple[int, bytes]
     past: list[StepsDone]
+
+
+MESSAGES = MessageSet(
+    contents=(Node, Note, Do, Begin, Take, Keep),
+    questions=(Fetch, Look, Products, ReadVectors),
+    replies=(Fetched, Contents, Produced, SearchKnown),
+    given=SearchGiven,
+)

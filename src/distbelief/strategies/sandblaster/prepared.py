@@ -20,6 +20,7 @@ from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.ps.rules.slicing import SliceShape, cut
 from distbelief.strategies.ps.worker.exchange import ServedGroup
+from distbelief.strategies.sandblaster.messages import MESSAGES
 from distbelief.strategies.sandblaster.portionsums import require_steady
 from distbelief.strategies.sandblaster.rules.wholedata import levels
 from distbelief.strategies.sandblaster.searching import SearchingMember
@@ -32,6 +33,8 @@ VECTORS_BESIDES = 6  # two points, three gradients, the sum of one
 
 class PreparedSandblaster(PreparedModel):
     """See `Prepared`."""
+
+    messages = MESSAGES
 
     def __init__(self, job: Job, schedule: Schedule, device: torch.device, strategy: Sandblaster) -> None:
         # Steps are L-BFGS's: nothing is made of the job's own optimizer, which may be any.

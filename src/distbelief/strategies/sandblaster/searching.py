@@ -22,7 +22,7 @@ from distbelief.strategies.flatmodel.compute import ShardComputer
 from distbelief.strategies.flatmodel.named import whole_entries
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import Contents, Given, Look, Node, Note, Question
+from distbelief.strategies.ps.protocol.messages import Contents, Look, Node, Note, Question
 from distbelief.strategies.ps.rules.slicing import parameter_stretch
 from distbelief.strategies.ps.tables.remote import ServedTables
 from distbelief.strategies.ps.worker.exchange import ServedGroup
@@ -34,6 +34,7 @@ from distbelief.strategies.sandblaster.messages import (
     Keep,
     Portions,
     ReadVectors,
+    SearchGiven,
     SearchKnown,
     Stepped,
     StepsDone,
@@ -165,7 +166,7 @@ class SearchingMember(ServedMember):
     def _tell(self, content: Begin | Keep) -> None:
         """As the driver. One that was cut off, and replaced, goes no further: the slices may not have heard of it."""
         given = self._client.change(self._search, content, self.exchange.abort)
-        assert isinstance(given, Given)
+        assert isinstance(given, SearchGiven)
         if given.what != Heard(counts=True):
             raise Aborted("another member drives the search")
 
@@ -198,7 +199,7 @@ class SearchingMember(ServedMember):
         while True:
             take = Take(self._seat.generation, self._seat.worker, step, self.clock(), computed)
             given = self._client.change(self._search, take, self.exchange.abort)
-            assert isinstance(given, Given)
+            assert isinstance(given, SearchGiven)
             computed = None
             match given.what:
                 case Portions():

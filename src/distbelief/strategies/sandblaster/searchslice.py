@@ -14,7 +14,7 @@ import torch
 
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import Given, Look, Note, Question
+from distbelief.strategies.ps.protocol.messages import Look, Note, Question
 from distbelief.strategies.ps.server.stores import Change, Snapshot, State
 from distbelief.strategies.sandblaster.messages import (
     COUNTS,
@@ -23,6 +23,7 @@ from distbelief.strategies.sandblaster.messages import (
     Idle,
     Keep,
     Portions,
+    SearchGiven,
     SearchKnown,
     Stepped,
     StepsDone,
@@ -45,7 +46,7 @@ class _Book(msgspec.Struct):
     state: bytes = b""
     note: tuple[int, bytes] = (-1, b"")
     past: list[StepsDone] = []
-    given: dict[int, Given] = {}
+    given: dict[int, SearchGiven] = {}
     """Worker -> the answer to its last question, which is part of what the question changes."""
 
 
@@ -65,7 +66,7 @@ class SearchSlice:
         match content:
             case Begin() | Keep():
                 counts = content.number >= book.number
-                book.given[content.worker] = Given(Heard(counts), book.steps)
+                book.given[content.worker] = SearchGiven(Heard(counts), book.steps)
                 if counts and isinstance(content, Keep):
                     self._keep(content)
                 elif counts and isinstance(content, Begin):
@@ -95,7 +96,7 @@ class SearchSlice:
                 what = Total(work.evaluation, *total)
             elif node := work.take(take.worker, take.now):
                 what = Portions(work.evaluation, book.number, node)
-        book.given[take.worker] = Given(what, book.steps)
+        book.given[take.worker] = SearchGiven(what, book.steps)
 
     def _keep(self, keep: Keep) -> None:
         book = self._book
@@ -120,7 +121,7 @@ class SearchSlice:
 
     # --- what is asked of it -----------------------------------------------------------------------------------------
 
-    def given(self, client: int) -> Given | None:
+    def given(self, client: int) -> SearchGiven | None:
         return self._book.given.get(client)
 
     def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:

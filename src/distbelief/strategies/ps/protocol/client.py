@@ -21,8 +21,18 @@ from distbelief.control.credentials import Credential
 from distbelief.control.messages import ServerMap
 from distbelief.control.sockets import dial_server
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.ps.protocol.frames import Letter, pack, unpack_for_client
-from distbelief.strategies.ps.protocol.messages import RUN, Answered, Content, Given, Push, Question, Refused, is_update
+from distbelief.strategies.ps.protocol.frames import Letter, pack
+from distbelief.strategies.ps.protocol.messages import (
+    RUN,
+    Answered,
+    Content,
+    Given,
+    Push,
+    Question,
+    Refused,
+    Update,
+)
+from distbelief.strategies.ps.protocol.messageset import MessageSet
 from distbelief.transport.shm.futexflags import Aborted
 
 AGAIN_S = 10.0
@@ -52,7 +62,8 @@ class _Sent:
 
 
 class ServerClient:
-    def __init__(self, credential: Credential) -> None:
+    def __init__(self, credential: Credential, messages: MessageSet) -> None:
+        self._messages = messages
         self._client = credential.number
         self._server_key = credential.servers_key
         self._signer = credential.signer_to_servers()
@@ -113,7 +124,7 @@ class ServerClient:
     def push(self, number: int, content: Content, payload: Any = None) -> int:
         """Have a slice changed. `payload` must stay as it is until that is done. It is sent by `flush`. Returns the
         number of the push, for `waits_for`."""
-        if is_update(content):
+        if isinstance(content, Update):
             source, sequence = RUN, content.update
         else:
             source, sequence = -1, self._sequences.get(number, -1) + 1
@@ -227,7 +238,7 @@ class ServerClient:
             except zmq.Again:
                 return
             try:
-                letters = unpack_for_client(frames)
+                letters = self._messages.unpack_for_client(frames)
             except (msgspec.MsgspecError, DistBeliefError):
                 continue  # not a message of ours
             for letter in letters:

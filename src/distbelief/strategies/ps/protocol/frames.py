@@ -9,22 +9,18 @@ On one host the bytes stay where they are, in shared memory, and a message names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import zmq
 
-from distbelief.control.decoding import Decoder
 from distbelief.control.signatures import Signer
 from distbelief.errors import DistBeliefError
-from distbelief.kv.messages import content_has_payload, reply_has_payload
-from distbelief.strategies.ps.protocol.messages import Content, Contents, Fetched, Gradient, Node, Push, ToClient
-from distbelief.strategies.ps.tables.messages import Pulled, RowGradient, ShardRows
+from distbelief.strategies.ps.protocol.messages import Header
 
 _encoder = msgspec.msgpack.Encoder()
-_to_client = Decoder[list[ToClient]](list[ToClient])
 
 
 @dataclass(frozen=True)
@@ -43,38 +39,13 @@ def pack(letters: Sequence[Letter], signer: Signer | None = None) -> list[Any]:
     return [*signature, header, *(letter.payload for letter in letters if letter.payload is not None)]
 
 
-def brings_bytes(content: Content | None) -> bool:
-    """Whether the bytes of a change are in a frame."""
-    if isinstance(content, Node | Gradient):
-        return not content.segment
-    return isinstance(content, ShardRows | RowGradient) or content_has_payload(content)
-
-
-def has_payload(message: Any) -> bool:
-    """Whether a frame goes with the message."""
-    match message:
-        case Push(content=content):
-            return brings_bytes(content)
-        case Fetched():
-            return not message.segment and bool(message.version >= 0)
-        case Contents() | Pulled():
-            return message.version >= 0
-    return reply_has_payload(message)
-
-
-def unpack_for_client(frames: Sequence[zmq.Frame]) -> list[Letter]:
-    return together(_to_client.decode(frames[0].buffer), frames[1:])
-
-
-def together(
-    messages: Sequence[Any], frames: Sequence[zmq.Frame], also: Callable[[Any], bool] = lambda message: False
-) -> list[Letter]:
-    """Every message with its frame. `also`: whether one that is not of these words has one."""
+def together(messages: Sequence[Header], frames: Sequence[zmq.Frame]) -> list[Letter]:
+    """Every message with its frame."""
     left = list(frames)
     letters = []
     for message in messages:
         payload = None
-        if has_payload(message) or also(message):
+        if message.has_payload:
             if not left:
                 raise DistBeliefError(f"a {type(message).__name__} came without its bytes")
             payload = left.pop(0).buffer

@@ -1,15 +1,17 @@
-"""What workers and parameter servers say to each other: typed headers. How bytes go with them: letters.py."""
+"""The messages between clients and parameter servers: typed headers. frames.py packs them together with their bytes.
+
+First come the base classes and the messages that every kind of server shares. A feature derives its own messages from
+the base classes (the strategy `ps` here and in tables/messages.py, `sandblaster` and `kv` in their folders) and lists
+them in a `MessageSet` (messageset.py), so that this module names no feature.
+"""
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from typing import Generic, TypeVar
 
 from msgspec import Struct
 
-from distbelief.kv.messages import KeyContent, KeyQuestion, KeyReply
 from distbelief.shards import Range
-from distbelief.strategies.ps.tables.messages import Count, Counted, Numbers, Pull, Pulled, RowGradient, ShardRows
-from distbelief.strategies.sandblaster import messages as v
 
 VALUES_AT = 4096
 """In the shared memory of a slice its values begin here at the latest."""
@@ -25,10 +27,101 @@ def values_at(first_byte: int) -> int:
     return first_byte % VALUES_AT or VALUES_AT
 
 
+# --- what every kind of server has in common -------------------------------------------------------------------------
+
+
+class Header(Struct, frozen=True, tag=True):
+    """A message without its bytes."""
+
+    @property
+    def has_payload(self) -> bool:
+        """Whether a frame of bytes follows the message."""
+        return False
+
+
+class Content(Header, frozen=True):
+    """A change of a slice: the content of a `Push`."""
+
+    @property
+    def speaker(self) -> int | None:
+        """The client in whose name the change is made: no other client may push it. None: any client may."""
+        return None
+
+
+class Update(Content, frozen=True):
+    """A change that is named by the number of an update (`RUN`), whichever client sends it."""
+
+    update: int
+
+
+RUN = 1 << 40
+"""In place of a client in the name of an `Update`: updates belong to the run, not to the worker that computes them."""
+
+
+class Question(Header, frozen=True):
+    ticket: int
+    """The reply repeats it."""
+    slice: int
+
+
+class OrderedQuestion(Question, frozen=True):
+    """Answered when the slice has every change of the client with a sequence number below `after`."""
+
+    client: int
+    after: int
+
+
+class Reply(Header, frozen=True):
+    """The answer to a `Question`."""
+
+    ticket: int
+    slice: int
+
+
+class Given(Struct, frozen=True):
+    """What a slice returns to a client together with the acknowledgement of a change (`Answered`)."""
+
+
+AnyContent = TypeVar("AnyContent", bound=Content)
+AnyGiven = TypeVar("AnyGiven", bound=Given)
+
+
+class Push(Header, Generic[AnyContent], frozen=True):
+    client: int
+    sequence: int
+    """With the client, the name of the change: it is applied once, however often it comes."""
+    slice: int
+    content: AnyContent
+    life: int = 0
+    """That of the slices, by the sender's map; 0: it has none yet. What was meant for slices that have begun anew since
+    counts for nothing."""
+
+    @property
+    def has_payload(self) -> bool:
+        return self.content.has_payload
+
+
+class Answered(Header, Generic[AnyGiven], frozen=True):
+    """The change counts, whoever dies."""
+
+    slice: int
+    sequence: int
+    source: int = -1
+    """`RUN`, if the sequence is that of an update."""
+    given: AnyGiven | None = None
+
+
+class Refused(Header, frozen=True):
+    """This server is not the slice's primary, by a map of that version."""
+
+    slice: int
+    version: int
+
+
 # --- changes of a slice ----------------------------------------------------------------------------------------------
 
 
-class Node(Struct, frozen=True, tag=True):
+class Node(Content, frozen=True):
     """A partial sum of a step: that of the shards from `first` to `end`. The slice's stretch of it is in a frame, or
     lies at its place of the layout in a shared segment."""
 
@@ -47,22 +140,26 @@ class Node(Struct, frozen=True, tag=True):
     coded: bool = False
     """The frame is compressed (strategies/ps/protocol/pushcoding.py)."""
 
+    @property
+    def has_payload(self) -> bool:
+        return not self.segment
 
-class Afresh(Struct, frozen=True, tag=True):
+
+class Afresh(Content, frozen=True):
     """From that step on only partial sums of this generation count. What others have sent of it is forgotten."""
 
     step: int
     generation: int
 
 
-class Go(Struct, frozen=True, tag=True):
+class Go(Content, frozen=True):
     """Every slice has all partial sums of the step: it is to be applied, with its gradients multiplied by this."""
 
     step: int
     factor: float
 
 
-class Begun(Struct, frozen=True, tag=True):
+class Begun(Content, frozen=True):
     """A member computes this step: it has all that it needs of the one before. Said where late shards get backup
     copies, so that nobody goes on by more than a step without it."""
 
@@ -71,18 +168,17 @@ class Begun(Struct, frozen=True, tag=True):
     rank: int
 
 
-class Note(Struct, frozen=True, tag=True):
+class Note(Content, frozen=True):
     """Bytes that belong to the state after so many steps."""
 
     step: int
     content: bytes
 
 
-class Gradient(Struct, frozen=True, tag=True):
+class Gradient(Update, frozen=True):
     """An update of a worker that waits for nobody: its gradients, and by how much it changes the buffers. The slice's
     stretch is where that of a Node is. It is named by its number (`RUN`), whoever computes it."""
 
-    update: int
     step: int
     """The first of its batches: for what changes with the steps, such as the learning rate."""
     touched: bytes
@@ -95,11 +191,15 @@ class Gradient(Struct, frozen=True, tag=True):
     coded: bool = False
     """The frame is compressed (strategies/ps/protocol/pushcoding.py)."""
 
+    @property
+    def has_payload(self) -> bool:
+        return not self.segment
+
 
 # --- changes of the ledger -------------------------------------------------------------------------------------------
 
 
-class Ask(Struct, frozen=True, tag=True):
+class Ask(Content, frozen=True):
     """A worker wants an update to compute. The answer has a `Lease`, or says why there is none."""
 
     worker: int
@@ -111,8 +211,12 @@ class Ask(Struct, frozen=True, tag=True):
     batches: int = 0
     """So many it would like to push together; 0: as many as the run fixes."""
 
+    @property
+    def speaker(self) -> int:
+        return self.worker
 
-class Complete(Struct, frozen=True, tag=True):
+
+class Complete(Content, frozen=True):
     """Every slice has the update."""
 
     update: int
@@ -123,31 +227,32 @@ class Complete(Struct, frozen=True, tag=True):
     samples: list[int]
     at: float
 
+    @property
+    def speaker(self) -> int:
+        return self.worker
 
-class Members(Struct, frozen=True, tag=True):
+
+class Members(Content, frozen=True):
     """Whoever is not among them is gone: what it had is leased again."""
 
     generation: int
     workers: list[int]
 
 
-class Gate(Struct, frozen=True, tag=True):
+class Gate(Content, frozen=True):
     """Lease nothing beyond that step until `Open` comes: the parameters are to be those after exactly so many. Where
     more is leased already, nothing beyond that."""
 
     step: int
 
 
-class Open(Struct, frozen=True, tag=True):
+class Open(Content, frozen=True):
     """What was to be done at that step has been done."""
 
     step: int
 
 
-OfRuns = Node | Afresh | Go | Begun | Note | Gradient | ShardRows | RowGradient | Ask | Complete | Members | Gate | Open
-Content = OfRuns | v.Do | v.Begin | v.Take | v.Keep | KeyContent
-RUN = 1 << 40
-"""In place of a client: the source of updates, which are the run's, whoever computes them."""
+# --- what the ledger returns -----------------------------------------------------------------------------------------
 
 
 class Lease(Struct, frozen=True, tag=True):
@@ -187,10 +292,10 @@ class Completion(Struct, frozen=True):
     at: float
 
 
-class Given(Struct, frozen=True):
-    """The answer to an `Ask`, a `Take`, or what a driver says."""
+class LeaseGiven(Given, frozen=True):
+    """The answer to an `Ask`."""
 
-    what: Lease | Wait | Gathered | v.Heard | v.Portions | v.Idle | v.Total | v.Stepped
+    what: Lease | Wait | Gathered
     done: int
     """Steps."""
     news: list[Completion] = []
@@ -198,84 +303,43 @@ class Given(Struct, frozen=True):
     """How many updates had which, so far."""
 
 
-# --- from workers ----------------------------------------------------------------------------------------------------
+# --- questions -------------------------------------------------------------------------------------------------------
 
 
-class Push(Struct, frozen=True, tag=True):
-    client: int
-    sequence: int
-    """With the client, the name of the change: it is applied once, however often it comes."""
-    slice: int
-    content: Content
-    life: int = 0
-    """That of the slices, by the sender's map; 0: it has none yet. What was meant for slices that have begun anew since
-    counts for nothing."""
-
-
-class Fetch(Struct, frozen=True, tag=True):
+class Fetch(Question, frozen=True):
     """Answered when the slice has this version at least, or never will."""
 
-    ticket: int
-    slice: int
     version: int
     inline: bool = False
     """The values are wanted in a frame."""
 
 
-class Measure(Struct, frozen=True, tag=True):
+class Measure(Question, frozen=True):
     """Answered when the step's gradients are all there: what do the squares of each tile add up to?"""
 
-    ticket: int
-    slice: int
     step: int
     generation: int = 0
     members: int = 0
     """So many of this generation must have begun the step too; 0: nobody says so."""
 
 
-class Look(Struct, frozen=True, tag=True):
+class Look(Question, frozen=True):
     """What is there of the step that is under way, and of those before it?"""
 
-    ticket: int
-    slice: int
     briefly: bool = False
     """Nothing of those before it."""
 
 
-class Read(Struct, frozen=True, tag=True):
+class Read(Question, frozen=True):
     """Values and optimizer state at this version, for a checkpoint."""
 
-    ticket: int
-    slice: int
     version: int
 
 
-Question = Fetch | Measure | Look | Read | Pull | Count | Numbers | v.Products | v.ReadVectors | KeyQuestion
-FromClient = Push | Question
-
-# --- to workers ------------------------------------------------------------------------------------------------------
+# --- replies ---------------------------------------------------------------------------------------------------------
 
 
-class Answered(Struct, frozen=True, tag=True):
-    """The change counts, whoever dies."""
-
-    slice: int
-    sequence: int
-    source: int = -1
-    """`RUN`, if the sequence is that of an update."""
-    given: Given | None = None
-
-
-class Refused(Struct, frozen=True, tag=True):
-    """This server is not the slice's primary, by a map of that version."""
-
-    slice: int
-    version: int
-
-
-class Fetched(Struct, frozen=True, tag=True):
-    ticket: int
-    slice: int
+class Fetched(Reply, frozen=True):
     version: int
     """Lower than what was asked for: the step before that cannot be applied, and `rows` say why."""
     rows: bytes = b""
@@ -284,10 +348,12 @@ class Fetched(Struct, frozen=True, tag=True):
     segment: str = ""
     """Where the values are; empty: in a frame."""
 
+    @property
+    def has_payload(self) -> bool:
+        return not self.segment and self.version >= 0
 
-class Measured(Struct, frozen=True, tag=True):
-    ticket: int
-    slice: int
+
+class Measured(Reply, frozen=True):
     squares: list[float]
 
 
@@ -299,9 +365,7 @@ class StepPast(Struct, frozen=True):
     at: float
 
 
-class Looked(Struct, frozen=True, tag=True):
-    ticket: int
-    slice: int
+class Looked(Reply, frozen=True):
     version: int
     nodes: list[Range]
     """Partial sums of the step under way that are there."""
@@ -313,20 +377,13 @@ class Looked(Struct, frozen=True, tag=True):
     """The step from which the parameters have gone on since they began, or began anew. From the ledger only."""
 
 
-class Contents(Struct, frozen=True, tag=True):
+class Contents(Reply, frozen=True):
     """Values, then optimizer state, tile by tile, in a frame; none, if the version is another one."""
 
-    ticket: int
-    slice: int
     version: int
     counts: list[int] = []
     """Of a part of the tables: how many rows of each it has."""
 
-
-Reply = Fetched | Measured | Looked | Contents | Pulled | Counted | v.Produced | v.SearchKnown | KeyReply
-ToClient = Answered | Refused | Reply
-
-
-def is_update(content: Content) -> TypeGuard[Gradient | RowGradient]:
-    """Whether a change is named by the number of an update, and not by who sends it."""
-    return isinstance(content, Gradient | RowGradient)
+    @property
+    def has_payload(self) -> bool:
+        return self.version >= 0

@@ -18,8 +18,8 @@ from distbelief.strategies.ps.protocol.messages import (
     Completion,
     Gate,
     Gathered,
-    Given,
     Lease,
+    LeaseGiven,
     Look,
     Looked,
     Members,
@@ -77,7 +77,7 @@ class LedgerSlice:
         self._terms = terms
         self._book = _Book(leases.Ledger(0, terms.bound), terms.first, terms.first)
         self._news: deque[Completion] = deque(maxlen=REMEMBERED)
-        self._given: dict[int, Given] = {}
+        self._given: dict[int, LeaseGiven] = {}
 
     # --- as a store --------------------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class LedgerSlice:
             case leases.Done():
                 what = Gathered(gate, gate == terms.steps, completed)
         news = [one for one in self._news if one.step >= ask.known]
-        self._given[ask.worker] = Given(what, terms.first + book.completed, news, ledger.staleness)
+        self._given[ask.worker] = LeaseGiven(what, terms.first + book.completed, news, ledger.staleness)
 
     def _plan(self, update: int, ask: Ask, gate: int) -> None:
         """Which steps are in it. Whoever computes it, they stay the same: some slices may have it already."""
@@ -175,7 +175,7 @@ class LedgerSlice:
 
     def load(self, state: State) -> None:
         snapshot, _ = state
-        kind = tuple[Terms, _Book, list[Completion], dict[int, Given]]
+        kind = tuple[Terms, _Book, list[Completion], dict[int, LeaseGiven]]
         self._terms, self._book, news, self._given = msgspec.msgpack.decode(snapshot.about, type=kind)
         self._news = deque(news, maxlen=REMEMBERED)
         self.version = snapshot.version
@@ -185,7 +185,7 @@ class LedgerSlice:
 
     # --- what is asked of it -----------------------------------------------------------------------------------------
 
-    def given(self, client: int) -> Given | None:
+    def given(self, client: int) -> LeaseGiven | None:
         return self._given.get(client)
 
     def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:

@@ -15,9 +15,8 @@ import torch
 
 from distbelief.control.messages import ServerMap
 from distbelief.errors import DistBeliefError
-from distbelief.kv.messages import Consult, PullKey, PullKeyRows
 from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import RUN, Answered, Push, Question, Refused, is_update
+from distbelief.strategies.ps.protocol.messages import RUN, Answered, OrderedQuestion, Push, Question, Refused, Update
 from distbelief.strategies.ps.protocol.peers import CopySent, Forwarded, TookChange
 from distbelief.strategies.ps.rules import replication as h
 from distbelief.strategies.ps.rules.applied import Applied
@@ -125,11 +124,11 @@ class ServerNode:
                     return out
                 content = message.content
                 name = (message.client, message.sequence)
-                if is_update(content):
+                if isinstance(content, Update):
                     name = (RUN, content.update)
                 held.askers[name] = sender
                 self._changed(message.slice, held.holding.change(name, Change(content, letter.payload)), out)
-            case _ if isinstance(message, Question):
+            case Question():
                 held = self._held.get(message.slice)
                 if held is None or not held.holding.is_primary:
                     out.clients.append((sender, Letter(Refused(message.slice, self.version))))
@@ -150,7 +149,7 @@ class ServerNode:
 
     # --- replication -------------------------------------------------------------------------------------------------
 
-    def _from_peer(self, message: Forwarded | CopySent | TookChange, payload: Any, out: Out) -> None:
+    def _from_peer(self, message: Forwarded[Any] | CopySent | TookChange, payload: Any, out: Out) -> None:
         held = self._held.get(message.slice)
         if held is None or self._map is None or message.life != self._map.life:
             return  # it, or we, will hear of a newer map, and ask again
@@ -241,7 +240,7 @@ class ServerNode:
 
 
 def _has_own(applied: Applied, question: Question) -> bool:
-    """Whether the asker sees what it has sent before: one of its changes may be lost, and come again."""
-    if isinstance(question, Consult | PullKey | PullKeyRows):
+    """Whether the slice has the changes that the asker wants to see: one of them may be lost, and come again."""
+    if isinstance(question, OrderedQuestion):
         return applied.all_below(question.client) >= question.after
     return True

@@ -36,7 +36,7 @@ from distbelief.control.signatures import MALFORMED, UNSIGNED, WRONG_SENDER, Ref
 from distbelief.control.sockets import dial, dial_server, protect_server
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.ps.protocol.frames import Letter, pack
-from distbelief.strategies.ps.protocol.peers import may_say, unpack
+from distbelief.strategies.ps.protocol.messageset import MessageSet, may_say
 from distbelief.strategies.ps.server.node import Out, ServerNode
 from distbelief.strategies.ps.server.stores import SliceStore
 from distbelief.transport.shm.memfd import free_memory_bytes
@@ -65,6 +65,8 @@ class Reachable(Protocol):
 class Slices(Protocol):
     """What a server has slices of."""
 
+    messages: MessageSet
+    """The messages that clients exchange with these slices."""
     life: int
     sealed: int
     sizes: list[int]
@@ -134,7 +136,7 @@ class ServerEdge:
                         self._send(node.learn(command.map))
                         slices.began()
             if self._inbox in there:
-                self._receive(node)
+                self._receive(node, slices.messages)
             if self._limit.events in there:
                 self._limit.enforce()
             now = time.monotonic()
@@ -162,7 +164,7 @@ class ServerEdge:
                 self._ended |= isinstance(command, EndRun)
                 found.append(command)
 
-    def _receive(self, node: ServerNode) -> None:
+    def _receive(self, node: ServerNode, messages: MessageSet) -> None:
         """Everything that waits, then one round of answers: they go out in as few messages as can be."""
         out = Out()
         for _ in range(1000):
@@ -171,7 +173,7 @@ class ServerEdge:
             except zmq.Again:
                 break
             try:
-                letters = self._letters(frames)
+                letters = self._letters(frames, messages)
             except Refused as refused:
                 self._refusals.add(refused.reason)
                 continue
@@ -180,12 +182,12 @@ class ServerEdge:
                 out.add(node.receive(letter, identity.bytes))
         self._send(out)
 
-    def _letters(self, frames: list[zmq.Frame]) -> list[Letter]:
+    def _letters(self, frames: list[zmq.Frame], messages: MessageSet) -> list[Letter]:
         if len(frames) < 2:
             raise Refused(UNSIGNED)
         sender = self._verifier.verify(frames[0].bytes, frames[1].buffer)
         try:
-            letters = unpack(frames[1:])
+            letters = messages.unpack_for_server(frames[1:])
         except (msgspec.MsgspecError, DistBeliefError):
             raise Refused(MALFORMED) from None
         if not all(may_say(sender, letter.message) for letter in letters):

@@ -1,13 +1,13 @@
-"""What is said about tables: words of `serverwords.py`, which speak of rows instead of slices of an array."""
+"""Messages about tables: they name rows, where other messages (protocol/messages.py) mean a slice of an array."""
 
 from __future__ import annotations
 
-from msgspec import Struct
+from distbelief.strategies.ps.protocol.messages import Content, Question, Reply, Update
 
 # --- changes of a part -----------------------------------------------------------------------------------------------
 
 
-class ShardRows(Struct, frozen=True, tag=True):
+class ShardRows(Content, frozen=True):
     """What some shards of a step say about rows of tables, for one part of them: see
     `strategies/ps/tables/rowgradients.py`."""
 
@@ -18,60 +18,61 @@ class ShardRows(Struct, frozen=True, tag=True):
     told: bytes
     """The numbers that these shards tell of themselves, as in a Node."""
 
+    @property
+    def has_payload(self) -> bool:
+        return True
 
-class RowGradient(Struct, frozen=True, tag=True):
+
+class RowGradient(Update, frozen=True):
     """Likewise of an update of a worker that waits for nobody. It is named as a Gradient is."""
 
-    update: int
     step: int
     counts: list[int]
     """By table."""
+
+    @property
+    def has_payload(self) -> bool:
+        return True
 
 
 # --- questions -------------------------------------------------------------------------------------------------------
 
 
-class Pull(Struct, frozen=True, tag=True):
+class Pull(Question, frozen=True):
     """The values of rows of a table. Answered when the part has this version, or a later one; -1: at once."""
 
-    ticket: int
-    slice: int
     version: int
     table: int
     rows: bytes
     """As int64."""
 
 
-class Numbers(Struct, frozen=True, tag=True):
+class Numbers(Question, frozen=True):
     """Which rows of a table are there, at this version? Answered as a Pull: their numbers, as int64."""
 
-    ticket: int
-    slice: int
     version: int
     table: int
 
 
-class Count(Struct, frozen=True, tag=True):
+class Count(Question, frozen=True):
     """How many rows of each table are there, at this version?"""
 
-    ticket: int
-    slice: int
     version: int
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 
-class Pulled(Struct, frozen=True, tag=True):
+class Pulled(Reply, frozen=True):
     """The values are in a frame; none, if the part has gone on to another version."""
 
-    ticket: int
-    slice: int
     version: int
 
+    @property
+    def has_payload(self) -> bool:
+        return self.version >= 0
 
-class Counted(Struct, frozen=True, tag=True):
-    ticket: int
-    slice: int
+
+class Counted(Reply, frozen=True):
     version: int
     counts: list[int]

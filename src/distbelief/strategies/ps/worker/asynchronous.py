@@ -32,9 +32,9 @@ from distbelief.strategies.ps.protocol.messages import (
     Fetched,
     Gate,
     Gathered,
-    Given,
     Gradient,
     Lease,
+    LeaseGiven,
     Look,
     Looked,
     Members,
@@ -143,7 +143,7 @@ class AsynchronousReplica(ServedMember):
         version, wanted = -1 if fresh else self._version, n_push if self.adaptive else 0
         ask = Ask(self._seat.worker, time.time(), version, self._known, wanted)
         given = self._client.change(self._ledger, ask, self._abort)
-        assert isinstance(given, Given)
+        assert isinstance(given, LeaseGiven)
         self._hear(given)
         what = given.what
         assert isinstance(what, Lease | Wait | Gathered)
@@ -160,7 +160,7 @@ class AsynchronousReplica(ServedMember):
         self.comm_s += time.perf_counter() - started
         return what
 
-    def _hear(self, given: Given) -> None:
+    def _hear(self, given: LeaseGiven) -> None:
         for one in given.news:
             told = hashlib.blake2b(f"{one.step} {one.loss!r} {one.samples}".encode(), digest_size=8).hexdigest()
             self._past.append(Applied(one.step, one.loss, one.samples, told, self._seat.generation, one.at))

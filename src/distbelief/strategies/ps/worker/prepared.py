@@ -20,6 +20,7 @@ from distbelief.strategies.dataparallel.replica import DataParallelReplica
 from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
+from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
 from distbelief.strategies.ps.rules.slicing import SliceShape, cut
 from distbelief.strategies.ps.strategy import ParameterServer
 from distbelief.strategies.ps.tables.embedding import on_servers
@@ -36,6 +37,8 @@ from distbelief.transport.exchange import Geometry
 
 
 class PreparedServed(PreparedAllReduce):
+    messages = RUN_MESSAGES
+
     def __init__(self, job: Job, schedule: Schedule, device: torch.device, strategy: ParameterServer) -> None:
         with on_servers():
             super().__init__(job, schedule, device, strategy.waits, updates_on=torch.device("cpu"))

@@ -15,7 +15,7 @@ from distbelief.strategies.ps.protocol import client as serverclient
 from distbelief.strategies.ps.protocol.client import ServerClient
 from distbelief.strategies.ps.protocol.frames import Letter, pack
 from distbelief.strategies.ps.protocol.messages import Answered, Fetch, Fetched, Go, Look, Looked, Push, Refused
-from distbelief.strategies.ps.protocol.peers import unpack
+from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
 from distbelief.transport.shm.futexflags import Abort, Aborted
 
 BADGE = Authority(bytes(range(32))).worker(3)
@@ -37,7 +37,7 @@ class Played:
         self.client, signature, *frames = self.socket.recv_multipart(copy=False)
         self.client = self.client.bytes
         assert self._verifier.verify(signature.bytes, frames[0].buffer) == ("worker", 3)
-        return unpack(frames)
+        return RUN_MESSAGES.unpack_for_server(frames)
 
     def say(self, *messages: object, payloads: tuple[bytes, ...] = ()) -> None:
         letters = [Letter(message) for message in messages]
@@ -56,7 +56,7 @@ def servers() -> Iterator[list[Played]]:
 
 @pytest.fixture
 def client() -> Iterator[ServerClient]:
-    made = ServerClient(BADGE)
+    made = ServerClient(BADGE, RUN_MESSAGES)
     yield made
     made.close()
 

@@ -14,7 +14,8 @@ from distbelief.control.credentials import Authority
 from distbelief.control.messages import ServerMap
 from distbelief.strategies.ps.protocol.client import ServerClient
 from distbelief.strategies.ps.protocol.frames import Letter, pack
-from distbelief.strategies.ps.protocol.messages import FromClient, Look, Looked, Measure, Measured, Question
+from distbelief.strategies.ps.protocol.messages import Look, Looked, Measure, Measured, Question
+from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
 from distbelief.transport.shm.futexflags import Abort
 
 BADGE = Authority(bytes(range(32))).worker(1)
@@ -35,7 +36,7 @@ def client() -> Iterator[ServerClient]:
                 continue
             identity, _, header, *_ = socket.recv_multipart()
             replies = []
-            for message in msgspec.msgpack.decode(header, type=list[FromClient]):
+            for message in msgspec.msgpack.decode(header, type=list[RUN_MESSAGES.from_clients]):
                 if isinstance(message, Look):
                     looks += 1
                     replies.append(Letter(Looked(message.ticket, message.slice, looks, [])))
@@ -50,7 +51,7 @@ def client() -> Iterator[ServerClient]:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    found = ServerClient(BADGE)
+    found = ServerClient(BADGE, RUN_MESSAGES)
     found.learn(ServerMap(1, 1, [0], [-1], [-1], {0: f"tcp://127.0.0.1:{port}"}))
     yield found
     found.close()

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 import pytest
 import zmq
 
+from distbelief.control.signatures import SERVER, WORKER, Sender
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.ps.protocol.frames import Letter, pack, unpack_for_client
+from distbelief.kv.messages import MESSAGES as KV_MESSAGES
+from distbelief.kv.messages import Consult, Withdraw
+from distbelief.strategies.ps.protocol.frames import Letter, pack
 from distbelief.strategies.ps.protocol.messages import (
     Answered,
+    Ask,
+    Content,
     Contents,
     Fetch,
     Fetched,
@@ -21,13 +28,18 @@ from distbelief.strategies.ps.protocol.messages import (
     Node,
     Note,
     Push,
+    Question,
     Read,
     Refused,
+    Reply,
     StepPast,
 )
-from distbelief.strategies.ps.protocol.peers import CopySent, Forwarded, TookChange, unpack
+from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES, may_say
+from distbelief.strategies.ps.protocol.peers import CopySent, Forwarded, TookChange
 from distbelief.strategies.ps.rules.applied import Applied
 from distbelief.strategies.ps.server.syncslice import Snapshot
+from distbelief.strategies.sandblaster.messages import MESSAGES as SEARCH_MESSAGES
+from distbelief.strategies.sandblaster.messages import Take
 
 NODE = Node(3, 0, 4, b"rows", b"\x01\x00", b"integers")
 NAMED = Node(3, 0, 4, b"rows", b"\x01\x00", b"", "generation 2/slot/1.0")
@@ -71,8 +83,8 @@ def plain(letters: list[Letter]) -> list[tuple[object, bytes | None]]:
 
 
 def test_all_arrive_as_they_were_sent_each_with_its_bytes() -> None:
-    assert plain(unpack(frames(TO_SERVERS))) == plain(TO_SERVERS)
-    assert plain(unpack_for_client(frames(TO_CLIENTS))) == plain(TO_CLIENTS)
+    assert plain(RUN_MESSAGES.unpack_for_server(frames(TO_SERVERS))) == plain(TO_SERVERS)
+    assert plain(RUN_MESSAGES.unpack_for_client(frames(TO_CLIENTS))) == plain(TO_CLIENTS)
 
 
 @pytest.mark.parametrize(
@@ -80,18 +92,50 @@ def test_all_arrive_as_they_were_sent_each_with_its_bytes() -> None:
 )
 def test_one_that_comes_without_its_bytes_is_refused(letter: Letter) -> None:
     with pytest.raises(DistBeliefError, match="came without its bytes"):
-        unpack(frames([Letter(letter.message)]))
+        RUN_MESSAGES.unpack_for_server(frames([Letter(letter.message)]))
 
 
 def test_what_is_for_others_and_garbage_is_refused() -> None:
     for odd in (b"", b"garbage", msgspec.msgpack.encode([{"type": "Push"}]), msgspec.msgpack.encode({"type": "Look"})):
         with pytest.raises(msgspec.MsgspecError):
-            unpack([zmq.Frame(odd)])
+            RUN_MESSAGES.unpack_for_server([zmq.Frame(odd)])
         with pytest.raises(msgspec.MsgspecError):
-            unpack_for_client([zmq.Frame(odd)])
+            RUN_MESSAGES.unpack_for_client([zmq.Frame(odd)])
     for letter in TO_CLIENTS:
         with pytest.raises(msgspec.MsgspecError):
-            unpack(frames([letter]))
+            RUN_MESSAGES.unpack_for_server(frames([letter]))
     for letter in TO_SERVERS:
         with pytest.raises(msgspec.MsgspecError):
-            unpack_for_client(frames([letter]))
+            RUN_MESSAGES.unpack_for_client(frames([letter]))
+
+
+def leaves(base: type) -> set[type]:
+    below = {one for kind in base.__subclasses__() for one in leaves(kind)}
+    return below or {base}
+
+
+def test_every_message_of_a_feature_is_in_a_set() -> None:
+    listed: set[type] = set()
+    for one in (RUN_MESSAGES, SEARCH_MESSAGES, KV_MESSAGES):
+        push, *questions = get_args(one.from_clients)
+        content = get_args(push)[0]
+        listed |= {*(get_args(content) or (content,)), *questions, *get_args(one.to_clients)[2:]}
+    assert listed == leaves(Content) | leaves(Question) | leaves(Reply)
+
+
+def test_a_server_does_not_decode_the_messages_of_another_feature() -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        KV_MESSAGES.unpack_for_server(frames([Letter(Push(7, 0, 1, Go(3, 0.25)))]))
+    with pytest.raises(msgspec.MsgspecError):
+        RUN_MESSAGES.unpack_for_server(frames([Letter(Push(7, 0, 0, Withdraw(7, 0)))]))
+
+
+@pytest.mark.parametrize(
+    "content", [Ask(7, 0.0), Take(1, 7, 0, 0.0), Withdraw(7, 0)], ids=lambda one: type(one).__name__
+)
+def test_a_client_speaks_for_itself_alone(content: Content) -> None:
+    senders = [Sender(WORKER, 7), Sender(WORKER, 8), Sender(SERVER, 7)]
+    assert [may_say(sender, Push(7, 0, 0, content)) for sender in senders] == [True, False, False]
+    assert not may_say(Sender(WORKER, 8), Push(8, 0, 0, content))
+    assert [may_say(sender, Consult(1, 0, 7, 0, [])) for sender in senders] == [True, False, False]
+    assert [may_say(sender, TookChange(7, 2, 0, 5, (5, 7), 4)) for sender in senders] == [False, False, True]

@@ -1,0 +1,86 @@
+"""The set of messages that one kind of parameter server exchanges with its clients, as decoders.
+
+msgspec decodes a tagged union only if it knows every type when the decoder is made. A `MessageSet` lists them: each
+feature whose slices lie on servers has one (`RUN_MESSAGES` here for the strategy `ps`; `sandblaster` and `kv` in their
+own folders) and hands it to its `ServerClient` and, as `Slices.messages`, to its `ServerEdge`. Messages of another
+feature do not decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Union
+
+import zmq
+
+from distbelief.control.decoding import Decoder
+from distbelief.control.signatures import SERVER, WORKER, Sender
+from distbelief.strategies.ps.protocol import messages as m
+from distbelief.strategies.ps.protocol.frames import Letter, together
+from distbelief.strategies.ps.protocol.peers import CopySent, Forwarded, TookChange
+from distbelief.strategies.ps.tables import messages as t
+
+
+class MessageSet:
+    """`contents`: what may be pushed. `given`: what acknowledgements bring along, if anything."""
+
+    def __init__(
+        self,
+        contents: Sequence[type[m.Content]],
+        questions: Sequence[type[m.Question]],
+        replies: Sequence[type[m.Reply]],
+        given: type[m.Given] = m.Given,
+    ) -> None:
+        answer: Any = given
+        content: Any = Union[tuple(contents)]  # noqa: UP007
+        self.from_clients: Any = Union[(m.Push[content], *questions)]
+        self.from_servers: Any = Forwarded[content] | CopySent | TookChange
+        self.to_clients: Any = Union[(m.Answered[answer], m.Refused, *replies)]
+
+    # Decoders are made on first use: a client never needs that of servers, and a server never that of clients.
+
+    @cached_property
+    def _for_client(self) -> Decoder[list[m.Header]]:
+        return Decoder(_list_of(self.to_clients))
+
+    @cached_property
+    def _for_server(self) -> Decoder[list[m.Header]]:
+        return Decoder(_list_of(self.from_clients | self.from_servers))
+
+    def unpack_for_client(self, frames: Sequence[zmq.Frame]) -> list[Letter]:
+        """The messages in what came to a client. Raises msgspec.MsgspecError or DistBeliefError for anything else."""
+        return together(self._for_client.decode(frames[0].buffer), frames[1:])
+
+    def unpack_for_server(self, frames: Sequence[zmq.Frame]) -> list[Letter]:
+        """The messages in what came to a server. Raises msgspec.MsgspecError or DistBeliefError for anything else."""
+        return together(self._for_server.decode(frames[0].buffer), frames[1:])
+
+
+def _list_of(kind: Any) -> Any:
+    return list[kind]
+
+
+def may_say(sender: Sender, message: m.Header) -> bool:
+    """Whether the authenticated sender may send the message: clients and servers speak for themselves alone."""
+    match message:
+        case Forwarded() | CopySent() | TookChange():
+            return sender == (SERVER, message.server)
+        case m.Push():
+            speakers = {message.client, message.content.speaker} - {None}
+            return sender.role == WORKER and speakers == {sender.number}
+        case m.OrderedQuestion():
+            return sender == (WORKER, message.client)
+    return sender.role == WORKER
+
+
+RUN_MESSAGES = MessageSet(
+    contents=(
+        m.Node, m.Afresh, m.Go, m.Begun, m.Note, m.Gradient, m.Ask, m.Complete, m.Members, m.Gate, m.Open,
+        t.ShardRows, t.RowGradient,
+    ),
+    questions=(m.Fetch, m.Measure, m.Look, m.Read, t.Pull, t.Numbers, t.Count),
+    replies=(m.Fetched, m.Measured, m.Looked, m.Contents, t.Pulled, t.Counted),
+    given=m.LeaseGiven,
+)  # fmt: skip
+"""Of the strategy `ps`."""
