@@ -13,12 +13,12 @@ from distbelief.shards import Range
 from distbelief.strategies.dataparallel.takeover import plan_step, plan_takeover
 from distbelief.strategies.ps.protocol.frames import Letter
 from distbelief.strategies.ps.protocol.messages import RUN, Answered, Go, Look, Measure, Push
+from distbelief.strategies.ps.rules.gathering import shards_on_all_slices
 from distbelief.strategies.ps.server.node import ServerNode
 from distbelief.strategies.ps.tables.messages import Count, Pull
 from distbelief.strategies.ps.tables.rowbuckets import part_of
 from distbelief.strategies.ps.tables.rowgradients import RowGradients
 from distbelief.strategies.ps.tables.slices import FreeTables, StepTables
-from distbelief.strategies.ps.worker.synchronous import _on_all
 from distbelief.transport.exchange import Held, Source
 from tests.support.ps.client import Client
 from tests.support.ps.tableparts import PARTS, SHARDS, Kit
@@ -69,7 +69,10 @@ class TableWorld(World):
         client.restart()
         looked = yield from client.ask(Look)
         if rank == 0:
-            self.found = (min(one.version for one in looked), _on_all(looked, SHARDS))
+            self.found = (
+                min(one.version for one in looked),
+                shards_on_all_slices(looked, SHARDS),
+            )
         while self.found is None:
             yield
         step, nodes = self.found

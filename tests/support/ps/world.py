@@ -23,9 +23,9 @@ from distbelief.coordinator.rules.servers.roles import Decision, Placement
 from distbelief.shards import Range
 from distbelief.strategies.dataparallel.takeover import plan_step, plan_takeover
 from distbelief.strategies.ps.protocol.messages import VALUES_AT, Fetch, Go, Look, Measure, values_at
+from distbelief.strategies.ps.rules.gathering import shards_on_all_slices
 from distbelief.strategies.ps.server.node import Out, ServerNode
 from distbelief.strategies.ps.server.syncslice import RunSlice
-from distbelief.strategies.ps.worker.synchronous import _on_all
 from distbelief.transport.exchange import Held, Source
 from distbelief.transport.shm.segment import Segment
 from tests.support.ps.client import Client
@@ -211,7 +211,7 @@ class World:
         looked = yield from client.ask(Look)
         if rank == 0:
             version = min(one.version for one in looked)
-            self.found = (version, _on_all(looked, SHARDS))
+            self.found = (version, shards_on_all_slices(looked, SHARDS))
         while self.found is None:
             yield
         step, nodes = self.found

@@ -1,23 +1,29 @@
-"""The partial sums of the step that a slice waits for: which are there, and whether they are enough. Pure.
+"""The partial sums of the step under way: which are there, which shards are missing, and who computes them. Pure.
 
-Sums are named by their shards. Whoever computes one gives the same bits, and a node of the tree is the sum of its
-children; so it does not matter which of them come, in which order, and from whom, as long as they cover all shards.
+A partial sum is named by its range of shards. Every worker that computes it gets the same bits, and a node of the tree
+is the sum of its children. So a slice takes partial sums from any worker and in any order: it only needs all shards.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from distbelief.shards import Program, Range, program
+from distbelief.strategies.ps.protocol.messages import Looked
+
+LATE = 1.5
+"""A member is late when its shards take more than this many times as long as the helper would need for them."""
 
 Sum = TypeVar("Sum")
 
 
 @dataclass
-class Gathered(Generic[Sum]):
-    """
-    >>> step = Gathered(shards=4, occupied=4)
+class StepSums(Generic[Sum]):
+    """What a slice has of the step under way.
+
+    >>> step = StepSums(shards=4, occupied=4)
     >>> step.add((0, 1), "a"), step.add((0, 2), "b"), step.add((1, 2), "c"), sorted(step.sums)
     (True, True, False, [(0, 2)])
     >>> step.order() is None, step.add((2, 4), "d"), step.order()
@@ -29,7 +35,7 @@ class Gathered(Generic[Sum]):
     sums: dict[Range, Sum] = field(default_factory=dict)
 
     def add(self, node: Range, value: Sum) -> bool:
-        """False: what is there contains it already."""
+        """Keep a partial sum, in place of those that it contains. False: a sum that contains it is there already."""
         if any(first <= node[0] and node[1] <= end for first, end in self.sums):
             return False
         inside = [known for known in self.sums if node[0] <= known[0] and known[1] <= node[1]]
@@ -39,7 +45,7 @@ class Gathered(Generic[Sum]):
         return True
 
     def order(self) -> Program | None:
-        """How the sums (in the order of `values`) are to be added; None: some are missing."""
+        """The order in which to add the sums (see `values`); None: shards are missing."""
         try:
             return program(self.shards, self.occupied, {node: n for n, node in enumerate(sorted(self.sums))})
         except KeyError:
@@ -47,3 +53,51 @@ class Gathered(Generic[Sum]):
 
     def values(self) -> list[Sum]:
         return [self.sums[node] for node in sorted(self.sums)]
+
+
+def shards_on_all_slices(looked: Sequence[Looked], shards: int) -> list[Range]:
+    """The shards of the oldest step under way that every slice has in some partial sum, one by one.
+
+    `looked`: what each slice has answered. A slice that has applied the step proves that all others have every sum of
+    it: no slice applies a step before that.
+
+    >>> shards_on_all_slices([Looked(0, 0, 7, [(0, 2)]), Looked(0, 1, 7, [(1, 2), (3, 4)])], shards=4)
+    [(1, 2)]
+    >>> shards_on_all_slices([Looked(0, 0, 7, [(0, 2)]), Looked(0, 1, 8, [])], shards=4)
+    [(0, 4)]
+    """
+    version = min(one.version for one in looked)
+    if any(one.version > version for one in looked):
+        return [(0, shards)]
+    there = [{shard for first, end in one.nodes for shard in range(first, end)} for one in looked]
+    return [(shard, shard + 1) for shard in sorted(set.intersection(*there))]
+
+
+def choose_late_shards(
+    missing: Collection[int], ranges: Sequence[Range], rank: int, backups: int, elapsed_s: float, shard_s: float
+) -> list[int]:
+    """The missing shards that member `rank` computes, the first one first: those that it has left out itself, then
+    those of late members.
+
+    The `backups` late members that miss most shards are helped, each from its last shard on. Several helpers begin at
+    different shards. `shard_s`: how long the helper takes for a shard.
+
+    >>> ranges = [(0, 2), (2, 4), (4, 8)]
+    >>> choose_late_shards({2, 3, 4, 5, 6, 7}, ranges, rank=0, backups=1, elapsed_s=9.0, shard_s=1.0)
+    [7, 6, 5, 4]
+    >>> choose_late_shards({2, 3, 4, 5, 6, 7}, ranges, rank=0, backups=2, elapsed_s=4.0, shard_s=1.0)
+    [3, 2]
+    """
+    mine = [shard for shard in range(*ranges[rank]) if shard in missing]
+    late = {
+        other: [shard for shard in reversed(range(first, end)) if shard in missing]
+        for other, (first, end) in enumerate(ranges)
+        if other != rank and elapsed_s > LATE * shard_s * (end - first)
+    }
+    worst = sorted((other for other in late if late[other]), key=lambda other: (-len(late[other]), other))[:backups]
+    found = [shard for other in worst for shard in late[other]]
+    helpers = [other for other, some in enumerate(ranges) if not any(shard in missing for shard in range(*some))]
+    if rank in helpers and found:
+        start = helpers.index(rank) * len(found) // len(helpers)
+        found = found[start:] + found[:start]
+    return mine + found

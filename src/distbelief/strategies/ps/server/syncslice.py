@@ -45,7 +45,7 @@ from distbelief.strategies.ps.protocol.messages import (
     StepPast,
 )
 from distbelief.strategies.ps.protocol.pushcoding import PushCoding
-from distbelief.strategies.ps.rules.gathering import Gathered
+from distbelief.strategies.ps.rules.gathering import StepSums
 from distbelief.strategies.ps.rules.slicing import SliceShape
 from distbelief.strategies.ps.server.slicememory import OpenSegment, SliceMemory, tiles_of, with_bytes
 from distbelief.strategies.ps.server.stores import Change, Snapshot, State
@@ -135,7 +135,7 @@ class RunSlice:
 
     def _start(self) -> None:
         """Nothing is there of the next step."""
-        self._gathered: Gathered[list[torch.Tensor]] = Gathered(
+        self._gathered: StepSums[list[torch.Tensor]] = StepSums(
             self._schedule.shards, self._schedule.occupied(self.version)
         )
         self._rows = np.zeros((self._schedule.shards, ROW))

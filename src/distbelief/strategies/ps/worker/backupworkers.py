@@ -8,7 +8,7 @@ gradient is thrown away: what others have of its step it does not compute any mo
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from functools import partial
 
 import numpy as np
@@ -21,48 +21,18 @@ from distbelief.strategies.flatmodel.partials import ShardWork, reached, slots_n
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.ps.protocol.client import Idle
 from distbelief.strategies.ps.protocol.messages import Begun, Look, Looked, Question
+from distbelief.strategies.ps.rules.gathering import LATE, choose_late_shards
 from distbelief.strategies.ps.tables.remote import ServedTables
 from distbelief.strategies.ps.worker.exchange import ServedGroup
 from distbelief.strategies.ps.worker.synchronous import ServedReplica, measure_step
 from distbelief.transport.shm.futexflags import Aborted
 
-PATIENCE = 1.5
-"""A member is late when it takes so many times as long for its shards as I would."""
 USUAL = 0.85
 """After this part of what a step usually takes, a member looks before each shard whether others have it already."""
 SHORTEST_S = 0.002
 """What a shard is said to take at least."""
 LOOK_AGAIN_S = 0.01
 LATER_S = 0.05
-
-
-def choose(
-    missing: Collection[int], ranges: Sequence[Range], rank: int, backups: int, elapsed_s: float, shard_s: float
-) -> list[int]:
-    """The shards to compute for others, the first one first: the `backups` members that miss most are helped, from
-    their last shard on; helpers begin at different ones.
-
-    `shard_s`: what a shard takes me. What I have left out myself comes first.
-
-    >>> ranges = [(0, 2), (2, 4), (4, 8)]
-    >>> choose({2, 3, 4, 5, 6, 7}, ranges, rank=0, backups=1, elapsed_s=9.0, shard_s=1.0)
-    [7, 6, 5, 4]
-    >>> choose({2, 3, 4, 5, 6, 7}, ranges, rank=0, backups=2, elapsed_s=4.0, shard_s=1.0)
-    [3, 2]
-    """
-    mine = [shard for shard in range(*ranges[rank]) if shard in missing]
-    late = {
-        other: [shard for shard in reversed(range(first, end)) if shard in missing]
-        for other, (first, end) in enumerate(ranges)
-        if other != rank and elapsed_s > PATIENCE * shard_s * (end - first)
-    }
-    worst = sorted((other for other in late if late[other]), key=lambda other: (-len(late[other]), other))[:backups]
-    found = [shard for other in worst for shard in late[other]]
-    helpers = [other for other, some in enumerate(ranges) if not any(shard in missing for shard in range(*some))]
-    if rank in helpers and found:
-        start = helpers.index(rank) * len(found) // len(helpers)
-        found = found[start:] + found[:start]
-    return mine + found
 
 
 class HelpingReplica(ServedReplica):
@@ -150,7 +120,7 @@ class HelpingReplica(ServedReplica):
     def _help(self, step: int, told: Collection[int]) -> float:
         """Compute one shard of somebody who is late, if there is one. Returns after how long to look again."""
         shard_s = max(self._shard_s, SHORTEST_S)
-        first_late_s = PATIENCE * shard_s * min(end - first for first, end in self._seat.ranges)
+        first_late_s = LATE * shard_s * min(end - first for first, end in self._seat.ranges)
         if self._elapsed_s() < first_late_s and len(self._done) == len(self._work_of(step).partials.work):
             return first_late_s - self._elapsed_s()
         looked = self._look_briefly()
@@ -163,7 +133,7 @@ class HelpingReplica(ServedReplica):
                 self._go(step)
             return LATER_S
         ranges, rank = self._seat.ranges, self._seat.rank
-        found = choose(missing, ranges, rank, self._late_members, self._elapsed_s(), shard_s)
+        found = choose_late_shards(missing, ranges, rank, self._late_members, self._elapsed_s(), shard_s)
         shard = next((shard for shard in found if shard not in self._copied), -1)
         if shard < 0:
             return max(shard_s, LOOK_AGAIN_S)

@@ -48,6 +48,7 @@ from distbelief.strategies.ps.protocol.messages import (
     Note,
     Question,
 )
+from distbelief.strategies.ps.rules.gathering import shards_on_all_slices
 from distbelief.strategies.ps.rules.slicing import SliceShape
 from distbelief.strategies.ps.tables.remote import ServedTables
 from distbelief.strategies.ps.tables.rowgradients import RowGradients
@@ -104,7 +105,7 @@ class ServedReplica(ServedMember):
         self._check_slices()
         self.exchange.gather(b"")  # everybody has left the generation before
         looked = self._look()
-        found = _Found(min(one.version for one in looked), _on_all(looked, self._schedule.shards))
+        found = _Found(min(one.version for one in looked), shards_on_all_slices(looked, self._schedule.shards))
         found = msgspec.msgpack.decode(self.exchange.gather(msgspec.msgpack.encode(found))[0], type=_Found)
         first = looked[0]
         self._applied = found.version
@@ -362,16 +363,6 @@ class ServedReplica(ServedMember):
     def copy_portion(self, applied: int, into: Segment) -> AlreadyCopied:
         """Nobody can change the servers' state before this member has gone on."""
         return self._read_portion(into, applied, self.exchange.abort)
-
-
-def _on_all(looked: Sequence[Looked], shards: int) -> list[Range]:
-    """The shards of the step under way that all slices have in some partial sum, one by one. If a slice has applied the
-    step, all others have all of them: it was not applied before."""
-    version = min(one.version for one in looked)
-    if any(one.version > version for one in looked):
-        return [(0, shards)]
-    there = [{shard for first, end in one.nodes for shard in range(first, end)} for one in looked]
-    return [(shard, shard + 1) for shard in sorted(set.intersection(*there))]
 
 
 def _about(make: Callable[[int, int], Question], number: int, ticket: int) -> Question:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator
 
@@ -13,7 +12,6 @@ import torch
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range, split
 from distbelief.strategies.ps.protocol.messages import Go, Node, Note
-from distbelief.strategies.ps.rules.gathering import Gathered
 from distbelief.strategies.ps.server.syncslice import Change, RunSlice
 from distbelief.transport.exchange import ROW
 from distbelief.transport.shm.segment import Segment
@@ -161,21 +159,3 @@ def test_a_change_keeps_its_bytes(kit: Kit) -> None:
     assert (kept.content, bytes(kept.payload)) == (kit.node(0, (0, 2)), bytes([7]) * shape.value_bytes)
     late = Change(kit.node(3, (0, 2), "slot"))
     assert store.with_bytes(late) is late  # nobody will read it
-
-
-def test_gathered_is_complete_exactly_when_all_occupied_shards_are_there() -> None:
-    chance = random.Random(2)
-    for _ in range(300):
-        occupied = chance.randint(1, SHARDS)
-        gathered: Gathered[Range] = Gathered(SHARDS, occupied)
-        there: set[int] = set()
-        for node in chance.sample(tree(), len(tree())):
-            contained = set(range(*node)) <= there and node not in gathered.sums
-            new = gathered.add(node, node)
-            there |= set(range(*node))
-            assert not (new and any(a <= node[0] and node[1] <= b for a, b in gathered.sums if (a, b) != node))
-            assert new or contained or node in gathered.sums
-            covered = sorted(gathered.sums)
-            assert all(one[1] <= other[0] for one, other in itertools.pairwise(covered))
-            assert gathered.values() == covered
-            assert (gathered.order() is not None) == ({*range(occupied)} <= there)

@@ -11,9 +11,9 @@ import torch
 from distbelief.shards import Range
 from distbelief.strategies.dataparallel.takeover import plan_step, plan_takeover
 from distbelief.strategies.ps.protocol.messages import Begun, Go, Look, Measure, Measured
+from distbelief.strategies.ps.rules.gathering import shards_on_all_slices
 from distbelief.strategies.ps.server.stores import Change
-from distbelief.strategies.ps.worker.backupworkers import choose
-from distbelief.strategies.ps.worker.synchronous import _on_all, measure_step
+from distbelief.strategies.ps.worker.synchronous import measure_step
 from distbelief.transport.exchange import Held, Source
 from tests.support.ps.disturbing import STEPS, disturb
 from tests.support.ps.parts import SHARDS, Kit
@@ -36,7 +36,10 @@ class HelpingWorld(World):
         client.restart()
         looked = yield from client.ask(Look)
         if rank == 0:
-            self.found = (min(one.version for one in looked), _on_all(looked, SHARDS))
+            self.found = (
+                min(one.version for one in looked),
+                shards_on_all_slices(looked, SHARDS),
+            )
         while self.found is None:
             yield
         step, nodes = self.found
@@ -47,7 +50,7 @@ class HelpingWorld(World):
             takeover = plan_takeover(SHARDS, occupied(step), held, len(ranges), rank)
         values = b""
         if takeover is None or takeover.recomputed:
-            values = self._seen((yield from self._bring(client, step)), step)  # copies: see servedhelping.py
+            values = self._seen((yield from self._bring(client, step)), step)  # copies: see worker/backupworkers.py
         self.met += 1
         while self.met < len(ranges):
             yield
@@ -64,7 +67,7 @@ class HelpingWorld(World):
                 assert all(not one.past for one in looked)
                 if any(one.version > step for one in looked):
                     break
-                there = {shard for first, end in _on_all(looked, SHARDS) for shard in range(first, end)}
+                there = {shard for first, end in shards_on_all_slices(looked, SHARDS) for shard in range(first, end)}
                 missing = sorted(set(range(occupied(step))) - there)
                 if not missing:
                     break
@@ -106,14 +109,3 @@ def test_nobody_goes_on_from_a_step_that_somebody_has_not_begun(kit: Kit) -> Non
         assert isinstance(found.message, Measured)
         one.apply(Change(Begun(0, 3, 0)))  # a newer generation: all of it must say so
         assert one.reply(Measure(1, 0, 0, 3, 2), "", True, True) is None
-
-
-def test_the_members_that_miss_most_are_helped_and_not_before_they_are_late() -> None:
-    ranges = [(0, 2), (2, 4), (4, 6), (6, 8)]
-    late = {4, 5, 7}
-    assert choose(late, ranges, rank=0, backups=1, elapsed_s=2.9, shard_s=1.0) == []
-    assert choose(late, ranges, rank=0, backups=1, elapsed_s=3.1, shard_s=1.0) == [5, 4]
-    assert choose(late, ranges, rank=0, backups=2, elapsed_s=3.1, shard_s=1.0) == [5, 4, 7]
-    first = {rank: choose(late, ranges, rank, backups=1, elapsed_s=3.1, shard_s=1.0)[0] for rank in (0, 1)}
-    assert set(first.values()) == {4, 5}  # not both the same
-    assert choose({0, 1}, ranges, rank=0, backups=1, elapsed_s=0.0, shard_s=1.0) == [0, 1]  # its own, left out before
