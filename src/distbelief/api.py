@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from distbelief.launch.launch import Launch
     from distbelief.launch.lead import Announce
     from distbelief.observe.view import View
-    from distbelief.strategies import AnyStrategy
+    from distbelief.strategies.base import Strategy
 
 MOST_BY_DEFAULT = 8  # workers, when the user names no number: the most shards that a job has by default
 
@@ -32,7 +32,7 @@ def train(
     job: Job,
     *,
     workers: int | None = None,
-    strategy: str | AnyStrategy = "allreduce",
+    strategy: str | Strategy = "allreduce",
     run_dir: str | Path | None = None,
     threads: int = 1,
     device: str = "cpu",
@@ -101,7 +101,7 @@ def resume(
     job: Job | None = None,
     *,
     workers: int | None = None,
-    strategy: str | AnyStrategy | None = None,
+    strategy: str | Strategy | None = None,
     on: str = "local",
     quiet: bool = False,
 ) -> Result:
@@ -142,7 +142,7 @@ def resume_run(
     run_dir: Path,
     *,
     workers: int | None,
-    strategy: str | AnyStrategy | None,
+    strategy: str | Strategy | None,
     view: View,
     job: Job | None = None,
     key_file: str = "",
@@ -220,19 +220,19 @@ def _check_workers(count: int, least: int) -> None:
 
 def _launch(
     name: str,
-    strategy: str | AnyStrategy,
+    strategy: str | Strategy,
     workers: int | None,
     run_dir: str | Path | None,
     shares: Sequence[float],
     **options: Any,
 ) -> Launch:
     from distbelief.launch.launch import Launch
-    from distbelief.strategies import parse, usual_workers
+    from distbelief.strategies import parse
 
     how = parse(strategy) if isinstance(strategy, str) else strategy
     count = workers
     if count is None:
-        count = usual_workers(str(strategy), min(MOST_BY_DEFAULT, os.cpu_count() or 1))
+        count = how.usual_workers(min(MOST_BY_DEFAULT, os.cpu_count() or 1))
     _check_workers(count, options.get("min_workers", 1))
     threads = options.get("threads", 1)
     if threads < 1:

@@ -60,10 +60,11 @@ def chaos(
     ctx.meta[MACHINE_OUTPUT] = json
     check_job_file(job)
     values = parse_settings(settings or [])
-    from distbelief.strategies import servers_of, usual_workers
+    from distbelief.strategies import parse as parse_strategy
 
-    workers = workers or usual_workers(strategy, WORKERS)
-    schedule = wanted_faults(faults, random, workers, servers_of(strategy))
+    how = parse_strategy(strategy)
+    workers = workers or how.usual_workers(WORKERS)
+    schedule = wanted_faults(faults, random, workers, how.servers)
 
     from distbelief.chaos.report import as_json, print_table  # after the checks, which need none of it
     from distbelief.chaos.rules.verdict import together
@@ -111,12 +112,12 @@ def _trials(
     from distbelief.chaos.rules.schedule import write
     from distbelief.chaos.rules.verdict import judge
     from distbelief.chaos.trial import run_under_faults
-    from distbelief.strategies import servers_of
+    from distbelief.strategies import parse as parse_strategy
 
     promise = _promise(plan.strategy)
     for number in range(random or 1):
         if random:
-            text = random_schedule(seed + number, plan.workers, twin.steps, servers_of(plan.strategy))
+            text = random_schedule(seed + number, plan.workers, twin.steps, parse_strategy(plan.strategy).servers)
             name = f"faults-{number + 1}"
             _say(stream, f"schedule {number + 1} of {random} (--random 1 --seed {seed + number}): {text}")
         else:
@@ -134,11 +135,10 @@ def _trials(
 
 def _promise(strategy: str) -> Promise:
     from distbelief.strategies import parse as parse_strategy
-    from distbelief.strategies import wish_of
 
     if parse_strategy(strategy).exact:
         return "bits"
-    return "rounding" if wish_of(strategy) else "nothing"
+    return "rounding" if parse_strategy(strategy).wish else "nothing"
 
 
 def _schedule(text: str, struck: Struck, verdict: Verdict) -> dict[str, Any]:

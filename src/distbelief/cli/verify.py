@@ -63,11 +63,11 @@ def verify(
     check_job_file(job)
     values = parse_settings(settings or [])
 
-    from distbelief.strategies import parse, usual_workers  # after the checks, which need none of it
+    from distbelief.strategies import parse  # after the checks, which need none of it
 
     exact = [parse(name).exact for name in (strategy, *([against] if against != "plain" else []))]
     steps = steps or (STEPS if all(exact) else STEPS_INEXACT)
-    workers = workers or usual_workers(strategy, 2)
+    workers = workers or parse(strategy).usual_workers(2)
 
     from distbelief.verification.report import as_json, print_report
     from distbelief.verification.trial import Plan

@@ -18,7 +18,7 @@ from distbelief.errors import DistBeliefError, JobError
 from distbelief.launch.rules.profileplan import profile_plan
 from distbelief.launch.rules.saveplan import DEFAULT_EVERY, KEEP_LAST, best, interval
 from distbelief.launch.rundir import check_idle
-from distbelief.strategies import keeps_state_on_devices, servers_of, waits, wish_of
+from distbelief.strategies import parse
 from distbelief.strategies.rules import degrees
 from distbelief.transport.shm import futexflags as words
 from distbelief.worker.spec import Origin, SavePlan, WorkerSpec
@@ -97,7 +97,7 @@ class Launch:
 
     def __post_init__(self) -> None:
         """What can be known before any process is started; the shards are known to the workers only."""
-        wish = wish_of(self.strategy)
+        wish = parse(self.strategy).wish
         if wish is None:
             return
         problem = degrees.problem(wish, self.workers, shards=None)
@@ -140,7 +140,7 @@ class Launch:
     @property
     def on_accelerators(self) -> bool:
         """Whether the run's state is there."""
-        return self.device.partition(":")[0] != "cpu" and keeps_state_on_devices(self.strategy)
+        return self.device.partition(":")[0] != "cpu" and parse(self.strategy).state_on_device
 
     @property
     def needs_store(self) -> bool:
@@ -157,7 +157,7 @@ class Launch:
         """What whoever watches is to know of bytes that travel unencrypted between hosts; empty: none do."""
         if is_loopback(self.listen) or not self.needs_store:
             return ""
-        if servers_of(self.strategy):
+        if parse(self.strategy).servers:
             return (
                 "parameters and gradients travel encrypted; what workers agree on among themselves (gloo) does not: "
                 "use a network that you trust"
@@ -171,7 +171,7 @@ class Launch:
         """What the coordinator is told of the run (its RunConfig)."""
         return {
             "workers": self.workers,
-            "servers": servers_of(self.strategy),
+            "servers": parse(self.strategy).servers,
             "strategy": self.strategy,
             "local_workers": self.local_workers,
             "local_servers": self.local_servers,
@@ -182,7 +182,7 @@ class Launch:
             "exact": self.exact,
             "gather_timeout_s": LOADING_S,
             "min_workers": self.min_workers,
-            "balance": self.balance and waits(self.strategy),
+            "balance": self.balance and parse(self.strategy).balances,
             "stuck_s": self.stuck_after_s,
             "saves": self.save_plan is not None,
             "save_every_s": self.save_every_s,

@@ -28,7 +28,7 @@ from distbelief.launch.launch import Launch, Observer
 from distbelief.launch.rules.silence import Silence
 from distbelief.launch.rundir import verdict
 from distbelief.launch.signals import Signals
-from distbelief.strategies import servers_of
+from distbelief.strategies import parse
 
 REFRESH_S = 0.2
 
@@ -103,7 +103,7 @@ class _Lead:
         workers = launch.workers if launch.local_workers < 0 else min(launch.local_workers, launch.workers)
         for worker in range(workers):
             self._agent.hosting.start("worker", worker)
-        servers = servers_of(launch.strategy) if workers else 0
+        servers = parse(launch.strategy).servers if workers else 0
         for server in range(servers if launch.local_servers < 0 else min(launch.local_servers, servers)):
             self._agent.hosting.start("server", server)
 

@@ -21,7 +21,7 @@ import msgspec
 
 from distbelief.control.credentials import Credential
 from distbelief.lifeline import die_with_parent
-from distbelief.strategies import servers_of, wish_of
+from distbelief.strategies import parse
 from distbelief.transport.shm.memfd import receive_message, send_message
 from distbelief.worker.spec import WorkerSpec
 
@@ -59,11 +59,11 @@ def _warm_up(strategy: str) -> None:
     gc.disable()
     importlib.import_module("distbelief.strategies.flatmodel.eagerstep").spare_the_compiler()
     importlib.import_module("distbelief.worker.process")
-    if servers_of(strategy):
+    how = parse(strategy)
+    if how.servers:
         importlib.import_module("distbelief.worker.serving")
-    if wish_of(strategy):
-        # It imports much of torch: once here, not in each worker.
-        importlib.import_module("distbelief.strategies.mesh.run.prepared")
+    for module in how.preloads:
+        importlib.import_module(module)
     gc.enable()
 
 

@@ -14,7 +14,7 @@ from distbelief.checkpoint.storage import Where
 from distbelief.control.credentials import NO_CREDENTIAL
 from distbelief.errors import DistBeliefError, RunFailed
 from distbelief.replaying.records import RecordedRun
-from distbelief.strategies import parse, servers_of
+from distbelief.strategies import parse
 from distbelief.strategies.base import BeginFrom, Saved, Seat, nothing_saved
 from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
@@ -67,7 +67,7 @@ def loaded_here(run: RecordedRun) -> Iterator[Loaded]:
             "cannot be replayed",
             hint="`distbelief verify JOB --strategy sandblaster` trains it again beside a plain loop",
         )
-    if run.launch.device != "cpu" and is_exact(run) and any(servers_of(strategy) for strategy in run.strategies):
+    if run.launch.device != "cpu" and is_exact(run) and any(parse(strategy).servers for strategy in run.strategies):
         raise DistBeliefError(
             f"{run.run_dir} was trained with parameter servers: shards were computed on {run.launch.device}, and steps "
             "applied on processors, which one process does not do again",

@@ -5,27 +5,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.errors import JobError
+from distbelief.strategies.base import Strategy
 from distbelief.strategies.dataparallel.strategy import AllReduce
-from distbelief.strategies.localsgd.strategy import LocalSGD, parse_local_sgd
+from distbelief.strategies.localsgd.strategy import parse_local_sgd
 from distbelief.strategies.mesh.strategy import (
     SCHEDULES,
     Hybrid,
-    Meshed,
     Pipeline,
     Sharded,
     Tensor,
     no_gradients_travel,
 )
 from distbelief.strategies.ps.strategy import MODES, ParameterServer
-from distbelief.strategies.rules.degrees import Wish
-from distbelief.strategies.sandblaster.strategy import Sandblaster, parse_sandblaster
-
-AnyStrategy = AllReduce | LocalSGD | ParameterServer | Sandblaster | Pipeline | Tensor | Sharded | Hybrid
+from distbelief.strategies.sandblaster.strategy import parse_sandblaster
 
 KNOWN = (
     "allreduce, ps:sync, ps:async, ps:ssp:staleness=4, sandblaster, local_sgd:8, pipeline:4, tensor:2, sharded, "
@@ -35,7 +32,8 @@ _DEGREES = {"dp": "data", "fsdp": "sharded", "tp": "tensor", "pp": "pipeline"}
 _PART = re.compile(r"([a-z]+)(\d*)")
 
 
-def parse(text: str) -> AnyStrategy:
+@lru_cache(64)
+def parse(text: str) -> Strategy:
     """The strategy that a command line names: its name, then options after colons.
 
     >>> parse("allreduce:inexact:gloo")
@@ -73,38 +71,7 @@ def parse(text: str) -> AnyStrategy:
     return Hybrid(**degrees, **_options(text, options, scheduled=degrees.get("pipeline", 1) > 1))
 
 
-def usual_workers(text: str, wanted: int) -> int:
-    """About so many workers, such that the strategy can be: at least as many as it needs, and a multiple of that.
-
-    >>> usual_workers("pipeline:4", 2), usual_workers("dp2.tp2", 8), usual_workers("sharded", 3)
-    (4, 4, 3)
-    """
-    wish = wish_of(text)
-    if wish is None:
-        return wanted
-    return max(wanted // wish.unit, 1) * wish.unit if wish.is_open else wish.unit
-
-
-def wish_of(text: str) -> Wish | None:
-    """What a strategy asks of its workers if it divides the model, else None.
-
-    >>> wish_of("dp2.pp2"), wish_of("allreduce")
-    (Wish(data=2, sharded=1, tensor=1, pipeline=2), None)
-    """
-    strategy = parse(text)
-    return strategy.wish() if isinstance(strategy, Meshed) else None
-
-
-def stride_of(text: str) -> int:
-    """How many steps a strategy commits together.
-
-    >>> stride_of("local_sgd:8"), stride_of("allreduce")
-    (8, 1)
-    """
-    return parse(text).stride
-
-
-def learn_alike(one: AnyStrategy, other: AnyStrategy) -> bool:
+def learn_alike(one: Strategy, other: Strategy) -> bool:
     """Whether both should come to the same weights, so that one can go on from a checkpoint of the other.
 
     >>> learn_alike(parse("pipeline:2"), parse("allreduce")), learn_alike(parse("local_sgd:8"), parse("allreduce"))
@@ -112,14 +79,7 @@ def learn_alike(one: AnyStrategy, other: AnyStrategy) -> bool:
     >>> learn_alike(parse("local_sgd:8"), parse("local_sgd:8:gloo"))
     True
     """
-    return _learning(one) == _learning(other)
-
-
-def _learning(how: AnyStrategy) -> AnyStrategy | None:
-    """What is learnt, without how it runs; None: what the job's own optimizer learns."""
-    if isinstance(how, LocalSGD):
-        return replace(how, transport="auto", copies=None)
-    return how.learning if isinstance(how, Sandblaster) else None
+    return one.learning == other.learning
 
 
 def _allreduce(text: str, options: Sequence[str]) -> AllReduce:
@@ -142,35 +102,6 @@ def _allreduce(text: str, options: Sequence[str]) -> AllReduce:
                 "topk=0.01 or powersgd=4, and with it always",
             )
     return AllReduce(**values)
-
-
-def keeps_state_on_devices(text: str) -> bool:
-    """Whether members have the run's state where they compute; else it is in the hosts' memory, and accelerators have
-    copies of the parameters.
-
-    >>> keeps_state_on_devices("allreduce:gloo"), keeps_state_on_devices("ps:sync")
-    (True, False)
-    """
-    return isinstance(parse(text), AllReduce)
-
-
-def servers_of(text: str) -> int:
-    """How many parameter servers a strategy has.
-
-    >>> servers_of("ps:sync:servers=3"), servers_of("allreduce")
-    (3, 0)
-    """
-    strategy = parse(text)
-    return strategy.servers if isinstance(strategy, ParameterServer | Sandblaster) else 0
-
-
-def waits(text: str) -> bool:
-    """Whether work can be moved from one worker to another between two steps: they do these together, and none of them
-    takes more by itself."""
-    strategy = parse(text)
-    if isinstance(strategy, Sandblaster):
-        return False
-    return not isinstance(strategy, ParameterServer) or strategy.waits
 
 
 def _parameter_server(text: str, options: Sequence[str]) -> ParameterServer:

@@ -1,24 +1,32 @@
-"""What a strategy is: a value that builds replicas.
+"""The interface between the worker's machinery and a strategy.
 
-A replica trains: `compute` turns shards into partial sums, `commit` adds them over the members and updates.
+A `Strategy` is a value without torch, which says what the strategy needs. `prepare` makes and checks the model on a
+worker, `Prepared.build` gives a replica once the worker has a seat in a generation, and the replica trains: `compute`
+turns shards into partial sums, `commit` adds the partial sums over the members and updates. `Training` and `ServerHost`
+are what the machinery does for a strategy that has a training loop, or a server process, of its own.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import torch
-
-from distbelief.checkpoint.manifest import PartEntry
-from distbelief.checkpoint.parts import Slice
 from distbelief.errors import DistBeliefError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
-from distbelief.transport.exchange import Geometry, Group
-from distbelief.transport.shm.segment import Segment
+from distbelief.strategies.rules.degrees import Wish
+
+if TYPE_CHECKING:
+    import torch
+
+    from distbelief.checkpoint.manifest import PartEntry
+    from distbelief.checkpoint.parts import Slice
+    from distbelief.control.credentials import Credential
+    from distbelief.transport.exchange import Geometry, Group
+    from distbelief.transport.shm.segment import KeeperClient, Segment
 
 Fetch = Callable[[int, int, int], tuple[Any, int]]
 """(step, first shard, end shard) -> the batch of those shards together, and how many samples it has."""
@@ -281,16 +289,194 @@ class Prepared(Protocol):
         """The generation is over: what it had is not held from here any more, before the next one takes as much."""
 
 
-class Strategy(Protocol):
-    @property
-    def exact(self) -> bool: ...
+class MeasureAll(Protocol):
+    def __call__(self, tasks: Sequence[Task], measure: Callable[[Task, Any, Any], None]) -> None:
+        """Forward passes of this member's part of the tasks; see `Seated.measure`."""
+
+
+class Training(Protocol):
+    """What the worker does for a strategy's own training loop during one generation: it reads samples, reports,
+    evaluates and saves."""
 
     @property
+    def job(self) -> Job: ...
+    @property
+    def worker(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def run_dir(self) -> Path: ...
+    @property
+    def reported(self) -> int:
+        """The coordinator knows of all steps before this one."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the job has validation data."""
+
+    @property
+    def data_s(self) -> float:
+        """Seconds that this member has waited for samples, since `begin`."""
+
+    @property
+    def samples_per_s(self) -> float: ...
+
+    def begin(self) -> None:
+        """Set the counts of this generation to 0. After what `build` and an evaluation have read."""
+
+    def last_evaluation(self) -> dict[str, float]:
+        """What the last evaluation gave, as it is kept with the run's state."""
+
+    def answer_recalls(self) -> None:
+        """From now on this member reports steps again when the coordinator asks for them."""
+
+    def report(self, one: Applied) -> None:
+        """Tell the coordinator what a step gave."""
+
+    def reached(self, applied: int, counted: int) -> None:
+        """Tell the coordinator how many steps are applied. `counted`: the number of the next step in a profile."""
+
+    def spent(self, compute_s: float, pace: Sequence[int]) -> None:
+        """Tell the coordinator where this member's time went. `pace`: what it has chosen for itself, if anything."""
+
+    def trained(self, seconds: float, samples: int) -> None:
+        """Count towards the samples per second of this process."""
+
+    def show(self, lines: Sequence[str]) -> None:
+        """Tell people how the run is laid out."""
+
+    def evaluate(self, applied: int, alone: MeasureAll | None = None) -> dict[str, float]:
+        """Evaluate the present state, keep the result with it and report it as that of `applied` steps. Every member
+        calls it; or one member alone, with a function that measures all shards."""
+
+    def save_wished(self) -> int:
+        """The step at which a checkpoint was asked for and not taken yet; -1: none was asked for."""
+
+    def is_save_due(self, applied: int) -> bool:
+        """Whether the plan of checkpoints names the state after so many steps."""
+
+    def save(self, applied: int, last: bool = False) -> None:
+        """Have this member's portion of the present state copied and written."""
+
+
+@dataclass(frozen=True)
+class ServerJob:
+    """What the process of a parameter server knows of the job."""
+
+    job: Job
+    schedule: Schedule
+    steps: int
+    prepared: Any
+    """As the strategy's own `prepare` has made it, on the host's processor."""
+
+
+class ServerHost(Protocol):
+    """What the worker's machinery does for the process of a parameter server."""
+
+    @property
+    def worker(self) -> int:
+        """The number of this server."""
+
+    @property
+    def host(self) -> str: ...
+
+    @property
+    def address(self) -> str:
+        """The coordinator's."""
+
+    @property
+    def credential(self) -> Credential: ...
+
+    @property
+    def keeper(self) -> KeeperClient | None:
+        """Where shared memory comes from. None: workers are on other hosts and could not map it."""
+
+    @property
+    def saves_every(self) -> int:
+        """Steps between two checkpoints; 0: the plan names none."""
+
+    def load(self) -> ServerJob: ...
+
+    def saved(self, life: int, sealed: int, lazily: bool = False) -> Saved | None:
+        """The state that this life of the servers begins from; None: the job's own initial values. `sealed`: the newest
+        checkpoint of the run. `lazily`: tensors are read when they are asked for."""
+
+
+class Strategy(ABC):
+    """How a job is learnt: a frozen value with a string form that its parser reads again. It answers what launcher,
+    coordinator, worker and tools must know; they never ask which strategy it is. The answers here are those of a
+    strategy like allreduce. The module of a strategy's value imports no torch; `prepare` and `serve` import lazily."""
+
+    @property
+    @abstractmethod
+    def exact(self) -> bool:
+        """Whether the weights are the same bits for any number of workers."""
+
+    @property
+    @abstractmethod
     def transport(self) -> str:
-        """auto · shm · gloo"""
+        """How members meet: shm (memory of one host), gloo, nccl, or auto."""
+
+    @property
+    def learning(self) -> str:
+        """What is learnt, however it runs: a run goes on from a checkpoint of another strategy if both answer alike.
+        Empty: what the job's own optimizer learns, one global batch after the other."""
+        return ""
 
     @property
     def stride(self) -> int:
         """Steps that are committed together: there is a state after every multiple of it, and at the end."""
+        return 1
 
-    def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> Prepared: ...
+    @property
+    def in_steps(self) -> bool:
+        """Whether the members compute each step together. False: each takes whole batches, and nobody waits."""
+        return True
+
+    @property
+    def balances(self) -> bool:
+        """Whether shards can be moved from one member to another between two steps. False: members take their work
+        themselves."""
+        return self.in_steps
+
+    @property
+    def servers(self) -> int:
+        """How many parameter servers the run has."""
+        return 0
+
+    @property
+    def wish(self) -> Wish | None:
+        """How many ways the model and its data are divided among the members; None: every member has all of it."""
+        return None
+
+    def usual_workers(self, wanted: int) -> int:
+        """The number of workers near `wanted` with which the strategy can start."""
+        wish = self.wish
+        if wish is None:
+            return wanted
+        return max(wanted // wish.unit, 1) * wish.unit if wish.is_open else wish.unit
+
+    @property
+    def state_on_device(self) -> bool:
+        """Whether members have the run's state where they compute. False: the state is in the memory of hosts, and
+        accelerators have copies of the parameters."""
+        return False
+
+    @property
+    def preloads(self) -> Sequence[str]:
+        """Modules that this strategy's processes import. They are imported once, before processes are forked."""
+        return ()
+
+    def schedule_of(self, job: Job, samples: int) -> Schedule:
+        """Which samples each step takes, of a data set with so many."""
+        return Schedule(samples, job.global_batch, job.resolved_shards, job.drop_last)
+
+    @abstractmethod
+    def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> Prepared:
+        """Make and check the model, on a worker."""
+
+    def serve(self, host: ServerHost) -> int:
+        """The life of one of the `servers`, a process. Returns its exit status."""
+        raise NotImplementedError(f"{self} has no servers")

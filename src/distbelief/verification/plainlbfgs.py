@@ -36,7 +36,7 @@ def train_by_search(job: Job, model: torch.nn.Module, how: Sandblaster, most_ste
     >>> len(losses), losses[-1] < 1e-6
     (20, True)
     """
-    schedule, fetch = open_data(job, how.schedule(job, len(as_source(job.data, job.collate))))
+    schedule, fetch = open_data(job, how.schedule_of(job, len(as_source(job.data, job.collate))))
     steps = job.steps or max(1, math.ceil(job.epochs or 1))
     settings = lbfgs.Settings(history_size=how.history, lr=how.lr)
     flat = FlatVectors(model)

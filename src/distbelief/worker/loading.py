@@ -24,10 +24,9 @@ from distbelief.data.sources import InMemory, MapStyle, as_source
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Schedule
-from distbelief.strategies import keeps_state_on_devices, parse
-from distbelief.strategies.base import Prepared, Strategy
+from distbelief.strategies import parse
+from distbelief.strategies.base import Prepared, ServerJob, Strategy
 from distbelief.strategies.flatmodel.named import tied, transient
-from distbelief.strategies.sandblaster.strategy import Sandblaster
 from distbelief.transport.shm.memfd import require_memory
 from distbelief.transport.shm.segment import KeeperClient
 from distbelief.version import __version__
@@ -59,7 +58,7 @@ class Loaded:
     @property
     def state_device(self) -> torch.device:
         """On which the run's state is."""
-        return self.device if keeps_state_on_devices(str(self.strategy)) else torch.device("cpu")
+        return self.device if self.strategy.state_on_device else torch.device("cpu")
 
     def facts(self) -> JobFacts:
         return JobFacts(
@@ -86,20 +85,14 @@ class Loaded:
         )
 
 
-def load_for_server(spec: WorkerSpec, keeper: KeeperClient | None) -> tuple[Job, Schedule, int, Prepared]:
+def load_for_server(spec: WorkerSpec, keeper: KeeperClient | None) -> ServerJob:
     """What a parameter server needs of the job: it computes no shard, and reads no sample."""
     job = _job(spec, keeper)
     source = as_source(job.data, job.collate)
     strategy = parse(spec.strategy)
-    schedule = _schedule(job, strategy, len(source))
+    schedule = strategy.schedule_of(job, len(source))
     # The servers' numbers are in the host's memory, wherever the workers compute.
-    return job, schedule, _steps(job, schedule, spec), strategy.prepare(job, schedule, torch.device("cpu"))
-
-
-def _schedule(job: Job, strategy: Strategy, samples: int) -> Schedule:
-    if isinstance(strategy, Sandblaster):
-        return strategy.schedule(job, samples)
-    return Schedule(samples, job.global_batch, job.resolved_shards, job.drop_last)
+    return ServerJob(job, schedule, _steps(job, schedule, spec), strategy.prepare(job, schedule, torch.device("cpu")))
 
 
 def _steps(job: Job, schedule: Schedule, spec: WorkerSpec) -> int:
@@ -125,12 +118,12 @@ def load(spec: WorkerSpec, keeper: KeeperClient | None) -> Loaded:
     kind = named_device(spec.device)
     source = as_source(job.data, job.collate)
     check_metrics(job.metrics)
-    if job.resolved_shards > len(source) and not isinstance(strategy, Sandblaster):
+    schedule = strategy.schedule_of(job, len(source))
+    if schedule.shards > len(source):
         raise JobError(
-            f"{job.resolved_shards} shards are more than the {len(source)} samples of the data set",
+            f"{schedule.shards} shards are more than the {len(source)} samples of the data set",
             hint="set a smaller `shards` or `global_batch` in the job",
         )
-    schedule = _schedule(job, strategy, len(source))
     steps = _steps(job, schedule, spec)
     feed = Feed(source, schedule, job, shuffle=job.shuffle)
     evaluator = None

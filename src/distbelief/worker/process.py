@@ -36,13 +36,13 @@ from distbelief.strategies.base import Replica, Saved, Seat, Seated
 from distbelief.strategies.ps.protocol.client import ServerClient
 from distbelief.strategies.ps.strategy import ParameterServer
 from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica
+from distbelief.strategies.ps.worker.asynctraining import train_freely
 from distbelief.strategies.ps.worker.exchange import ServedGroup
 from distbelief.strategies.ps.worker.prepared import PreparedServed
 from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
 from distbelief.transport.shm.exchange import SharedExchange
 from distbelief.transport.shm.futexflags import Abort, Aborted
 from distbelief.transport.shm.segment import KeeperClient
-from distbelief.worker.asynchronous import train_freely
 from distbelief.worker.devices import identity
 from distbelief.worker.exchanges import exchange_of
 from distbelief.worker.failure import describe_failure
@@ -54,7 +54,7 @@ from distbelief.worker.rules.control import Leave, StandDown, TrainGeneration
 from distbelief.worker.saving import Saver
 from distbelief.worker.spec import WorkerSpec
 from distbelief.worker.successor import train_or_be_succeeded
-from distbelief.worker.training import Assignment, report_again, train
+from distbelief.worker.training import Assignment, GenerationTraining, report_again, train
 
 if TYPE_CHECKING:
     from distbelief.worker.profiling.profiler import Profiler
@@ -233,11 +233,12 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             sharing = len(action.members) if _is_free(loaded) else 1
             place.profile.seated(action.members[action.rank].place, sharing)
         try:
+            training = GenerationTraining(loaded.job, replica, loaded.evaluator, loaded.watch, link.progress, task)
             if isinstance(replica, AsynchronousReplica):
-                finished = train_freely(loaded.job, replica, loaded.evaluator, loaded.watch, link.progress, task)
+                finished = train_freely(replica, training)
             else:
                 assert isinstance(replica, Replica)
-                finished = train(loaded.job, replica, loaded.evaluator, loaded.watch, link.progress, task)
+                finished = train(replica, training)
         except Aborted:
             raise
         except Exception:

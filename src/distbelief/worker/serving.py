@@ -1,4 +1,5 @@
-"""A parameter server as a process: it loads the job as a worker does, then serves the slices that it is given."""
+"""The process of a parameter server: the worker's machinery loads the job and finds checkpoints, and the strategy
+serves."""
 
 from __future__ import annotations
 
@@ -6,39 +7,66 @@ import signal
 import socket as sockets
 
 import torch
-import zmq
 
-from distbelief.control.messages import EXIT_REPORTED
-from distbelief.strategies.ps.server.sockets import ServerEdge, Slices
-from distbelief.strategies.ps.worker.prepared import PreparedServed
-from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
+from distbelief.control.credentials import Credential
+from distbelief.strategies import parse
+from distbelief.strategies.base import Saved, ServerJob
 from distbelief.transport.shm.segment import KeeperClient
 from distbelief.worker.loading import load_for_server
-from distbelief.worker.runstores import RunStores
+from distbelief.worker.origin import newest_saved, weights_of
 from distbelief.worker.spec import WorkerSpec
-from distbelief.worker.vectorstores import SearchStores
 
 
 def run_server(spec: WorkerSpec, keeper_socket: sockets.socket | None) -> int:
     """The life of a parameter server. Returns its exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to everybody; the engine decides
     torch.set_num_threads(spec.threads)
-    keeper = KeeperClient(keeper_socket) if keeper_socket else None
-    with zmq.Context() as context:
-        server = ServerEdge(spec, context)
-        try:
-            server.serve(_slices(spec, keeper))
-        except BaseException as error:
-            server.fail(error)
-            return EXIT_REPORTED
-        finally:
-            server.close()
-    return 0
+    return parse(spec.strategy).serve(ServingHost(spec, KeeperClient(keeper_socket) if keeper_socket else None))
 
 
-def _slices(spec: WorkerSpec, keeper: KeeperClient | None) -> Slices:
-    job, schedule, steps, prepared = load_for_server(spec, keeper)
-    if isinstance(prepared, PreparedSandblaster):
-        return SearchStores(spec, keeper, schedule.shards, prepared)
-    assert isinstance(prepared, PreparedServed)
-    return RunStores(spec, keeper, job, schedule, steps, prepared)
+class ServingHost:
+    """See `ServerHost`."""
+
+    def __init__(self, spec: WorkerSpec, keeper: KeeperClient | None) -> None:
+        self._spec = spec
+        self._keeper = keeper
+
+    @property
+    def worker(self) -> int:
+        return self._spec.worker
+
+    @property
+    def host(self) -> str:
+        return self._spec.host
+
+    @property
+    def address(self) -> str:
+        return self._spec.address
+
+    @property
+    def credential(self) -> Credential:
+        return self._spec.credential
+
+    @property
+    def keeper(self) -> KeeperClient | None:
+        return self._keeper if self._spec.shares_memory else None
+
+    @property
+    def saves_every(self) -> int:
+        return self._spec.saves.every_steps if self._spec.saves else 0
+
+    def load(self) -> ServerJob:
+        return load_for_server(self._spec, self._keeper)
+
+    def saved(self, life: int, sealed: int, lazily: bool = False) -> Saved | None:
+        origin = self._spec.origin
+        if origin is None:
+            return None
+        saved = None
+        if origin.checkpoints and (life > 1 or origin.resumed):
+            # A run that was resumed may have sealed none since: then it begins again from the one that it found.
+            at_most = None if origin.resumed and not sealed else sealed
+            saved, skipped = newest_saved(origin.checkpoints, lazily, at_most)
+            for bad, why in skipped:
+                print(f"the checkpoint of step {bad} cannot be used: {why}", flush=True)
+        return saved or (weights_of(origin.weights, lazily) if origin.weights else None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from distbelief.checkpoint.manifest import Facts
 from distbelief.control.messages import Evaluation, StepReport, Timing, WorkerFinished
 from distbelief.job import Job
-from distbelief.strategies.base import Replica, Seated
+from distbelief.strategies.base import Applied, MeasureAll, Replica, Seated
 from distbelief.worker.evaluate import Evaluator
 from distbelief.worker.feed import Feed
 from distbelief.worker.link import Progress
@@ -82,31 +82,137 @@ class Assignment:
         return (applied - 1) // self.stride * self.stride
 
 
-def train(
-    job: Job, replica: Replica, evaluator: Evaluator | None, watch: Stopwatch, progress: Progress, task: Assignment
-) -> WorkerFinished:
+@dataclass(frozen=True)
+class GenerationTraining:
+    """One generation's training on this worker: what a training loop needs of the machinery. See `Training`."""
+
+    job: Job
+    replica: Seated
+    evaluator: Evaluator | None
+    watch: Stopwatch
+    progress: Progress
+    """What the next heartbeat carries."""
+    task: Assignment
+
+    @property
+    def worker(self) -> int:
+        return self.task.worker
+
+    @property
+    def generation(self) -> int:
+        return self.task.generation
+
+    @property
+    def steps(self) -> int:
+        return self.task.steps
+
+    @property
+    def run_dir(self) -> Path:
+        return self.task.run_dir
+
+    @property
+    def reported(self) -> int:
+        return self.task.reported
+
+    @property
+    def evaluates(self) -> bool:
+        return self.evaluator is not None
+
+    @property
+    def data_s(self) -> float:
+        return self.watch.data_s
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.watch.speed.per_s()
+
+    def begin(self) -> None:
+        self.watch.data_s, self.watch.shards = 0.0, 0
+
+    def last_evaluation(self) -> dict[str, float]:
+        return _last_evaluation(self.replica)[1]
+
+    def answer_recalls(self) -> None:
+        self.progress.recall = lambda reported: report_again(self.replica, self.progress, reported)
+
+    def report(self, one: Applied) -> None:
+        report = StepReport(one.step, one.loss, one.samples, one.fingerprint, one.at, one.generation)
+        self.progress.reports.append(report)
+
+    def reached(self, applied: int, counted: int) -> None:
+        self.progress.step = applied
+        if self.task.profile:
+            self.task.profile.at(counted)
+
+    def spent(self, compute_s: float, pace: Sequence[int]) -> None:
+        watch, replica = self.watch, self.replica
+        self.progress.timing = Timing(
+            watch.data_s, compute_s, replica.comm_s, watch.shards, {}, *replica.traffic(), pace=list(pace)
+        )
+
+    def trained(self, seconds: float, samples: int) -> None:
+        self.watch.speed.seconds += seconds
+        self.watch.speed.samples += samples
+
+    def show(self, lines: Sequence[str]) -> None:
+        self.task.show(lines)
+
+    def evaluate(self, applied: int, alone: MeasureAll | None = None) -> dict[str, float]:
+        assert self.evaluator is not None
+        if alone:
+            metrics = self.evaluator.evaluate_with(alone, lambda payload: [payload])
+        else:
+            metrics = self.evaluator.evaluate(self.replica)
+        self.replica.keep_note(json.dumps(metrics).encode())
+        if alone or self.replica.exchange.rank == 0:
+            self.progress.evaluations.append(Evaluation(applied, metrics))
+        return metrics
+
+    def is_evaluation_due(self, applied: int) -> bool:
+        every = self.job.evaluate_every
+        return applied == self.steps or bool(every and applied // every > self.task.before(applied) // every)
+
+    def save_wished(self) -> int:
+        return self.task.saver.wished if self.task.saver else -1
+
+    def is_save_due(self, applied: int) -> bool:
+        saver = self.task.saver
+        return saver is not None and saver.is_due(applied, self.steps, self.task.before(applied))
+
+    def save(self, applied: int, last: bool = False) -> None:
+        assert self.task.saver is not None
+        facts = facts_at(self.task.facts, self.replica, applied)
+        self.task.saver.take(self.replica, applied, self.generation, facts, last=last)
+
+    def save_if_due(self, applied: int) -> None:
+        if self.is_save_due(applied):
+            self.save(applied, last=applied == self.steps)
+
+
+def train(replica: Replica, training: GenerationTraining) -> WorkerFinished:
     """Run the steps that are left, and return what is to be reported at the end."""
+    watch, progress, task = training.watch, training.progress, training.task
     leads = replica.exchange.rank == 0
     first = replica.steps_applied()
     metrics: dict[str, float] = {}
     if leads:
-        progress.recall = lambda reported: report_again(replica, progress, reported)
+        training.answer_recalls()
         # That members went back may not have been heard yet when it was said what is reported: then all of it again.
         progress.recall(task.reported if task.reported <= first else 0)
-        metrics = _last_evaluation(replica)[1]
+        metrics = training.last_evaluation()
     if (begun := replica.taken_over()) and begun.is_in_part:
         if task.saver:
             task.saver.miss(first)
     else:
-        if evaluator and first and _is_due(job, first, task) and _is_missing(replica, first):
-            metrics = _evaluate(evaluator, replica, progress, first)
-        if first > task.sealed:  # whoever saved it may have died on the way
-            _save_if_due(replica, first, task)
+        if training.evaluates and first and training.is_evaluation_due(first) and _is_missing(replica, first):
+            metrics = training.evaluate(first)
+        if first > task.sealed:  # the member that saved it may have died on the way
+            training.save_if_due(first)
     if leads and (lines := replica.plan_lines()):
         task.show(lines)
     busy_s = 0.0
     last = None
-    watch.data_s, watch.shards = 0.0, 0
+    training.begin()
     step = first
     if task.profile:
         task.profile.at(step)
@@ -138,9 +244,9 @@ def train(
             task.profile.at(step)
         if step == task.steps:  # before the last evaluation, which may fail
             replica.save_weights(task.run_dir / "weights.safetensors")
-        if evaluator and _is_due(job, step, task):
-            metrics = _evaluate(evaluator, replica, progress, step)
-        _save_if_due(replica, step, task)
+        if training.evaluates and training.is_evaluation_due(step):
+            metrics = training.evaluate(step)
+        training.save_if_due(step)
     if last is None:  # the steps were done before this generation; whoever led may have died before it had saved
         replica.save_weights(task.run_dir / "weights.safetensors")
     digest = replica.weights_sha256()
@@ -161,28 +267,9 @@ def train(
     )
 
 
-def _save_if_due(replica: Replica, applied: int, task: Assignment) -> None:
-    if task.saver and task.saver.is_due(applied, task.steps, task.before(applied)):
-        facts = facts_at(task.facts, replica, applied)
-        task.saver.take(replica, applied, task.generation, facts, last=applied == task.steps)
-
-
-def _is_due(job: Job, applied: int, task: Assignment) -> bool:
-    every = job.evaluate_every
-    return applied == task.steps or bool(every and applied // every > task.before(applied) // every)
-
-
 def _is_missing(replica: Replica, applied: int) -> bool:
     """Whether this state is still to be evaluated. Rank 0 decides: one that was aborted may be over on some members."""
     return replica.exchange.gather(b"missing" if replica.note()[0] != applied else b"done")[0] == b"missing"
-
-
-def _evaluate(evaluator: Evaluator, replica: Replica, progress: Progress, applied: int) -> dict[str, float]:
-    metrics = evaluator.evaluate(replica)
-    replica.keep_note(json.dumps(metrics).encode())
-    if replica.exchange.rank == 0:
-        progress.evaluations.append(Evaluation(applied, metrics))
-    return metrics
 
 
 def report_again(replica: Seated, progress: Progress, reported: int) -> None:

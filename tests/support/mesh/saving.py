@@ -16,7 +16,7 @@ from distbelief.checkpoint.saving import seal, write_part
 from distbelief.data.sources import as_source
 from distbelief.job import Job
 from distbelief.shards import Schedule
-from distbelief.strategies import parse, wish_of
+from distbelief.strategies import parse
 from distbelief.strategies.base import Replica, Saved, Seat
 from distbelief.strategies.rules.degrees import Degrees, fit, ranges
 from distbelief.transport.gloo.exchange import TorchExchange
@@ -68,7 +68,8 @@ def _perform(rank: int, meeting: Rendezvous, act: Act) -> dict[str, torch.Tensor
     job = matrix_job()
     source = as_source(job.data)
     schedule = Schedule(len(source), job.global_batch, job.resolved_shards)
-    strategy, wish = parse(act.layout.strategy), wish_of(act.layout.strategy)
+    strategy = parse(act.layout.strategy)
+    wish = strategy.wish
     degrees = fit(wish, act.layout.workers, schedule.shards) if wish else Degrees(data=act.layout.workers)
     spans = ranges(degrees, schedule.shards)
     feed = Feed(source, schedule, job, shuffle=job.shuffle)

@@ -29,12 +29,12 @@ from distbelief.strategies.ps.worker.exchange import ServedOnDevice
 from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
 from distbelief.strategies.sandblaster.searching import SearchingMember
 from distbelief.strategies.sandblaster.strategy import Sandblaster
+from distbelief.strategies.sandblaster.vectorstores import VectorStores
 from distbelief.transport.device.memory import DeviceMemory
 from distbelief.transport.shm.futexflags import Abort, Aborted
 from distbelief.transport.shm.segment import Memory, Segment
 from distbelief.verification.plain import make_model
 from distbelief.verification.plainlbfgs import train_by_search
-from distbelief.worker.vectorstores import VectorStores
 from tests.support.ps.world import MAPS, World
 
 SAMPLES = 42
@@ -69,7 +69,7 @@ class Kit:
             shuffle=False,
         )
         self.steps = steps
-        self.schedule = STRATEGY.schedule(self.job, SAMPLES)
+        self.schedule = STRATEGY.schedule_of(self.job, SAMPLES)
         self.shapes = self.prepared().slices()
         model = make_model(self.job)
         self.losses: list[float] = []

@@ -15,10 +15,11 @@ from distbelief.data.sources import as_source
 from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies import parse
-from distbelief.strategies.base import Seat
+from distbelief.strategies.base import Seat, ServerJob
 from distbelief.strategies.ps.protocol.frames import Letter
 from distbelief.strategies.ps.protocol.messages import Answered, Gathered, Lease, Push, Update
 from distbelief.strategies.ps.server.node import ServerNode
+from distbelief.strategies.ps.server.runstores import RunStores
 from distbelief.strategies.ps.strategy import ParameterServer
 from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica
 from distbelief.strategies.ps.worker.exchange import ServedGroup, ServedOnDevice
@@ -29,7 +30,7 @@ from distbelief.transport.shm.exchange import SharedExchange
 from distbelief.transport.shm.futexflags import Abort
 from distbelief.transport.shm.segment import KeeperClient, Segment
 from distbelief.worker.feed import Feed
-from distbelief.worker.runstores import RunStores
+from distbelief.worker.serving import ServingHost
 from distbelief.worker.spec import WorkerSpec
 
 CPU = torch.device("cpu")
@@ -107,9 +108,8 @@ class ServedAlone:
         self.steps = job.steps
         self.prepared = PreparedServed(job, schedule, CPU, how)
         spec = WorkerSpec(0, "here", "", NO_CREDENTIAL, "", strategy, 1, "cpu", shares_memory=keeper is not None)
-        self.stores = stores = RunStores(
-            spec, keeper, job, schedule, self.steps, PreparedServed(job, schedule, CPU, how)
-        )
+        known = ServerJob(job, schedule, self.steps, PreparedServed(job, schedule, CPU, how))
+        self.stores = stores = RunStores(ServingHost(spec, keeper), known)
         stores.life = LIFE
         node, slices = ServerNode(0, stores.make), len(stores.sizes)
         node.learn(ServerMap(1, LIFE, [0] * slices, [NONE] * slices, [NONE] * slices, {0: ""}))

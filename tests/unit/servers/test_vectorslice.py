@@ -27,8 +27,8 @@ from distbelief.strategies.sandblaster.messages import (
     first_number,
 )
 from distbelief.strategies.sandblaster.vectorslice import VectorSlice
+from distbelief.strategies.sandblaster.vectorstores import VectorStores
 from distbelief.transport.shm.segment import Segment
-from distbelief.worker.vectorstores import VectorStores
 from tests.support.ps.searchworld import Kit
 
 FIRST = first_number(3)

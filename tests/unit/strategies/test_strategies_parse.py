@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distbelief.errors import JobError
-from distbelief.strategies import AnyStrategy, parse, wish_of
+from distbelief.strategies import parse
+from distbelief.strategies.base import Strategy
 from distbelief.strategies.dataparallel.strategy import AllReduce
 from distbelief.strategies.localsgd.strategy import LocalSGD
 from distbelief.strategies.mesh.strategy import SCHEDULES, Hybrid, Pipeline, Sharded, Tensor
@@ -85,7 +86,7 @@ hybrids = st.builds(
         always=st.booleans(),
     )
 )
-def test_every_value_is_what_its_string_form_says(strategy: AnyStrategy) -> None:
+def test_every_value_is_what_its_string_form_says(strategy: Strategy) -> None:
     assert parse(str(strategy)) == strategy
 
 
@@ -104,9 +105,9 @@ def test_every_value_is_what_its_string_form_says(strategy: AnyStrategy) -> None
         ("pipeline:2:snapshots=0:interleaved", Pipeline(2, "interleaved", 0), Wish(None, 1, pipeline=2)),
     ],
 )
-def test_string_forms(text: str, value: AnyStrategy, wish: Wish) -> None:
+def test_string_forms(text: str, value: Strategy, wish: Wish) -> None:
     assert parse(text) == value
-    assert wish_of(text) == wish
+    assert parse(text).wish == wish
     assert (value.exact, value.transport) == (False, "gloo")
 
 
@@ -237,6 +238,6 @@ def test_values_check_themselves() -> None:
 
 @pytest.mark.parametrize("text", ["dp2.pp2", "allreduce:topk=0.01"])
 def test_no_torch_is_needed_to_read_one(text: str) -> None:
-    code = f"import sys; from distbelief.strategies import wish_of; wish_of('{text}'); print('torch' in sys.modules)"
+    code = f"import sys; from distbelief.strategies import parse; parse('{text}').wish; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"

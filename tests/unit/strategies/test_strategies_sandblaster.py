@@ -12,7 +12,7 @@ from distbelief.checkpoint.coverage import Stretch, coverage_fault
 from distbelief.checkpoint.faults import CheckpointMismatch
 from distbelief.errors import JobError
 from distbelief.job import Job
-from distbelief.strategies import learn_alike, parse, servers_of, waits
+from distbelief.strategies import learn_alike, parse
 from distbelief.strategies.base import Saved
 from distbelief.strategies.ps.rules.slicing import parameter_stretch
 from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
@@ -44,20 +44,20 @@ def job(model: Any = MODEL, samples: int = 40, **changes: Any) -> Job:
 
 def prepared(one: Job, how: Sandblaster | None = None) -> PreparedSandblaster:
     how = how or Sandblaster()
-    return how.prepare(one, how.schedule(one, len(one.data[0])), torch.device("cpu"))
+    return how.prepare(one, how.schedule_of(one, len(one.data[0])), torch.device("cpu"))
 
 
 def test_portions_are_small_and_a_function_of_the_job_alone() -> None:
-    assert Sandblaster().schedule(job(), 60_000).shards == 6000  # at most a batch of the job
-    assert Sandblaster().schedule(job(), 64).shards == 64
-    assert Sandblaster().schedule(job(global_batch=10_000, samples=10_000), 60_000).shards == 64
-    assert Sandblaster(portion=7).schedule(job(), 40).shards == 6
-    assert Sandblaster(portion=100).schedule(job(), 40).shards == 1
-    assert Sandblaster(servers=5, over="tcp").schedule(job(), 999) == Sandblaster().schedule(job(), 999)
+    assert Sandblaster().schedule_of(job(), 60_000).shards == 6000  # at most a batch of the job
+    assert Sandblaster().schedule_of(job(), 64).shards == 64
+    assert Sandblaster().schedule_of(job(global_batch=10_000, samples=10_000), 60_000).shards == 64
+    assert Sandblaster(portion=7).schedule_of(job(), 40).shards == 6
+    assert Sandblaster(portion=100).schedule_of(job(), 40).shards == 1
+    assert Sandblaster(servers=5, over="tcp").schedule_of(job(), 999) == Sandblaster().schedule_of(job(), 999)
 
 
 def test_every_sample_is_in_one_portion_of_every_step() -> None:
-    schedule = Sandblaster(portion=7).schedule(job(drop_last=True), 40)
+    schedule = Sandblaster(portion=7).schedule_of(job(drop_last=True), 40)
     for step in (0, 3):
         ranges = [schedule.shard(step, portion) for portion in range(schedule.shards)]
         assert [epoch for epoch, _, _ in ranges] == [0] * 6
@@ -65,7 +65,7 @@ def test_every_sample_is_in_one_portion_of_every_step() -> None:
 
 
 def test_what_others_ask_of_it() -> None:
-    assert (servers_of("sandblaster:servers=3"), waits("sandblaster")) == (3, False)
+    assert (parse("sandblaster:servers=3").servers, parse("sandblaster").balances) == (3, False)
     alike = [learn_alike(parse("sandblaster"), parse(other)) for other in ("sandblaster:servers=3:tcp", "allreduce")]
     assert alike == [True, False]
     assert not learn_alike(parse("sandblaster:portion=5"), parse("sandblaster"))

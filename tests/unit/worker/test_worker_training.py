@@ -10,7 +10,7 @@ import pytest
 
 from distbelief.strategies.base import Applied, StepResult, Takeover
 from distbelief.worker.link import Progress
-from distbelief.worker.training import Assignment, Stopwatch, train
+from distbelief.worker.training import Assignment, GenerationTraining, Stopwatch, train
 
 KEPT = [Applied(step, 1.0, 8, f"print {step}", 2, 0.0) for step in range(3)]
 
@@ -44,7 +44,8 @@ def watch() -> Stopwatch:
 def test_a_leader_reports_again_what_may_not_have_been_heard(tmp_path: Path, reported: int, again: list[int]) -> None:
     """7 of 3 steps: the coordinator had not heard that members went back when it began the generation."""
     task, progress = Assignment(0, 3, len(KEPT), tmp_path, reported, sealed=len(KEPT)), Progress()
-    train(SimpleNamespace(), replica_at(len(KEPT)), None, watch(), progress, task)  # type: ignore[arg-type]
+    replica = replica_at(len(KEPT))
+    train(replica, GenerationTraining(SimpleNamespace(), replica, None, watch(), progress, task))  # type: ignore[arg-type]
     assert [report.step for report in progress.reports] == again
 
 
@@ -62,5 +63,5 @@ def test_in_the_middle_of_a_step_nothing_is_saved_or_evaluated(tmp_path: Path, i
     evaluator = SimpleNamespace(evaluate=lambda _: evaluated.append(1) or {})
     task = Assignment(0, 3, 4, tmp_path, 3, saver=saver)  # type: ignore[arg-type]
     job = SimpleNamespace(evaluate_every=1)
-    train(job, replica, evaluator, watch(), Progress(), task)  # type: ignore[arg-type]
+    train(replica, GenerationTraining(job, replica, evaluator, watch(), Progress(), task))  # type: ignore[arg-type]
     assert (saved, missed, len(evaluated)) == (([4], [3], 1) if in_part else ([3, 4], [], 2))

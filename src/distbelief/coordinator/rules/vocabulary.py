@@ -20,7 +20,7 @@ from distbelief.coordinator.rules.paged import Paged
 from distbelief.coordinator.rules.progress import Progress
 from distbelief.coordinator.rules.servers.fleetstate import Fleet
 from distbelief.errors import DistBeliefError
-from distbelief.strategies import stride_of, wish_of
+from distbelief.strategies import parse
 from distbelief.strategies.rules.degrees import Degrees, Wish
 
 REPORTED_GRACE_S: Final = 5.0
@@ -88,12 +88,12 @@ class RunConfig(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def wish(self) -> Wish | None:
         """Of a strategy that divides the model."""
-        return wish_of(self.strategy) if self.strategy else None
+        return parse(self.strategy).wish if self.strategy else None
 
     @property
     def stride(self) -> int:
         """Steps that are committed together."""
-        return stride_of(self.strategy) if self.strategy else 1
+        return parse(self.strategy).stride if self.strategy else 1
 
     @property
     def unit(self) -> str:

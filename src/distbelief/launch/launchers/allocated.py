@@ -28,7 +28,7 @@ from distbelief.launch.rendezvous.address import Address, Board
 from distbelief.launch.rendezvous.folder import Folder
 from distbelief.launch.rendezvous.interface import Meeting, Word, invited
 from distbelief.launch.signals import shelter
-from distbelief.strategies import servers_of
+from distbelief.strategies import parse
 
 LINGER_S = 5.0
 """A launcher ends all processes when one has failed: the first one, which says why, is to be the first to end."""
@@ -125,7 +125,7 @@ class Leading:
             shelters=place.is_signalled_as_one,
             local_workers=place.workers_here,
             room=place.workers_here,
-            local_servers=place.first_servers(servers_of(launch.strategy)),
+            local_servers=place.first_servers(parse(launch.strategy).servers),
             host=place.host,
             is_open=meeting is not None,
             listen=self._listen or (meeting.listen() if meeting else LOOPBACK_ONLY),

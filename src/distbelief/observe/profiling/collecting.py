@@ -15,7 +15,7 @@ from distbelief.observe.profiling.parts import OPERATORS, SPANS, read_parts
 from distbelief.observe.profiling.rules.merging import Trace, merge
 from distbelief.observe.profiling.rules.summary import Summary, summarise
 from distbelief.observe.records import Tail
-from distbelief.strategies import waits
+from distbelief.strategies import parse
 
 TRACE = "workers.pt.trace.json.gz"
 """So TensorBoard finds it, too."""
@@ -33,7 +33,7 @@ def collect(run_dir: Path) -> Path | None:
         return path if path.exists() else None
     missing = _seen(run_dir) - {part.worker for part in parts}
     notes = [f"nothing came from worker {one}: it was not there then, or it died first" for one in sorted(missing)]
-    trace = merge(parts, together=waits(parts[0].strategy), notes=notes)
+    trace = merge(parts, together=parse(parts[0].strategy).balances, notes=notes)
     replace_file(path, gzip.compress(json.dumps(trace).encode(), compresslevel=5))
     for part in parts:
         for kind in (SPANS, OPERATORS):

@@ -5,6 +5,7 @@ The value alone, without torch, which the command line need not import.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +13,7 @@ from distbelief.compression.option import canonical
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Schedule
+from distbelief.strategies.base import Strategy
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +25,7 @@ _UNSAID: Any = None
 
 
 @dataclass(frozen=True)
-class AllReduce:
+class AllReduce(Strategy):
     """Synchronous data parallelism. The weights do not depend on the number of workers, unless `exact` is off.
 
     >>> AllReduce().exact, str(AllReduce(exact=False))
@@ -76,8 +78,12 @@ class AllReduce:
         return ":".join(["allreduce", *options])
 
     @property
-    def stride(self) -> int:
-        return 1
+    def state_on_device(self) -> bool:
+        return True
+
+    @property
+    def preloads(self) -> Sequence[str]:
+        return ("distbelief.strategies.dataparallel.prepared",)
 
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedAllReduce:
         from distbelief.strategies.dataparallel.prepared import PreparedAllReduce

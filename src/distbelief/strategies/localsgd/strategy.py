@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from distbelief.compression.option import NAMES as COMPRESSIONS
@@ -16,6 +16,7 @@ from distbelief.compression.option import canonical
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Schedule
+from distbelief.strategies.base import Strategy
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,7 @@ _FORM = (
 
 
 @dataclass(frozen=True)
-class LocalSGD:
+class LocalSGD(Strategy):
     """R logical replicas; each takes `steps` local steps on its part of every global batch, then their differences from
     where they began are averaged and applied by the outer optimizer. The weights do not depend on the number of
     workers.
@@ -118,6 +119,10 @@ class LocalSGD:
         return True
 
     @property
+    def learning(self) -> str:
+        return str(replace(self, transport="auto", copies=None))
+
+    @property
     def stride(self) -> int:
         return self.steps
 
@@ -147,6 +152,10 @@ class LocalSGD:
                 hint=f"set `shards` of the job to {self.replicas} or more, or have fewer replicas",
             )
         return self.replicas
+
+    @property
+    def preloads(self) -> Sequence[str]:
+        return ("distbelief.strategies.localsgd.prepared",)
 
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedLocalSGD:
         from distbelief.strategies.localsgd.prepared import PreparedLocalSGD

@@ -6,7 +6,8 @@ who holds what is in degrees.py; what the members do is in mesh/.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -14,6 +15,7 @@ from distbelief.compression.option import canonical
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Schedule
+from distbelief.strategies.base import Strategy
 from distbelief.strategies.rules.degrees import Wish, dotted
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ SCHEDULES: tuple[str, ...] = get_args(PipelineSchedule)
 DEFAULT_SCHEDULE: PipelineSchedule = "1f1b"
 
 
-class Meshed(ABC):
+class Meshed(Strategy):
     """What all strategies that divide the model have in common."""
 
     snapshots: int | None
@@ -46,12 +48,13 @@ class Meshed(ABC):
         return "gloo"
 
     @property
-    def stride(self) -> int:
-        return 1
-
     @abstractmethod
     def wish(self) -> Wish:
         """How many ways each thing is to be divided."""
+
+    @property
+    def preloads(self) -> Sequence[str]:
+        return ("distbelief.strategies.mesh.run.prepared",)
 
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedMesh:
         from distbelief.strategies.mesh.run.prepared import PreparedMesh
@@ -69,7 +72,7 @@ class Meshed(ABC):
                 f"a model that is divided does not multiply with {job.matmul}",
                 hint="leave `matmul` out of the job, or take a strategy that does not divide it, such as allreduce",
             )
-        return PreparedMesh(job, schedule, device, self.wish(), self)
+        return PreparedMesh(job, schedule, device, self.wish, self)
 
     def _check(self, **degrees: int | None) -> None:
         for name, degree in degrees.items():
@@ -104,6 +107,7 @@ class Pipeline(Meshed):
     def __str__(self) -> str:
         return f"pipeline:{self.stages}{self._options(self.schedule)}"
 
+    @property
     def wish(self) -> Wish:
         return Wish(data=None, sharded=1, pipeline=self.stages)
 
@@ -125,6 +129,7 @@ class Tensor(Meshed):
     def __str__(self) -> str:
         return f"tensor:{self.degree}{self._options()}"
 
+    @property
     def wish(self) -> Wish:
         return Wish(data=None, sharded=1, tensor=self.degree)
 
@@ -145,6 +150,7 @@ class Sharded(Meshed):
     def __str__(self) -> str:
         return f"sharded{self._options()}"
 
+    @property
     def wish(self) -> Wish:
         return Wish(data=1, sharded=None)
 
@@ -197,6 +203,7 @@ class Hybrid(Meshed):
     def __str__(self) -> str:
         return dotted(self.data, self.sharded, self.tensor, self.pipeline) + self._options(self.schedule)
 
+    @property
     def wish(self) -> Wish:
         return Wish(self.data, self.sharded, self.tensor, self.pipeline)
 

@@ -6,6 +6,7 @@ The value alone, without torch, which the command line and the coordinator need 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -13,10 +14,12 @@ from distbelief.compression.option import canonical
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Schedule
+from distbelief.strategies.base import Strategy
 
 if TYPE_CHECKING:
     import torch
 
+    from distbelief.strategies.base import ServerHost
     from distbelief.strategies.ps.worker.prepared import PreparedServed
 
 MODES = ("sync", "ssp", "async")
@@ -25,7 +28,7 @@ FREE = {"adaptive": False, "n_push": 1, "n_fetch": 1, "warm_up": 0, "noise": 0.0
 
 
 @dataclass(frozen=True)
-class ParameterServer:
+class ParameterServer(Strategy):
     """`sync`: all shards of a step are added before it is applied, so the weights are those of allreduce, bit for bit.
     `async`: every worker computes batches of its own, and nobody waits (Downpour SGD). `ssp`: likewise, but no update
     is computed with parameters that miss more than `staleness` others.
@@ -125,8 +128,8 @@ class ParameterServer:
         return self.mode == "sync" and not self.compression
 
     @property
-    def stride(self) -> int:
-        return 1
+    def in_steps(self) -> bool:
+        return self.waits
 
     @property
     def waits(self) -> bool:
@@ -150,6 +153,21 @@ class ParameterServer:
         if self.compression:
             text += f":{self.compression}" + (":always" if self.always else "")
         return text + (f":{self.over}" if self.over != "auto" else "")
+
+    def serve(self, host: ServerHost) -> int:
+        from distbelief.strategies.ps.server.process import serve
+        from distbelief.strategies.ps.server.runstores import RunStores
+
+        return serve(host, lambda host: RunStores(host, host.load()))
+
+    @property
+    def preloads(self) -> Sequence[str]:
+        return (
+            "distbelief.strategies.ps.worker.prepared",
+            "distbelief.strategies.ps.worker.asynctraining",
+            "distbelief.strategies.ps.server.process",
+            "distbelief.strategies.ps.server.runstores",
+        )
 
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedServed:
         from distbelief.strategies.ps.worker.prepared import PreparedServed

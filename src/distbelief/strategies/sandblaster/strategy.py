@@ -13,18 +13,20 @@ from typing import TYPE_CHECKING, Any, Literal
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Schedule
+from distbelief.strategies.base import Strategy
 from distbelief.strategies.sandblaster.rules.wholedata import WholeData, usual_portion, whole_data
 
 if TYPE_CHECKING:
     import torch
 
+    from distbelief.strategies.base import ServerHost
     from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
 
 _FORM = "sandblaster:servers=2:history=10:portion=64:lr=1.0, each of them if need be, and shm or tcp"
 
 
 @dataclass(frozen=True)
-class Sandblaster:
+class Sandblaster(Strategy):
     """A step is one iteration of L-BFGS: a direction, and a line search along it. The loss is that over all samples.
     The job's optimizer is not used. The weights are the same, bit for bit, on any number of workers and servers.
 
@@ -60,8 +62,8 @@ class Sandblaster:
         return True
 
     @property
-    def stride(self) -> int:
-        return 1
+    def balances(self) -> bool:
+        return False  # members take small portions of a step
 
     @property
     def transport(self) -> Literal["auto", "shm", "gloo"]:
@@ -69,9 +71,8 @@ class Sandblaster:
         return "gloo" if self.over == "tcp" else self.over
 
     @property
-    def learning(self) -> Sandblaster:
-        """What is learnt, wherever it runs: two that are alike in this go on from each other's checkpoints."""
-        return replace(self, servers=2, over="auto")
+    def learning(self) -> str:
+        return str(replace(self, servers=2, over="auto"))
 
     def __str__(self) -> str:
         text = f"sandblaster:servers={self.servers}"
@@ -80,8 +81,22 @@ class Sandblaster:
         text += f":lr={self.lr!r}" if self.lr != 1.0 else ""
         return text + (f":{self.over}" if self.over != "auto" else "")
 
-    def schedule(self, job: Job, samples: int) -> WholeData:
+    def schedule_of(self, job: Job, samples: int) -> WholeData:
         return whole_data(samples, min(self.portion or usual_portion(job, samples), samples))
+
+    def serve(self, host: ServerHost) -> int:
+        from distbelief.strategies.ps.server.process import serve
+        from distbelief.strategies.sandblaster.vectorstores import SearchStores
+
+        return serve(host, lambda host: SearchStores(host, host.load()))
+
+    @property
+    def preloads(self) -> Sequence[str]:
+        return (
+            "distbelief.strategies.sandblaster.prepared",
+            "distbelief.strategies.ps.server.process",
+            "distbelief.strategies.sandblaster.vectorstores",
+        )
 
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedSandblaster:
         from distbelief.strategies.sandblaster.prepared import PreparedSandblaster

@@ -64,7 +64,7 @@ INSTRUMENTS = (
     Instrument(WAIT, "distbelief.strategies.ps.protocol.client", "ServerClient", ("_wait", "nap")),
     Instrument(WAIT, "distbelief.strategies.mesh.run.wires", "Wires", ("_await",)),
     Instrument(WAIT, "distbelief.strategies.mesh.run.replica", "MeshReplica", ("_vote",)),
-    Instrument(WAIT, "distbelief.worker.asynchronous", "", ("_nap",)),
+    Instrument(WAIT, "distbelief.strategies.ps.worker.asynctraining", "", ("_nap",)),
     Instrument(EVALUATION, "distbelief.worker.evaluate", "Evaluator", ("evaluate_with",)),
     Instrument(CHECKPOINT, "distbelief.worker.saving", "Saver", ("take", "let_go")),
     Instrument(CHECKPOINT, "distbelief.strategies.flatmodel.copying", "Copy", ("finish_before_a_write",)),

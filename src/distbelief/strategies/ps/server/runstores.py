@@ -7,37 +7,32 @@ import time
 
 import torch
 
-from distbelief.job import Job
-from distbelief.shards import Schedule
-from distbelief.strategies.base import Saved
+from distbelief.strategies.base import Saved, ServerHost, ServerJob
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
 from distbelief.strategies.ps.protocol.pushcoding import PushCoding
 from distbelief.strategies.ps.rules.slicing import SliceShape
 from distbelief.strategies.ps.server.asyncslice import FreeSlice
 from distbelief.strategies.ps.server.leaseslice import LedgerSlice, Terms
+from distbelief.strategies.ps.server.process import LEDGER_BYTES, SliceSource
 from distbelief.strategies.ps.server.slicememory import SliceMemory
 from distbelief.strategies.ps.server.stores import SliceStore
 from distbelief.strategies.ps.server.syncslice import RunSlice, SumSpace
 from distbelief.strategies.ps.tables.saved import SavedTables, without_tables
 from distbelief.strategies.ps.tables.slices import FreeTables, StepTables
 from distbelief.strategies.ps.worker.prepared import PreparedServed
-from distbelief.transport.shm.segment import KeeperClient, Segment
-from distbelief.worker.slicesource import LEDGER_BYTES, SliceSource
-from distbelief.worker.spec import WorkerSpec
+from distbelief.transport.shm.segment import Segment
 
 
 class RunStores(SliceSource):
     messages = RUN_MESSAGES
 
-    def __init__(
-        self, spec: WorkerSpec, keeper: KeeperClient | None, job: Job, schedule: Schedule, steps: int,
-        prepared: PreparedServed,
-    ) -> None:  # fmt: skip
-        super().__init__(spec, keeper, prepared.facts())
-        self._job = job
-        self._schedule = schedule
-        self._steps = steps
+    def __init__(self, host: ServerHost, loaded: ServerJob) -> None:
+        prepared: PreparedServed = loaded.prepared
+        super().__init__(host, prepared.facts())
+        self._job = loaded.job
+        self._schedule = loaded.schedule
+        self._steps = loaded.steps
         self._prepared = prepared
         self._strategy = prepared.strategy
         self._shapes = prepared.slices()
@@ -96,10 +91,8 @@ class RunStores(SliceSource):
         return content.tensor(torch.uint8, 0, shape.size_bytes)
 
     def _terms(self, first: int) -> Terms:
-        strategy, saves = self._strategy, self._spec.saves
-        return Terms(
-            first, self._steps, strategy.n_push, strategy.staleness, strategy.warm_up, saves.every_steps if saves else 0
-        )
+        strategy, every = self._strategy, self._host.saves_every
+        return Terms(first, self._steps, strategy.n_push, strategy.staleness, strategy.warm_up, every)
 
     def began(self) -> None:
         """All slices are made: what they began with is not needed any more."""

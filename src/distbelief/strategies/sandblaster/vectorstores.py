@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from distbelief.strategies.base import BeginFrom, Saved
+from distbelief.strategies.base import BeginFrom, Saved, ServerHost, ServerJob
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.ps.rules.slicing import SliceShape, parameter_stretch
+from distbelief.strategies.ps.server.process import LEDGER_BYTES, SliceSource
 from distbelief.strategies.ps.server.slicememory import OpenSegment
 from distbelief.strategies.ps.server.stores import SliceStore
 from distbelief.strategies.sandblaster.messages import MESSAGES, StepsDone
@@ -15,9 +16,7 @@ from distbelief.strategies.sandblaster.searching import START
 from distbelief.strategies.sandblaster.searchslice import SearchSlice
 from distbelief.strategies.sandblaster.vectorportions import saved_state, saved_vectors, state_bytes
 from distbelief.strategies.sandblaster.vectorslice import VectorSlice
-from distbelief.transport.shm.segment import KeeperClient, Segment
-from distbelief.worker.slicesource import LEDGER_BYTES, SliceSource
-from distbelief.worker.spec import WorkerSpec
+from distbelief.transport.shm.segment import Segment
 
 
 class VectorStores:
@@ -73,12 +72,11 @@ class SearchStores(SliceSource):
 
     messages = MESSAGES
 
-    def __init__(
-        self, spec: WorkerSpec, keeper: KeeperClient | None, portions: int, prepared: PreparedSandblaster
-    ) -> None:
-        super().__init__(spec, keeper, prepared.facts())
+    def __init__(self, host: ServerHost, loaded: ServerJob) -> None:
+        prepared: PreparedSandblaster = loaded.prepared
+        super().__init__(host, prepared.facts())
         self._shapes = prepared.slices()
-        self._vectors = VectorStores(prepared, portions, self._open)
+        self._vectors = VectorStores(prepared, loaded.schedule.shards, self._open)
         self.sizes = [*prepared.slice_sizes, LEDGER_BYTES]
 
     def make(self, number: int, first: bool) -> tuple[SliceStore, str]:

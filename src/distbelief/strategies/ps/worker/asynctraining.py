@@ -1,0 +1,194 @@
+"""The training loop of members that do not do steps together: leases and updates, now and then an evaluation alone, and
+the end of the run, which the members do in common.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from distbelief.control.messages import WorkerFinished
+from distbelief.job import Job
+from distbelief.strategies.base import Training
+from distbelief.strategies.ps.protocol.messages import Gathered, Lease, Wait
+from distbelief.strategies.ps.rules.pace import Pace, next_pace
+from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica, Spent
+
+SHORTEST_NAP_S = 0.001
+LONGEST_NAP_S = 0.02
+UNCOUNTED = 2
+"""The first updates open connections and map memory: they say nothing of the ones to come."""
+STRETCH = 8
+"""Updates, at least, from one look to the next; and as many that there are two fetches among them."""
+
+
+class PaceKeeper:
+    """
+    >>> keeper, spent = PaceKeeper((1, 1)), Spent()
+    >>> for update in range(20):
+    ...     spent = Spent(spent.compute_s + 1.0, spent.fetch_s + 0.01, spent.push_s + 0.3, update + 1)
+    ...     pace = keeper.look(spent)
+    >>> pace
+    (4, 1)
+    """
+
+    def __init__(self, pace: tuple[int, int]) -> None:
+        n_push, n_fetch = pace
+        self._pace = Pace(n_fetch, n_push)
+        self._since: Spent | None = None
+
+    def look(self, spent: Spent) -> tuple[int, int]:
+        """`spent`: since the generation began. Returns n_push and n_fetch from now on."""
+        since = self._since
+        if since is None:
+            if spent.updates >= UNCOUNTED:
+                self._since = replace(spent)
+        elif spent.updates - since.updates >= max(STRETCH, 2 * self._pace.n_fetch):
+            self._pace = next_pace(
+                self._pace,
+                spent.compute_s - since.compute_s,
+                spent.fetch_s - since.fetch_s,
+                spent.push_s - since.push_s,
+            )
+            self._since = replace(spent)
+        return self._pace.n_push, self._pace.n_fetch
+
+
+@dataclass
+class _Reporter:
+    """What the leading member tells of all: batches in the order in which they were completed."""
+
+    replica: AsynchronousReplica
+    training: Training
+    told: int
+    samples: int = 0
+
+    def tell(self) -> None:
+        for one in self.replica.remembered(self.told):
+            self.training.report(one)
+            self.told = one.step + 1
+            self.samples += one.samples
+
+
+@dataclass
+class _Clock:
+    """Where this member's time goes."""
+
+    replica: AsynchronousReplica
+    training: Training
+    compute_s: float = 0.0
+
+    def work(self, lease: Lease) -> None:
+        others_s = self.replica.comm_s + self.training.data_s
+        started = time.perf_counter()
+        self.replica.work(lease)
+        others_s = self.replica.comm_s + self.training.data_s - others_s
+        self.compute_s += time.perf_counter() - started - others_s
+
+    def tell(self) -> None:
+        self.training.spent(self.compute_s, self.replica.pace if self.replica.adaptive else ())
+
+
+def train_freely(replica: AsynchronousReplica, training: Training) -> WorkerFinished:
+    """Compute updates until there are none left, and return what is to be reported at the end."""
+    reporter = _Reporter(replica, training, training.reported)
+    metrics: dict[str, float] = {}
+    if replica.exchange.rank == 0:
+        training.answer_recalls()
+        metrics = training.last_evaluation()
+    began = time.perf_counter()
+    try:
+        metrics = _work(replica, training, reporter) or metrics
+    finally:
+        training.trained(time.perf_counter() - began, reporter.samples)
+    return _finish(replica, training, metrics, reporter)
+
+
+def _work(replica: AsynchronousReplica, training: Training, reporter: _Reporter) -> dict[str, float]:
+    """Until every update is done. Returns what the last evaluation gave, on the member that does them."""
+    leads = replica.exchange.rank == 0
+    evaluated = replica.note()[0]
+    metrics: dict[str, float] = {}
+    training.begin()
+    clock, nap_s, asked = _Clock(replica, training), SHORTEST_NAP_S, -1
+    adapter = PaceKeeper(replica.pace) if replica.adaptive else None
+    while True:
+        if replica.exchange.abort.reason:  # a change of members: now, that the last update is done
+            replica.finish()
+            replica.exchange.abort.check()
+        wish = training.save_wished() if leads else -1
+        if wish > asked:
+            asked = wish
+            replica.gate(wish)
+        what = replica.next()
+        training.reached(replica.steps_applied(), replica.spent.updates)
+        if leads:
+            reporter.tell()
+        match what:
+            case Lease():
+                clock.work(what)
+                nap_s = SHORTEST_NAP_S
+                if adapter:
+                    replica.pace = adapter.look(replica.spent)
+            case Wait():
+                _nap(nap_s)
+                nap_s = min(2 * nap_s, LONGEST_NAP_S)
+            case Gathered(step=step, last=last):
+                # Nobody goes on before all know; the first one decides, for others may not have heard of a wish yet.
+                saves = replica.exchange.gather(b"save" if _is_save_due(step, training) else b"")[0] == b"save"
+                replica.arrived(step)
+                if last:
+                    return metrics
+                if saves:
+                    training.save(step)
+                replica.exchange.gather(b"")  # all have saved
+                if leads:
+                    replica.open(step)
+                replica.exchange.gather(b"")  # else some would ask while it is shut, and wait here once more
+        clock.tell()
+        if leads and (lines := replica.plan_lines()):
+            training.show(lines)
+        due = _due(training.job, replica.steps_applied())
+        if leads and training.evaluates and due > evaluated:
+            evaluated = due
+            # The others go on meanwhile. The parameters are those of this moment, a little after that step.
+            replica.fetch()
+            metrics = training.evaluate(due, alone=replica.measure_alone)
+
+
+def _nap(seconds: float) -> None:
+    """There is nothing to do yet. A function of its own, which a profile puts a clock around."""
+    time.sleep(seconds)
+
+
+def _finish(
+    replica: AsynchronousReplica, training: Training, metrics: dict[str, float], reporter: _Reporter
+) -> WorkerFinished:
+    """All updates are done: members do the rest together, as in other strategies."""
+    leads, steps = replica.exchange.rank == 0, training.steps
+    if leads and (lines := replica.plan_lines()):  # perhaps others have done it all
+        training.show(lines)
+    replica.save_weights(training.run_dir / "weights.safetensors")
+    if training.evaluates:
+        metrics = training.evaluate(steps)
+    if _is_save_due(steps, training):
+        training.save(steps, last=True)
+    digest = replica.weights_sha256()
+    if not leads:
+        return WorkerFinished(training.worker, training.generation, steps, weights_sha256=digest)
+    reporter.tell()
+    past = replica.remembered(0)
+    return WorkerFinished(
+        training.worker, training.generation, steps, digest, past[-1].loss if past else 0.0, metrics,
+        training.samples_per_s, dict(replica.staleness), *replica.traffic(),
+    )  # fmt: skip
+
+
+def _due(job: Job, done: int) -> int:
+    """The last step at which an evaluation was due; -1: none yet."""
+    return done // job.evaluate_every * job.evaluate_every if job.evaluate_every and done >= job.evaluate_every else -1
+
+
+def _is_save_due(step: int, training: Training) -> bool:
+    """A checkpoint that was asked for at some step is taken at the next at which all come to a halt."""
+    return training.is_save_due(step) or 0 <= training.save_wished() <= step
