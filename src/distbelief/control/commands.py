@@ -1,62 +1,109 @@
-"""What the coordinator tells others, in the imperative."""
+"""Commands: what the coordinator sends to workers, servers, agents and outside processes. Names are imperative."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from distbelief.control.reports import Member, PastGeneration, ServerMap, WrittenPart
+from distbelief.shards import Range
+
+
+class Member(Struct, frozen=True):
+    worker: int
+    host: str
+    shards: Range
+    """The contiguous range of shards that the member computes. Its rank is its index in the list of members."""
+    pid: int = 0
+    place: str = ""
+    """The part of a divided model that the member has, for people to read."""
+    gpu: str = ""
+    """The accelerator that holds the member's state, if any."""
+
+
+class PastGeneration(Struct, frozen=True):
+    """An earlier generation. A later one may have to take over its state and finish its step."""
+
+    generation: int
+    members: list[Member]
+    degrees: list[int] = []
+    """As in StartGeneration."""
+
+
+class ServerMap(Struct, frozen=True):
+    """Which server is primary and which is backup of each slice of the parameters. -1: no server."""
+
+    version: int
+    life: int
+    """The number of times that all slices were loaded: rises when slices were lost and all restart from a
+    checkpoint."""
+    primaries: list[int]
+    backups: list[int]
+    recruits: list[int]
+    """By slice: the server that is receiving a copy of it."""
+    addresses: dict[int, str]
+    sealed: int = 0
+    """The newest checkpoint when this life began. All servers load this one, even if a newer one exists by now."""
+
+
+class WrittenPart(Struct, frozen=True):
+    """A member's part of a checkpoint, as written to the folder."""
+
+    size_bytes: int
+    sha256: str
+
+
+# --- the commands ----------------------------------------------------------------------------------------------------
 
 
 class StartGeneration(Struct, frozen=True, tag=True):
     epoch: int
     generation: int
     members: list[Member]
-    """In the order of their ranks. A worker that is not among them is a spare and waits."""
+    """By rank. A worker that receives this command and is no member is a spare and waits."""
     transport: str
     """shm · slots · gloo · nccl"""
     past: list[PastGeneration] = []
-    """The newest first."""
+    """Newest first."""
     reported: int = 0
-    """The coordinator knows of all steps before this one."""
+    """The coordinator has the reports of all steps before this one."""
     sealed: int = 0
-    """The newest checkpoint."""
+    """The step of the newest checkpoint."""
     degrees: list[int] = []
-    """Of a mesh of members: pipeline, data, sharded, tensor. Empty: each has the whole model."""
+    """The mesh's degrees: pipeline, data, sharded, tensor. Empty: every member has the whole model."""
 
 
 class Refuse(Struct, frozen=True, tag=True):
-    """This member may not take part; it prints the reason and exits."""
+    """This worker may not take part; it prints the reason and exits."""
 
     epoch: int
     reason: str
 
 
 class Retire(Struct, frozen=True, tag=True):
-    """Let go of the present generation, say so (WorkerLeft), and wait."""
+    """Leave the present generation, report it (WorkerLeft), and wait."""
 
     epoch: int
     generation: int
 
 
 class Introduce(Struct, frozen=True, tag=True):
-    """The coordinator does not know this worker, or not all of it: it is to say again what it has said."""
+    """The coordinator does not know this worker, or lacks some of its reports: the worker repeats them."""
 
     epoch: int
     reported: int
-    """All steps before this one are known; of later ones, whoever leads is to tell again."""
+    """All steps before this one are known; the member of rank 0 reports the later ones again."""
 
 
 class StartWorker(Struct, frozen=True, tag=True):
-    """To the agents: start a worker with this number, unless that was done before."""
+    """To the agents: start a worker with this number, unless it was started before."""
 
     epoch: int
     worker: int
     host: str = ""
-    """Whose agent is to do it; empty: that of the launching process."""
+    """The host whose agent starts it; empty: the launching process starts it."""
 
 
 class KillWorker(Struct, frozen=True, tag=True):
-    """To the agents: end this worker's process by force, and tell of its exit."""
+    """To the agents: kill this worker's process, and report its exit."""
 
     epoch: int
     worker: int
@@ -64,14 +111,14 @@ class KillWorker(Struct, frozen=True, tag=True):
 
 
 class Serve(Struct, frozen=True, tag=True):
-    """To parameter servers and workers: this is who has which slice from now on."""
+    """To parameter servers and workers: from now on slices are held as in this map."""
 
     epoch: int
     map: ServerMap
 
 
 class StartServer(Struct, frozen=True, tag=True):
-    """To the agents: start a parameter server with this number, unless that was done before."""
+    """To the agents: start a parameter server with this number, unless it was started before."""
 
     epoch: int
     server: int
@@ -80,7 +127,7 @@ class StartServer(Struct, frozen=True, tag=True):
 
 
 class KillServer(Struct, frozen=True, tag=True):
-    """To the agents: end this parameter server's process by force, and tell of its exit."""
+    """To the agents: kill this parameter server's process, and report its exit."""
 
     epoch: int
     server: int
@@ -88,68 +135,68 @@ class KillServer(Struct, frozen=True, tag=True):
 
 
 class Admit(Struct, frozen=True, tag=True):
-    """To somebody who would be a worker: be this one."""
+    """To a manually started process (JoinRequested): take this worker number."""
 
     epoch: int
     worker: int
 
 
 class Welcome(Struct, frozen=True, tag=True):
-    """To the agent of another host: its room is taken. A second frame holds what to run (launch/parcel.py)."""
+    """To the agent of another host: the run takes the host. A second frame holds what to run (launch/parcel.py)."""
 
     epoch: int
     host: str
-    """What it is called from now on: no other host of the run is."""
+    """The host's name from now on, unique in the run."""
 
 
 class SaveAt(Struct, frozen=True, tag=True):
-    """Take a snapshot when so many steps are applied."""
+    """Take a snapshot when `step` steps are applied."""
 
     epoch: int
     step: int
 
 
 class SealCheckpoint(Struct, frozen=True, tag=True):
-    """All parts are there: write the manifest."""
+    """All parts are written: seal the checkpoint, that is, write its manifest."""
 
     epoch: int
     step: int
     parts: list[WrittenPart]
-    """By the rank of their writers."""
+    """By the writer's rank."""
 
 
 class Answer(Struct, frozen=True, tag=True):
-    """To whoever asked for something from outside."""
+    """To an outside process that asked for something."""
 
     epoch: int
     ok: bool
     text: str
     step: int = -1
-    """At which it will be done."""
+    """The step at which the request will be carried out."""
 
 
 class RunFacts(Struct, frozen=True, tag=True):
-    """To whoever asked what the run is like (FactsAsked)."""
+    """To an outside process that asked about the run (FactsAsked)."""
 
     epoch: int
     number: int
-    """Of the question."""
+    """The question's number."""
     now: float
     """The coordinator's clock."""
     phase: str
     strategy: str
     step: int
-    """Steps that are known to be applied."""
+    """All steps before this one are known to be applied."""
     members: dict[int, str]
-    """Worker -> host, of those that are there."""
+    """Worker -> host, for all live workers that are to stay."""
     software: dict[str, str]
-    """Versions, where the coordinator is."""
+    """Versions of the coordinator's software."""
     facts: dict[str, str] = {}
-    """As in a member's Canary; empty: nobody is ready yet."""
+    """As in a member's Canary; empty while no worker is ready."""
 
 
 class EndRun(Struct, frozen=True, tag=True):
-    """The run is over for whoever gets it. `status`: completed · failed · stopped; left: only for this worker."""
+    """The run is over for the receiver. `status`: completed · failed · stopped; left: only the receiver leaves."""
 
     epoch: int
     status: str

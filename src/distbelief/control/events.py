@@ -1,15 +1,83 @@
-"""What the coordinator is told, in the past tense."""
+"""Events: what workers, servers, agents and outside processes send to the coordinator. Names are in the past tense."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from distbelief.control.reports import BrokenShard, Canary, Evaluation, JobFacts, StepReport, Timing, WrittenPart
+from distbelief.control.commands import WrittenPart
+
+
+class JobFacts(Struct, frozen=True):
+    """What the coordinator knows of the job. Two members with different facts do not train the same thing."""
+
+    name: str
+    shards: int
+    steps: int
+    global_batch: int
+    samples: int
+    parameters: int
+    strategy: str
+
+
+class Canary(Struct, frozen=True):
+    """A member's result for shard 0 of step 0, and what it was computed with. A member with other bits differs here."""
+
+    fingerprint: str
+    facts: dict[str, str]
+    """Thread count, torch version, instruction set, device type…: why fingerprints may differ."""
+
+
+class Timing(Struct, frozen=True):
+    """Seconds since the generation's start, and shards computed in them."""
+
+    data_s: float = 0.0
+    compute_s: float = 0.0
+    comm_s: float = 0.0
+    shards: int = 0
+    waits: dict[int, float] = {}
+    """Rank -> seconds that this member has waited for the member of that rank; a part of `comm_s`."""
+    wire_bytes: int = 0
+    """Compressed gradients that all members have sent, as far as this member saw."""
+    plain_bytes: int = 0
+    """The size of those gradients uncompressed."""
+    pace: list[int] = []
+    """n_push and n_fetch, where the worker adapts them."""
+    helped: int = 0
+    """Shards that the member has computed for late members."""
+
+
+class StepReport(Struct, frozen=True):
+    step: int
+    loss: float
+    samples: int
+    fingerprint: str
+    at: float
+    """The reporting member's wall clock (seconds since 1970)."""
+    generation: int = 0
+    """The generation that committed the step, or that found a commit which was not reported yet."""
+
+
+class BrokenShard(Struct, frozen=True):
+    """A worker died while it computed this shard."""
+
+    worker: int
+    step: int
+    shard: int
+
+
+class Evaluation(Struct, frozen=True):
+    """Metrics of a committed state, after `step` steps."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+# --- the events ------------------------------------------------------------------------------------------------------
 
 
 class EngineAttached(Struct, frozen=True, tag=True):
-    """The agent that starts processes on a host is there. Repeated now and then: it tells all there is to know, so
-    that a coordinator that has just come up, or has missed something, knows it too."""
+    """A host's agent is alive. The agent repeats this once a second with all it knows, so a coordinator that was
+    restarted or has missed a message is up to date again."""
 
     host: str
     running: dict[int, int] = {}
@@ -22,30 +90,30 @@ class EngineAttached(Struct, frozen=True, tag=True):
     room: int = -1
     """The most workers that the host takes; -1: no limit."""
     server_room: int = -1
-    """Likewise parameter servers."""
+    """The most parameter servers that the host takes; -1: no limit."""
 
 
 class HostOffered(Struct, frozen=True, tag=True):
-    """Somebody has started an agent on another host: it would host members. Said again until it is welcomed."""
+    """A manually started agent of another host offers to host members. Repeated until it is welcomed."""
 
     host: str
-    """What the machine is called."""
+    """The machine's name."""
     nonce: str
-    """Of this agent alone: its offer counts once."""
+    """Random, one per agent: a repeated offer counts once."""
     room: int = 1
     grows: bool = False
-    """Whether the run is to have more workers than before where it does not wait for these."""
+    """Whether the run's target rises by the slots that no missing worker needs."""
 
 
 class HostLost(Struct, frozen=True, tag=True):
-    """Whoever has started the agent of a host sees that it is gone, or its machine: sooner than by its silence."""
+    """A host or its agent is gone. Reported by the process that started the agent, before silence would show it."""
 
     host: str
     reason: str
 
 
 class WorkerJoined(Struct, frozen=True, tag=True):
-    """A worker process has loaded the job, or failed to, and is there."""
+    """A worker process is running. It has loaded the job, or failed to."""
 
     worker: int
     host: str
@@ -53,13 +121,13 @@ class WorkerJoined(Struct, frozen=True, tag=True):
 
 
 class WorkerReady(Struct, frozen=True, tag=True):
-    """It has loaded the job and computed the canary."""
+    """The worker has loaded the job and computed the canary."""
 
     worker: int
     job: JobFacts
     canary: Canary
     gpu: str = ""
-    """Which accelerator its state is on, of all in the world; nothing where that is in the host's memory."""
+    """The globally unique name of the accelerator that holds the worker's state; empty: the host's memory holds it."""
 
 
 class Heartbeat(Struct, frozen=True, tag=True):
@@ -67,22 +135,22 @@ class Heartbeat(Struct, frozen=True, tag=True):
     epoch: int
     generation: int
     step: int
-    """Steps applied so far (so the next step to run)."""
+    """Steps applied so far, hence also the next step to run."""
     timing: Timing
     reports: list[StepReport] = []
-    """Steps committed since the last heartbeat; only the member of rank 0 fills it."""
+    """Steps committed since the last heartbeat; only the member of rank 0 reports them."""
     evaluations: list[Evaluation] = []
     waiting: bool = False
-    """It has done its part and waits for others."""
+    """The worker has done its part and waits for others."""
     finished: bool = False
-    """It has said that it has finished this generation."""
+    """The worker has sent WorkerFinished for this generation."""
     servers: int = 0
-    """The version of the map of parameter servers that it knows."""
+    """The version of the server map that the worker has."""
 
 
 class WorkerFinished(Struct, frozen=True, tag=True):
-    """All steps are applied and the last evaluation is done. Rank 0 fills in everything; a member with a replica of its
-    own fills in the hash, which must be that of rank 0."""
+    """All steps are applied and the last evaluation is done. Rank 0 fills in all fields; another member that has its
+    own replica fills in the hash, which must equal rank 0's."""
 
     worker: int
     generation: int
@@ -92,18 +160,18 @@ class WorkerFinished(Struct, frozen=True, tag=True):
     metrics: dict[str, float] = {}
     samples_per_s: float = 0.0
     staleness: dict[int, int] = {}
-    """Of an asynchronous run: how many updates had which."""
+    """Asynchronous runs: staleness -> number of updates that had it."""
     wire_bytes: int = 0
     plain_bytes: int = 0
 
 
 class WorkerFailed(Struct, frozen=True, tag=True):
-    """User code or its data failed: not a death. It ends the run with this traceback."""
+    """User code or its data failed, which is no death: the run ends with this traceback."""
 
     worker: int
     host: str
     kind: str
-    """job · user · data · memory · loss · internal; by the coordinator: exit · refused · timeout · coordinator"""
+    """job · user · data · memory · loss · internal; set by the coordinator: exit · refused · timeout · coordinator"""
     message: str
     hint: str = ""
     traceback: str = ""
@@ -112,7 +180,7 @@ class WorkerFailed(Struct, frozen=True, tag=True):
 
 
 class WorkerExited(Struct, frozen=True, tag=True):
-    """The engine saw a worker's process end."""
+    """An agent saw a worker's process end."""
 
     worker: int
     status: int
@@ -120,33 +188,33 @@ class WorkerExited(Struct, frozen=True, tag=True):
 
 
 class StepTakenOver(Struct, frozen=True, tag=True):
-    """A generation found a step begun by an earlier one, and finishes it. From its member of rank 0."""
+    """A generation found a step that an earlier generation had begun, and finishes it. Sent by its member of rank 0."""
 
     worker: int
     generation: int
     step: int
     recomputed: int
-    """Shards that are computed again; the partial sums of the others were there."""
+    """Shards that are computed again; the partial sums of all other shards exist."""
     broken: list[BrokenShard] = []
-    """What dead members were computing when they died, as far as it can be seen."""
+    """The shards that dead members were computing when they died, as far as known."""
 
 
 class RolledBack(Struct, frozen=True, tag=True):
-    """No member had a part of the state after `reached` steps any more: the run goes on from an earlier one. From the
-    member of rank 0."""
+    """A part of the state after `reached` steps was lost on all members: the run goes on from an earlier state. Sent by
+    the member of rank 0."""
 
     worker: int
     generation: int
     reached: int
     """Steps that had been applied."""
     step: int
-    """Steps applied in the state from which it goes on."""
+    """Steps applied in the state from which the run goes on."""
     source: str
     """snapshots (in the memory of neighbours) · checkpoint"""
 
 
 class PlanShown(Struct, frozen=True, tag=True):
-    """How the model is divided among the members of this generation, for people. From the member of rank 0."""
+    """How the model is divided among the members, for people to read. Sent by the member of rank 0."""
 
     worker: int
     generation: int
@@ -154,17 +222,17 @@ class PlanShown(Struct, frozen=True, tag=True):
 
 
 class TracePart(Struct, frozen=True, tag=True):
-    """A stretch of a file that belongs into the run directory's `profile` folder, from a host that does not see it."""
+    """A piece of a file for the run directory's `profile` folder, from a host that cannot write there."""
 
     worker: int
     name: str
     at: int
-    """Where in the file it begins, bytes."""
+    """The piece's offset in the file, in bytes."""
     content: bytes
 
 
 class PeerDied(Struct, frozen=True, tag=True):
-    """A member saw the training thread of another die, in shared memory. Its process may still be coming to its end."""
+    """A member saw, in shared memory, that another member's training thread died. That process may still be exiting."""
 
     worker: int
     generation: int
@@ -172,7 +240,7 @@ class PeerDied(Struct, frozen=True, tag=True):
 
 
 class CollectiveFailed(Struct, frozen=True, tag=True):
-    """A connection between members broke under this one. It waits for what the coordinator says."""
+    """A connection between members broke in this member's collective call. The member waits for a command."""
 
     worker: int
     generation: int
@@ -180,80 +248,80 @@ class CollectiveFailed(Struct, frozen=True, tag=True):
 
 
 class LeaveRequested(Struct, frozen=True, tag=True):
-    """A worker was asked to go (SIGTERM): it goes on until it is let go."""
+    """A worker received SIGTERM. It goes on until the coordinator releases it."""
 
     worker: int
 
 
 class WorkerLeft(Struct, frozen=True, tag=True):
-    """It has let go of this generation: it computes and writes nothing in it any more."""
+    """The worker has left this generation: it computes and writes nothing in it any more."""
 
     worker: int
     generation: int
 
 
 class JoinRequested(Struct, frozen=True, tag=True):
-    """Somebody has started a process that would be one more worker."""
+    """A manually started process asks to be one more worker."""
 
     pid: int
 
 
 class ScaleRequested(Struct, frozen=True, tag=True):
-    """Somebody wants this many workers from now on."""
+    """A user wants this many workers from now on."""
 
     workers: int
 
 
 class ServersRequested(Struct, frozen=True, tag=True):
-    """Somebody wants this many parameter servers from now on."""
+    """A user wants this many parameter servers from now on."""
 
     servers: int
 
 
 class FactsAsked(Struct, frozen=True, tag=True):
-    """Somebody outside wants to know what the run is like, to compare a host with it. It changes nothing."""
+    """An outside process asks about the run, to compare a host with it. The run does not change."""
 
     number: int = 0
-    """The answer has it too."""
+    """The answer (RunFacts) repeats it."""
 
 
 class StopRequested(Struct, frozen=True, tag=True):
     reason: str
     at_once: bool = False
-    """Do not wait for a checkpoint."""
+    """Stop without waiting for a checkpoint."""
 
 
 class CheckpointRequested(Struct, frozen=True, tag=True):
-    """Somebody wants a checkpoint now."""
+    """A user wants a checkpoint now."""
 
 
 class CheckpointLoaded(Struct, frozen=True, tag=True):
-    """No member had the run's state: it goes on from a checkpoint, or starts anew. From the member of rank 0."""
+    """No member had the run's state: the run goes on from a checkpoint, or starts from step 0. Sent by rank 0."""
 
     worker: int
     step: int
-    """0: there was none."""
+    """0: no usable checkpoint exists."""
     folder: str
     skipped: list[tuple[int, str]] = []
-    """Newer checkpoints that cannot be used, and why."""
+    """Newer checkpoints that cannot be used, each with the reason."""
 
 
 class PartSaved(Struct, frozen=True, tag=True):
-    """A member has written its part of a checkpoint; it is durable."""
+    """A member has written its part of a checkpoint, durably."""
 
     worker: int
     generation: int
-    """In which the snapshot was taken: all members of it have a part."""
+    """The generation of the snapshot: each of its members writes a part."""
     step: int
     """Steps applied."""
     part: WrittenPart
     pause_s: float
-    """How long training stood still for the snapshot."""
+    """How long training paused for the snapshot."""
     write_s: float
 
 
 class CheckpointSealed(Struct, frozen=True, tag=True):
-    """The checkpoint exists."""
+    """The checkpoint's manifest is written: the checkpoint exists."""
 
     worker: int
     step: int
@@ -262,35 +330,35 @@ class CheckpointSealed(Struct, frozen=True, tag=True):
 
 
 class SaveFailed(Struct, frozen=True, tag=True):
-    """A member could not write, or seal, a checkpoint."""
+    """A member could not write its part of a checkpoint, or could not write the manifest."""
 
     worker: int
     step: int
     message: str
     hint: str = ""
     gave_up: bool = False
-    """It will not be tried again."""
+    """The member will not try again."""
 
 
 class SaveMissed(Struct, frozen=True, tag=True):
-    """It was asked to save at a step that it had behind it."""
+    """The member was asked to save at a step that it had already passed."""
 
     worker: int
     step: int
 
 
 class ServerReady(Struct, frozen=True, tag=True):
-    """A parameter server has loaded the job and can be given slices."""
+    """A parameter server has loaded the job and can hold slices."""
 
     server: int
     host: str
     pid: int
     address: str
-    """Where workers and other servers reach it."""
+    """The address for workers and other servers."""
     slices: list[int]
-    """The size of every slice that the job's parameters and optimizer state are cut into, in bytes."""
+    """The size in bytes of each slice of the job's parameters and optimizer state."""
     facts: dict[str, str]
-    """As those of a Canary."""
+    """As in a Canary."""
 
 
 class ServerBeat(Struct, frozen=True, tag=True):
@@ -299,21 +367,21 @@ class ServerBeat(Struct, frozen=True, tag=True):
     server: int
     epoch: int
     version: int
-    """Of the map that it knows."""
+    """The version of the server map that the server has."""
 
 
 class SliceCopied(Struct, frozen=True, tag=True):
-    """The recruit has all of the slice, and everything that is answered from now on. From the slice's primary."""
+    """The target has all of the slice, and gets every change that is acknowledged from now on. Sent by the primary."""
 
     server: int
     slice: int
     target: int
     known: int
-    """The version of the map that it goes by."""
+    """The version of the server map that the primary had."""
 
 
 class ServerFailed(Struct, frozen=True, tag=True):
-    """A parameter server cannot go on, and it is not a death: it ends the run with this traceback."""
+    """A parameter server cannot go on, which is no death: the run ends with this traceback."""
 
     server: int
     host: str
@@ -323,7 +391,7 @@ class ServerFailed(Struct, frozen=True, tag=True):
 
 
 class ServerExited(Struct, frozen=True, tag=True):
-    """The engine saw a parameter server's process end."""
+    """An agent saw a parameter server's process end."""
 
     server: int
     status: int

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from distbelief.control.decoding import Decoder
-from distbelief.control.messages import EndRun, Serve, ServerBeat, ServerFailed, ServerReady, SliceCopied
+from distbelief.control.messages import Decoder, EndRun, Serve, ServerBeat, ServerFailed, ServerReady, SliceCopied
 
 
 class ClientHere(Struct, frozen=True, tag=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from distbelief.control.decoding import Decoder
+from distbelief.control.messages import Decoder
 
 
 class Put(Struct, frozen=True, tag=True):

@@ -14,7 +14,7 @@ from typing import Any, Union
 
 import zmq
 
-from distbelief.control.decoding import Decoder
+from distbelief.control.messages import Decoder
 from distbelief.control.signatures import SERVER, WORKER, Sender
 from distbelief.strategies.ps.protocol import messages as m
 from distbelief.strategies.ps.protocol.frames import Letter, together
