@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from distbelief.compression import block
+from distbelief.compression.methods import codec_of
 from distbelief.compression.powersgd import LowRank
-from distbelief.compression.spec import parse_codec
 from distbelief.transport.device.memory import pin
 from distbelief.transport.shm.segment import Segment
 
 ELEMENTS = 124 << 20
 TILE = 1 << 18
 REPETITIONS = 20
-CODECS = ("bf16", "int8", "topk:0.01", "topk:0.1")
+CODECS = ("bf16", "int8", "topk=0.01", "topk=0.1")
 MATRIX = (1024, 4096)
 
 
@@ -61,7 +61,7 @@ def measure() -> list[dict[str, Any]]:
 
 
 def _codec(text: str, tiles: torch.Tensor, cases: dict[str, Callable[[], Any]], ratios: dict[str, float]) -> None:
-    codec, size_bytes = parse_codec(text), block.size_bytes(parse_codec(text), TILE)
+    codec, size_bytes = codec_of(text), block.size_bytes(codec_of(text), TILE)
     rests, out = torch.zeros_like(tiles), torch.empty_like(tiles)
     blocks = torch.zeros(len(tiles), size_bytes, dtype=torch.uint8, device=tiles.device)
     cases[f"{text}, encode"] = lambda: block.write_rows(codec, rests, tiles, blocks)

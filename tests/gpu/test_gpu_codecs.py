@@ -10,10 +10,10 @@ from torch import Tensor
 
 from distbelief.compression import block
 from distbelief.compression.codec import Codec
+from distbelief.compression.methods import codec_of
 from distbelief.compression.powersgd import LowRank
-from distbelief.compression.spec import parse_codec
 
-TEXTS = ["bf16", "int8", "int8:block=8", "topk:0.01", "topk:0.5"]
+TEXTS = ["bf16", "int8", "int8=8", "topk=0.01", "topk=0.5"]
 LENGTHS = [1, 7, 1000, 1024, 1025, 1 << 18]
 ODD = [0.0, -0.0, 1.0, -1.0, 2.5, 1e-40, -1e-45, 2.0**-126, 3.4028234663852886e38, math.inf, -math.inf, math.nan]
 
@@ -49,7 +49,7 @@ def coded(codec: Codec, rests: Tensor, vectors: Tensor) -> Tensor:
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_device_codes_as_the_host_does(text: str, length: int) -> None:
-    codec = parse_codec(text)
+    codec = codec_of(text)
     rests, vectors = some(6, length)
     on_device, given = rests.cuda(), vectors.cuda()
     expected = coded(codec, rests, vectors)

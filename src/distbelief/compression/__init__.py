@@ -1,6 +1,7 @@
-"""Fewer bytes on the wire, as an option of a transport. Tensors and policy only: no sockets, clocks or groups here.
+"""Gradient compression: fewer bytes on the wire, as an option of a strategy.
 
-`codec` says what a codec is, `spec` reads one from text; `bf16`, `int8` and `topk` are codecs of flat vectors.
-`feedback` keeps what they lose for the next time. `powersgd` is for groups that sum matrices. `switch` decides
-whether it pays.
+`option.py` is the grammar of options, without torch; `methods.py` makes what an option names. `codec.py` is the
+interface of codecs: bf16, int8 and top-k, of flat vectors. PowerSGD sums matrices over a group instead. An encoded
+vector travels as one block of bytes (`block.py`); what encodings lost is kept as residuals (`residuals.py`).
+`switch.py` decides from measurements whether compression pays. `exchanges/` are the exchanges that use all this.
 """

@@ -2,7 +2,7 @@
 
 The header is data (msgspec writes it), the frames are contiguous tensors that go on the wire as they are. What arrives
 may be the same tensors or their bytes (uint8). Here are also the checks that all codecs share. A codec holds no state:
-what it loses is kept by `feedback`.
+its caller keeps what an encoding loses (`encode_keeping`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Encoded:
 
 
 class Codec(Protocol):
-    """Encodes flat float32 vectors. Its `str` is the text that `spec.parse` reads."""
+    """Encodes flat float32 vectors. Its `str` is an option (`option.py`)."""
 
     def frames(self, length: int) -> list[Frame]:
         """Those that a vector of this length becomes, at their largest."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distbelief.compression.codec import CHUNK, Encoded, Frame, Header, checked, frame_for, output, received
-from distbelief.compression.limits import check_block
+from distbelief.compression.option import Option, checked_block
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _LEVELS = 127
@@ -33,10 +33,10 @@ class Int8:
     block: int = 1024
 
     def __post_init__(self) -> None:
-        check_block(self.block)
+        checked_block(self.block)
 
     def __str__(self) -> str:
-        return f"int8:block={self.block}"
+        return str(Option("int8", self.block))
 
     def frames(self, length: int) -> list[Frame]:
         return [(torch.float32, self._count(length)), (torch.int8, length)]

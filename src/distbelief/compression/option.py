@@ -1,59 +1,90 @@
-"""Compression as an option of a strategy: `bf16`, `int8`, `int8=256`, `topk=0.01`, `powersgd=4`. Without torch.
+"""The one grammar of compression, as an option of a strategy: `bf16`, `int8`, `int8=256`, `topk=0.01`, `powersgd=4`.
 
-A colon parts the options of a strategy, so here a number follows an equals sign; `spec` has the longer form.
+Without torch, so that a command line says what is wrong with an option before anything is loaded. `methods.py` makes
+the codec that an option names.
 """
 
 from __future__ import annotations
 
-from distbelief.compression.limits import check_block, check_fraction, check_rank
+from typing import NamedTuple
+
 from distbelief.errors import JobError
 
 NAMES = ("bf16", "int8", "topk", "powersgd")
 KNOWN = "known are bf16, int8, topk=0.01 and powersgd=4"
-_USUAL = {"int8": 1024, "powersgd": 4}
+USUAL_BLOCK, USUAL_RANK = 1024, 4
+
+_BLOCKS = range(8, (1 << 20) + 1)
+_KEYS = {"int8": "block", "topk": "fraction", "powersgd": "rank"}
+"""The name of each number: `int8=block=256` and `int8:block=256` are read as `int8=256`."""
 
 
-def canonical(text: str) -> str:
-    """The option as it is always written, or an error that says what is wrong with it.
+class Option(NamedTuple):
+    """A parsed option. `number` is the block of int8, the fraction of top-k, or the rank of PowerSGD."""
 
-    >>> [canonical(text) for text in ("bf16", "int8=1024", "int8:block=256", "topk=1e-2", "powersgd")]
-    ['bf16', 'int8', 'int8=256', 'topk=0.01', 'powersgd=4']
-    >>> canonical("zip")
+    name: str
+    number: float = 0
+
+    def __str__(self) -> str:
+        if self.name == "bf16" or self == ("int8", USUAL_BLOCK):
+            return self.name
+        return f"{self.name}={self.number!r}"
+
+
+def parse(text: str) -> Option:
+    """The option that a text names, or an error that says what is wrong with it.
+
+    >>> parse("int8=256"), parse("topk=1e-2"), parse("powersgd")
+    (Option(name='int8', number=256), Option(name='topk', number=0.01), Option(name='powersgd', number=4))
+    >>> parse("zip")
     Traceback (most recent call last):
     distbelief.errors.JobError: there is no compression 'zip'
     """
-    name, number = _split(text)
+    name, separator, number = text.strip().replace(":", "=", 1).partition("=")
+    if name not in NAMES:
+        raise JobError(f"there is no compression '{name}'", hint=KNOWN)
+    number = number.removeprefix(f"{_KEYS.get(name, '')}=")
+    if separator and not number:
+        raise JobError(f"nothing follows '{name}{text.strip()[len(name)]}' in the compression '{text}'", hint=KNOWN)
     if name == "bf16":
         if number:
             raise JobError(f"bf16 has no number, and '{number}' follows it", hint=KNOWN)
-        return name
+        return Option(name)
     if name == "topk":
-        fraction = _fraction(text, number)
-        check_fraction(fraction)
-        return f"topk={fraction!r}"
-    count = _whole(text, number) if number else _USUAL[name]
-    (check_block if name == "int8" else check_rank)(count)
-    return name if (name, count) == ("int8", _USUAL["int8"]) else f"{name}={count}"
+        return Option(name, checked_fraction(_fraction(text, number)))
+    if name == "int8":
+        return Option(name, checked_block(_whole(text, number) if number else USUAL_BLOCK))
+    return Option(name, checked_rank(_whole(text, number) if number else USUAL_RANK))
 
 
-def long_form(text: str) -> str:
-    """The same for `spec.parse`.
+def canonical(text: str) -> str:
+    """The option as it is always written.
 
-    >>> [long_form(text) for text in ("int8", "int8=256", "topk=0.01", "powersgd=2")]
-    ['int8', 'int8:block=256', 'topk:0.01', 'powersgd:rank=2']
+    >>> [canonical(text) for text in ("bf16", "int8=1024", "int8:block=256", "topk=1e-2", "powersgd")]
+    ['bf16', 'int8', 'int8=256', 'topk=0.01', 'powersgd=4']
     """
-    name, number = _split(canonical(text))
-    key = {"int8": "block=", "powersgd": "rank="}.get(name, "")
-    return f"{name}:{key}{number}" if number else name
+    return str(parse(text))
 
 
-def _split(text: str) -> tuple[str, str]:
-    name, _, number = text.strip().replace(":", "=", 1).partition("=")
-    if name not in NAMES:
-        raise JobError(f"there is no compression '{name}'", hint=KNOWN)
-    for key in ("block=", "rank=", "fraction="):
-        number = number.removeprefix(key)
-    return name, number
+def checked_block(block: int) -> int:
+    if block not in _BLOCKS:
+        raise JobError(f"int8 cannot have blocks of {block} elements", hint="int8=8 to int8=1048576; 1024 is usual")
+    return block
+
+
+def checked_fraction(fraction: float) -> float:
+    if not 0.0 < fraction <= 0.5:
+        raise JobError(
+            f"top-k cannot send the fraction {fraction:g} of a vector",
+            hint="0.01 sends one element in a hundred; above 0.5 the places cost more than is saved",
+        )
+    return fraction
+
+
+def checked_rank(rank: int) -> int:
+    if not 1 <= rank <= 1024:
+        raise JobError(f"PowerSGD cannot have the rank {rank}", hint="powersgd=1 to powersgd=1024; 4 is usual")
+    return rank
 
 
 def _fraction(text: str, number: str) -> float:

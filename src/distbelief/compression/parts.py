@@ -15,8 +15,8 @@ from torch import Tensor
 
 from distbelief.compression import block
 from distbelief.compression.codec import Codec
-from distbelief.compression.option import canonical, long_form
-from distbelief.compression.spec import parse_codec
+from distbelief.compression.methods import codec_of
+from distbelief.compression.option import canonical
 from distbelief.compression.subject import Place
 from distbelief.transport.shm.segment import Memory
 
@@ -49,7 +49,7 @@ class PartsCoding:
 
     def __init__(self, method: str, places: Iterable[Place]) -> None:
         self.method = canonical(method)
-        self.codec: Codec = parse_codec(long_form(method))
+        self.codec: Codec = codec_of(method)
         self.parts: list[Part] = []
         self.elements = self.size_bytes = 0
         for place in places:

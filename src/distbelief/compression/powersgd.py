@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distbelief.compression.limits import check_rank
+from distbelief.compression.option import Option, checked_rank
 from distbelief.errors import DistBeliefError
 
 AllSum = Callable[[Tensor], Tensor]
@@ -37,10 +37,10 @@ class LowRank:
     rank: int = 4
 
     def __post_init__(self) -> None:
-        check_rank(self.rank)
+        checked_rank(self.rank)
 
     def __str__(self) -> str:
-        return f"powersgd:rank={self.rank}"
+        return str(Option("powersgd", self.rank))
 
     def over(self, shapes: Sequence[Sequence[int]], seed: int, device: torch.device | None = None) -> PowerSGD:
         return PowerSGD(shapes, self.rank, seed, device)

@@ -1,4 +1,4 @@
-"""Top-k: the k largest magnitudes of a vector, with their places; all else waits (see `feedback`) or is lost.
+"""Top-k: the k largest magnitudes of a vector, with their places; all else waits (`encode_keeping`) or is lost.
 
 NaN and infinities count as the largest of all, so one is always sent if there is any. Equal magnitudes are taken from
 the front, so the same vector gives the same message everywhere. Zeros are never sent: a vector with fewer than k other
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distbelief.compression.codec import CHUNK, Encoded, Frame, Header, checked, chunks, output, received
-from distbelief.compression.limits import check_fraction
+from distbelief.compression.option import Option, checked_fraction
 from distbelief.errors import DistBeliefError
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -39,10 +39,10 @@ class TopK:
     fraction: float
 
     def __post_init__(self) -> None:
-        check_fraction(self.fraction)
+        checked_fraction(self.fraction)
 
     def __str__(self) -> str:
-        return f"topk:{self.fraction!r}"
+        return str(Option("topk", self.fraction))
 
     def count(self, length: int) -> int:
         """How many elements of so long a vector are sent: at least one, if there is one."""

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from distbelief.compression.codec import Codec
-from distbelief.compression.option import long_form
-from distbelief.compression.spec import parse_codec
+from distbelief.compression.methods import codec_of
 from distbelief.errors import DistBeliefError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
@@ -173,7 +172,7 @@ def apply(
     compression: str = "",
 ) -> None:  # fmt: skip
     """The outer step."""
-    codec = parse_codec(long_form(compression)) if compression else None
+    codec = codec_of(compression) if compression else None
     for place, (parameter, then) in enumerate(zip(parameters, before, strict=True)):
         parameter.data.copy_(then)
         parameter.grad = None

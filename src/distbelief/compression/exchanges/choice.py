@@ -8,9 +8,8 @@ from distbelief.compression.exchanges.ondevice import CodedOnDevice
 from distbelief.compression.exchanges.partialsums import CodedParts
 from distbelief.compression.exchanges.stretches import CodedStretches
 from distbelief.compression.exchanges.tiles import CodedTiles
-from distbelief.compression.option import long_form
+from distbelief.compression.methods import method_of
 from distbelief.compression.powersgd import LowRank
-from distbelief.compression.spec import parse
 from distbelief.transport.device.exchange import OnDevice
 from distbelief.transport.device.memory import Accelerator
 from distbelief.transport.exchange import Geometry
@@ -34,7 +33,7 @@ def networked(
         return TorchExchange(meeting, rank, geometry, abort, memory)
     if geometry.compression.apart:
         return CodedParts(meeting, rank, geometry, abort, memory)
-    method = parse(long_form(geometry.compression.method))
+    method = method_of(geometry.compression.method)
     if isinstance(method, LowRank):
         return LowRankSums(meeting, rank, geometry, abort, method, memory, on)
     if on is not None:

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from distbelief.compression.exchanges.groupsum import CodedSum
-from distbelief.compression.option import long_form
-from distbelief.compression.spec import parse_codec
+from distbelief.compression.methods import codec_of
 from distbelief.compression.switch import Message, Switch
 from distbelief.shards import Range, Schedule, mix
 from distbelief.strategies.mesh.run.gradients import DataParallelSum, Gradients
@@ -43,7 +42,7 @@ class CompressedSum(DataParallelSum):
         if self._size > 1:
             # Whoever else holds the same parameter, in another group, must come to the same bits.
             owners = [mix(one.number) % self._size for one in owing.held]
-            self._coded = CodedSum(parse_codec(long_form(how.compression)), sizes, owners, groups.data)
+            self._coded = CodedSum(codec_of(how.compression), sizes, owners, groups.data)
             self.news.append(
                 f"gradients are compressed ({how.compression}) between the {self._size} members that hold the same part"
             )

@@ -12,8 +12,7 @@ import torch
 
 from distbelief.compression import block
 from distbelief.compression.codec import Codec
-from distbelief.compression.option import long_form
-from distbelief.compression.spec import parse_codec
+from distbelief.compression.methods import codec_of
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.ps.rules.slicing import SliceShape
@@ -34,7 +33,7 @@ class PushCoding:
 
     def __init__(self, method: str, shape: SliceShape, layout: Layout) -> None:
         """`method`: an option as `compression.option` knows them."""
-        self.codec: Codec = parse_codec(long_form(method))
+        self.codec: Codec = codec_of(method)
         self.number = shape.number
         self._tiles = {tile: layout.tiles[tile] for tile in shape.tiles}
         self._places = []

@@ -100,7 +100,7 @@ def test_large_messages_count_for_more_than_small_ones() -> None:
 
 
 def test_empty_messages_and_clocks_without_ticks_do_no_harm() -> None:
-    switch = Switch("topk:0.01")
+    switch = Switch("topk=0.01")
     for _ in range(5):
         switch = switch.after(Message(0, 0, 0.0, codec_s=0.0))
     assert switch.on
