@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SEEDS ?= 1-1000
 FRAMES ?= 1000000
 
-.PHONY: setup setup-dev launchers demo test test-ray test-gpu lint sim fuzz bench bench-quick clean
+.PHONY: setup setup-dev launchers demo test test-gpu lint sim fuzz bench bench-quick clean
 
 setup: .venv/.core
 setup-dev: .venv/.dev
@@ -31,7 +31,7 @@ setup-dev: .venv/.dev
 
 # Other people's launchers, for tests that are skipped without them. As root, on Debian and its kin.
 launchers:
-	apt-get install -y --no-install-recommends openmpi-bin slurm-wlm shellcheck
+	apt-get install -y --no-install-recommends slurm-wlm shellcheck
 
 demo: setup
 	$(BIN)/distbelief train examples/digits.py --workers 2
@@ -45,11 +45,6 @@ lint: setup-dev
 # In the order of their names, so that whole runs come first and the short files even out at the end.
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-
-# Ray is large and its tests take about 66 CPU-seconds: not part of `make test`, where they are skipped unless it is installed.
-test-ray: setup-dev
-	$(INSTALL) -e '.[ray]'
-	$(BIN)/python -m pytest tests/e2e/test_ray.py
 
 # For a machine with a CUDA device. Whatever Python has torch there will do: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python

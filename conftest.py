@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import threading
 from collections.abc import Generator
 from pathlib import Path
 
@@ -13,6 +15,23 @@ ROOT = str(Path(__file__).parent)
 # Child processes of tests import `tests.support` too, whatever folder they work in.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
 pytest.register_assert_rewrite("tests.support")
+
+
+def _leave_no_signal_ignored() -> None:
+    """Give the processes that tests start the usual dispositions of the signals that tests send.
+
+    A shell without job control ignores SIGINT for `make test &`, and so may a CI service; a process inherits that, and
+    a test that sends Ctrl-C would wait for ever. This process goes on ignoring them: a handler that does nothing is
+    reset by exec, SIG_IGN is not. SIGHUP stays as it is: `nohup` must keep its meaning for the processes of tests.
+    """
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGCHLD})
+
+
+if threading.current_thread() is threading.main_thread():
+    _leave_no_signal_ignored()
 
 
 @pytest.hookimpl(wrapper=True)

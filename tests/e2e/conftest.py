@@ -44,7 +44,7 @@ def distbelief(start: Callable[..., Run]) -> Callable[..., Outcome]:
 
 @pytest.fixture
 def wait_until() -> Callable[[Callable[[], object]], None]:
-    def wait(condition: Callable[[], object], limit_s: float = 120) -> None:
+    def wait(condition: Callable[[], object], limit_s: float = 300) -> None:
         deadline = time.monotonic() + limit_s
         while not condition():
             assert time.monotonic() < deadline, "it never happened"

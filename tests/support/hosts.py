@@ -264,7 +264,7 @@ def main(arguments: Sequence[str]) -> int:
     if problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Lab(chosen.hosts) as lab:
         if chosen.impair:
             for host in lab.hosts:

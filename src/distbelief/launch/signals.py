@@ -11,7 +11,11 @@ from typing import Any
 
 
 class Signals:
-    """Ctrl-C and SIGTERM become a request to stop, once; a second one ends at once."""
+    """Ctrl-C and SIGTERM become a request to stop, once; a second one ends at once.
+
+    A SIGINT that is ignored at the start stays ignored: a shell without job control starts `distbelief train … &` that
+    way, because Ctrl-C is then meant for the program in the foreground. SIGTERM stops such a run.
+    """
 
     def __init__(self) -> None:
         self.received = 0
@@ -22,6 +26,8 @@ class Signals:
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
+                if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
+                    continue
                 self._old[number] = signal.signal(number, self._handle)
         return self
 

@@ -91,7 +91,7 @@ class Run:
         """None while it goes on."""
         return self._process.poll()
 
-    def wait(self, timeout_s: float = 200) -> Outcome:
+    def wait(self, timeout_s: float = 500) -> Outcome:
         stdout, stderr = self._process.communicate(timeout=timeout_s)
         return Outcome(self._process.returncode, stdout, stderr)
 

@@ -19,7 +19,7 @@ SLOW = ["--set", "brake_s=0.02"]  # a shard, while there is a file `brake` in th
 LARGE = ["--set", "wide=400000"]  # a checkpoint of 3 MB
 
 
-def until(condition: Callable[[], object], run: Run, limit_s: float = 120) -> None:
+def until(condition: Callable[[], object], run: Run, limit_s: float = 300) -> None:
     """Wait for it while that run goes on."""
     deadline = time.monotonic() + limit_s
     while not condition():

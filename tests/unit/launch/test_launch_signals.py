@@ -1,0 +1,28 @@
+"""Which signals stop a run, and which stay ignored. Each case is a process of its own: dispositions belong to one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import os, signal, sys
+from distbelief.launch.signals import Signals
+signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[1] == "ignored" else signal.SIG_DFL)
+with Signals() as signals:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+        print(signals.count, int(signals.received), flush=True)
+print(signal.getsignal(signal.SIGINT) is (signal.SIG_IGN if sys.argv[1] == "ignored" else signal.SIG_DFL))
+"""
+
+
+@pytest.mark.parametrize(
+    ("at_the_start", "heard"),
+    [("usual", ["1 2", "2 2", "True"]), ("ignored", ["0 0", "1 15", "True"])],  # SIGINT is 2, SIGTERM 15
+)
+def test_an_interrupt_that_is_ignored_at_the_start_stays_ignored(at_the_start: str, heard: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, at_the_start], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == heard
