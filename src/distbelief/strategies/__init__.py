@@ -1,35 +1,43 @@
-"""One file per strategy; `parse` reads a strategy's string form."""
+"""The table of strategies. A strategy is one folder, and one line here: its name, and the module with its value.
+
+That module imports no torch. It has a function `parse(text, options)` that makes the value (a `Strategy`, see base.py)
+from a string such as `ps:async:n_push=4`. Other distributions add strategies by an entry point of the group
+`distbelief.strategies`: its name is the strategy's, its value names such a module.
+"""
 
 from __future__ import annotations
 
-import math
+import importlib
 import re
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from importlib.metadata import EntryPoint, entry_points
 
-from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.errors import JobError
 from distbelief.strategies.base import Strategy
-from distbelief.strategies.dataparallel.strategy import AllReduce
-from distbelief.strategies.localsgd.strategy import parse_local_sgd
-from distbelief.strategies.mesh.strategy import (
-    SCHEDULES,
-    Hybrid,
-    Pipeline,
-    Sharded,
-    Tensor,
-    no_gradients_travel,
-)
-from distbelief.strategies.ps.strategy import MODES, ParameterServer
-from distbelief.strategies.sandblaster.strategy import parse_sandblaster
 
+_OURS = "distbelief.strategies"
+TABLE = {
+    "allreduce": f"{_OURS}.dataparallel.strategy",
+    "local_sgd": f"{_OURS}.localsgd.strategy",
+    "ps": f"{_OURS}.ps.strategy",
+    "sandblaster": f"{_OURS}.sandblaster.strategy",
+    "pipeline": f"{_OURS}.mesh.strategy",
+    "tensor": f"{_OURS}.mesh.strategy",
+    "sharded": f"{_OURS}.mesh.strategy",
+    "degrees": f"{_OURS}.mesh.strategy",
+}
+"""`degrees` stands for all names such as dp2.tp2.pp2. Our names come before those of other distributions."""
 KNOWN = (
     "allreduce, ps:sync, ps:async, ps:ssp:staleness=4, sandblaster, local_sgd:8, pipeline:4, tensor:2, sharded, "
     "or degrees such as dp2.tp2.pp2 and dp2.fsdp2"
 )
-_DEGREES = {"dp": "data", "fsdp": "sharded", "tp": "tensor", "pp": "pipeline"}
-_PART = re.compile(r"([a-z]+)(\d*)")
+GROUP = "distbelief.strategies"
+"""The entry points of strategies that other distributions add."""
+_DEGREE = re.compile(r"(dp|fsdp|tp|pp)\d*")
+
+
+class UnknownStrategy(JobError):
+    """No strategy of that name is installed on this host."""
 
 
 @lru_cache(64)
@@ -38,37 +46,46 @@ def parse(text: str) -> Strategy:
 
     >>> parse("allreduce:inexact:gloo")
     AllReduce(exact=False, transport='gloo', compression='', always=False)
-    >>> str(parse("allreduce:topk=0.01:gloo"))
-    'allreduce:topk=0.01'
-    >>> parse("pipeline:4:zbv")
-    Pipeline(stages=4, schedule='zbv', snapshots=None)
-    >>> parse("dp2.tp2.pp2:snapshots=50")
-    Hybrid(data=2, tensor=2, pipeline=2, sharded=1, schedule='1f1b', snapshots=50, compression='', always=False)
+    >>> str(parse("ps:async")), parse("dp2.pp2").wish
+    ('ps:async:servers=2', Wish(data=2, sharded=1, tensor=1, pipeline=2))
     """
     name, *options = text.split(":")
-    if name == "allreduce":
-        return _allreduce(text, options)
-    if name == "ps":
-        return _parameter_server(text, options)
-    if name == "sandblaster":
-        return parse_sandblaster(text, options)
-    if name == "local_sgd":
-        return parse_local_sgd(text, options)
-    if name == "pipeline":
-        stages, rest = _degree(text, options)
-        return Pipeline(stages, **_uncompressed(text, _options(text, rest, scheduled=True)))
-    if name == "tensor":
-        degree, rest = _degree(text, options)
-        return Tensor(degree, **_uncompressed(text, _options(text, rest, scheduled=False)))
-    if name == "sharded":
-        if options and options[0].isdigit():
-            raise JobError(
-                f"the strategy '{text}' gives sharded a degree, but it divides the model among all workers",
-                hint=f"groups of {options[0]} workers that divide it are fsdp{options[0]}",
-            )
-        return Sharded(**_uncompressed(text, _options(text, options, scheduled=False)))
-    degrees = _degrees(text, name)
-    return Hybrid(**degrees, **_options(text, options, scheduled=degrees.get("pipeline", 1) > 1))
+    module = _module(name)
+    if module is None:
+        known = ", ".join([*sorted(one.name for one in entry_points(group=GROUP)), KNOWN])
+        raise UnknownStrategy(f"unknown strategy '{text}'", hint=f"known strategies: {known}")
+    found = importlib.import_module(module).parse(text, options)
+    assert isinstance(found, Strategy)
+    return found
+
+
+def plugin(text: str) -> str:
+    """What must be installed on a host for this strategy, beside DistBelief: a distribution and its version, as pip
+    names it; empty for our own strategies.
+
+    >>> plugin("ps:async")
+    ''
+    """
+    name = text.partition(":")[0]
+    entry = _entry_point(name) if _our_module(name) is None else None
+    return f"{entry.dist.name}=={entry.dist.version}" if entry and entry.dist else ""
+
+
+def _module(name: str) -> str | None:
+    if ours := _our_module(name):
+        return ours
+    entry = _entry_point(name)
+    return entry.module if entry else None
+
+
+def _our_module(name: str) -> str | None:
+    if "." in name or _DEGREE.fullmatch(name):
+        return TABLE["degrees"]
+    return TABLE.get(name) if name != "degrees" else None
+
+
+def _entry_point(name: str) -> EntryPoint | None:
+    return next(iter(entry_points(group=GROUP, name=name)), None)
 
 
 def learn_alike(one: Strategy, other: Strategy) -> bool:
@@ -80,132 +97,3 @@ def learn_alike(one: Strategy, other: Strategy) -> bool:
     True
     """
     return one.learning == other.learning
-
-
-def _allreduce(text: str, options: Sequence[str]) -> AllReduce:
-    values: dict[str, Any] = {}
-    for option in options:
-        if option == "inexact":
-            values["exact"] = False
-        elif option in ("auto", "shm", "gloo", "nccl"):
-            values["transport"] = option
-        elif option == "always":
-            values["always"] = True
-        elif option.partition("=")[0] in COMPRESSIONS:
-            if "compression" in values:
-                raise JobError(f"the strategy '{text}' gives its compression twice", hint="give it once")
-            values["compression"] = option
-        else:
-            raise JobError(
-                f"unknown option '{option}' in the strategy '{text}'",
-                hint="options of allreduce: inexact, shm, gloo (as in allreduce:gloo); a compression: bf16, int8, "
-                "topk=0.01 or powersgd=4, and with it always",
-            )
-    return AllReduce(**values)
-
-
-def _parameter_server(text: str, options: Sequence[str]) -> ParameterServer:
-    values: dict[str, Any] = {}
-    for option in options:
-        key, _, number = option.partition("=")
-        if option in MODES:
-            values["mode"] = option
-        elif option in ("adaptive", "always"):
-            values[option] = True
-        elif key in COMPRESSIONS:
-            if "compression" in values:
-                raise JobError(f"the strategy '{text}' gives its compression twice", hint="give it once")
-            values["compression"] = option
-        elif key in ("noise", "dc") and _is_number(number):
-            values[key] = float(number)
-        elif option in ("auto", "shm", "tcp"):
-            values["over"] = option
-        elif key in ("servers", "backups", "staleness", "n_push", "n_fetch", "warm_up") and number.isdigit():
-            values[key] = int(number)
-        else:
-            raise JobError(
-                f"unknown option '{option}' in the strategy '{text}'",
-                hint="options of ps: sync, ssp, async, servers=2, backups=1 (of sync), staleness=4 (of ssp), "
-                "n_push=1, n_fetch=1, adaptive, warm_up=0, noise=0, dc=0, shm, tcp (as in ps:sync:servers=2 and "
-                "ps:async:n_push=4); a compression: bf16, int8 or topk=0.01, and with it always",
-            )
-    return ParameterServer(**values)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
-
-
-def _degree(text: str, options: Sequence[str]) -> tuple[int, Sequence[str]]:
-    name = text.partition(":")[0]
-    if not options or not options[0].isdigit():
-        raise JobError(f"the strategy '{text}' needs a degree", hint=f"write it after a colon, as in {name}:2")
-    return _positive(text, options[0]), options[1:]
-
-
-def _degrees(text: str, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for part in name.split("."):
-        match = _PART.fullmatch(part)
-        if match is None or match[1] not in _DEGREES:
-            if not found and "." not in name:
-                raise JobError(f"unknown strategy '{text}'", hint=f"known strategies: {KNOWN}")
-            raise JobError(
-                f"'{part}' in the strategy '{text}' is no degree",
-                hint="degrees are dp (data), fsdp (sharded), tp (tensor) and pp (pipeline), as in dp2.tp2.pp2",
-            )
-        if not match[2]:
-            raise JobError(f"'{part}' in the strategy '{text}' needs a number", hint=f"for example {part}2")
-        if _DEGREES[match[1]] in found:
-            raise JobError(f"{match[1]} is there twice in the strategy '{text}'", hint="give each degree once")
-        found[_DEGREES[match[1]]] = _positive(text, match[2])
-    return found
-
-
-def _positive(text: str, number: str) -> int:
-    if not int(number):
-        raise JobError(f"a degree in the strategy '{text}' is 0", hint="a degree is at least 1; 1 divides nothing")
-    return int(number)
-
-
-def _uncompressed(text: str, values: dict[str, Any]) -> dict[str, Any]:
-    if values.keys() & {"compression", "always"}:
-        raise no_gradients_travel(text)
-    return values
-
-
-def _options(text: str, options: Sequence[str], *, scheduled: bool) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for option in options:
-        key, equals, number = option.partition("=")
-        name: str
-        value: str | int
-        if key == "snapshots" and equals and number.isdigit():
-            name, value = "snapshots", int(number)
-        elif key == "snapshots":
-            raise JobError(
-                f"'{option}' in the strategy '{text}' is not of the form snapshots=50",
-                hint="the number is that of steps between two snapshots; 0 takes none",
-            )
-        elif key in COMPRESSIONS:
-            name, value = "compression", option
-        elif option == "always":
-            name, value = "always", True
-        elif option in SCHEDULES and scheduled:
-            name, value = "schedule", option
-        elif option in SCHEDULES:
-            raise JobError(f"the schedule {option} is for pipelines, and the strategy '{text}' has none")
-        else:
-            schedules = f"{', '.join(SCHEDULES)}, " if scheduled else ""
-            raise JobError(
-                f"unknown option '{option}' in the strategy '{text}'",
-                hint=f"options: {schedules}snapshots=STEPS; with dp2 and more a compression (bf16, int8, topk=0.01) "
-                "and always",
-            )
-        if name in values:
-            raise JobError(f"the strategy '{text}' gives its {name} twice", hint="give it once")
-        values[name] = value
-    return values

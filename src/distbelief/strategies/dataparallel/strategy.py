@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.compression.option import canonical
 from distbelief.errors import JobError
 from distbelief.job import Job
@@ -89,3 +90,30 @@ class AllReduce(Strategy):
         from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
 
         return PreparedAllReduce(job, schedule, device, self.exact, self.compression, self.always)
+
+
+def parse(text: str, options: Sequence[str]) -> AllReduce:
+    """The strategy that a command line names.
+
+    >>> str(parse("allreduce:topk=0.01:gloo", ["topk=0.01", "gloo"]))
+    'allreduce:topk=0.01'
+    """
+    values: dict[str, Any] = {}
+    for option in options:
+        if option == "inexact":
+            values["exact"] = False
+        elif option in ("auto", "shm", "gloo", "nccl"):
+            values["transport"] = option
+        elif option == "always":
+            values["always"] = True
+        elif option.partition("=")[0] in COMPRESSIONS:
+            if "compression" in values:
+                raise JobError(f"the strategy '{text}' gives its compression twice", hint="give it once")
+            values["compression"] = option
+        else:
+            raise JobError(
+                f"unknown option '{option}' in the strategy '{text}'",
+                hint="options of allreduce: inexact, shm, gloo (as in allreduce:gloo); a compression: bf16, int8, "
+                "topk=0.01 or powersgd=4, and with it always",
+            )
+    return AllReduce(**values)

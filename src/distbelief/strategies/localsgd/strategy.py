@@ -163,10 +163,10 @@ class LocalSGD(Strategy):
         return PreparedLocalSGD(job, schedule, device, self)
 
 
-def parse_local_sgd(text: str, options: Sequence[str]) -> LocalSGD:
+def parse(text: str, options: Sequence[str]) -> LocalSGD:
     """The strategy that a command line names.
 
-    >>> parse_local_sgd("local_sgd:8:nesterov:int8", ["8", "nesterov", "int8"]) == LocalSGD(
+    >>> parse("local_sgd:8:nesterov:int8", ["8", "nesterov", "int8"]) == LocalSGD(
     ...     8, outer="nesterov", compression="int8"
     ... )
     True

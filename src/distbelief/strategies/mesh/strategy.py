@@ -6,11 +6,13 @@ who holds what is in degrees.py; what the members do is in mesh/.
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.compression.option import canonical
 from distbelief.errors import JobError
 from distbelief.job import Job
@@ -224,3 +226,103 @@ def _check_number(name: str, number: int | None, least: int) -> None:
 def _check_schedule(schedule: str) -> None:
     if schedule not in SCHEDULES:
         raise JobError(f"unknown schedule {schedule!r}", hint=f"schedules of a pipeline: {', '.join(SCHEDULES)}")
+
+
+_DEGREES = {"dp": "data", "fsdp": "sharded", "tp": "tensor", "pp": "pipeline"}
+_PART = re.compile(r"([a-z]+)(\d*)")
+
+
+def parse(text: str, options: Sequence[str]) -> Meshed:
+    """The strategy that a command line names.
+
+    >>> parse("pipeline:4:zbv", ["4", "zbv"])
+    Pipeline(stages=4, schedule='zbv', snapshots=None)
+    >>> parse("dp2.tp2.pp2:snapshots=50", ["snapshots=50"])
+    Hybrid(data=2, tensor=2, pipeline=2, sharded=1, schedule='1f1b', snapshots=50, compression='', always=False)
+    """
+    name = text.partition(":")[0]
+    if name == "pipeline":
+        stages, rest = _degree(text, options)
+        return Pipeline(stages, **_uncompressed(text, _options(text, rest, scheduled=True)))
+    if name == "tensor":
+        degree, rest = _degree(text, options)
+        return Tensor(degree, **_uncompressed(text, _options(text, rest, scheduled=False)))
+    if name == "sharded":
+        if options and options[0].isdigit():
+            raise JobError(
+                f"the strategy '{text}' gives sharded a degree, but it divides the model among all workers",
+                hint=f"groups of {options[0]} workers that divide it are fsdp{options[0]}",
+            )
+        return Sharded(**_uncompressed(text, _options(text, options, scheduled=False)))
+    degrees = _degrees(text, name)
+    return Hybrid(**degrees, **_options(text, options, scheduled=degrees.get("pipeline", 1) > 1))
+
+
+def _degree(text: str, options: Sequence[str]) -> tuple[int, Sequence[str]]:
+    name = text.partition(":")[0]
+    if not options or not options[0].isdigit():
+        raise JobError(f"the strategy '{text}' needs a degree", hint=f"write it after a colon, as in {name}:2")
+    return _positive(text, options[0]), options[1:]
+
+
+def _degrees(text: str, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for part in name.split("."):
+        match = _PART.fullmatch(part)
+        if match is None or match[1] not in _DEGREES:
+            raise JobError(
+                f"'{part}' in the strategy '{text}' is no degree",
+                hint="degrees are dp (data), fsdp (sharded), tp (tensor) and pp (pipeline), as in dp2.tp2.pp2",
+            )
+        if not match[2]:
+            raise JobError(f"'{part}' in the strategy '{text}' needs a number", hint=f"for example {part}2")
+        if _DEGREES[match[1]] in found:
+            raise JobError(f"{match[1]} is there twice in the strategy '{text}'", hint="give each degree once")
+        found[_DEGREES[match[1]]] = _positive(text, match[2])
+    return found
+
+
+def _positive(text: str, number: str) -> int:
+    if not int(number):
+        raise JobError(f"a degree in the strategy '{text}' is 0", hint="a degree is at least 1; 1 divides nothing")
+    return int(number)
+
+
+def _uncompressed(text: str, values: dict[str, Any]) -> dict[str, Any]:
+    if values.keys() & {"compression", "always"}:
+        raise no_gradients_travel(text)
+    return values
+
+
+def _options(text: str, options: Sequence[str], *, scheduled: bool) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for option in options:
+        key, equals, number = option.partition("=")
+        name: str
+        value: str | int
+        if key == "snapshots" and equals and number.isdigit():
+            name, value = "snapshots", int(number)
+        elif key == "snapshots":
+            raise JobError(
+                f"'{option}' in the strategy '{text}' is not of the form snapshots=50",
+                hint="the number is that of steps between two snapshots; 0 takes none",
+            )
+        elif key in COMPRESSIONS:
+            name, value = "compression", option
+        elif option == "always":
+            name, value = "always", True
+        elif option in SCHEDULES and scheduled:
+            name, value = "schedule", option
+        elif option in SCHEDULES:
+            raise JobError(f"the schedule {option} is for pipelines, and the strategy '{text}' has none")
+        else:
+            schedules = f"{', '.join(SCHEDULES)}, " if scheduled else ""
+            raise JobError(
+                f"unknown option '{option}' in the strategy '{text}'",
+                hint=f"options: {schedules}snapshots=STEPS; with dp2 and more a compression (bf16, int8, topk=0.01) "
+                "and always",
+            )
+        if name in values:
+            raise JobError(f"the strategy '{text}' gives its {name} twice", hint="give it once")
+        values[name] = value
+    return values

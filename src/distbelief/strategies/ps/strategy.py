@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.compression.option import canonical
 from distbelief.errors import JobError
 from distbelief.job import Job
@@ -173,3 +174,43 @@ class ParameterServer(Strategy):
         from distbelief.strategies.ps.worker.prepared import PreparedServed
 
         return PreparedServed(job, schedule, device, self)
+
+
+def parse(text: str, options: Sequence[str]) -> ParameterServer:
+    """The strategy that a command line names.
+
+    >>> parse("ps:ssp:staleness=4", ["ssp", "staleness=4"]) == ParameterServer(mode="ssp", staleness=4)
+    True
+    """
+    values: dict[str, Any] = {}
+    for option in options:
+        key, _, number = option.partition("=")
+        if option in MODES:
+            values["mode"] = option
+        elif option in ("adaptive", "always"):
+            values[option] = True
+        elif key in COMPRESSIONS:
+            if "compression" in values:
+                raise JobError(f"the strategy '{text}' gives its compression twice", hint="give it once")
+            values["compression"] = option
+        elif key in ("noise", "dc") and _is_number(number):
+            values[key] = float(number)
+        elif option in ("auto", "shm", "tcp"):
+            values["over"] = option
+        elif key in ("servers", "backups", "staleness", "n_push", "n_fetch", "warm_up") and number.isdigit():
+            values[key] = int(number)
+        else:
+            raise JobError(
+                f"unknown option '{option}' in the strategy '{text}'",
+                hint="options of ps: sync, ssp, async, servers=2, backups=1 (of sync), staleness=4 (of ssp), "
+                "n_push=1, n_fetch=1, adaptive, warm_up=0, noise=0, dc=0, shm, tcp (as in ps:sync:servers=2 and "
+                "ps:async:n_push=4); a compression: bf16, int8 or topk=0.01, and with it always",
+            )
+    return ParameterServer(**values)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False

@@ -104,10 +104,10 @@ class Sandblaster(Strategy):
         return PreparedSandblaster(job, schedule, device, self)
 
 
-def parse_sandblaster(text: str, options: Sequence[str]) -> Sandblaster:
+def parse(text: str, options: Sequence[str]) -> Sandblaster:
     """The strategy that a command line names.
 
-    >>> parse_sandblaster("sandblaster:history=5", ["history=5"])
+    >>> parse("sandblaster:history=5", ["history=5"])
     Sandblaster(servers=2, history=5, portion=None, lr=1.0, over='auto')
     """
     values: dict[str, Any] = {}
