@@ -29,11 +29,11 @@ import torch.distributed as dist
 
 from bench.running import TIMEOUT_S, DriverFailed, environment
 from distbelief.strategies.flatmodel.layout import lay_out
-from distbelief.transport.exchange import ROW, Geometry, Gift, Source, StepPlan
+from distbelief.transport.abort import Abort
+from distbelief.transport.exchange import ROW, Contribution, Geometry, Source, StepPlan
 from distbelief.transport.shm.exchange import SharedExchange
-from distbelief.transport.shm.futexflags import Abort
-from distbelief.transport.shm.keeper import SegmentKeeper
-from distbelief.transport.shm.segment import KeeperClient
+from distbelief.transport.shm.segment import SegmentClient
+from distbelief.transport.shm.segmentserver import SegmentServer
 
 MEMBERS = 2
 METHODS = ("shared", "shared, whole", "gloo", "memcpy")
@@ -47,7 +47,7 @@ Seconds = dict[str, list[float]]
 
 def measure(sizes_mb: list[int], repetitions: int) -> dict[int, Seconds]:
     """Start the two members, hand them segments, and return the slower one's times."""
-    keeper = SegmentKeeper()
+    segments = SegmentServer()
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(MEMBERS)]
     with tempfile.TemporaryDirectory() as folder:
         processes = []
@@ -57,7 +57,7 @@ def measure(sizes_mb: list[int], repetitions: int) -> dict[int, Seconds]:
             processes.append(subprocess.Popen(command, env=environment(), pass_fds=[theirs.fileno()]))
             theirs.close()
         try:
-            _serve(keeper, [mine for mine, _ in pairs])
+            _serve(segments, [mine for mine, _ in pairs])
             if any(process.wait(TIMEOUT_S) for process in processes):
                 raise DriverFailed("a process of the reduce comparison failed; what it said is above")
         finally:
@@ -65,7 +65,7 @@ def measure(sizes_mb: list[int], repetitions: int) -> dict[int, Seconds]:
                 if process.poll() is None:
                     process.kill()
                     process.wait()
-            keeper.close()
+            segments.close()
         said = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(MEMBERS)]
     return {
         size: {
@@ -76,7 +76,7 @@ def measure(sizes_mb: list[int], repetitions: int) -> dict[int, Seconds]:
     }
 
 
-def _serve(keeper: SegmentKeeper, connections: list[socket.socket]) -> None:
+def _serve(segments: SegmentServer, connections: list[socket.socket]) -> None:
     """Be the engine of two workers: hand out segments until both have gone, or one is silent for too long."""
     waiting = list(connections)
     while waiting:
@@ -85,7 +85,7 @@ def _serve(keeper: SegmentKeeper, connections: list[socket.socket]) -> None:
             raise DriverFailed(f"no word from the members of the reduce comparison for {TIMEOUT_S} s")
         for connection in ready:
             try:
-                keeper.answer(connection)
+                segments.answer(connection)
             except (EOFError, ConnectionError):
                 waiting.remove(connection)
     for connection in connections:
@@ -95,7 +95,7 @@ def _serve(keeper: SegmentKeeper, connections: list[socket.socket]) -> None:
 class _Member:
     """One of the two processes, for one size of buffer."""
 
-    def __init__(self, keeper: KeeperClient, rank: int, size_mb: int) -> None:
+    def __init__(self, segments: SegmentClient, rank: int, size_mb: int) -> None:
         self.elements = size_mb * MEGABYTE // ELEMENT_BYTES
         self.rank = rank
         model = torch.nn.Module()
@@ -103,10 +103,10 @@ class _Member:
         layout = lay_out(model)  # the tiles that a model of this size would have
         geometry = Geometry(layout.tiles, layout.size_bytes, [1] * MEMBERS, shards=MEMBERS, marks=1)
         self._tiles = layout.tiles
-        self._exchange = SharedExchange(keeper, f"{size_mb} MB", rank, geometry, Abort())
+        self._exchange = SharedExchange(segments, f"{size_mb} MB", rank, geometry, Abort())
         slot = self._exchange.slot(0).tensor(torch.float32, 0, self.elements)
         slot.copy_(content(rank, self.elements))
-        shared = keeper.segment(f"{size_mb} MB sum", layout.size_bytes)
+        shared = segments.segment(f"{size_mb} MB sum", layout.size_bytes)
         self._sums = [shared.tensor(t.dtype, t.offset_bytes, t.numel) for t in layout.tiles]
         self._whole = shared.tensor(torch.float32, 0, self.elements)
         self._gloo = torch.empty(self.elements)
@@ -136,7 +136,7 @@ class _Member:
         for tile in self._tiles:
             exchange.publish(tile.index)
         mine = (self.rank, self.rank + 1)
-        exchange.share(Gift(np.zeros((MEMBERS, ROW)), [mine], [(mine, 0)], np.zeros(1, bool), b""))
+        exchange.share(Contribution(np.zeros((MEMBERS, ROW)), [mine], [(mine, 0)], np.zeros(1, bool), b""))
         for mine in exchange.tiles:
             reduced = exchange.reduced(mine)
             if whole:
@@ -170,13 +170,13 @@ def main() -> None:
     parser.add_argument("sizes_mb", type=lambda text: [int(part) for part in text.split(",")])
     args = parser.parse_args()
     torch.set_num_threads(1)
-    keeper = KeeperClient(socket.socket(fileno=args.socket))
+    segments = SegmentClient(socket.socket(fileno=args.socket))
     meeting_place = f"file://{args.folder.resolve()}/store"
     dist.init_process_group("gloo", init_method=meeting_place, rank=args.rank, world_size=MEMBERS)
     gc.freeze()  # as DistBelief's workers do; a collection of everything imported takes 0.1 s, for any of the methods
     found = {}
     for size_mb in args.sizes_mb:
-        member = _Member(keeper, args.rank, size_mb)
+        member = _Member(segments, args.rank, size_mb)
         member.check()
         rounds = min(64, max(2, BLOCK_BYTES // (size_mb * MEGABYTE)))  # gloo's numbers grow twofold each time
         found[size_mb] = _interleave(member, rounds, args.repetitions)

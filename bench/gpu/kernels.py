@@ -13,7 +13,7 @@ import torch
 from distbelief.compression import block
 from distbelief.compression.methods import codec_of
 from distbelief.compression.powersgd import LowRank
-from distbelief.transport.device.memory import pin
+from distbelief.transport.device.accelerator import pin
 from distbelief.transport.shm.segment import Segment
 
 ELEMENTS = 124 << 20

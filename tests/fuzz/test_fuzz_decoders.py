@@ -22,7 +22,7 @@ from distbelief.kv import supervisormessages as words
 from distbelief.kv.messages import MESSAGES as KV_MESSAGES
 from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
 from distbelief.strategies.sandblaster.messages import MESSAGES as SEARCH_MESSAGES
-from distbelief.transport.gloo import rendezvousmessages as meetingwords
+from distbelief.transport.gloo import rendezvousserver
 from distbelief.transport.shm import memfd
 from tests.fuzz.instances import instance
 from tests.fuzz.mutation import HEADS, garbage, mutated
@@ -39,8 +39,8 @@ DECODERS: dict[str, tuple[Callable[[bytes], Any], Any]] = {
     "commands": (messages.decode_command, messages.Command),
     "kv, heard": (words.decode_heard, words.Heard),
     "kv, told": (words.decode_told, words.Told),
-    "meeting, requests": (meetingwords.decode_request, meetingwords.Request),
-    "meeting, answers": (meetingwords.decode_found, meetingwords.Found),
+    "rendezvous, requests": (rendezvousserver.decode_request, rendezvousserver.Request),
+    "rendezvous, answers": (rendezvousserver.decode_answer, rendezvousserver.Answer),
 }
 for _name, _set in {"ps": RUN_MESSAGES, "sandblaster": SEARCH_MESSAGES, "kv": KV_MESSAGES}.items():
     DECODERS[f"{_name}, to clients"] = (frames_of(_set.unpack_for_client), list[_set.to_clients])

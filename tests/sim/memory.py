@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from distbelief.shards import Program, Range, program
 from distbelief.strategies.dataparallel.takeover import StepWork, _runs, _together, plan_step, plan_takeover
 from distbelief.strategies.flatmodel.partials import Partials, partial_sums
-from distbelief.transport.exchange import Held, Source
+from distbelief.transport.exchange import PublishedSum, Source
 from distbelief.worker.rules.control import TrainGeneration
 from tests.sim.invariants import Broken, Invariants
 from tests.sim.reference import Reference, add, fingerprint_of, updated
@@ -159,11 +159,11 @@ class Past:
     ledgers: dict[int, Ledger] = field(default_factory=dict)
     """How many generations back -> what it has left."""
 
-    def held(self, step: int) -> list[Held] | None:
+    def held(self, step: int) -> list[PublishedSum] | None:
         if not any(begun == step + 1 for ledger in self.ledgers.values() for begun in ledger.begun):
             return None
         return [
-            Held(node, Source(rank, slot, back))
+            PublishedSum(node, Source(rank, slot, back))
             for back, ledger in self.ledgers.items()
             for rank in range(ledger.size)
             if trusted(ledger, rank, step + 1)
@@ -179,7 +179,7 @@ def trusted(ledger: Ledger, rank: int, stamp: int) -> bool:
     return ledger.arrived[rank] == stamp
 
 
-def takeover(ledger: Ledger, occupied: int, held: Sequence[Held]) -> Plan:
+def takeover(ledger: Ledger, occupied: int, held: Sequence[PublishedSum]) -> Plan:
     """By the rules of strategies/dataparallel/takeover.py; computed once for all members instead of by each."""
     there = {shard for one in held for shard in range(*one.node)}
     missing = [shard for shard in range(occupied) if shard not in there]
@@ -194,7 +194,7 @@ def takeover(ledger: Ledger, occupied: int, held: Sequence[Held]) -> Plan:
     return made
 
 
-def _found(everybody: Sequence[Partials], held: Sequence[Held]) -> list[tuple[Range, Source]]:
+def _found(everybody: Sequence[Partials], held: Sequence[PublishedSum]) -> list[tuple[Range, Source]]:
     found = [(one.node, one.source) for one in held]
     for owner, partials in enumerate(everybody):
         found += [(node, Source(owner, slot)) for node, slot in partials.results.items()]

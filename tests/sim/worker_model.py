@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from distbelief.control import messages as m
-from distbelief.transport.shm.futexflags import Aborted
+from distbelief.transport.abort import Aborted
 from distbelief.worker.rules import control
 from distbelief.worker.rules.control import Action, GenerationFinished, WorkerState
 from tests.sim.clock import Clock

@@ -50,7 +50,7 @@ class Stage:
         )
 
     def outcomes(self, module: str, function: str, members: Sequence[dict[str, Any]]) -> list[Outcome]:
-        """Call `function(keeper, **arguments)` of that module in one member for each of these dictionaries."""
+        """Call `function(segments, **arguments)` of that module in one member for each of these dictionaries."""
         assert self._process.stdin
         assert self._process.stdout
         packed = [pickle.dumps(arguments) for arguments in members]  # only members have the classes to unpack them
@@ -96,11 +96,11 @@ def _main() -> None:
     from distbelief.strategies.dataparallel import strategy as allreduce
     from distbelief.transport.gloo import exchange as torchgroup
     from distbelief.transport.shm import exchange as shared
-    from distbelief.transport.shm import keeper
+    from distbelief.transport.shm import segmentserver as segments
     from distbelief.worker import feed
 
     # Members have all of it at once, because it is imported here.
-    assert all((torchmetrics, keeper, shared, torchgroup, allreduce, feed))
+    assert all((torchmetrics, segments, shared, torchgroup, allreduce, feed))
     die_with_parent(os.getppid())
     torch.set_num_threads(1)
     while True:
@@ -115,22 +115,22 @@ def _main() -> None:
 @dataclass
 class _Actor:
     pid: int
-    keeper: socket.socket
+    segments: socket.socket
     answer: int
     content: bytes = b""
     """A pickled Outcome, once it is whole."""
 
 
 def _perform(module: str, function: str, members: list[bytes]) -> list[bytes]:
-    from distbelief.transport.shm.keeper import SegmentKeeper
+    from distbelief.transport.shm.segmentserver import SegmentServer
 
-    keeper = SegmentKeeper()
+    segments = SegmentServer()
     actors: list[_Actor] = []
     for arguments in members:
         actors.append(_fork(module, function, arguments, actors))
     deadline, reason = time.monotonic() + HANG_S, "it hung"
     waiting = {actor.answer: actor for actor in actors}
-    sockets = {actor.keeper.fileno(): actor for actor in actors}
+    sockets = {actor.segments.fileno(): actor for actor in actors}
     while waiting:
         ready, _, _ = select.select([*waiting, *sockets], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -141,7 +141,7 @@ def _perform(module: str, function: str, members: list[bytes]) -> list[bytes]:
         for fd in ready:
             if fd in sockets:
                 try:
-                    keeper.answer(sockets[fd].keeper)
+                    segments.answer(sockets[fd].segments)
                 except (EOFError, OSError):
                     sockets.pop(fd)
             elif data := os.read(fd, 1 << 20):
@@ -151,9 +151,9 @@ def _perform(module: str, function: str, members: list[bytes]) -> list[bytes]:
                 _farewell(actor)
                 if actor.content[:1] == _FAILED and reason == "it hung":
                     deadline, reason = time.monotonic() + GRACE_S, "another member had failed"
-    keeper.close()
+    segments.close()
     for actor in actors:
-        actor.keeper.close()
+        actor.segments.close()
     return [actor.content[1:] for actor in actors]
 
 
@@ -164,7 +164,7 @@ def _fork(module: str, function: str, arguments: bytes, others: list[_Actor]) ->
     pid = os.fork()
     if pid == 0:
         for other in others:
-            other.keeper.close()
+            other.segments.close()
             os.close(other.answer)
         ours.close()
         os.close(read)
@@ -176,13 +176,13 @@ def _fork(module: str, function: str, arguments: bytes, others: list[_Actor]) ->
 
 def _act(stage: int, module: str, function: str, arguments: bytes, connection: socket.socket, answer: int) -> NoReturn:
     from distbelief.lifeline import die_with_parent
-    from distbelief.transport.shm.segment import KeeperClient
+    from distbelief.transport.shm.segment import SegmentClient
 
     try:
         die_with_parent(stage)
         os.dup2(2, 1)  # the stage's own output carries answers
         perform = getattr(importlib.import_module(module), function)
-        outcome = Outcome(perform(KeeperClient(connection), **pickle.loads(arguments)))
+        outcome = Outcome(perform(SegmentClient(connection), **pickle.loads(arguments)))
     except BaseException:
         outcome = Outcome(error=traceback.format_exc())
     try:

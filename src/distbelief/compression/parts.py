@@ -17,7 +17,7 @@ from distbelief.compression import block
 from distbelief.compression.codec import Codec
 from distbelief.compression.methods import codec_of
 from distbelief.compression.option import canonical
-from distbelief.compression.subject import Place
+from distbelief.transport.exchange import CompressedParameter
 from distbelief.transport.shm.segment import Memory
 
 _LINE = 64
@@ -27,7 +27,7 @@ _LINE = 64
 class Part:
     """One parameter."""
 
-    place: Place
+    place: CompressedParameter
     rest: slice
     """Its elements in what is owed."""
     code: slice
@@ -37,7 +37,7 @@ class Part:
 class PartsCoding:
     """`method`: as `compression.option` knows them.
 
-    >>> coding = PartsCoding("topk=0.5", [Place(0, 0, (2,)), Place(1, 64, (1, 2))])
+    >>> coding = PartsCoding("topk=0.5", [CompressedParameter(0, 0, (2,)), CompressedParameter(1, 64, (1, 2))])
     >>> from distbelief.transport.shm.segment import Segment
     >>> slot, rest = Segment.private(4096), torch.zeros(coding.elements)
     >>> slot.tensor(torch.float32, 0, 2)[:] = torch.tensor([1.0, 2.0])
@@ -47,7 +47,7 @@ class PartsCoding:
     ([0.0, 2.0], [1.0, 0.0])
     """
 
-    def __init__(self, method: str, places: Iterable[Place]) -> None:
+    def __init__(self, method: str, places: Iterable[CompressedParameter]) -> None:
         self.method = canonical(method)
         self.codec: Codec = codec_of(method)
         self.parts: list[Part] = []

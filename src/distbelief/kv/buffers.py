@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from distbelief.errors import DistBeliefError
-from distbelief.transport.shm.segment import KeeperClient, Segment
+from distbelief.transport.shm.segment import Segment, SegmentClient
 
 SMALLEST = 1 << 16
 LENT_BYTES = 256 << 20
@@ -35,9 +35,9 @@ class Buffer:
 
 
 class Buffers:
-    def __init__(self, client: int, keeper: KeeperClient | None) -> None:
+    def __init__(self, client: int, segments: SegmentClient | None) -> None:
         self._client = client
-        self._keeper = keeper
+        self._segments = segments
         self._made = 0
         self._free: list[Buffer] = []
         self._lent: list[Buffer] = []
@@ -49,7 +49,7 @@ class Buffers:
 
     @property
     def shares(self) -> bool:
-        return self._keeper is not None
+        return self._segments is not None
 
     def lend(self, size_bytes: int) -> Buffer:
         """One of that size at least."""
@@ -58,10 +58,10 @@ class Buffers:
         found = min(fitting, key=lambda one: one.size_bytes, default=None)
         if found is not None:
             self._free.remove(found)
-        elif self._keeper is not None:
+        elif self._segments is not None:
             self._made += 1
             name = f"client {self._client}/{self._made}"
-            found = Buffer(name, self._keeper.segment(name, size))
+            found = Buffer(name, self._segments.segment(name, size))
         else:
             found = Buffer("", Segment.private(size))
         found.pushes.clear()
@@ -77,17 +77,17 @@ class Buffers:
         self._lent = still
 
     def close(self) -> None:
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._segments is not None:
+            self._segments.close()
 
     def values(self, key: str, slice_: int, name: str) -> Segment | None:
         """What a server has of a key; None: it has it no more. When another server has it, the memory of the old one is
         let go."""
-        assert self._keeper is not None
+        assert self._segments is not None
         held = self._mapped.get((key, slice_))
         if held is None or held[0] != name:
             try:
-                held = self._mapped[key, slice_] = (name, self._keeper.segment(name))
+                held = self._mapped[key, slice_] = (name, self._segments.segment(name))
             except DistBeliefError:
                 return None
         return held[1]

@@ -15,7 +15,7 @@ from distbelief.kv.messages import MESSAGES
 from distbelief.kv.store import Store
 from distbelief.kv.traffic import Traffic
 from distbelief.strategies.ps.protocol.client import ServerClient
-from distbelief.transport.shm.segment import KeeperClient
+from distbelief.transport.shm.segment import SegmentClient
 
 
 def connect(
@@ -49,7 +49,7 @@ def connect(
     link = Link(known.address, authority.owner())
     welcome = link.begin(timeout_s)
     client = ServerClient(authority.worker(welcome.client), MESSAGES)
-    buffers = Buffers(welcome.client, _keeper(known) if shared_memory else None)
+    buffers = Buffers(welcome.client, _segment_client(known) if shared_memory else None)
     who = (rank, workers, sync)
     traffic = Traffic(client, link, buffers, who, welcome.client, welcome.slices, timeout_s)
     try:
@@ -61,13 +61,13 @@ def connect(
     return Store(traffic, rank, workers)
 
 
-def _keeper(known: connection.Connection) -> KeeperClient | None:
+def _segment_client(known: connection.Connection) -> SegmentClient | None:
     """Of the machine's shared memory, if the servers are on it too."""
     if not known.keeper or known.boot != connection.this_boot():
         return None
     sock = sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET)
     with contextlib.suppress(OSError):
         sock.connect(known.keeper)
-        return KeeperClient(sock)
+        return SegmentClient(sock)
     sock.close()
     return None

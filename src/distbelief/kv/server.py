@@ -18,7 +18,7 @@ from distbelief.kv.keyslice import KeySlice
 from distbelief.kv.messages import CATALOGUE, MESSAGES
 from distbelief.strategies.ps.server.sockets import ServerEdge
 from distbelief.strategies.ps.server.stores import SliceStore
-from distbelief.transport.shm.segment import KeeperClient, Segment
+from distbelief.transport.shm.segment import Segment, SegmentClient
 
 SHARED_FROM = 1 << 16
 """Values of so many bytes or more lie in memory that clients can map: each takes a descriptor and a mapping."""
@@ -39,26 +39,26 @@ class ServerSpec(Struct, frozen=True):
 
 
 class _Space:
-    def __init__(self, server: int, keeper: KeeperClient | None) -> None:
+    def __init__(self, server: int, segments: SegmentClient | None) -> None:
         self._server = server
-        self._keeper = keeper
+        self._segments = segments
         self._made = 0
         self._mapped: dict[str, Segment] = {}
 
     def make(self, size_bytes: int) -> tuple[torch.Tensor, str]:
-        if self._keeper is None or size_bytes < SHARED_FROM:
+        if self._segments is None or size_bytes < SHARED_FROM:
             return torch.empty(size_bytes, dtype=torch.uint8), ""
         self._made += 1
         name = f"server {self._server}/{self._made}"
-        return self._keeper.segment(name, size_bytes).tensor(torch.uint8, 0, size_bytes), name
+        return self._segments.segment(name, size_bytes).tensor(torch.uint8, 0, size_bytes), name
 
     def release(self, name: str) -> None:
-        assert self._keeper is not None
-        self._keeper.drop(name)
+        assert self._segments is not None
+        self._segments.drop(name)
 
     def open(self, name: str) -> Segment:
-        assert self._keeper is not None, "a client names shared memory where there is none"
-        found = self._mapped.pop(name, None) or self._keeper.segment(name)
+        assert self._segments is not None, "a client names shared memory where there is none"
+        found = self._mapped.pop(name, None) or self._segments.segment(name)
         self._mapped[name] = found  # the last one used is the last one to go
         while len(self._mapped) > 1 and sum(one.size_bytes for one in self._mapped.values()) > MAPPED_BYTES:
             del self._mapped[next(iter(self._mapped))]
@@ -68,11 +68,11 @@ class _Space:
 class _Slices:
     messages = MESSAGES
 
-    def __init__(self, spec: ServerSpec, keeper: KeeperClient) -> None:
+    def __init__(self, spec: ServerSpec, segments: SegmentClient) -> None:
         self.life = self.sealed = 0
         self.sizes = [0] * (spec.slices + 1)
         self._catalogue = (spec.slices, spec.room)
-        self._space = _Space(spec.worker, keeper if spec.shares else None)
+        self._space = _Space(spec.worker, segments if spec.shares else None)
 
     def make(self, number: int, first: bool) -> tuple[SliceStore, str]:
         return Catalogue(*self._catalogue) if number == CATALOGUE else KeySlice(self._space), ""
@@ -84,7 +84,7 @@ class _Slices:
         return {}
 
 
-def run(spec: dict[str, Any], keeper: sockets.socket) -> int:
+def run(spec: dict[str, Any], segments: sockets.socket) -> int:
     """The life of a server. Returns its exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to everybody; who watches decides
     torch.set_num_threads(1)  # one per server: then bits do not depend on the machine
@@ -92,7 +92,7 @@ def run(spec: dict[str, Any], keeper: sockets.socket) -> int:
     with zmq.Context() as context:
         server = ServerEdge(known, context)
         try:
-            server.serve(_Slices(known, KeeperClient(keeper)))
+            server.serve(_Slices(known, SegmentClient(segments)))
         except BaseException as error:
             server.fail(error)
             return EXIT_REPORTED

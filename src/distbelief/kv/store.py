@@ -16,7 +16,7 @@ from distbelief.kv.messages import Arrive, Dense, Entry, Form, Rows, SetOptimize
 from distbelief.kv.patience import TookTooLong
 from distbelief.kv.traffic import Traffic
 from distbelief.strategies.ps.tables.rowinit import RowInit, TableForm
-from distbelief.transport.shm.futexflags import Aborted
+from distbelief.transport.abort import Aborted
 
 _LOST = "the values of all keys are lost: the servers that had them died before others had a copy"
 

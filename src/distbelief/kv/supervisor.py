@@ -31,8 +31,8 @@ from distbelief.kv import supervisormessages as words
 from distbelief.kv.rules import watch
 from distbelief.launch.processes import LogPipe, Zygote
 from distbelief.launch.watching import Watching
-from distbelief.transport.shm.keeper import SegmentKeeper
 from distbelief.transport.shm.memfd import free_memory_bytes, receive_message
+from distbelief.transport.shm.segmentserver import SegmentServer
 
 TICK_S = 0.2
 GONE_S = 120.0
@@ -69,7 +69,7 @@ class Warden:
         self._authority = Authority(secrets.token_bytes(SECRET_BYTES))
         self._verifier = self._authority.verifier()
         self._refusals = Refusals()
-        self._keeper = SegmentKeeper()
+        self._segments = SegmentServer()
         self._room = free_memory_bytes() // min(order.servers, 2)  # every value has two holders, if there are two
         self._watching = Watching()
         self._pids: dict[int, int] = {}
@@ -95,7 +95,7 @@ class Warden:
 
     def _begin(self) -> None:
         order, stack = self._order, self._stack
-        stack.callback(self._keeper.close)
+        stack.callback(self._segments.close)
         context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
         try:
             self._socket, self.address = bind(context, self._authority.keys(), order.listen)
@@ -209,7 +209,7 @@ class Warden:
         if event.get("event") == "exited" and event["pid"] in self._pids:
             number = self._pids.pop(event["pid"])
             self._identities.pop(number, None)
-            self._keeper.drop_all(f"server {number}/")
+            self._segments.drop_all(f"server {number}/")
             self._do(watch.exited(self._fleet, number, event["status"], time.monotonic()))
 
     def _log(self, name: str) -> LogPipe:
@@ -232,7 +232,7 @@ class Warden:
     def _kept(self, asker: sockets.socket) -> None:
         """The kernel closes the socket when a client ends; one that is only stopped may go on, and needs its memory."""
         try:
-            owner, line, _ = self._keeper.answer(asker).partition("/")
+            owner, line, _ = self._segments.answer(asker).partition("/")
             if owner.startswith("client "):
                 self._owned[asker] = owner + line
         except (EOFError, OSError, ValueError, KeyError, TypeError):
@@ -245,7 +245,7 @@ class Warden:
         now = time.monotonic()
         self._clients = {name: one for name, one in self._clients.items() if now - one.heard_at < GONE_S}
         while self._departed and self._departed[0][0] < now:
-            self._keeper.drop_all(self._departed.pop(0)[1])
+            self._segments.drop_all(self._departed.pop(0)[1])
 
     # --- messages ----------------------------------------------------------------------------------------------------
 

@@ -21,8 +21,8 @@ from distbelief.launch.launch import Launch
 from distbelief.launch.processes import LogPipe, Zygote
 from distbelief.launch.signals import sheltered
 from distbelief.launch.watching import Watching
-from distbelief.transport.shm.keeper import SegmentKeeper
 from distbelief.transport.shm.memfd import receive_message
+from distbelief.transport.shm.segmentserver import SegmentServer
 from distbelief.worker.spec import WorkerSpec
 
 Role = Literal["worker", "server"]
@@ -77,10 +77,10 @@ class Hosting:
         self._address = ""
         self._guests: Guests | None = None
         self._store = elsewhere.at if elsewhere else None
-        self._keeper = SegmentKeeper()
-        self._stack.callback(self._keeper.close)
+        self._segments = SegmentServer()
+        self._stack.callback(self._segments.close)
         if launch.job_pickle:
-            self._keeper.put("job", launch.job_pickle)
+            self._segments.put("job", launch.job_pickle)
         with sheltered(launch.shelters):
             self._zygote = Zygote(told.log("zygote"), launch.strategy)
         self._stack.callback(self._zygote.close)
@@ -103,8 +103,8 @@ class Hosting:
             # Members of a launching process that died and was started again (Ray does that) still look for it there.
             before = parcel.store_left_behind(self._launch.run_dir)
             port = before[1] if before and before[0] == host else 0
-            keeper = self._authority.server(-1)  # of no slices
-            self._store = (host, self._zygote.fork_store(host, port, keeper, self._told.log("store")))
+            credentials = self._authority.server(-1)  # of no slices
+            self._store = (host, self._zygote.fork_store(host, port, credentials, self._told.log("store")))
         if self._leads and self._launch.takes_hosts:
             self._stack.callback(parcel.write(self._launch, self._authority.start, self._store).unlink, missing_ok=True)
         wanted, self._wanted = self._wanted, []
@@ -222,12 +222,12 @@ class Hosting:
         role, number = member = self._members[pid]
         self._exits[member] = int(event["status"])
         if role == "server":
-            self._keeper.drop_all(f"server {number}/")
+            self._segments.drop_all(f"server {number}/")
         self._told.exited(role, number, self._exits[member])
 
     def _segment_request(self, connection: socket.socket) -> None:
         try:
-            self._keeper.answer(connection)
+            self._segments.answer(connection)
         except (EOFError, OSError, ValueError, KeyError, TypeError):  # gone, or no worker of ours
             self._watching.unwatch(connection)
             connection.close()

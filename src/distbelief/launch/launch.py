@@ -20,7 +20,7 @@ from distbelief.launch.rules.saveplan import DEFAULT_EVERY, KEEP_LAST, best, int
 from distbelief.launch.rundir import check_idle
 from distbelief.strategies import parse
 from distbelief.strategies.rules import degrees
-from distbelief.transport.shm import futexflags as words
+from distbelief.transport.shm import futexflags
 from distbelief.worker.spec import Origin, SavePlan, WorkerSpec
 
 LOOPBACK_ONLY = "tcp://127.0.0.1:*"
@@ -134,7 +134,7 @@ class Launch:
     def usable_transport(self) -> str:
         """`auto` stays so only where members can share memory and nobody else can come, or where each has its own state
         anyway."""
-        alone = words.supported and (not self.takes_hosts or self.on_accelerators)
+        alone = futexflags.supported and (not self.takes_hosts or self.on_accelerators)
         return "gloo" if self.transport == "auto" and not alone else self.transport
 
     @property

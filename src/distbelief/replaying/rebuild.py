@@ -21,10 +21,10 @@ from distbelief.strategies.dataparallel.replica import DataParallelReplica
 from distbelief.strategies.localsgd.strategy import LocalSGD
 from distbelief.strategies.mesh.strategy import Meshed
 from distbelief.strategies.sandblaster.strategy import Sandblaster
-from distbelief.transport.alone import AloneExchange
-from distbelief.transport.device.exchange import OnDevice
-from distbelief.transport.device.memory import memory_on
+from distbelief.transport.device.accelerator import memory_on
+from distbelief.transport.device.exchange import DeviceExchange
 from distbelief.transport.shm.segment import Memory, Segment
+from distbelief.transport.singlemember import SingleMemberExchange
 from distbelief.worker.failure import describe_failure
 from distbelief.worker.loading import Loaded, load
 from distbelief.worker.origin import saved_at, weights_of
@@ -149,13 +149,15 @@ class Rebuilt:
         self._exchange = self._alone()
         self.replica = self._build(lambda step=-1: saved)
 
-    def _alone(self, state: Segment | None = None, numbers: Memory | None = None) -> AloneExchange | OnDevice:
+    def _alone(
+        self, state: Segment | None = None, numbers: Memory | None = None
+    ) -> SingleMemberExchange | DeviceExchange:
         """`state`, `numbers`: what to go on from; the parameters are in the second where there is an accelerator."""
         geometry, device = self._prepared.geometry(self._ranges), self._loaded.device
-        alone = AloneExchange(geometry, state)
+        alone = SingleMemberExchange(geometry, state)
         if device.type == "cpu":
             return alone
-        return OnDevice(alone, geometry, device, {"numbers": numbers} if numbers else None)
+        return DeviceExchange(alone, geometry, device, {"numbers": numbers} if numbers else None)
 
     def _build(self, begin_from: BeginFrom = nothing_saved) -> DataParallelReplica:
         return self._prepared.build(self._seat, self._exchange, self._loaded.watch.fetch, begin_from)
@@ -163,7 +165,7 @@ class Rebuilt:
     def keep(self) -> None:
         """Remember the present state, in place of the one that was remembered before."""
         present: list[Memory] = [self._exchange.state(0)]  # it is there already, as large as it is
-        if isinstance(self._exchange, OnDevice):
+        if isinstance(self._exchange, DeviceExchange):
             present.append(self._exchange.numbers(0))
         devices = [torch.device("cpu"), self._loaded.device]
         self._kept = self._kept or [memory_on(d, one.size_bytes) for d, one in zip(devices, present, strict=False)]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from distbelief.checkpoint.parts import Slice
     from distbelief.control.credentials import Credential
     from distbelief.transport.exchange import Geometry, Group
-    from distbelief.transport.shm.segment import KeeperClient, Segment
+    from distbelief.transport.shm.segment import Segment, SegmentClient
 
 Fetch = Callable[[int, int, int], tuple[Any, int]]
 """(step, first shard, end shard) -> the batch of those shards together, and how many samples it has."""
@@ -390,7 +390,7 @@ class ServerHost(Protocol):
     def credential(self) -> Credential: ...
 
     @property
-    def keeper(self) -> KeeperClient | None:
+    def segments(self) -> SegmentClient | None:
         """Where shared memory comes from. None: workers are on other hosts and could not map it."""
 
     @property

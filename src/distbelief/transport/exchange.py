@@ -8,19 +8,16 @@ alone, and any of these under members that compute on accelerators.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from distbelief.compression.subject import Compression
 from distbelief.shards import Program, Range
 from distbelief.transport.shm.segment import Memory, Segment
-
-if TYPE_CHECKING:
-    from distbelief.transport.backups import Backups
 
 TRANSFER_BYTES = 64 << 20
 """States travel in pieces of this size, whoever sends and receives them: all must count the same pieces."""
@@ -55,7 +52,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Held:
+class PublishedSum:
     """A partial sum of an unfinished step that somebody published in an earlier generation, perhaps before it died."""
 
     node: Range
@@ -63,7 +60,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Broken:
+class DiedComputing:
     """A member of an earlier generation that died in the middle of computing a shard."""
 
     back: int
@@ -73,7 +70,7 @@ class Broken:
 
 
 @dataclass(frozen=True)
-class Gift:
+class Contribution:
     """What a member tells all others about its part of a step."""
 
     rows: np.ndarray
@@ -89,7 +86,7 @@ class Gift:
 
 
 @dataclass(frozen=True)
-class Shared:
+class AllContributions:
     """What all members together have told."""
 
     rows: np.ndarray
@@ -107,6 +104,36 @@ class StepPlan:
     program: Program
     one_by_one: bool = False
     """Each sum is asked for once, and of no use any more when the next one is."""
+
+
+@dataclass(frozen=True)
+class CompressedParameter:
+    """One float32 parameter in the layout."""
+
+    mark: int
+    """Its number among all entries of the layout."""
+    first: int
+    """Its first element, counted in float32 from the layout's beginning."""
+    shape: tuple[int, ...]
+
+    @property
+    def part(self) -> slice:
+        return slice(self.first, self.first + math.prod(self.shape))
+
+
+@dataclass(frozen=True)
+class Compression:
+    method: str
+    """An option as `option.canonical` writes it."""
+    tiles: frozenset[int]
+    """Those of float32 parameters. All others, as those of buffers, go as they are."""
+    places: tuple[CompressedParameter, ...]
+    seed: int
+    always: bool = False
+    """It is not switched off where it costs more time than it saves."""
+    apart: bool = False
+    """Partial sums are encoded by whoever makes them, parameter by parameter, and go to everybody: the sums are then
+    those of an exact strategy."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +157,37 @@ class Geometry:
     """How gradients are made smaller on their way, over a network."""
 
 
+@dataclass(frozen=True)
+class Backup:
+    """One shard, computed by somebody else."""
+
+    tiles: list[torch.Tensor]
+    row: np.ndarray
+    touched: np.ndarray
+
+
+class Backups(Protocol):
+    """Backup copies of late shards, where members can read each other's slots. `stamp`: the step's number plus 1."""
+
+    def starting(self, units: int) -> None:
+        """This member is about to start another of its shards; `units` counts it."""
+
+    def late(self, stamp: int) -> list[tuple[int, int]]:
+        """(rank, shards that it has begun) of the members that still compute this step."""
+
+    def has_room(self, slot: int) -> bool:
+        """Whether this member can have that slot now."""
+
+    def claim(self, shard: int, stamp: int) -> bool:
+        """Announce that this member computes a backup of the shard; False: another member has announced it."""
+
+    def offer(self, shard: int, stamp: int, slot: int, row: np.ndarray, touched: np.ndarray) -> None:
+        """The backup of the shard is complete, in that slot of this member."""
+
+    def find(self, shard: int, stamp: int) -> Backup | None:
+        """A complete backup of this shard of the step, if there is one."""
+
+
 class Group(Protocol):
     """The members of a generation, who can tell each other something."""
 
@@ -148,7 +206,7 @@ class Group(Protocol):
     def waiting(self) -> bool:
         """Whether this member waits for others at this moment."""
 
-    def broken(self) -> list[Broken]:
+    def died_computing(self) -> list[DiedComputing]:
         """Who died while computing, in earlier generations."""
 
     def gather(self, payload: bytes) -> list[bytes]:
@@ -170,7 +228,7 @@ class Exchange(Group, Protocol):
         """Memory for parameters and optimizer state, or other memory that lasts from one generation to the next: one
         copy per host, or this member's own."""
 
-    def held(self, step: int) -> list[Held] | None:
+    def published_sums(self, step: int) -> list[PublishedSum] | None:
         """Partial sums of this step that earlier generations have left, whoever made them; None: nobody had begun it.
         After all members have met, so that nobody writes there any more."""
 
@@ -182,7 +240,7 @@ class Exchange(Group, Protocol):
     def publish(self, tile: int) -> None:
         """My slots hold their final values of this tile. Reduction of it may start."""
 
-    def share(self, gift: Gift, meanwhile: Callable[[], bool] = lambda: False) -> Shared:
+    def share(self, contribution: Contribution, meanwhile: Callable[[], bool] = lambda: False) -> AllContributions:
         """Tell what I have done, and hear it of all. After it, every member's partial sums are there.
 
         `meanwhile` is called while others are still at work, for as long as it finds something to do (True).

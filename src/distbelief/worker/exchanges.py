@@ -8,15 +8,15 @@ from functools import partial
 from distbelief.compression.exchanges.choice import networked, networked_on
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.ps.worker.exchange import ServedGroup, ServedOnDevice
-from distbelief.transport.device.exchange import OnDevice
-from distbelief.transport.device.group import DeviceGroup
-from distbelief.transport.device.memory import Accelerator
+from distbelief.transport.abort import Abort
+from distbelief.transport.device.accelerator import Accelerator
+from distbelief.transport.device.exchange import DeviceExchange
+from distbelief.transport.device.nccl import NcclExchange
 from distbelief.transport.exchange import Geometry, Group
-from distbelief.transport.gloo.group import Rendezvous, TorchGroup
-from distbelief.transport.shm.controlblock import Past
-from distbelief.transport.shm.exchange import SharedExchange
-from distbelief.transport.shm.futexflags import Abort
-from distbelief.transport.shm.slots import SharedSlots
+from distbelief.transport.gloo.group import TorchGroup
+from distbelief.transport.gloo.rendezvous import Rendezvous
+from distbelief.transport.shm.controlblock import EarlierGeneration
+from distbelief.transport.shm.exchange import SharedExchange, SharedSlots
 from distbelief.worker.loading import Loaded
 from distbelief.worker.place import Place
 from distbelief.worker.rules.control import TrainGeneration
@@ -28,13 +28,13 @@ def exchange_of(place: Place, loaded: Loaded, action: TrainGeneration, abort: Ab
     if place.client is None:
         return _members(place, loaded, action, abort, geometry)
     assert geometry is not None
-    keeper = place.keeper if action.transport == "shm" else None
+    segments = place.segments if action.transport == "shm" else None
     meet: Callable[[], TorchGroup] | SharedExchange = partial(_torch_group, place, action, abort)
-    if keeper is not None:
+    if segments is not None:
         shared = _members(place, loaded, action, abort, geometry)
         assert isinstance(shared, SharedExchange)
         meet = shared
-    given = action.rank, len(action.members), meet, place.client, abort, geometry.slot_bytes, keeper, place.own_memory
+    given = action.rank, len(action.members), meet, place.client, abort, geometry.slot_bytes, segments, place.own_memory
     if loaded.device.type == "cpu":
         return ServedGroup(*given)
     return ServedOnDevice(*given, device=loaded.device, kept=place.device_memory)
@@ -42,31 +42,31 @@ def exchange_of(place: Place, loaded: Loaded, action: TrainGeneration, abort: Ab
 
 def _members(
     place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort, geometry: Geometry | None
-) -> SharedExchange | TorchGroup | OnDevice:
+) -> SharedExchange | TorchGroup | DeviceExchange:
     name, device = _group_name(action.generation), loaded.state_device
     if geometry is None:
         return _torch_group(place, action, abort)
-    if action.transport == "shm" and place.keeper is not None:
-        return SharedExchange(place.keeper, name, action.rank, geometry, abort, _past(loaded, action))
+    if action.transport == "shm" and place.segments is not None:
+        return SharedExchange(place.segments, name, action.rank, geometry, abort, _past(loaded, action))
     if action.transport == "nccl":
         on = device, loaded.strategy.exact, place.own_memory, place.device_memory
-        return DeviceGroup(_meeting(place, action), action.rank, geometry, abort, *on)
-    if action.transport == "slots" and place.keeper is not None:
+        return NcclExchange(_meeting(place, action), action.rank, geometry, abort, *on)
+    if action.transport == "slots" and place.segments is not None:
         past = _past(loaded, action)
-        slots = SharedSlots(place.keeper, name, action.rank, geometry, abort, past, place.own_memory)
+        slots = SharedSlots(place.segments, name, action.rank, geometry, abort, past, place.own_memory)
         if device.type == "cpu":
             return slots
-        return OnDevice(slots, geometry, device, place.device_memory, slots.where)
+        return DeviceExchange(slots, geometry, device, place.device_memory, slots.where)
     given = _meeting(place, action), action.rank, geometry, abort, place.own_memory
     if device.type == "cpu":
         return networked(*given)
     return networked_on(Accelerator(device, place.device_memory), *given)
 
 
-def _past(loaded: Loaded, action: TrainGeneration) -> list[Past]:
+def _past(loaded: Loaded, action: TrainGeneration) -> list[EarlierGeneration]:
     """What earlier generations may have left in shared memory."""
     return [
-        Past(_group_name(one.generation), before)
+        EarlierGeneration(_group_name(one.generation), before)
         for one in action.past
         if (before := loaded.prepared.geometry([member.shards for member in one.members]))
     ]

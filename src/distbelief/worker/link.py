@@ -31,7 +31,7 @@ from distbelief.control.messages import (
     encode,
 )
 from distbelief.control.sockets import dial, next_event
-from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.abort import Abort
 from distbelief.worker.rules import control
 from distbelief.worker.rules.control import (
     AbortStep,

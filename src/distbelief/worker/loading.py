@@ -28,7 +28,7 @@ from distbelief.strategies import parse
 from distbelief.strategies.base import Prepared, ServerJob, Strategy
 from distbelief.strategies.flatmodel.named import tied, transient
 from distbelief.transport.shm.memfd import require_memory
-from distbelief.transport.shm.segment import KeeperClient
+from distbelief.transport.shm.segment import SegmentClient
 from distbelief.version import __version__
 from distbelief.worker.devices import describe, named_device, open_device, require_device_memory
 from distbelief.worker.evaluate import Evaluator
@@ -85,9 +85,9 @@ class Loaded:
         )
 
 
-def load_for_server(spec: WorkerSpec, keeper: KeeperClient | None) -> ServerJob:
+def load_for_server(spec: WorkerSpec, segments: SegmentClient | None) -> ServerJob:
     """What a parameter server needs of the job: it computes no shard, and reads no sample."""
-    job = _job(spec, keeper)
+    job = _job(spec, segments)
     source = as_source(job.data, job.collate)
     strategy = parse(spec.strategy)
     schedule = strategy.schedule_of(job, len(source))
@@ -100,20 +100,20 @@ def _steps(job: Job, schedule: Schedule, spec: WorkerSpec) -> int:
     return min(steps, spec.most_steps or steps)
 
 
-def _job(spec: WorkerSpec, keeper: KeeperClient | None) -> Job:
+def _job(spec: WorkerSpec, segments: SegmentClient | None) -> Job:
     sys.path[:] = [*spec.sys_path, *(p for p in sys.path if p not in spec.sys_path)]
     seed_everything(0)  # a job file that makes random data makes the same data on every worker
     if spec.job_file:
         return load_job(Path(spec.job_file), dict(spec.settings))
-    if keeper is None:
+    if segments is None:
         raise JobError("the run's job came from a Python program and is only on its own machine", hint="use a job file")
-    segment = keeper.segment("job")
+    segment = segments.segment("job")
     job: Job = pickle.loads(segment.view(0, segment.size_bytes))  # from the engine of this run, over its own socket
     return job
 
 
-def load(spec: WorkerSpec, keeper: KeeperClient | None) -> Loaded:
-    job = _job(spec, keeper)
+def load(spec: WorkerSpec, segments: SegmentClient | None) -> Loaded:
+    job = _job(spec, segments)
     strategy = parse(spec.strategy)
     kind = named_device(spec.device)
     source = as_source(job.data, job.collate)

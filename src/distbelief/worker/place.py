@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from distbelief.strategies.ps.protocol.client import ServerClient
-from distbelief.transport.shm.segment import KeeperClient, Memory, Segment
+from distbelief.transport.shm.segment import Memory, Segment, SegmentClient
 from distbelief.worker.link import ControlLink
 from distbelief.worker.saving import Saver
 from distbelief.worker.spec import WorkerSpec
@@ -21,7 +21,7 @@ class Place:
 
     spec: WorkerSpec
     link: ControlLink
-    keeper: KeeperClient | None
+    segments: SegmentClient | None
     """None on another host than the engine's."""
     saver: Saver | None = None
     own_memory: dict[str, Segment] = field(default_factory=dict)

@@ -40,9 +40,9 @@ from distbelief.strategies.ps.worker.asynctraining import train_freely
 from distbelief.strategies.ps.worker.exchange import ServedGroup
 from distbelief.strategies.ps.worker.prepared import PreparedServed
 from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
+from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.shm.exchange import SharedExchange
-from distbelief.transport.shm.futexflags import Abort, Aborted
-from distbelief.transport.shm.segment import KeeperClient
+from distbelief.transport.shm.segment import SegmentClient
 from distbelief.worker.devices import identity
 from distbelief.worker.exchanges import exchange_of
 from distbelief.worker.failure import describe_failure
@@ -63,7 +63,7 @@ LEAVE_AFTER_S = 0.3
 _UNHEARD = 256  # steps: more than are committed between two heartbeats
 
 
-def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: bool = False) -> int:
+def run_worker(spec: WorkerSpec, segment_socket: socket.socket | None, by_hand: bool = False) -> int:
     """The life of a worker. Returns its exit status."""
     if not by_hand:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to everybody; the engine decides
@@ -72,11 +72,11 @@ def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: b
     torch.set_num_threads(spec.threads)
     # Members meet where the coordinator is reached, not on whatever the host's name resolves to.
     os.environ["GLOO_SOCKET_IFNAME"] = interface_to(spec.address)
-    keeper = KeeperClient(keeper_socket) if keeper_socket else None
+    segments = SegmentClient(segment_socket) if segment_socket else None
     loaded: Loaded | None = None
     failure: WorkerFailed | None = None
     try:
-        loaded = load(spec, keeper)  # forks readers: before the link's thread exists
+        loaded = load(spec, segments)  # forks readers: before the link's thread exists
         _adopt_frozen(spec, loaded)
     except BaseException as error:
         failure = describe_failure(spec, error, -1, -1)
@@ -93,7 +93,7 @@ def run_worker(spec: WorkerSpec, keeper_socket: socket.socket | None, by_hand: b
             except BaseException as error:
                 _close(loaded)
                 return _report(link, describe_failure(spec, error, -1, -1))
-            return _serve(Place(spec, link, keeper, saver, client=client, profile=profile), loaded, by_hand)
+            return _serve(Place(spec, link, segments, saver, client=client, profile=profile), loaded, by_hand)
         assert failure is not None
         return _report(link, failure)
 
@@ -337,7 +337,7 @@ def _report_takeover(link: ControlLink, replica: Seated, action: TrainGeneration
     found = replica.taken_over()
     dead = [
         BrokenShard(action.past[one.back - 1].members[one.rank].worker, one.step, one.shard)
-        for one in replica.exchange.broken()
+        for one in replica.exchange.died_computing()
     ]
     if found or dead:
         step, recomputed = (found.step, found.recomputed) if found else (replica.steps_applied(), 0)

@@ -11,25 +11,25 @@ import torch
 from distbelief.control.credentials import Credential
 from distbelief.strategies import parse
 from distbelief.strategies.base import Saved, ServerJob
-from distbelief.transport.shm.segment import KeeperClient
+from distbelief.transport.shm.segment import SegmentClient
 from distbelief.worker.loading import load_for_server
 from distbelief.worker.origin import newest_saved, weights_of
 from distbelief.worker.spec import WorkerSpec
 
 
-def run_server(spec: WorkerSpec, keeper_socket: sockets.socket | None) -> int:
+def run_server(spec: WorkerSpec, segment_socket: sockets.socket | None) -> int:
     """The life of a parameter server. Returns its exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to everybody; the engine decides
     torch.set_num_threads(spec.threads)
-    return parse(spec.strategy).serve(ServingHost(spec, KeeperClient(keeper_socket) if keeper_socket else None))
+    return parse(spec.strategy).serve(ServingHost(spec, SegmentClient(segment_socket) if segment_socket else None))
 
 
 class ServingHost:
     """See `ServerHost`."""
 
-    def __init__(self, spec: WorkerSpec, keeper: KeeperClient | None) -> None:
+    def __init__(self, spec: WorkerSpec, segments: SegmentClient | None) -> None:
         self._spec = spec
-        self._keeper = keeper
+        self._segments = segments
 
     @property
     def worker(self) -> int:
@@ -48,15 +48,15 @@ class ServingHost:
         return self._spec.credential
 
     @property
-    def keeper(self) -> KeeperClient | None:
-        return self._keeper if self._spec.shares_memory else None
+    def segments(self) -> SegmentClient | None:
+        return self._segments if self._spec.shares_memory else None
 
     @property
     def saves_every(self) -> int:
         return self._spec.saves.every_steps if self._spec.saves else 0
 
     def load(self) -> ServerJob:
-        return load_for_server(self._spec, self._keeper)
+        return load_for_server(self._spec, self._segments)
 
     def saved(self, life: int, sealed: int, lazily: bool = False) -> Saved | None:
         origin = self._spec.origin

@@ -52,7 +52,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     threads: int
     device: str
     job_file: str = ""
-    """Empty: the job is pickled in the keeper's segment "job"."""
+    """Empty: the job is pickled in the segments's segment "job"."""
     settings: dict[str, str] = {}
     sys_path: list[str] = []
     store: tuple[str, int] | None = None

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from distbelief.transport.abort import Abort
 from distbelief.transport.gloo.group import forget_groups
-from distbelief.transport.shm.futexflags import Abort
 
 _kept: list[dist.ProcessGroup] = []
 """Groups in which somebody waits: their end would wait for that."""

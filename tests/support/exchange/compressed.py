@@ -23,13 +23,20 @@ from distbelief.compression.exchanges.ondevice import CodedOnDevice, coder_of
 from distbelief.compression.exchanges.stretches import CodedStretches
 from distbelief.compression.exchanges.tiles import CodedTiles
 from distbelief.compression.int8 import Int8
-from distbelief.compression.subject import Compression, Place
 from distbelief.shards import mix
-from distbelief.transport.device.memory import Accelerator
-from distbelief.transport.exchange import Exchange, Geometry, Gift, Source, StepPlan
-from distbelief.transport.gloo.group import Rendezvous
-from distbelief.transport.shm.futexflags import Abort, Aborted
-from distbelief.transport.shm.segment import KeeperClient, Segment
+from distbelief.transport.abort import Abort, Aborted
+from distbelief.transport.device.accelerator import Accelerator
+from distbelief.transport.exchange import (
+    CompressedParameter,
+    Compression,
+    Contribution,
+    Exchange,
+    Geometry,
+    Source,
+    StepPlan,
+)
+from distbelief.transport.gloo.rendezvous import Rendezvous
+from distbelief.transport.shm.segment import Segment, SegmentClient
 from tests.support.exchange import member as base
 
 COMPRESSED = {"mixed": 2, "even": 8}
@@ -40,9 +47,9 @@ def geometry(seat: base.Seat, method: str, always: bool = True) -> Geometry:
     """The first tiles hold float32 parameters, a matrix and a vector."""
     plain, count = base.geometry(seat), COMPRESSED[seat.tiles]
     vector = plain.tiles[1].offset_bytes // 4
-    places = (Place(0, 0, (25, 40)), Place(1, vector, (64,)))
+    places = (CompressedParameter(0, 0, (25, 40)), CompressedParameter(1, vector, (64,)))
     if seat.tiles == "even":
-        places = (Place(0, 0, (64, 64)), Place(1, 4096, (7 * 1024 + 320 - 4096,)))
+        places = (CompressedParameter(0, 0, (64, 64)), CompressedParameter(1, 4096, (7 * 1024 + 320 - 4096,)))
     compression = Compression(method, frozenset(range(count)), places, seed=5, always=always)
     return replace(plain, slots=[1] * seat.size, compression=compression, gradient_tiles=count)
 
@@ -100,8 +107,8 @@ def finish(exchange: Exchange, seat: base.Seat, step: int) -> list[torch.Tensor]
     slot = exchange.slot(0).tensor(torch.uint8, 0, base.geometry(seat).slot_bytes)
     before = slot.clone()
     mine = seat.mine if seat.rank in busy(seat, step) else (0, 0)
-    gift = Gift(np.zeros((seat.shards, 4)), [mine], [], np.zeros(base.PARAMETERS, bool), b"")
-    exchange.share(gift)
+    contribution = Contribution(np.zeros((seat.shards, 4)), [mine], [], np.zeros(base.PARAMETERS, bool), b"")
+    exchange.share(contribution)
     sums = [exchange.reduced(index).cpu().clone() for index in exchange.tiles]
     alone = seat.size == 1 and isinstance(exchange, CodedOnDevice)  # then the partial sum is the sum
     assert alone or torch.equal(slot, before), "a partial sum was written to"
@@ -172,7 +179,7 @@ def told(
 
 
 def several_steps(
-    keeper: KeeperClient, seat: base.Seat, method: str, steps: int, interrupt: str = "", where: str = "host"
+    segments: SegmentClient, seat: base.Seat, method: str, steps: int, interrupt: str = "", where: str = "host"
 ) -> Found:
     """`interrupt`: in the middle of step 3 all members are called away, and take it again in another generation."""
     kept, digest = keeping(where), hashlib.sha256()
@@ -182,7 +189,7 @@ def several_steps(
     if interrupt:
         publish(exchange, seat, 3)
         if interrupt == "collected":
-            exchange.share(Gift(np.zeros((seat.shards, 4)), [], [], np.zeros(base.PARAMETERS, bool), b""))
+            exchange.share(Contribution(np.zeros((seat.shards, 4)), [], [], np.zeros(base.PARAMETERS, bool), b""))
             exchange.reduced(0)
         with contextlib.suppress(Aborted):
             exchange.gather(b"")
@@ -192,7 +199,7 @@ def several_steps(
     return told(exchange, seat, steps, total, packed, digest)
 
 
-def with_a_newcomer(keeper: KeeperClient, seat: base.Seat, method: str, where: str = "host") -> str:
+def with_a_newcomer(segments: SegmentClient, seat: base.Seat, method: str, where: str = "host") -> str:
     """After three steps the last member is replaced by one that knows nothing; all must still apply the same."""
     kept, digest = keeping(where), hashlib.sha256()
     exchange = join(seat, method, kept)
@@ -206,7 +213,7 @@ def with_a_newcomer(keeper: KeeperClient, seat: base.Seat, method: str, where: s
     return digest.hexdigest()
 
 
-def left_alone(keeper: KeeperClient, seat: base.Seat, method: str, where: str) -> tuple[float, str] | None:
+def left_alone(segments: SegmentClient, seat: base.Seat, method: str, where: str) -> tuple[float, str] | None:
     """After three steps all others leave. Returns how much of what the first member owed does not go out with its next
     sum, which is not compressed, and a digest of its sums."""
     kept, digest = keeping(where), hashlib.sha256()
@@ -248,7 +255,7 @@ class Slow(Int8):
         return super().encode_rows(rests, vectors, frames)
 
 
-def too_slow(keeper: KeeperClient, seat: base.Seat, steps: int, where: str = "host") -> Found:
+def too_slow(segments: SegmentClient, seat: base.Seat, steps: int, where: str = "host") -> Found:
     kept, meeting = keeping(where), Rendezvous("127.0.0.1", seat.port, seat.name, timeout_s=60)
     shape = geometry(seat, "int8", always=False)
     given = meeting, seat.rank, shape, Abort(), Slow(64), kept.memory
@@ -260,7 +267,7 @@ def too_slow(keeper: KeeperClient, seat: base.Seat, steps: int, where: str = "ho
     return told(exchange, seat, steps, total, packed, digest)
 
 
-def untouched(keeper: KeeperClient, seat: base.Seat, method: str, where: str = "host") -> float:
+def untouched(segments: SegmentClient, seat: base.Seat, method: str, where: str = "host") -> float:
     """The first step's sums are applied to the vector only: what was sent of the matrix counts as not sent. Returns how
     much of what was owed before is missing after it."""
     exchange = join(seat, method, keeping(where))

@@ -22,19 +22,26 @@ import numpy as np
 import torch
 
 from distbelief.compression.exchanges.choice import networked
-from distbelief.compression.subject import Compression, Place
 from distbelief.shards import Range, cover, mix, program, split
-from distbelief.transport.alone import AloneExchange
-from distbelief.transport.device.exchange import OnDevice
-from distbelief.transport.device.group import DeviceGroup
-from distbelief.transport.exchange import Exchange, Geometry, Gift, Source, StepPlan, Tile
+from distbelief.transport.abort import Abort, Aborted
+from distbelief.transport.device.exchange import DeviceExchange
+from distbelief.transport.device.nccl import NcclExchange
+from distbelief.transport.exchange import (
+    CompressedParameter,
+    Compression,
+    Contribution,
+    Exchange,
+    Geometry,
+    Source,
+    StepPlan,
+    Tile,
+)
 from distbelief.transport.gloo import group
 from distbelief.transport.gloo.exchange import TorchExchange
-from distbelief.transport.gloo.group import Rendezvous
-from distbelief.transport.shm.exchange import SharedExchange
-from distbelief.transport.shm.futexflags import Abort, Aborted
-from distbelief.transport.shm.segment import KeeperClient
-from distbelief.transport.shm.slots import SharedSlots
+from distbelief.transport.gloo.rendezvous import Rendezvous
+from distbelief.transport.shm.exchange import SharedExchange, SharedSlots
+from distbelief.transport.shm.segment import SegmentClient
+from distbelief.transport.singlemember import SingleMemberExchange
 
 PARAMETERS = 7
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -77,24 +84,26 @@ def geometry(seat: Seat) -> Geometry:
     return Geometry(tiles, offset_bytes, slots, seat.shards, PARAMETERS, len(integers(0, 0)))
 
 
-def join(keeper: KeeperClient, seat: Seat, abort: Abort | None = None) -> Exchange:
+def join(segments: SegmentClient, seat: Seat, abort: Abort | None = None) -> Exchange:
     if seat.kind == "shared":
-        return SharedExchange(keeper, seat.name, seat.rank, geometry(seat), abort or Abort())
+        return SharedExchange(segments, seat.name, seat.rank, geometry(seat), abort or Abort())
     if seat.kind == "alone":
-        return AloneExchange(geometry(seat))
+        return SingleMemberExchange(geometry(seat))
     if seat.kind == "slots":
-        return SharedSlots(keeper, seat.name, seat.rank, geometry(seat), abort or Abort())
+        return SharedSlots(segments, seat.name, seat.rank, geometry(seat), abort or Abort())
     if seat.kind == "slots on device":
-        slots = SharedSlots(keeper, seat.name, seat.rank, geometry(seat), abort or Abort())
-        return OnDevice(slots, geometry(seat), DEVICE, where=slots.where)
+        slots = SharedSlots(segments, seat.name, seat.rank, geometry(seat), abort or Abort())
+        return DeviceExchange(slots, geometry(seat), DEVICE, where=slots.where)
     meeting = Rendezvous("127.0.0.1", seat.port, seat.name, timeout_s=60)
     if seat.kind == "torch on device":
-        return OnDevice(TorchExchange(meeting, seat.rank, geometry(seat), abort or Abort()), geometry(seat), DEVICE)
+        return DeviceExchange(
+            TorchExchange(meeting, seat.rank, geometry(seat), abort or Abort()), geometry(seat), DEVICE
+        )
     if seat.kind == "device group":
-        return DeviceGroup(meeting, seat.rank, geometry(seat), abort or Abort(), DEVICE, exact=True, backend="gloo")
+        return NcclExchange(meeting, seat.rank, geometry(seat), abort or Abort(), DEVICE, exact=True, backend="gloo")
     if seat.kind == "torch":
         return TorchExchange(meeting, seat.rank, geometry(seat), abort or Abort())
-    compression = Compression(seat.kind, frozenset({0}), (Place(0, 0, (25, 40)),), seed=1)
+    compression = Compression(seat.kind, frozenset({0}), (CompressedParameter(0, 0, (25, 40)),), seed=1)
     return networked(meeting, seat.rank, replace(geometry(seat), compression=compression), abort or Abort())
 
 
@@ -155,7 +164,7 @@ def check_share(exchange: Exchange, seat: Seat, step: int, occupied: int) -> Non
     mine[slice(*seat.mine)] = everything[slice(*seat.mine)]
     untouched = np.array([[(mix(step, r, p) % 3) > 0 for p in range(PARAMETERS)] for r in range(seat.size)])
     nodes = [(node, slot) for slot, node in enumerate(cover(seat.shards, seat.mine)) if node[0] < occupied]
-    shared = exchange.share(Gift(mine, [seat.mine], nodes, untouched[seat.rank], integers(step, seat.rank)))
+    shared = exchange.share(Contribution(mine, [seat.mine], nodes, untouched[seat.rank], integers(step, seat.rank)))
     assert shared.rows.tobytes() == everything.tobytes()
     assert shared.untouched.tolist() == untouched.all(axis=0).tolist()
     first = next(r for r, (low, high) in enumerate(seat.ranges) if low < high)
@@ -167,9 +176,9 @@ def snapshot(exchange: Exchange, seat: Seat) -> list[bytes]:
     return [slot.tensor(torch.uint8, 0, geometry(seat).slot_bytes).cpu().numpy().tobytes() for slot in slots]
 
 
-def reduce_steps(keeper: KeeperClient, seat: Seat) -> dict[int, str]:
+def reduce_steps(segments: SegmentClient, seat: Seat) -> dict[int, str]:
     """Several steps in a row, the last ones with few samples. Returns a digest of the sum of each of my tiles."""
-    exchange = join(keeper, seat)
+    exchange = join(segments, seat)
     assert (exchange.rank, exchange.size) == (seat.rank, seat.size)
     digests = {index: hashlib.sha256() for index in exchange.tiles}
     few = max(1, seat.shards - 1)
@@ -191,7 +200,7 @@ def reduce_steps(keeper: KeeperClient, seat: Seat) -> dict[int, str]:
         squares = exchange.share_squares({index: step + index / 8 for index in exchange.tiles})
         assert squares == [step + tile.index / 8 for tile in geometry(seat).tiles]
         if (
-            not isinstance(exchange, OnDevice) or len(plan(seat, step, occupied).sources) > 1
+            not isinstance(exchange, DeviceExchange) or len(plan(seat, step, occupied).sources) > 1
         ):  # else the only partial sum there is may be the sum
             assert snapshot(exchange, seat) == before, "a partial sum was written to"
         exchange.applied()
@@ -201,8 +210,8 @@ def reduce_steps(keeper: KeeperClient, seat: Seat) -> dict[int, str]:
     return {index: digest.hexdigest() for index, digest in digests.items()}
 
 
-def gather(keeper: KeeperClient, seat: Seat) -> int:
-    exchange = join(keeper, seat)
+def gather(segments: SegmentClient, seat: Seat) -> int:
+    exchange = join(segments, seat)
     sizes = [0, 1, 1 << 18, (1 << 18) + 1, 700_001]
     for turn in range(3):
         payloads = [bytes([rank + 1]) * sizes[(rank + turn) % len(sizes)] for rank in range(seat.size)]
@@ -212,8 +221,8 @@ def gather(keeper: KeeperClient, seat: Seat) -> int:
     return len(sizes)
 
 
-def keep_state(keeper: KeeperClient, seat: Seat) -> tuple[bool, list[int]]:
-    exchange = join(keeper, seat)
+def keep_state(segments: SegmentClient, seat: Seat) -> tuple[bool, list[int]]:
+    exchange = join(segments, seat)
     state = exchange.state(4096)
     numbers = state.tensor(torch.int64, 0, seat.size)
     numbers[seat.rank] = seat.rank + 1
@@ -224,17 +233,17 @@ def keep_state(keeper: KeeperClient, seat: Seat) -> tuple[bool, list[int]]:
     return exchange.shares_state, found
 
 
-def tiles_of(keeper: KeeperClient, seat: Seat) -> list[int]:
-    exchange = join(keeper, seat)
+def tiles_of(segments: SegmentClient, seat: Seat) -> list[int]:
+    exchange = join(segments, seat)
     exchange.gather(b"")
     exchange.close()
     return list(exchange.tiles)
 
 
-def wait_in_vain(keeper: KeeperClient, seat: Seat, phase: str) -> str:
+def wait_in_vain(segments: SegmentClient, seat: Seat, phase: str) -> str:
     """The last member leaves before `phase`; the others wait for it there until their abort is set."""
     abort = Abort()
-    exchange = join(keeper, seat, abort)
+    exchange = join(segments, seat, abort)
     exchange.begin(plan(seat, 0, seat.shards))
     write_partials(exchange, seat, 0, seat.shards)
     before = snapshot(exchange, seat)
@@ -259,9 +268,9 @@ def wait_in_vain(keeper: KeeperClient, seat: Seat, phase: str) -> str:
     return "nobody was missed"
 
 
-def wait_for_the_living(keeper: KeeperClient, seat: Seat, phase: str) -> str:
+def wait_for_the_living(segments: SegmentClient, seat: Seat, phase: str) -> str:
     """The last member lives and does nothing; the first waits for it in `phase`, and another thread aborts that."""
-    over = keeper.segment("over", 64).tensor(torch.int64, 0, 1)
+    over = segments.segment("over", 64).tensor(torch.int64, 0, 1)
     idle = seat.rank == seat.size - 1
     abort = Abort()
     if idle and phase == "meet":
@@ -271,7 +280,7 @@ def wait_for_the_living(keeper: KeeperClient, seat: Seat, phase: str) -> str:
         patience_s = 0.5 if phase == "meet" else 60.0
         threading.Thread(target=_abort_a_waiting_member, args=(abort, patience_s), daemon=True).start()
     try:
-        exchange = join(keeper, seat, abort)
+        exchange = join(segments, seat, abort)
         _waiting.append(exchange)
         if idle:
             _until(lambda: bool(over[0]))
@@ -308,10 +317,10 @@ def _until(so: Callable[[], bool], patience_s: float = 60.0) -> None:
         time.sleep(0.002)
 
 
-def hand_over(keeper: KeeperClient, seat: Seat) -> str:
+def hand_over(segments: SegmentClient, seat: Seat) -> str:
     """The state of rank 1 goes to all others but the last, which has it already."""
     group._CHUNK_BYTES = 1000  # many pieces, the last one smaller
-    exchange = join(keeper, seat)
+    exchange = join(segments, seat)
     truth = torch.randint(0, 256, (25_001,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     block = truth.clone() if seat.rank in (1, seat.size - 1) else torch.zeros_like(truth)
     exchange.transfer(block, 1, [rank for rank in range(seat.size - 1) if rank != 1])
@@ -321,8 +330,8 @@ def hand_over(keeper: KeeperClient, seat: Seat) -> str:
     return "the same" if torch.equal(block, truth) else "not the same"
 
 
-def lose_a_peer(keeper: KeeperClient, seat: Seat) -> str:
-    exchange = join(keeper, seat)
+def lose_a_peer(segments: SegmentClient, seat: Seat) -> str:
+    exchange = join(segments, seat)
     exchange.gather(b"")
     if seat.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -333,23 +342,23 @@ def lose_a_peer(keeper: KeeperClient, seat: Seat) -> str:
     return "nobody was missed"
 
 
-def come_too_late(keeper: KeeperClient, seat: Seat) -> str:
+def come_too_late(segments: SegmentClient, seat: Seat) -> str:
     """The abort was set before the member even began."""
     abort = Abort()
     abort.set("the run ends")
     try:
-        exchange = join(keeper, seat, abort)
+        exchange = join(segments, seat, abort)
         exchange.gather(b"")
     except Aborted as error:
         return str(error)
     return "it joined"
 
 
-def meet_at_the_second_attempt(keeper: KeeperClient, seat: Seat) -> int:
+def meet_at_the_second_attempt(segments: SegmentClient, seat: Seat) -> int:
     """The first member waits for others who never come, and is called away; then all meet in the next group."""
     if seat.rank == 0:
         abort = Abort()
         threading.Timer(0.3, abort.set, ["the members change"]).start()
         with contextlib.suppress(Aborted):
-            join(keeper, replace(seat, name=f"before {seat.name}"), abort)
-    return len(join(keeper, seat).gather(b""))
+            join(segments, replace(seat, name=f"before {seat.name}"), abort)
+    return len(join(segments, seat).gather(b""))

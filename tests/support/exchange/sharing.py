@@ -12,32 +12,33 @@ import numpy as np
 import torch
 
 from distbelief.errors import NotEnoughMemory
-from distbelief.transport.shm.futexflags import Abort, Aborted, Words, row_bytes
-from distbelief.transport.shm.segment import KeeperClient, Segment
+from distbelief.transport.abort import Abort, Aborted
+from distbelief.transport.shm.futexflags import FutexFlags, flag_row_bytes
+from distbelief.transport.shm.segment import Segment, SegmentClient
 
 
-def write_then_die(keeper: KeeperClient) -> None:
-    keeper.segment("legacy", 4096).tensor(torch.float32, 0, 1024).fill_(7.0)
+def write_then_die(segments: SegmentClient) -> None:
+    segments.segment("legacy", 4096).tensor(torch.float32, 0, 1024).fill_(7.0)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def read_the_legacy(keeper: KeeperClient) -> list[float]:
-    values = keeper.segment("legacy", 4096).tensor(torch.float32, 0, 1024)
+def read_the_legacy(segments: SegmentClient) -> list[float]:
+    values = segments.segment("legacy", 4096).tensor(torch.float32, 0, 1024)
     while values[-1] != 7.0:
         time.sleep(0.001)
     return [float(values.min()), float(values.max())]
 
 
-def fill_my_part(keeper: KeeperClient, rank: int, size: int) -> list[float]:
+def fill_my_part(segments: SegmentClient, rank: int, size: int) -> list[float]:
     """Everybody writes one part of the same memory, waits for the others and reads it all."""
-    values = keeper.segment("common", 8 * size).tensor(torch.float64, 0, size)
+    values = segments.segment("common", 8 * size).tensor(torch.float64, 0, size)
     values[rank] = rank + 1
     while not values.all():
         time.sleep(0.001)
     return [float(value) for value in values]
 
 
-def allocate_under_a_limit(keeper: KeeperClient) -> tuple[str, int]:
+def allocate_under_a_limit(segments: SegmentClient) -> tuple[str, int]:
     """The kernel refuses the pages although enough memory seems free. (message, descriptors left behind)"""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     before = len(os.listdir("/proc/self/fd"))
@@ -48,49 +49,49 @@ def allocate_under_a_limit(keeper: KeeperClient) -> tuple[str, int]:
     return "", 0
 
 
-def _words(keeper: KeeperClient, rank: int, size: int, words: int, abort: Abort) -> tuple[Words, np.ndarray]:
-    """The words of a group, and behind them one number per member."""
-    table = row_bytes(words) * size
-    segment = keeper.segment("words", table + 8 * size)
-    return Words(segment.buffer, 0, size, words, rank, abort), np.frombuffer(segment.buffer, np.int64, size, table)
+def _flags(segments: SegmentClient, rank: int, size: int, flags: int, abort: Abort) -> tuple[FutexFlags, np.ndarray]:
+    """The flags of a group, and behind them one number per member."""
+    table = flag_row_bytes(flags) * size
+    segment = segments.segment("words", table + 8 * size)
+    return FutexFlags(segment.buffer, 0, size, flags, rank, abort), np.frombuffer(segment.buffer, np.int64, size, table)
 
 
-def meet_often(keeper: KeeperClient, rank: int, size: int, rounds: int) -> int:
+def meet_often(segments: SegmentClient, rank: int, size: int, rounds: int) -> int:
     """At each meeting everybody's number of this round is there, and nobody's of the next one."""
-    words, numbers = _words(keeper, rank, size, 2, Abort())
+    flags, numbers = _flags(segments, rank, size, 2, Abort())
     for number in range(1, rounds + 1):
         numbers[rank] = number
-        words.barrier(0, number)
+        flags.barrier(0, number)
         assert numbers.tolist() == [number] * size, f"round {number}: {numbers.tolist()}"
-        words.barrier(1, number)
+        flags.barrier(1, number)
     return rounds
 
 
-def meet_somebody_who_never_comes(keeper: KeeperClient, rank: int, size: int, absent: int) -> str:
+def meet_somebody_who_never_comes(segments: SegmentClient, rank: int, size: int, absent: int) -> str:
     abort = Abort()
-    words, _ = _words(keeper, rank, size, 1, abort)
+    flags, _ = _flags(segments, rank, size, 1, abort)
     if rank == absent:
         return "absent"
     threading.Timer(0.05, abort.set, ["the members change"]).start()
     try:
-        words.barrier(0, 1)
+        flags.barrier(0, 1)
     except Aborted as error:
         return str(error)
     return "nobody was missed"
 
 
-def hear_a_quiet_word(keeper: KeeperClient, rank: int) -> int:
+def hear_a_quiet_word(segments: SegmentClient, rank: int) -> int:
     """Member 0 sets a word and rings no bell, long after member 1 went to sleep: it is seen all the same."""
-    words, _ = _words(keeper, rank, 2, 3, Abort())
+    flags, _ = _flags(segments, rank, 2, 3, Abort())
     if rank == 0:
         time.sleep(0.1)
-        words.set(2, 41)
+        flags.set(2, 41)
     else:
-        words.wait(0, 2, lambda seen: seen > 40)
-    return words.get(0, 2)
+        flags.wait(0, 2, lambda seen: seen > 40)
+    return flags.get(0, 2)
 
 
-def write_then_die_or_read(keeper: KeeperClient, die: bool) -> list[float]:
+def write_then_die_or_read(segments: SegmentClient, die: bool) -> list[float]:
     if die:
-        write_then_die(keeper)
-    return read_the_legacy(keeper)
+        write_then_die(segments)
+    return read_the_legacy(segments)

@@ -19,11 +19,11 @@ import torch
 
 from distbelief.shards import cover, mix
 from distbelief.strategies.dataparallel.takeover import plan_takeover
-from distbelief.transport.exchange import Gift, Held, Source, StepPlan
-from distbelief.transport.shm.controlblock import ARRIVED, Past
+from distbelief.transport.abort import Abort, Aborted
+from distbelief.transport.exchange import Contribution, PublishedSum, Source, StepPlan
+from distbelief.transport.shm.controlblock import ARRIVED, EarlierGeneration
 from distbelief.transport.shm.exchange import SharedExchange
-from distbelief.transport.shm.futexflags import Abort, Aborted
-from distbelief.transport.shm.segment import KeeperClient
+from distbelief.transport.shm.segment import SegmentClient
 from tests.support.exchange.member import (
     PARAMETERS,
     Seat,
@@ -45,16 +45,16 @@ def untouched(who: int) -> np.ndarray:
     return np.array([(mix(STEP, who, entry) % 3) > 0 for entry in range(PARAMETERS)])
 
 
-def gift(seat: Seat, mine: list[tuple[int, int]], nodes: list, who: int) -> Gift:
+def contribution(seat: Seat, mine: list[tuple[int, int]], nodes: list, who: int) -> Contribution:
     rows = np.full((seat.shards, 4), 123.0)
     for first, end in mine:
         rows[first:end] = [row(STEP, shard) for shard in range(first, end)]
-    return Gift(rows, mine, nodes, untouched(who), integers(STEP, who))
+    return Contribution(rows, mine, nodes, untouched(who), integers(STEP, who))
 
 
-def die_at(keeper: KeeperClient, exchange: SharedExchange, seat: Seat, point: str, by_signal: bool) -> None:
+def die_at(segments: SegmentClient, exchange: SharedExchange, seat: Seat, point: str, by_signal: bool) -> None:
     """The first part of the step, up to the point; then nothing more."""
-    board = keeper.segment("board", 64).tensor(torch.int64, 0, 1)
+    board = segments.segment("board", 64).tensor(torch.int64, 0, 1)
 
     def die() -> None:
         board[0] = os.getpid()
@@ -79,20 +79,20 @@ def die_at(keeper: KeeperClient, exchange: SharedExchange, seat: Seat, point: st
     write_partials(exchange, seat, STEP, seat.shards)
     if point == "all tiles":
         die()
-    announce = exchange._words.announce
+    announce = exchange._flags.announce
 
     def last(word: int, value: int) -> None:
         announce(word, value)
         if word == ARRIVED:
             die()
 
-    exchange._words.announce = last  # type: ignore[method-assign]
+    exchange._flags.announce = last  # type: ignore[method-assign]
     nodes = [(node, slot) for slot, node in enumerate(cover(seat.shards, seat.mine))]
-    exchange.share(gift(seat, [seat.mine], nodes, seat.rank))
+    exchange.share(contribution(seat, [seat.mine], nodes, seat.rank))
 
 
-def wait_for_the_end_of(keeper: KeeperClient, abort: Abort) -> None:
-    board = keeper.segment("board", 64).tensor(torch.int64, 0, 1)
+def wait_for_the_end_of(segments: SegmentClient, abort: Abort) -> None:
+    board = segments.segment("board", 64).tensor(torch.int64, 0, 1)
 
     def gone() -> bool:
         try:
@@ -108,19 +108,21 @@ def wait_for_the_end_of(keeper: KeeperClient, abort: Abort) -> None:
     threading.Thread(target=look, daemon=True).start()
 
 
-def finish(keeper: KeeperClient, seat: Seat, point: str, by_signal: bool = False) -> tuple[list[Held] | None, int]:
+def finish(
+    segments: SegmentClient, seat: Seat, point: str, by_signal: bool = False
+) -> tuple[list[PublishedSum] | None, int]:
     """What was held for the second generation, and how many shards it computed again."""
     abort = Abort()
-    first = SharedExchange(keeper, "generation 1", seat.rank, geometry(seat), abort)
+    first = SharedExchange(segments, "generation 1", seat.rank, geometry(seat), abort)
     first.gather(b"")
     if seat.rank == seat.size - 1:
-        die_at(keeper, first, seat, point, by_signal)
+        die_at(segments, first, seat, point, by_signal)
     first.begin(plan(seat, STEP, seat.shards))  # before the news of a death: who has not begun the step leaves at once
-    wait_for_the_end_of(keeper, abort)
+    wait_for_the_end_of(segments, abort)
     try:
         write_partials(first, seat, STEP, seat.shards)
         nodes = [(node, slot) for slot, node in enumerate(cover(seat.shards, seat.mine))]
-        first.share(gift(seat, [seat.mine], nodes, seat.rank))
+        first.share(contribution(seat, [seat.mine], nodes, seat.rank))
         first.applied()
         first.settle()
         raise AssertionError("somebody was to be missed")
@@ -128,27 +130,37 @@ def finish(keeper: KeeperClient, seat: Seat, point: str, by_signal: bool = False
         pass
     again = replace(seat, size=seat.size - 1)
     second = SharedExchange(
-        keeper, "generation 2", again.rank, geometry(again), Abort(), [Past("generation 1", geometry(seat))]
+        segments,
+        "generation 2",
+        again.rank,
+        geometry(again),
+        Abort(),
+        [EarlierGeneration("generation 1", geometry(seat))],
     )
     second.gather(b"")
-    held = second.held(STEP)
-    assert second.held(STEP - 1) is None
-    assert second.held(STEP + 1) is None
+    held = second.published_sums(STEP)
+    assert second.published_sums(STEP - 1) is None
+    assert second.published_sums(STEP + 1) is None
     dead = seat.size - 1
-    found = [(one.back, one.rank, one.step, one.shard) for one in second.broken()]
+    found = [(one.back, one.rank, one.step, one.shard) for one in second.died_computing()]
     assert found == ([(1, dead, STEP, seat.mine_of(dead)[0])] if point == "computing" else [])
     recomputed = _finish(second, seat, again, held or [])
-    assert second.held(STEP) is None, "after the step nobody can need the past"
+    assert second.published_sums(STEP) is None, "after the step nobody can need the past"
     second.gather(b"")
     third = SharedExchange(
-        keeper, "generation 3", again.rank, geometry(again), Abort(), [Past("generation 1", geometry(seat))]
+        segments,
+        "generation 3",
+        again.rank,
+        geometry(again),
+        Abort(),
+        [EarlierGeneration("generation 1", geometry(seat))],
     )
-    assert third.held(STEP) is None, "and its memory was given back"
+    assert third.published_sums(STEP) is None, "and its memory was given back"
     third.gather(b"")
     return held, recomputed
 
 
-def _finish(second: SharedExchange, seat: Seat, again: Seat, held: list[Held]) -> int:
+def _finish(second: SharedExchange, seat: Seat, again: Seat, held: list[PublishedSum]) -> int:
     work = plan_takeover(again.shards, again.shards, held, again.size, again.rank)
     second.begin(StepPlan(STEP, work.sources, work.order))
     tiles = geometry(again).tiles
@@ -161,7 +173,7 @@ def _finish(second: SharedExchange, seat: Seat, again: Seat, held: list[Held]) -
                 parts[0].add_(parts[1])
         second.publish(tile.index)
     newcomer = 100 + again.rank  # another name, so that what it tells differs from what it told before
-    shared = second.share(gift(again, list(work.mine), list(work.partials.results.items()), newcomer))
+    shared = second.share(contribution(again, list(work.mine), list(work.partials.results.items()), newcomer))
     assert shared.rows.tobytes() == np.array([row(STEP, shard) for shard in range(again.shards)]).tobytes()
     givers = {one.source.rank for one in held} | {100 + rank for rank in range(again.size)}
     assert shared.untouched.tolist() == np.array([untouched(who) for who in givers]).all(axis=0).tolist()

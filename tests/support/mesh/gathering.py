@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distbelief.strategies.mesh.run.gathering import Gather, Scratch, SumOfPieces
-from distbelief.transport.shm.segment import KeeperClient
+from distbelief.transport.shm.segment import SegmentClient
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ def whole(rank: int, size: int, length: int, dtype: torch.dtype) -> torch.Tensor
 
 
 def exchange(
-    keeper: KeeperClient, rank: int, port: int, size: int, lengths: list[int], dtype: torch.dtype
+    segments: SegmentClient, rank: int, port: int, size: int, lengths: list[int], dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     """As FSDP does it, twice for each length: everybody's first piece, my sum; how much memory both have taken."""
     store = dist.TCPStore("127.0.0.1", port, size, is_master=False)

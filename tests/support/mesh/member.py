@@ -34,9 +34,10 @@ from distbelief.strategies.mesh.run.shardbuffers import ShardBuffers
 from distbelief.strategies.mesh.state.livestate import LiveState
 from distbelief.strategies.mesh.state.optimizer import Local, LocalOptimizer
 from distbelief.strategies.rules.degrees import Degrees, ranges
-from distbelief.transport.gloo.group import Rendezvous, TorchGroup
-from distbelief.transport.shm.futexflags import Abort, Aborted
-from distbelief.transport.shm.segment import KeeperClient
+from distbelief.transport.abort import Abort, Aborted
+from distbelief.transport.gloo.group import TorchGroup
+from distbelief.transport.gloo.rendezvous import Rendezvous
+from distbelief.transport.shm.segment import SegmentClient
 from distbelief.worker.feed import Feed
 from distbelief.worker.jobfile import load_job
 
@@ -246,7 +247,7 @@ class Script:
     generations: tuple[Generation, ...]
 
 
-def follow(keeper: KeeperClient, worker: int, port: int, scripts: Sequence[Script]) -> list[list[Held | None]]:
+def follow(segments: SegmentClient, worker: int, port: int, scripts: Sequence[Script]) -> list[list[Held | None]]:
     """One script after the other; what this worker held at the end of each generation, None where it was not in it."""
     found = []
     for number, script in enumerate(scripts):

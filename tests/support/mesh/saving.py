@@ -19,10 +19,11 @@ from distbelief.shards import Schedule
 from distbelief.strategies import parse
 from distbelief.strategies.base import Replica, Saved, Seat
 from distbelief.strategies.rules.degrees import Degrees, fit, ranges
+from distbelief.transport.abort import Abort
 from distbelief.transport.gloo.exchange import TorchExchange
-from distbelief.transport.gloo.group import Rendezvous, TorchGroup
-from distbelief.transport.shm.futexflags import Abort
-from distbelief.transport.shm.segment import KeeperClient, Segment
+from distbelief.transport.gloo.group import TorchGroup
+from distbelief.transport.gloo.rendezvous import Rendezvous
+from distbelief.transport.shm.segment import Segment, SegmentClient
 from distbelief.worker.feed import Feed
 from distbelief.worker.origin import facts_at, opened_at, saved_at
 from tests.support.mesh.member import adam, gpt
@@ -52,7 +53,7 @@ class Act:
     """Where an act that neither loads nor saves leaves its weights."""
 
 
-def perform(keeper: KeeperClient, worker: int, port: int, acts: Sequence[Act]) -> list[dict[str, torch.Tensor]]:
+def perform(segments: SegmentClient, worker: int, port: int, acts: Sequence[Act]) -> list[dict[str, torch.Tensor]]:
     """What the weights are at the end of each act; from the member of rank 0, others return nothing."""
     found = []
     for number, act in enumerate(acts):

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from distbelief.strategies.mesh.tensor import apply as tensorapply
 from distbelief.strategies.mesh.tensor import headdropout
 from distbelief.strategies.mesh.tensor import plan as tensorplan
-from distbelief.transport.shm.segment import KeeperClient
+from distbelief.transport.shm.segment import SegmentClient
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "gpt.py"
 
@@ -127,7 +127,7 @@ class Difference:
 
 
 def compare(
-    keeper: KeeperClient, rank: int, port: int, case: str, tensor: int, fsdp: int = 1, how: str = ""
+    segments: SegmentClient, rank: int, port: int, case: str, tensor: int, fsdp: int = 1, how: str = ""
 ) -> Difference:
     if how == "broken":
         headdropout._RULES.clear()

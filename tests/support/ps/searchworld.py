@@ -30,8 +30,8 @@ from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
 from distbelief.strategies.sandblaster.searching import SearchingMember
 from distbelief.strategies.sandblaster.strategy import Sandblaster
 from distbelief.strategies.sandblaster.vectorstores import VectorStores
-from distbelief.transport.device.memory import DeviceMemory
-from distbelief.transport.shm.futexflags import Abort, Aborted
+from distbelief.transport.abort import Abort, Aborted
+from distbelief.transport.device.accelerator import DeviceMemory
 from distbelief.transport.shm.segment import Memory, Segment
 from distbelief.verification.plain import make_model
 from distbelief.verification.plainlbfgs import train_by_search
@@ -202,7 +202,7 @@ class Group:
     _met: int = 0
 
     @property
-    def keeper(self) -> Group:
+    def segments(self) -> Group:
         return self
 
     def segment(self, name: str) -> Segment:

@@ -19,7 +19,7 @@ from distbelief.strategies.ps.tables.messages import Count, Pull
 from distbelief.strategies.ps.tables.rowbuckets import part_of
 from distbelief.strategies.ps.tables.rowgradients import RowGradients
 from distbelief.strategies.ps.tables.slices import FreeTables, StepTables
-from distbelief.transport.exchange import Held, Source
+from distbelief.transport.exchange import PublishedSum, Source
 from tests.support.ps.client import Client
 from tests.support.ps.tableparts import PARTS, SHARDS, Kit
 from tests.support.ps.world import MAPS, World
@@ -78,7 +78,7 @@ class TableWorld(World):
         step, nodes = self.found
         takeover = None
         if step < self.steps:
-            held = [Held(node, Source(0, 0)) for node in nodes]
+            held = [PublishedSum(node, Source(0, 0)) for node in nodes]
             takeover = plan_takeover(SHARDS, self.kit.schedule.occupied(step), held, len(ranges), rank)
         self.met += 1
         while self.met < len(ranges):

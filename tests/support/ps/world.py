@@ -26,7 +26,7 @@ from distbelief.strategies.ps.protocol.messages import VALUES_AT, Fetch, Go, Loo
 from distbelief.strategies.ps.rules.gathering import shards_on_all_slices
 from distbelief.strategies.ps.server.node import Out, ServerNode
 from distbelief.strategies.ps.server.syncslice import RunSlice
-from distbelief.transport.exchange import Held, Source
+from distbelief.transport.exchange import PublishedSum, Source
 from distbelief.transport.shm.segment import Segment
 from tests.support.ps.client import Client
 from tests.support.ps.parts import SHARDS, Kit
@@ -215,7 +215,7 @@ class World:
         while self.found is None:
             yield
         step, nodes = self.found
-        held = [Held(node, Source(0, 0)) for node in nodes]
+        held = [PublishedSum(node, Source(0, 0)) for node in nodes]
         takeover = None
         if step < self.steps:
             takeover = plan_takeover(SHARDS, self.kit.schedule.occupied(step), held, len(ranges), rank)

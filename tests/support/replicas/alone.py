@@ -1,4 +1,4 @@
-"""A member that is alone in its generation, in the test's own process, with a real keeper and real shared memory; and
+"""A member that is alone in its generation, in the test's own process, with a real segments and real shared memory; and
 single shards of a job, computed one by one."""
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from distbelief.strategies.base import Replica, Seat
 from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
 from distbelief.strategies.flatmodel.compute import ShardComputer, ShardResult, make_model
 from distbelief.strategies.flatmodel.layout import lay_out
+from distbelief.transport.abort import Abort
 from distbelief.transport.exchange import Geometry
 from distbelief.transport.shm.exchange import SharedExchange
-from distbelief.transport.shm.futexflags import Abort
-from distbelief.transport.shm.keeper import SegmentKeeper
-from distbelief.transport.shm.segment import KeeperClient, Segment
+from distbelief.transport.shm.segment import Segment, SegmentClient
+from distbelief.transport.shm.segmentserver import SegmentServer
 from distbelief.worker.feed import Feed
 
 
 @contextmanager
-def kept() -> Iterator[KeeperClient]:
-    """A client of a keeper that a thread serves."""
+def kept() -> Iterator[SegmentClient]:
+    """A client of a segments that a thread serves."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    keeper = SegmentKeeper()
+    segments = SegmentServer()
 
     def serve() -> None:
         try:
             while True:
-                keeper.answer(ours)
+                segments.answer(ours)
         except EOFError:
             ours.close()
 
     server = threading.Thread(target=serve)
     server.start()
     try:
-        yield KeeperClient(theirs)
+        yield SegmentClient(theirs)
     finally:
         theirs.close()
         server.join()
-        keeper.close()
+        segments.close()
 
 
-def exchange(client: KeeperClient, generation: int, geometry: Geometry, rank: int = 0) -> SharedExchange:
+def exchange(client: SegmentClient, generation: int, geometry: Geometry, rank: int = 0) -> SharedExchange:
     return SharedExchange(client, f"generation {generation}", rank, geometry, Abort())
 
 
@@ -69,14 +69,14 @@ def job_of(
 class Alone:
     """A replica that has all shards, in this process."""
 
-    def __init__(self, job: Job, keeper: Any) -> None:
+    def __init__(self, job: Job, segments: Any) -> None:
         source = as_source(job.data)
         self.schedule = Schedule(len(source), job.global_batch, job.resolved_shards)
         feed = Feed(source, self.schedule, job, shuffle=job.shuffle)
         self.prepared = PreparedAllReduce(job, self.schedule, torch.device("cpu"), exact=True)
         ranges = [(0, self.schedule.shards)]
         self.geometry = self.prepared.geometry(ranges)
-        self.exchange = exchange(keeper, 1, self.geometry)
+        self.exchange = exchange(segments, 1, self.geometry)
         self.replica: Replica = self.prepared.build(Seat(0, ranges, 1000), self.exchange, feed.fetch)
         self.model = self.prepared.model
 

@@ -25,13 +25,13 @@ from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import Seat
 from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
+from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.exchange import Exchange
 from distbelief.transport.gloo.exchange import TorchExchange
-from distbelief.transport.gloo.group import Rendezvous
-from distbelief.transport.shm.controlblock import ARRIVED, Past
+from distbelief.transport.gloo.rendezvous import Rendezvous
+from distbelief.transport.shm.controlblock import ARRIVED, EarlierGeneration
 from distbelief.transport.shm.exchange import SharedExchange
-from distbelief.transport.shm.futexflags import Abort, Aborted
-from distbelief.transport.shm.segment import KeeperClient, Segment
+from distbelief.transport.shm.segment import Segment, SegmentClient
 from distbelief.worker.feed import Feed
 from tests.support.replicas.member import GLOBAL_BATCH, SAMPLES, STEPS, make_job
 
@@ -106,8 +106,8 @@ class Survived:
 class Board:
     """Who has died, for everybody to see."""
 
-    def __init__(self, keeper: KeeperClient) -> None:
-        self._segment: Segment = keeper.segment("board", 4096)
+    def __init__(self, segments: SegmentClient) -> None:
+        self._segment: Segment = segments.segment("board", 4096)
         self._pids = self._segment.tensor(torch.int64, 0, 16)
 
     def die(self, generation: int) -> None:
@@ -135,8 +135,8 @@ class Board:
         threading.Thread(target=look, daemon=True).start()
 
 
-def train(keeper: KeeperClient, worker: int, script: Script) -> Survived:
-    board = Board(keeper)
+def train(segments: SegmentClient, worker: int, script: Script) -> Survived:
+    board = Board(segments)
     job = make_job(script.shards)
     schedule = Schedule(SAMPLES, GLOBAL_BATCH, script.shards)
     feed = Feed(as_source(job.data), schedule, job, shuffle=True)
@@ -154,7 +154,7 @@ def train(keeper: KeeperClient, worker: int, script: Script) -> Survived:
         feed.expect([(v, v + 1) for v in range(*ranges[rank])], until=STEPS)
         group: Exchange | None = None
         try:
-            group = _meet(keeper, prepared, script, generation, rank, abort, own)
+            group = _meet(segments, prepared, script, generation, rank, abort, own)
             begun = [-1]
             if generation < script.generations:
                 last = script.deaths[generation - 1].step
@@ -166,7 +166,7 @@ def train(keeper: KeeperClient, worker: int, script: Script) -> Survived:
             if found := member.taken_over():
                 takeovers[generation] = (found.step, found.recomputed)
             broken[generation] = [
-                (script.members(generation - one.back)[one.rank], one.step, one.shard) for one in group.broken()
+                (script.members(generation - one.back)[one.rank], one.step, one.shard) for one in group.died_computing()
             ]
             doom = script.deaths[generation - 1] if generation < script.generations else None
             if doom and doom.worker == worker:
@@ -196,7 +196,7 @@ def train(keeper: KeeperClient, worker: int, script: Script) -> Survived:
 
 
 def _meet(
-    keeper: KeeperClient, prepared: PreparedAllReduce, script: Script, generation: int, rank: int, abort: Abort,
+    segments: SegmentClient, prepared: PreparedAllReduce, script: Script, generation: int, rank: int, abort: Abort,
     own: dict[str, Segment],
 ) -> Exchange:  # fmt: skip
     geometry = prepared.geometry(script.ranges(generation))
@@ -206,8 +206,10 @@ def _meet(
         # limit only; the others must wait for it longer than that.
         meeting = Rendezvous("127.0.0.1", script.port, name, timeout_s=20 * 2 ** (generation - 1))
         return TorchExchange(meeting, rank, geometry, abort, own)
-    past = [Past(f"generation {g}", prepared.geometry(script.ranges(g))) for g in range(generation - 1, 0, -1)]
-    return SharedExchange(keeper, name, rank, geometry, abort, past[:16])
+    past = [
+        EarlierGeneration(f"generation {g}", prepared.geometry(script.ranges(g))) for g in range(generation - 1, 0, -1)
+    ]
+    return SharedExchange(segments, name, rank, geometry, abort, past[:16])
 
 
 def _arm(member: DataParallelReplica, group: Exchange, doom: Death, die: Callable[[], None]) -> None:
@@ -262,7 +264,7 @@ def _arm(member: DataParallelReplica, group: Exchange, doom: Death, die: Callabl
         case "before it arrives":
             at(group, "share", before=True)
         case "after it arrived" if isinstance(group, SharedExchange):
-            at(group._words, "announce", before=False, when=lambda _, word, *__: word == ARRIVED)
+            at(group._flags, "announce", before=False, when=lambda _, word, *__: word == ARRIVED)
         case "after it arrived" | "when all have arrived":
             at(member, "_judge", before=True)
         case "with a tile torn":

@@ -14,8 +14,8 @@ from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies.base import BeginFrom, Saved, Seat, StepResult, nothing_saved
 from distbelief.strategies.localsgd.strategy import LocalSGD
-from distbelief.transport.alone import AloneExchange
 from distbelief.transport.shm.segment import Segment
+from distbelief.transport.singlemember import SingleMemberExchange
 from distbelief.worker.feed import Feed
 from distbelief.worker.origin import facts_at, saved_at
 from tests.support.replicas.states import job_with
@@ -40,7 +40,7 @@ class Trainer:
         prepared = how.prepare(job, schedule, torch.device("cpu"))
         ranges = [(0, prepared.shards)]
         feed.expect_groups(prepared.groups(ranges[0]), STEPS, how.stride)
-        self.exchange = AloneExchange(prepared.geometry(ranges))
+        self.exchange = SingleMemberExchange(prepared.geometry(ranges))
         self.replica = prepared.build(Seat(0, ranges, STEPS), self.exchange, feed.fetch, begin_from)
         self.model = prepared.model
 

@@ -23,12 +23,12 @@ from distbelief.strategies.base import Seat
 from distbelief.strategies.dataparallel import takeover
 from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
 from distbelief.strategies.flatmodel import compute, tileoptimizer
+from distbelief.transport.abort import Abort
 from distbelief.transport.exchange import Exchange
 from distbelief.transport.gloo.exchange import TorchExchange
-from distbelief.transport.gloo.group import Rendezvous
+from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm import exchange as shared
-from distbelief.transport.shm.futexflags import Abort
-from distbelief.transport.shm.segment import KeeperClient
+from distbelief.transport.shm.segment import SegmentClient
 from distbelief.worker.feed import Feed
 
 SAMPLES, GLOBAL_BATCH, STEPS, CLASSES = 56, 24, 7, 30
@@ -114,7 +114,7 @@ class Trained:
     unused_moved: bool
 
 
-def train(keeper: KeeperClient, place: Place, broken: str = "") -> Trained:
+def train(segments: SegmentClient, place: Place, broken: str = "") -> Trained:
     """Train as one member. Where all members share one replica, everybody sees the same weights at the end."""
     if broken:
         BREAK[broken]()
@@ -127,7 +127,7 @@ def train(keeper: KeeperClient, place: Place, broken: str = "") -> Trained:
     geometry = prepared.geometry(place.ranges)
     group: Exchange
     if place.transport == "shared":
-        group = shared.SharedExchange(keeper, "generation 1", place.rank, geometry, Abort())
+        group = shared.SharedExchange(segments, "generation 1", place.rank, geometry, Abort())
     else:
         meeting = Rendezvous("127.0.0.1", place.port, place.name, timeout_s=60)
         group = TorchExchange(meeting, place.rank, geometry, Abort())
@@ -149,7 +149,7 @@ def train(keeper: KeeperClient, place: Place, broken: str = "") -> Trained:
 # --- in plain PyTorch ------------------------------------------------------------------------------------------------
 
 
-def plain(keeper: KeeperClient, shards: int) -> Trained:
+def plain(segments: SegmentClient, shards: int) -> Trained:
     """One process, one shard after the other, torch's own fused optimizer over whole parameters."""
     job = make_job(shards)
     torch.manual_seed(job.seed)

@@ -17,10 +17,10 @@ from distbelief.strategies.base import Seat
 from distbelief.strategies.dataparallel.compressed import CompressedReplica
 from distbelief.strategies.dataparallel.devicereplica import DeviceReplica
 from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
-from distbelief.transport.device.memory import Accelerator
-from distbelief.transport.gloo.group import Rendezvous
-from distbelief.transport.shm.futexflags import Abort
-from distbelief.transport.shm.segment import KeeperClient, Segment
+from distbelief.transport.abort import Abort
+from distbelief.transport.device.accelerator import Accelerator
+from distbelief.transport.gloo.rendezvous import Rendezvous
+from distbelief.transport.shm.segment import Segment, SegmentClient
 from distbelief.worker.feed import Feed
 from distbelief.worker.origin import facts_at, opened_at, saved_at
 from tests.support.replicas.member import GLOBAL_BATCH, SAMPLES, STEPS, make_job
@@ -40,7 +40,15 @@ class Left:
 
 
 def train(
-    keeper: KeeperClient, port: int, name: str, rank: int, size: int, method: str, folder: str, load: bool, where: str
+    segments: SegmentClient,
+    port: int,
+    name: str,
+    rank: int,
+    size: int,
+    method: str,
+    folder: str,
+    load: bool,
+    where: str,
 ) -> Left:
     ranges = [(r * SHARDS // size, (r + 1) * SHARDS // size) for r in range(size)]
     job, schedule = make_job(SHARDS), Schedule(SAMPLES, GLOBAL_BATCH, SHARDS)

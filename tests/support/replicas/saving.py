@@ -14,12 +14,12 @@ from distbelief.data.sources import as_source
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Seat
 from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
+from distbelief.transport.abort import Abort
 from distbelief.transport.exchange import Exchange
 from distbelief.transport.gloo.exchange import TorchExchange
-from distbelief.transport.gloo.group import Rendezvous
+from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm.exchange import SharedExchange
-from distbelief.transport.shm.futexflags import Abort
-from distbelief.transport.shm.segment import KeeperClient, Segment
+from distbelief.transport.shm.segment import Segment, SegmentClient
 from distbelief.worker.feed import Feed
 from distbelief.worker.origin import facts_at, frozen_of, saved_at
 from distbelief.worker.spec import Origin
@@ -44,7 +44,7 @@ class Left:
     facts: Facts
 
 
-def train(keeper: KeeperClient, place: Place, saving: Saving) -> Left:
+def train(segments: SegmentClient, place: Place, saving: Saving) -> Left:
     shards = place.ranges[-1][1]
     job = make_job(shards)
     schedule = Schedule(SAMPLES, GLOBAL_BATCH, shards)
@@ -56,7 +56,7 @@ def train(keeper: KeeperClient, place: Place, saving: Saving) -> Left:
             for parameter in prepared.model.parameters():
                 parameter.add_(1.0)  # nothing of the initial values may be left, also of the frozen ones
         prepared.set_frozen(frozen_of(Origin(saving.folder), prepared.frozen()))
-    group = _group(keeper, place, prepared)
+    group = _group(segments, place, prepared)
     begin_from = (lambda: saved_at(saving.folder, saving.load)) if saving.load else lambda: None
     member = prepared.build(Seat(place.rank, place.ranges, STEPS), group, feed.fetch, begin_from)
     fingerprints, copy, part, facts = [], None, None, Facts()
@@ -79,9 +79,9 @@ def train(keeper: KeeperClient, place: Place, saving: Saving) -> Left:
     return Left(sha256, fingerprints, part, facts)
 
 
-def _group(keeper: KeeperClient, place: Place, prepared: PreparedAllReduce) -> Exchange:
+def _group(segments: SegmentClient, place: Place, prepared: PreparedAllReduce) -> Exchange:
     geometry = prepared.geometry(place.ranges)
     if place.transport == "shared":
-        return SharedExchange(keeper, "generation 1", place.rank, geometry, Abort())
+        return SharedExchange(segments, "generation 1", place.rank, geometry, Abort())
     meeting = Rendezvous("127.0.0.1", place.port, place.name, timeout_s=60)
     return TorchExchange(meeting, place.rank, geometry, Abort())

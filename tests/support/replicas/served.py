@@ -25,10 +25,10 @@ from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica
 from distbelief.strategies.ps.worker.exchange import ServedGroup, ServedOnDevice
 from distbelief.strategies.ps.worker.prepared import PreparedServed
 from distbelief.strategies.ps.worker.synchronous import ServedReplica
-from distbelief.transport.alone import AloneExchange
+from distbelief.transport.abort import Abort
 from distbelief.transport.shm.exchange import SharedExchange
-from distbelief.transport.shm.futexflags import Abort
-from distbelief.transport.shm.segment import KeeperClient, Segment
+from distbelief.transport.shm.segment import Segment, SegmentClient
+from distbelief.transport.singlemember import SingleMemberExchange
 from distbelief.worker.feed import Feed
 from distbelief.worker.serving import ServingHost
 from distbelief.worker.spec import WorkerSpec
@@ -96,9 +96,9 @@ class DirectClient:
 
 
 class ServedAlone:
-    """`keeper`: of the memory that worker and server share; None: bytes travel."""
+    """`segments`: of the memory that worker and server share; None: bytes travel."""
 
-    def __init__(self, job: Job, strategy: str, keeper: KeeperClient | None, *, on_device: bool) -> None:
+    def __init__(self, job: Job, strategy: str, segments: SegmentClient | None, *, on_device: bool) -> None:
         self.job = job
         how = parse(strategy)
         assert isinstance(how, ParameterServer)
@@ -107,19 +107,19 @@ class ServedAlone:
         assert job.steps
         self.steps = job.steps
         self.prepared = PreparedServed(job, schedule, CPU, how)
-        spec = WorkerSpec(0, "here", "", NO_CREDENTIAL, "", strategy, 1, "cpu", shares_memory=keeper is not None)
+        spec = WorkerSpec(0, "here", "", NO_CREDENTIAL, "", strategy, 1, "cpu", shares_memory=segments is not None)
         known = ServerJob(job, schedule, self.steps, PreparedServed(job, schedule, CPU, how))
-        self.stores = stores = RunStores(ServingHost(spec, keeper), known)
+        self.stores = stores = RunStores(ServingHost(spec, segments), known)
         stores.life = LIFE
         node, slices = ServerNode(0, stores.make), len(stores.sizes)
         node.learn(ServerMap(1, LIFE, [0] * slices, [NONE] * slices, [NONE] * slices, {0: ""}))
         ranges, abort = [(0, schedule.shards)], Abort()
         geometry = self.prepared.geometry(ranges)
-        meet: Any = lambda: AloneExchange(geometry)  # noqa: E731
-        if keeper is not None:
-            meet = SharedExchange(keeper, "generation 1", 0, geometry, abort)
+        meet: Any = lambda: SingleMemberExchange(geometry)  # noqa: E731
+        if segments is not None:
+            meet = SharedExchange(segments, "generation 1", 0, geometry, abort)
         own: dict[str, Segment] = {}
-        given: Any = 0, 1, meet, DirectClient(node, slices), abort, geometry.slot_bytes, keeper, own
+        given: Any = 0, 1, meet, DirectClient(node, slices), abort, geometry.slot_bytes, segments, own
         exchange = ServedOnDevice(*given, device=CPU, kept={}) if on_device else ServedGroup(*given)
         feed = Feed(source, schedule, job, shuffle=job.shuffle)
         self.replica = self.prepared.build(Seat(0, ranges, self.steps, 1, (), [0]), exchange, feed.fetch)

@@ -18,8 +18,8 @@ from distbelief.shards import Schedule
 from distbelief.strategies.base import BeginFrom, Saved, Seat
 from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
-from distbelief.transport.alone import AloneExchange
 from distbelief.transport.shm.segment import Segment
+from distbelief.transport.singlemember import SingleMemberExchange
 from distbelief.worker.feed import Feed
 from distbelief.worker.origin import facts_at, saved_at
 
@@ -123,7 +123,7 @@ class Trainer:
         feed = Feed(source, schedule, job, shuffle=True)
         prepared = PreparedAllReduce(job, schedule, torch.device("cpu"), exact=True)
         ranges = [(0, schedule.shards)]
-        self.exchange = AloneExchange(prepared.geometry(ranges))
+        self.exchange = SingleMemberExchange(prepared.geometry(ranges))
         made = prepared.build(Seat(0, ranges, STEPS), self.exchange, feed.fetch, begin_from)
         assert isinstance(made, DataParallelReplica)
         self.replica = made

@@ -15,12 +15,12 @@ from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Seat
 from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
+from distbelief.transport.abort import Abort
 from distbelief.transport.exchange import Exchange
 from distbelief.transport.gloo.exchange import TorchExchange
-from distbelief.transport.gloo.group import Rendezvous
+from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm.exchange import SharedExchange
-from distbelief.transport.shm.futexflags import Abort
-from distbelief.transport.shm.segment import KeeperClient
+from distbelief.transport.shm.segment import SegmentClient
 from distbelief.worker.evaluate import Evaluator
 from distbelief.worker.feed import Feed
 from distbelief.worker.metrics import accuracy
@@ -69,7 +69,7 @@ def make_job(readers: bool) -> Job:
     )
 
 
-def evaluate(keeper: KeeperClient, rank: int, size: int, readers: bool, port: int, name: str) -> dict[str, Any]:
+def evaluate(segments: SegmentClient, rank: int, size: int, readers: bool, port: int, name: str) -> dict[str, Any]:
     job = make_job(readers)
     device = torch.device("cpu")
     evaluator = Evaluator(job, as_source(job.validation), device)
@@ -81,7 +81,7 @@ def evaluate(keeper: KeeperClient, rank: int, size: int, readers: bool, port: in
     if port:
         group = TorchExchange(Rendezvous("127.0.0.1", port, name, 60), rank, prepared.geometry(ranges), Abort())
     else:
-        group = SharedExchange(keeper, "generation 1", rank, prepared.geometry(ranges), Abort())
+        group = SharedExchange(segments, "generation 1", rank, prepared.geometry(ranges), Abort())
     replica = prepared.build(Seat(rank, ranges, 1000), group, feed.fetch)
     replica.compute(0)
     replica.commit(0)

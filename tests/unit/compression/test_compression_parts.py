@@ -7,10 +7,15 @@ import pytest
 import torch
 
 from distbelief.compression.parts import PartsCoding
-from distbelief.compression.subject import Place
+from distbelief.transport.exchange import CompressedParameter
 from distbelief.transport.shm.segment import Segment
 
-PLACES = [Place(0, 0, (40, 5)), Place(1, 256, (0,)), Place(2, 256, (7,)), Place(3, 320, (3, 2))]
+PLACES = [
+    CompressedParameter(0, 0, (40, 5)),
+    CompressedParameter(1, 256, (0,)),
+    CompressedParameter(2, 256, (7,)),
+    CompressedParameter(3, 320, (3, 2)),
+]
 ELEMENTS = 384
 METHODS = ["bf16", "int8=16", "topk=0.1"]
 ALL = np.ones(4, np.uint8)

@@ -16,10 +16,10 @@ from distbelief.strategies.base import Seat
 from distbelief.strategies.dataparallel.devicereplica import DeviceReplica
 from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
-from distbelief.transport.alone import AloneExchange
-from distbelief.transport.device.exchange import OnDevice, stretches
+from distbelief.transport.device.exchange import DeviceExchange, stretches
 from distbelief.transport.exchange import Tile
 from distbelief.transport.shm.segment import Segment
+from distbelief.transport.singlemember import SingleMemberExchange
 from distbelief.worker.feed import Feed
 from tests.support.replicas.alone import job_of, linear_data
 
@@ -37,8 +37,8 @@ def replica(job: Job, *, on_device: bool, exact: bool = True) -> DataParallelRep
     prepared = PreparedAllReduce(job, schedule, CPU, exact=exact)
     ranges = [(0, schedule.shards)]
     geometry = prepared.geometry(ranges)
-    alone = AloneExchange(geometry)
-    exchange = OnDevice(alone, geometry, CPU) if on_device else alone
+    alone = SingleMemberExchange(geometry)
+    exchange = DeviceExchange(alone, geometry, CPU) if on_device else alone
     feed = Feed(source, schedule, job, shuffle=job.shuffle)
     return prepared.build(Seat(0, ranges, 1000), exchange, feed.fetch)
 

@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 from distbelief.strategies.base import NonFiniteLoss
 from distbelief.strategies.flatmodel.compute import make_model
-from distbelief.transport.shm.segment import KeeperClient
+from distbelief.transport.shm.segment import SegmentClient
 from tests.support.replicas.alone import Alone, job_of, kept, linear_data
 
 
 @pytest.fixture
-def keeper() -> Iterator[KeeperClient]:
+def segments() -> Iterator[SegmentClient]:
     with kept() as client:
         yield client
 
@@ -29,11 +29,11 @@ def normed() -> nn.Module:
 
 
 def test_a_commit_leaves_the_partial_sums_intact_even_if_the_optimizer_writes_into_gradients(
-    keeper: KeeperClient,
+    segments: SegmentClient,
 ) -> None:
     make = lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True)  # noqa: E731
     x, y = linear_data()
-    alone = Alone(job_of(normed, (x, y), optimizer=make, global_batch=8, shards=4, clip_norm=0.1), keeper)
+    alone = Alone(job_of(normed, (x, y), optimizer=make, global_batch=8, shards=4, clip_norm=0.1), segments)
     for step in range(3):
         alone.replica.compute(step)
         before = alone.slots()
@@ -47,8 +47,8 @@ def test_a_commit_leaves_the_partial_sums_intact_even_if_the_optimizer_writes_in
     assert not torch.equal(probe.grad, torch.ones(4)), "this optimizer does write into the gradient"
 
 
-def test_computing_a_step_again_gives_the_same_partial_sums(keeper: KeeperClient) -> None:
-    alone = Alone(job_of(normed, linear_data(), global_batch=8, shards=4), keeper)
+def test_computing_a_step_again_gives_the_same_partial_sums(segments: SegmentClient) -> None:
+    alone = Alone(job_of(normed, linear_data(), global_batch=8, shards=4), segments)
     alone.step(0)
     alone.replica.compute(1)
     once = alone.slots()
@@ -56,10 +56,10 @@ def test_computing_a_step_again_gives_the_same_partial_sums(keeper: KeeperClient
     assert alone.slots() == once
 
 
-def test_a_step_whose_loss_is_not_finite_is_not_applied(keeper: KeeperClient) -> None:
+def test_a_step_whose_loss_is_not_finite_is_not_applied(segments: SegmentClient) -> None:
     x, y = linear_data()
     y[15] = float("nan")
-    alone = Alone(job_of(normed, (x, y), global_batch=8, shards=4), keeper)
+    alone = Alone(job_of(normed, (x, y), global_batch=8, shards=4), segments)
     alone.step(0)
     before = [t.clone() for t in alone.model.state_dict().values()]
     alone.replica.compute(1)
@@ -85,9 +85,9 @@ def sum_and_weight(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Te
     return F.cross_entropy(output, target, reduction="sum"), (target != -100).sum()
 
 
-def test_sum_and_weight_is_the_mean_over_the_batch_where_a_mean_of_means_is_not(keeper: KeeperClient) -> None:
+def test_sum_and_weight_is_the_mean_over_the_batch_where_a_mean_of_means_is_not(segments: SegmentClient) -> None:
     x, target = classes()
-    alone = Alone(job_of(lambda: nn.Linear(6, 4), (x, target), sum_and_weight, global_batch=24, shards=4), keeper)
+    alone = Alone(job_of(lambda: nn.Linear(6, 4), (x, target), sum_and_weight, global_batch=24, shards=4), segments)
     model = make_model(alone.replica._job, torch.device("cpu"))  # type: ignore[attr-defined]
     loss = F.cross_entropy(model(x), target)
     loss.backward()
@@ -98,10 +98,10 @@ def test_sum_and_weight_is_the_mean_over_the_batch_where_a_mean_of_means_is_not(
     torch.testing.assert_close(alone.model.weight, model.weight.detach() - 0.1 * model.weight.grad)
 
 
-def test_a_mean_over_samples_is_weighted_by_true_sample_counts(keeper: KeeperClient) -> None:
+def test_a_mean_over_samples_is_weighted_by_true_sample_counts(segments: SegmentClient) -> None:
     """A batch of 10 in 4 shards has shards of 2 and 3 samples, and a last batch of 4 fills two of them."""
     x, y = linear_data(14)
-    alone = Alone(job_of(lambda: nn.Linear(6, 4), (x, y), global_batch=10, shards=4), keeper)
+    alone = Alone(job_of(lambda: nn.Linear(6, 4), (x, y), global_batch=10, shards=4), segments)
     model = make_model(alone.replica._job, torch.device("cpu"))  # type: ignore[attr-defined]
     plain = optim.SGD(model.parameters(), lr=0.1)
     for step, batch in enumerate([slice(0, 10), slice(10, 14), slice(0, 10)]):
@@ -113,11 +113,11 @@ def test_a_mean_over_samples_is_weighted_by_true_sample_counts(keeper: KeeperCli
     torch.testing.assert_close(alone.model.weight, model.weight)
 
 
-def test_a_batch_without_weight_moves_no_parameter_but_its_samples_were_seen(keeper: KeeperClient) -> None:
+def test_a_batch_without_weight_moves_no_parameter_but_its_samples_were_seen(segments: SegmentClient) -> None:
     x, _ = linear_data(8)
     target = torch.full((8,), -100)
     make = lambda p: optim.AdamW(p, lr=0.1)  # noqa: E731
-    alone = Alone(job_of(normed, (x, target), sum_and_weight, make, global_batch=8, shards=2), keeper)
+    alone = Alone(job_of(normed, (x, target), sum_and_weight, make, global_batch=8, shards=2), segments)
     before = [p.detach().clone() for p in alone.model.parameters()]
     assert alone.step(0) == 0.0
     assert all(torch.equal(a, b) for a, b in zip(before, alone.model.parameters(), strict=True))

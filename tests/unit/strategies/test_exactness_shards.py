@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 from distbelief.errors import JobError
 from distbelief.strategies.flatmodel.compute import make_model
-from distbelief.transport.shm.segment import KeeperClient
+from distbelief.transport.shm.segment import SegmentClient
 from tests.support.replicas.alone import Alone, Computed, job_of, kept, linear_data
 
 
 @pytest.fixture
-def keeper() -> Iterator[KeeperClient]:
+def segments() -> Iterator[SegmentClient]:
     with kept() as client:
         yield client
 
@@ -40,12 +40,12 @@ class Branches(nn.Module):
         return out + self.sometimes(x) if bool((x[:, 0] > 0).any()) else out
 
 
-def test_an_untouched_parameter_is_skipped_and_keeps_its_own_step_count(keeper: KeeperClient) -> None:
+def test_an_untouched_parameter_is_skipped_and_keeps_its_own_step_count(segments: SegmentClient) -> None:
     x, y = linear_data()
     x[:8, 0] = -1.0  # step 0: nobody touches it
     x[8:15, 0], x[15, 0] = -1.0, 1.0  # step 1: only the last shard does
     make = lambda p: optim.AdamW(p, lr=0.05, weight_decay=0.5)  # noqa: E731
-    alone = Alone(job_of(Branches, (x, y), optimizer=make, global_batch=8, shards=4), keeper)
+    alone = Alone(job_of(Branches, (x, y), optimizer=make, global_batch=8, shards=4), segments)
     model = make_model(alone.replica._job, torch.device("cpu"))  # type: ignore[attr-defined]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     plain = optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5, fused=True)
@@ -75,10 +75,10 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4))
 
 
-def test_running_statistics_are_the_average_over_the_shards_not_their_sequence(keeper: KeeperClient) -> None:
+def test_running_statistics_are_the_average_over_the_shards_not_their_sequence(segments: SegmentClient) -> None:
     x, y = linear_data()
     x += torch.arange(24).unsqueeze(1)  # every shard has another mean
-    alone = Alone(job_of(normed, (x, y), global_batch=24, shards=4), keeper)
+    alone = Alone(job_of(normed, (x, y), global_batch=24, shards=4), segments)
     alone.step(0)
     shards = x.split(6)
     averaged = torch.stack([0.1 * shard.mean(0) for shard in shards]).mean(0)
@@ -101,7 +101,7 @@ def test_buffers_are_restored_before_each_shard() -> None:
             assert (result.loss_sum, result.integers) == (first[v][1].loss_sum, first[v][1].integers)
 
 
-def test_a_buffer_that_is_replaced_instead_of_written_counts_too(keeper: KeeperClient) -> None:
+def test_a_buffer_that_is_replaced_instead_of_written_counts_too(segments: SegmentClient) -> None:
     class Replacing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -116,7 +116,7 @@ def test_a_buffer_that_is_replaced_instead_of_written_counts_too(keeper: KeeperC
             return out
 
     x, y = linear_data()
-    alone = Alone(job_of(Replacing, (x, y), global_batch=8, shards=2), keeper)
+    alone = Alone(job_of(Replacing, (x, y), global_batch=8, shards=2), segments)
     expected = 0.0
     for step in range(3):
         alone.step(step)
@@ -125,7 +125,7 @@ def test_a_buffer_that_is_replaced_instead_of_written_counts_too(keeper: KeeperC
     assert alone.model.calls.item() == 3
 
 
-def test_a_buffer_that_is_replaced_outside_of_training_is_not_carried_on(keeper: KeeperClient) -> None:
+def test_a_buffer_that_is_replaced_outside_of_training_is_not_carried_on(segments: SegmentClient) -> None:
     class Remembering(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -138,7 +138,7 @@ def test_a_buffer_that_is_replaced_outside_of_training_is_not_carried_on(keeper:
             out: torch.Tensor = self.layer(x + self.last)
             return out
 
-    alone = Alone(job_of(Remembering, linear_data(), global_batch=8, shards=2), keeper)
+    alone = Alone(job_of(Remembering, linear_data(), global_batch=8, shards=2), segments)
     alone.step(0)
     alone.model.eval()(torch.ones(2, 6))
     alone.model.train()
@@ -146,7 +146,7 @@ def test_a_buffer_that_is_replaced_outside_of_training_is_not_carried_on(keeper:
     assert torch.equal(alone.model.last, torch.zeros(6))
 
 
-def test_integer_buffers_must_agree_over_the_shards(keeper: KeeperClient) -> None:
+def test_integer_buffers_must_agree_over_the_shards(segments: SegmentClient) -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -158,7 +158,7 @@ def test_integer_buffers_must_agree_over_the_shards(keeper: KeeperClient) -> Non
             out: torch.Tensor = self.layer(x)
             return out
 
-    alone = Alone(job_of(Counting, linear_data(), global_batch=24, shards=4), keeper)
+    alone = Alone(job_of(Counting, linear_data(), global_batch=24, shards=4), segments)
     before = alone.model.layer.weight.clone()
     alone.replica.compute(0)
     with pytest.raises(JobError, match="integer buffer"):
@@ -166,7 +166,7 @@ def test_integer_buffers_must_agree_over_the_shards(keeper: KeeperClient) -> Non
     assert torch.equal(alone.model.layer.weight, before)
 
 
-def test_a_constant_buffer_stays_as_it_is(keeper: KeeperClient) -> None:
+def test_a_constant_buffer_stays_as_it_is(segments: SegmentClient) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -177,7 +177,7 @@ def test_a_constant_buffer_stays_as_it_is(keeper: KeeperClient) -> None:
             out: torch.Tensor = self.layer(x * self.scale)
             return out
 
-    alone = Alone(job_of(Scaled, linear_data(21), global_batch=21, shards=7), keeper)
+    alone = Alone(job_of(Scaled, linear_data(21), global_batch=21, shards=7), segments)
     alone.step(0)
     assert torch.equal(alone.model.scale, torch.linspace(1.0, 2.0, 6))
 

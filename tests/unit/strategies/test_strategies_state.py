@@ -15,7 +15,7 @@ from distbelief.strategies.flatmodel.layout import Layout, lay_out, trainable
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory, TileOptimizer
 from distbelief.transport.exchange import Geometry
-from distbelief.transport.shm.segment import KeeperClient
+from distbelief.transport.shm.segment import SegmentClient
 from tests.support.replicas.alone import exchange, kept
 
 INTEGER_BYTES = 24
@@ -24,12 +24,12 @@ INTEGER_BYTES = 24
 class Setting:
     """A model with several tiles of parameters and one of buffers, and its state in shared memory."""
 
-    def __init__(self, keeper: KeeperClient) -> None:
+    def __init__(self, segments: SegmentClient) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(100, 90), nn.BatchNorm1d(90), nn.Linear(90, 30))
         self.recipe = Recipe(lambda p: optim.AdamW(p, lr=0.01), [p for _, p in trainable(model)])
         self.layout: Layout = lay_out(model)
-        self.keeper = keeper
+        self.segments = segments
         assert self.layout.parameter_tiles == 3
         assert len(self.layout.tiles) == 4
         self.generation = 0
@@ -42,7 +42,7 @@ class Setting:
         """The same, of each of several members."""
         self.generation += 1
         geometry = Geometry(self.layout.tiles, self.layout.size_bytes, [1] * members, 1, 6, INTEGER_BYTES)
-        groups = [exchange(self.keeper, self.generation, geometry, rank) for rank in range(members)]
+        groups = [exchange(self.segments, self.generation, geometry, rank) for rank in range(members)]
         states = [ReplicaState(self.layout, self.recipe, group, INTEGER_BYTES) for group in groups]
         states[0].expect(members)
         return states
@@ -192,8 +192,8 @@ def test_an_update_that_is_torn_and_run_again_gives_the_bits_of_an_undisturbed_o
         TileOptimizer(fresh.recipe, fresh.layout, [memory]).update({tile: gradient}, 1.0, None)
 
     def train(disturb: bool) -> list[bytes]:
-        with kept() as keeper:
-            fresh = Setting(keeper)
+        with kept() as segments:
+            fresh = Setting(segments)
             state = fresh.join()
             for number, values in enumerate(state.values):
                 values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(number)))
@@ -253,7 +253,7 @@ def test_the_integers_of_before_a_step_are_there_until_it_is_applied_whole(setti
 
 def test_a_model_without_integers_has_none(setting: Setting) -> None:
     geometry = Geometry(setting.layout.tiles, setting.layout.size_bytes, [1], 1, 6)
-    state = ReplicaState(setting.layout, setting.recipe, exchange(setting.keeper, 99, geometry), 0)
+    state = ReplicaState(setting.layout, setting.recipe, exchange(setting.segments, 99, geometry), 0)
     state.write_integers(1, b"")
     assert state.integers(1) == b""
 
@@ -318,8 +318,8 @@ def test_the_blocks_are_all_that_another_replica_needs(setting: Setting) -> None
         state.remember(gave(step))
         state.write_integers(step + 1, bytes([step]) * INTEGER_BYTES)
         apply(state, step)
-    with kept() as keeper:
-        other = Setting(keeper).join()
+    with kept() as segments:
+        other = Setting(segments).join()
         assert not other.initialised
         for theirs, mine in zip(other.blocks(), state.blocks(), strict=True):
             theirs.copy_(mine)
@@ -340,8 +340,8 @@ def test_the_block_with_the_stamps_alone_says_whether_it_is_a_state(setting: Set
     assert first.numel() == 4096
     assert rest.data_ptr() == first.data_ptr() + 4096
     assert numbers.data_ptr() == rest.data_ptr() + rest.numel()
-    with kept() as keeper:
-        other = Setting(keeper).join()
+    with kept() as segments:
+        other = Setting(segments).join()
         for theirs, mine in zip(other.blocks()[:2], (numbers, rest), strict=True):
             theirs.copy_(mine)
         assert (other.initialised, other.steps_applied) == (False, 0)

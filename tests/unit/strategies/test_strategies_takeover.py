@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from distbelief.shards import Program, Range
 from distbelief.strategies.dataparallel.takeover import StepWork, plan_step, plan_takeover
-from distbelief.transport.exchange import Held, Source
+from distbelief.transport.exchange import PublishedSum, Source
 from tests.support.replicas.bracketing import Bracketing, execute, plain_tree
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a noisy machine is no failure
@@ -70,7 +70,7 @@ def test_however_often_a_step_is_taken_over_the_sum_is_that_of_an_undisturbed_on
         done = publish(plans, arrived, generation, slots)
         published += [(node, Source(rank, slot), generation) for node, rank, slot in done]
         now = generation + 1
-        held = [Held(node, Source(at.rank, at.slot, now - then)) for node, at, then in published]
+        held = [PublishedSum(node, Source(at.rank, at.slot, now - then)) for node, at, then in published]
         plans = [plan_takeover(shards, occupied, held, members, rank) for rank in range(members)]
         missing = set(range(occupied)) - {shard for node, *_ in published for shard in range(*node)}
         assert {plan.recomputed for plan in plans} == {len(missing)}
@@ -97,7 +97,7 @@ def test_no_slot_of_a_member_is_used_for_two_things_at_once(
     shards, occupied, ranges, arrivals, sizes = story
     plans = [plan_step(shards, occupied, ranges, rank) for rank in range(len(ranges))]
     there = [(node, rank, slot) for node, rank, slot in publish(plans, arrivals[0], 1, {})]
-    held = [Held(node, Source(rank, slot, 1)) for node, rank, slot in there]
+    held = [PublishedSum(node, Source(rank, slot, 1)) for node, rank, slot in there]
     for rank in range(sizes[0]):
         plan = plan_takeover(shards, occupied, held, sizes[0], rank)
         wanted: set[int] = set()
@@ -111,7 +111,7 @@ def test_no_slot_of_a_member_is_used_for_two_things_at_once(
 
 
 def test_with_everything_there_nobody_computes_anything() -> None:
-    held = [Held((0, 4), Source(0, 0, 1)), Held((4, 8), Source(1, 0, 1))]
+    held = [PublishedSum((0, 4), Source(0, 0, 1)), PublishedSum((4, 8), Source(1, 0, 1))]
     plans = [plan_takeover(8, 8, held, 3, rank) for rank in range(3)]
     assert all(not plan.partials.work and not plan.mine for plan in plans)
     assert plans[0].sources == [Source(0, 0, 1), Source(1, 0, 1)]

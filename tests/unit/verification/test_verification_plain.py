@@ -157,8 +157,8 @@ def test_the_bits_of_the_replica(name: str) -> None:
         return job_of(**{**JOBS[name], "model": nn.Linear(6, 3)}) if isinstance(made.model, nn.Module) else made
 
     plain_losses, plain_weights = plainly(job())
-    with kept() as keeper:
-        alone = Alone(job(), keeper)
+    with kept() as segments:
+        alone = Alone(job(), segments)
         losses = [alone.step(step) for step in range(STEPS)]
         assert losses == plain_losses
         for key, tensor in alone.model.state_dict().items():

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from distbelief.transport.gloo.group import Rendezvous, TorchGroup
-from distbelief.transport.shm.futexflags import Abort, Aborted
+from distbelief.transport.abort import Abort, Aborted
+from distbelief.transport.gloo.group import TorchGroup
+from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.worker.successor import train_or_be_succeeded
 
 

@@ -20,13 +20,12 @@ import numpy as np
 import torch
 
 from distbelief.compression.residuals import Residuals
-from distbelief.compression.subject import Compression
 from distbelief.compression.switch import Message, Switch
-from distbelief.transport.device.memory import Accelerator, DeviceMemory
-from distbelief.transport.exchange import Geometry, Gift, Shared, Source, StepPlan
+from distbelief.transport.abort import Abort
+from distbelief.transport.device.accelerator import Accelerator, DeviceMemory
+from distbelief.transport.exchange import AllContributions, Compression, Contribution, Geometry, Source, StepPlan
 from distbelief.transport.gloo.exchange import TorchExchange
-from distbelief.transport.gloo.group import Rendezvous
-from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm.segment import Memory, Segment
 
 _OFF, _ON = 1, 2  # the first member's word; the others' is 0
@@ -124,11 +123,11 @@ class CompressedExchange(TorchExchange, ABC):
         """Whether this partial sum of mine takes along what was left."""
         return self.releasing and source == self._sources[0] and tile in self.compression.tiles
 
-    def share(self, gift: Gift, meanwhile: Callable[[], bool] = lambda: False) -> Shared:
+    def share(self, contribution: Contribution, meanwhile: Callable[[], bool] = lambda: False) -> AllContributions:
         if not self.packing or self._whole_when_shared:
             # The sums that I own are not encoded yet; but nobody can apply the step before they are.
             self.residuals.written()
-        return super().share(gift, meanwhile)
+        return super().share(contribution, meanwhile)
 
     def _word(self) -> int:
         if self.rank > 0:

@@ -10,12 +10,12 @@ from distbelief.compression.exchanges.stretches import CodedStretches
 from distbelief.compression.exchanges.tiles import CodedTiles
 from distbelief.compression.methods import method_of
 from distbelief.compression.powersgd import LowRank
-from distbelief.transport.device.exchange import OnDevice
-from distbelief.transport.device.memory import Accelerator
+from distbelief.transport.abort import Abort
+from distbelief.transport.device.accelerator import Accelerator
+from distbelief.transport.device.exchange import DeviceExchange
 from distbelief.transport.exchange import Geometry
 from distbelief.transport.gloo.exchange import TorchExchange
-from distbelief.transport.gloo.group import Rendezvous
-from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm.segment import Segment
 
 
@@ -48,9 +48,9 @@ def networked_on(
     geometry: Geometry,
     abort: Abort,
     memory: dict[str, Segment] | None = None,
-) -> OnDevice:
+) -> DeviceExchange:
     """The same for a member that computes on an accelerator."""
     inner = networked(meeting, rank, geometry, abort, memory, on)
     if isinstance(inner, CompressedExchange):
         return CodedOnDevice(inner, geometry, on)
-    return OnDevice(inner, geometry, on.device, on.kept)
+    return DeviceExchange(inner, geometry, on.device, on.kept)

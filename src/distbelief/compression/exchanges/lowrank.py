@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from distbelief.compression.exchanges.base import CompressedExchange
 from distbelief.compression.powersgd import LowRank, PowerSGD
-from distbelief.transport.device.memory import Accelerator
+from distbelief.transport.abort import Abort
+from distbelief.transport.device.accelerator import Accelerator
 from distbelief.transport.exchange import Geometry
-from distbelief.transport.gloo.group import Rendezvous
-from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm.segment import Memory, Segment
 
 _ALIGNED = 16  # elements: as PowerSGD wants its matrices

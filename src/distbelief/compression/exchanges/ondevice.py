@@ -2,7 +2,7 @@
 to the host and over the network, and only those come back.
 
 Residuals are on the device, too. What is not compressed, as buffers, and all of a step that goes uncompressed, travels
-as in `OnDevice`.
+as in `DeviceExchange`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 
 from distbelief.compression.exchanges.base import CompressedExchange
-from distbelief.transport.device.exchange import OnDevice, Slot
-from distbelief.transport.device.memory import Accelerator
+from distbelief.transport.device.accelerator import Accelerator
+from distbelief.transport.device.exchange import DeviceExchange, Slot
 from distbelief.transport.exchange import Exchange, Geometry, Source
 
 
-class CodedOnDevice(OnDevice):
+class CodedOnDevice(DeviceExchange):
     """See `Exchange`. `coder`: how gradients are compressed and travel; it was made for this accelerator."""
 
     def __init__(self, coder: CompressedExchange, geometry: Geometry, on: Accelerator) -> None:

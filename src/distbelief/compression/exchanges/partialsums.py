@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from distbelief.compression.parts import Part, PartsCoding
+from distbelief.transport.abort import Abort
 from distbelief.transport.exchange import Geometry, Source, depth, tree_add
 from distbelief.transport.gloo.exchange import TorchExchange
-from distbelief.transport.gloo.group import Rendezvous, wait_all
-from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.gloo.group import wait_all
+from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm.segment import Segment
 
 

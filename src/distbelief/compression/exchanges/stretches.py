@@ -14,12 +14,12 @@ import torch
 from distbelief.compression import block
 from distbelief.compression.codec import Codec
 from distbelief.compression.exchanges.tiles import CodedTiles
+from distbelief.transport.abort import Abort
+from distbelief.transport.device.accelerator import Accelerator, Stopwatch
 from distbelief.transport.device.exchange import stretches
-from distbelief.transport.device.memory import Accelerator
-from distbelief.transport.device.timing import Stopwatch
 from distbelief.transport.exchange import Geometry
-from distbelief.transport.gloo.group import Rendezvous, wait_all
-from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.gloo.group import wait_all
+from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm.segment import Segment
 
 

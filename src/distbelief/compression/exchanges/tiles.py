@@ -14,10 +14,11 @@ import torch.distributed as dist
 from distbelief.compression import block
 from distbelief.compression.codec import Codec
 from distbelief.compression.exchanges.base import CompressedExchange
-from distbelief.transport.device.memory import Accelerator
+from distbelief.transport.abort import Abort
+from distbelief.transport.device.accelerator import Accelerator
 from distbelief.transport.exchange import Geometry
-from distbelief.transport.gloo.group import Rendezvous, wait_all
-from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.gloo.group import wait_all
+from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm.segment import Segment
 
 _LINE = 64

@@ -23,7 +23,6 @@ from distbelief.compression.exchanges.base import CompressedExchange
 from distbelief.compression.exchanges.lowrank import LowRankSums
 from distbelief.compression.exchanges.ondevice import CodedOnDevice, coder_of
 from distbelief.compression.option import canonical
-from distbelief.compression.subject import Compression, Place
 from distbelief.strategies.base import BeginFrom, Division, Fetch, Portion, Saved, Seat, nothing_saved
 from distbelief.strategies.dataparallel.devicereplica import DeviceReplica
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
@@ -32,7 +31,7 @@ from distbelief.strategies.flatmodel.copying import CopyPiece
 from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.named import OWED, TilePortion
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
-from distbelief.transport.exchange import Exchange
+from distbelief.transport.exchange import CompressedParameter, Compression, Exchange
 from distbelief.transport.shm.segment import Segment
 
 RESIDUAL, _QUERY = f"{OWED}residual/", f"{OWED}query/"
@@ -43,7 +42,7 @@ _LINE = 64
 def compressing(layout: Layout, method: str, seed: int, always: bool, apart: bool = False) -> Compression:
     """What is compressed of a model that is laid out so: float32 parameters."""
     places = tuple(
-        Place(index, entry.offset_bytes // 4, tuple(entry.shape))
+        CompressedParameter(index, entry.offset_bytes // 4, tuple(entry.shape))
         for index, entry in enumerate(layout.entries)
         if entry.kind == "parameter" and entry.dtype == torch.float32
     )
@@ -92,7 +91,7 @@ class CompressedReplica(DataParallelReplica):
             query.copy_(saved[name] if name in saved and saved[name].shape == query.shape else self._fresh[name])
         return vector
 
-    def _named(self) -> list[tuple[Place, str]]:
+    def _named(self) -> list[tuple[CompressedParameter, str]]:
         entries = self._computer.layout.entries
         return [(place, entries[place.mark].name) for place in self.coder.compression.places]
 

@@ -22,19 +22,19 @@ from distbelief.strategies.flatmodel.partials import ShardWork
 from distbelief.strategies.flatmodel.stretchwise import when_whole
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.flatmodel.updating import set_buffers
-from distbelief.transport.device.exchange import OnDevice
-from distbelief.transport.device.memory import Lane, pin
+from distbelief.transport.device.accelerator import Lane, pin
+from distbelief.transport.device.exchange import DeviceExchange
 from distbelief.transport.shm.segment import Segment
 
 
 class DeviceReplica(DataParallelReplica):
-    """See `Replica`. The exchange is OnDevice."""
+    """See `Replica`. The exchange is DeviceExchange."""
 
-    exchange: OnDevice
+    exchange: DeviceExchange
 
     def __init__(
-        self, computer: ShardComputer, recipe: Recipe, schedule: Division, seat: Seat, exchange: OnDevice, fetch: Fetch,
-        exact: bool, begin_from: BeginFrom = nothing_saved,
+        self, computer: ShardComputer, recipe: Recipe, schedule: Division, seat: Seat, exchange: DeviceExchange,
+        fetch: Fetch, exact: bool, begin_from: BeginFrom = nothing_saved,
     ) -> None:  # fmt: skip
         self._in_lane, self._copy_lane = Lane(exchange.device), Lane(exchange.device)
         self._under_way: list[tuple[int, int, Callable[[], ShardResult]]] = []

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distbelief.transport.backups import Backups
-from distbelief.transport.shm.futexflags import Aborted
+from distbelief.transport.abort import Aborted
+from distbelief.transport.exchange import Backups
 
 _WORTH = 1.2
 """A backup must promise to be there before the late member would start the shard, with some room for error."""

@@ -26,7 +26,7 @@ from distbelief.strategies.flatmodel.named import frozen, set_frozen
 from distbelief.strategies.flatmodel.partials import slots_needed
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
 from distbelief.strategies.ps.tables.embedding import EmbeddingTable
-from distbelief.transport.device.exchange import OnDevice
+from distbelief.transport.device.exchange import DeviceExchange
 from distbelief.transport.exchange import Exchange, Geometry
 
 
@@ -138,7 +138,7 @@ class PreparedAllReduce(PreparedModel):
         given = self._computer, self._recipe, self._schedule, seat
         if isinstance(exchange, CodedOnDevice):
             return CompressedDeviceReplica(*given, exchange, fetch, self._exact, begin_from)
-        if isinstance(exchange, OnDevice):
+        if isinstance(exchange, DeviceExchange):
             return DeviceReplica(*given, exchange, fetch, self._exact, begin_from)
         if isinstance(exchange, CompressedExchange):
             return CompressedReplica(*given, exchange, fetch, self._exact, begin_from)

@@ -39,8 +39,7 @@ from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory
 from distbelief.strategies.flatmodel.updating import TileUpdates, set_buffers
 from distbelief.strategies.flatmodel.verdict import COUNTS, WEIGHT, judge_rows
-from distbelief.transport.backups import Backup
-from distbelief.transport.exchange import ROW, Exchange, Gift, StepPlan
+from distbelief.transport.exchange import ROW, Backup, Contribution, Exchange, StepPlan
 
 
 class DataParallelReplica(CopiedTiles):
@@ -130,7 +129,7 @@ class DataParallelReplica(CopiedTiles):
         the step is certain."""
         if step >= self._seat.steps or not (self._exact or self._is_certain):
             return None
-        held = self.exchange.held(self._stamp(step))
+        held = self.exchange.published_sums(self._stamp(step))
         if held and not self._exact:
             return step, plan_finish(held)
         shards, occupied = self._schedule.shards, self._schedule.occupied(step)
@@ -244,8 +243,8 @@ class DataParallelReplica(CopiedTiles):
         work = self._work_of(step)
         integers = self._computer.integer_bytes()
         nodes = list(work.partials.results.items())
-        gift = Gift(self._rows, work.mine, nodes, self._touched == 0, integers)
-        shared = self.exchange.share(gift, partial(self._meanwhile, step))
+        contribution = Contribution(self._rows, work.mine, nodes, self._touched == 0, integers)
+        shared = self.exchange.share(contribution, partial(self._meanwhile, step))
         self.comm_s += time.perf_counter() - started
         if self._helper:
             self.comm_s -= self._helper.seconds - helped_s  # helping is computing

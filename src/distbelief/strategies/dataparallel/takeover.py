@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from distbelief.shards import Program, Range, program
 from distbelief.strategies.flatmodel.partials import Partials, ShardWork, partial_sums
-from distbelief.transport.exchange import Held, Source
+from distbelief.transport.exchange import PublishedSum, Source
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ def plan_apart(shards: int, occupied: int, ranges: Sequence[Range], rank: int) -
     return _work(shards, occupied, everybody, [], rank, [ranges[rank]])
 
 
-def plan_takeover(shards: int, occupied: int, held: Sequence[Held], members: int, rank: int) -> StepWork:
+def plan_takeover(shards: int, occupied: int, held: Sequence[PublishedSum], members: int, rank: int) -> StepWork:
     """A step that others began: what they have published is used, what is missing is divided anew.
 
-    >>> plan = plan_takeover(4, 4, [Held((0, 2), Source(0, 0, back=1))], members=2, rank=1)
+    >>> plan = plan_takeover(4, 4, [PublishedSum((0, 2), Source(0, 0, back=1))], members=2, rank=1)
     >>> [work.shard for work in plan.partials.work], plan.order, plan.recomputed
     ([3], (0, (1, 2)), 2)
     """
@@ -54,11 +54,11 @@ def plan_takeover(shards: int, occupied: int, held: Sequence[Held], members: int
     return _work(shards, occupied, everybody, held, rank, _runs(parts[rank]), recomputed=len(missing))
 
 
-def plan_finish(held: Sequence[Held]) -> StepWork:
+def plan_finish(held: Sequence[PublishedSum]) -> StepWork:
     """A step of fused parts that is applied in part: it is finished with what made it certain, which the last ones that
     computed have left. (Those after them found it so, and computed nothing.)
 
-    >>> plan = plan_finish([Held((0, 3), Source(0, 0, back=2)), Held((3, 8), Source(1, 0, back=2))])
+    >>> plan = plan_finish([PublishedSum((0, 3), Source(0, 0, back=2)), PublishedSum((3, 8), Source(1, 0, back=2))])
     >>> plan.sources, plan.order
     ([Source(rank=0, slot=0, back=2), Source(rank=1, slot=0, back=2)], (0, 1))
     """
@@ -72,7 +72,7 @@ def _work(
     shards: int,
     occupied: int,
     everybody: Sequence[Partials],
-    held: Sequence[Held],
+    held: Sequence[PublishedSum],
     rank: int,
     mine: Sequence[Range],
     recomputed: int = 0,

@@ -27,7 +27,7 @@ from distbelief.strategies.flatmodel.onednn import multiply_as_asked
 from distbelief.strategies.flatmodel.slotlinear import placeable
 from distbelief.strategies.ps.tables.embedding import settle, tables_of
 from distbelief.strategies.ps.tables.rowgradients import RowGradients
-from distbelief.transport.device.memory import memory_on
+from distbelief.transport.device.accelerator import memory_on
 from distbelief.transport.shm.segment import Memory
 
 _SHAPES = 256

@@ -27,7 +27,7 @@ from distbelief.strategies.base import Applied
 from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
 from distbelief.strategies.flatmodel.undolog import Aside
-from distbelief.transport.device.exchange import OnDevice
+from distbelief.transport.device.exchange import DeviceExchange
 from distbelief.transport.exchange import Exchange
 from distbelief.transport.shm.segment import Memory, Segment
 
@@ -59,7 +59,7 @@ class ReplicaState:
         self._integer_bytes = integer_bytes
         records_bytes = self._integers_at + _pages(2 * integer_bytes)
         numbers_bytes = _pages(layout.size_bytes) + _pages(sum(sizes))
-        if isinstance(exchange, OnDevice):
+        if isinstance(exchange, DeviceExchange):
             self.segment: Segment = exchange.state(records_bytes)
             self.memory: Memory = exchange.numbers(numbers_bytes)
             self.values_at = 0

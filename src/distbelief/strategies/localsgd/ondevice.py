@@ -16,8 +16,8 @@ from distbelief.job import Job
 from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.localsgd.trainer import Beginning, LocalTrainer, views
+from distbelief.transport.device.accelerator import DeviceMemory, pin
 from distbelief.transport.device.exchange import STRETCH_BYTES
-from distbelief.transport.device.memory import DeviceMemory, pin
 from distbelief.transport.shm.segment import Memory, Segment
 
 

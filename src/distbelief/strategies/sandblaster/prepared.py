@@ -25,8 +25,8 @@ from distbelief.strategies.sandblaster.portionsums import require_steady
 from distbelief.strategies.sandblaster.rules.wholedata import levels
 from distbelief.strategies.sandblaster.searching import SearchingMember
 from distbelief.strategies.sandblaster.strategy import Sandblaster
-from distbelief.transport.alone import AloneExchange
 from distbelief.transport.exchange import Geometry
+from distbelief.transport.singlemember import SingleMemberExchange
 
 VECTORS_BESIDES = 6  # two points, three gradients, the sum of one
 
@@ -95,7 +95,7 @@ class PreparedSandblaster(PreparedModel):
             tensors = {name: saved.tensors[name] for name in saved.tensors if name.startswith(MODEL)}
             return replace(saved, tensors=tensors)
 
-        alone = AloneExchange(replace(self.geometry([(0, self._schedule.shards)]), slots=[0]))
+        alone = SingleMemberExchange(replace(self.geometry([(0, self._schedule.shards)]), slots=[0]))
         state = ReplicaState(self._layout, self._recipe, alone, len(self._computer.integer_bytes()))
         agree_on_state(state, alone, self._computer, self._recipe, weights)
         return state

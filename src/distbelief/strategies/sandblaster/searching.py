@@ -48,7 +48,7 @@ from distbelief.strategies.sandblaster.servedvectors import ServedVectors
 from distbelief.strategies.sandblaster.shownvalues import ShownValues
 from distbelief.strategies.sandblaster.strategy import Sandblaster
 from distbelief.strategies.sandblaster.vectorportions import STATE, VectorPortion, state_bytes, state_of, vectors_of
-from distbelief.transport.shm.futexflags import Aborted
+from distbelief.transport.abort import Aborted
 from distbelief.transport.shm.segment import Segment
 
 START = "start"

@@ -66,8 +66,8 @@ class ShownValues:
         if not message.segment:
             return True
         if message.segment not in self._mapped:
-            assert self._exchange.keeper is not None
-            self._mapped[message.segment] = self._exchange.keeper.segment(message.segment)
+            assert self._exchange.segments is not None
+            self._mapped[message.segment] = self._exchange.segments.segment(message.segment)
         self._words = np.frombuffer(self._mapped[message.segment].buffer, np.int64, 2)
         return int(self._words[0]) == message.version  # it is set before anything is written
 

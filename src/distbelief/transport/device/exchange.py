@@ -13,16 +13,16 @@ from functools import cached_property
 
 import torch
 
-from distbelief.transport.backups import Backups
-from distbelief.transport.device.memory import DeviceMemory, Lane, pin
+from distbelief.transport.device.accelerator import DeviceMemory, Lane, pin
 from distbelief.transport.exchange import (
     TRANSFER_BYTES,
-    Broken,
+    AllContributions,
+    Backups,
+    Contribution,
+    DiedComputing,
     Exchange,
     Geometry,
-    Gift,
-    Held,
-    Shared,
+    PublishedSum,
     Source,
     StepPlan,
     Tile,
@@ -66,7 +66,7 @@ def stretches(tiles: Sequence[Tile], border: int = 0, most_bytes: int = STRETCH_
     return found
 
 
-class OnDevice:
+class DeviceExchange:
     """See `Exchange`. `inner`: how the host's memory travels; every member of it has a state of its own.
 
     `where`: source -> the host's memory that holds that partial sum; None: `inner` does not tell, and adds up itself.
@@ -135,11 +135,11 @@ class OnDevice:
             self._memory["numbers"] = DeviceMemory(size_bytes, self.device)
         return self._memory["numbers"]
 
-    def held(self, step: int) -> list[Held] | None:
-        return self._inner.held(step)
+    def published_sums(self, step: int) -> list[PublishedSum] | None:
+        return self._inner.published_sums(step)
 
-    def broken(self) -> list[Broken]:
-        return self._inner.broken()
+    def died_computing(self) -> list[DiedComputing]:
+        return self._inner.died_computing()
 
     def working(self, shard: int) -> None:
         self._inner.working(shard)
@@ -178,9 +178,9 @@ class OnDevice:
         if self.device.type == "cuda" and isinstance(host, Segment):
             pin(host)
 
-    def share(self, gift: Gift, meanwhile: Callable[[], bool] = lambda: False) -> Shared:
+    def share(self, contribution: Contribution, meanwhile: Callable[[], bool] = lambda: False) -> AllContributions:
         self._publish_all()
-        return self._inner.share(gift, meanwhile)
+        return self._inner.share(contribution, meanwhile)
 
     def finish_copies(self) -> None:
         """Wait until what was published has reached the host."""

@@ -13,9 +13,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distbelief.transport.exchange import Geometry, Gift, Held, Shared, Source, StepPlan, depth, tree_add
-from distbelief.transport.gloo.group import Rendezvous, TorchGroup, wait_all
-from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.abort import Abort
+from distbelief.transport.exchange import (
+    AllContributions,
+    Contribution,
+    Geometry,
+    PublishedSum,
+    Source,
+    StepPlan,
+    depth,
+    tree_add,
+)
+from distbelief.transport.gloo.group import TorchGroup, wait_all
+from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm.segment import Segment
 
 
@@ -58,7 +68,7 @@ class TorchExchange(TorchGroup):
             self._memory[name] = Segment.private(size_bytes)
         return self._memory[name]
 
-    def held(self, step: int) -> list[Held] | None:
+    def published_sums(self, step: int) -> list[PublishedSum] | None:
         return None  # partial sums are in the memory of their makers; they are computed again
 
     def working(self, shard: int) -> None:
@@ -102,22 +112,24 @@ class TorchExchange(TorchGroup):
         """A partial sum of mine, as it is to be added."""
         return self._views[source.slot][tile]
 
-    def share(self, gift: Gift, meanwhile: Callable[[], bool] = lambda: False) -> Shared:
-        everything = np.zeros_like(gift.rows)
-        for first, end in gift.mine:
-            everything[first:end] = gift.rows[first:end]
-        touched = torch.from_numpy((gift.untouched == 0).astype(np.uint8))
-        integers = torch.frombuffer(bytearray(gift.integers or b"\0"), dtype=torch.uint8)
+    def share(self, contribution: Contribution, meanwhile: Callable[[], bool] = lambda: False) -> AllContributions:
+        everything = np.zeros_like(contribution.rows)
+        for first, end in contribution.mine:
+            everything[first:end] = contribution.rows[first:end]
+        touched = torch.from_numpy((contribution.untouched == 0).astype(np.uint8))
+        integers = torch.frombuffer(bytearray(contribution.integers or b"\0"), dtype=torch.uint8)
         # Every row has one giver. As whole numbers, because -0.0 + 0.0 would be another zero.
         words = np.append(everything.view(np.int64), self._word())
         with self.network():
             dist.all_reduce(torch.from_numpy(words))
             dist.all_reduce(touched, op=dist.ReduceOp.MAX)
-            if gift.integers:
+            if contribution.integers:
                 dist.broadcast(integers, self._plan.sources[0].rank)
         self._hear(int(words[-1]))
         everything = words[:-1].view(np.float64).reshape(everything.shape)
-        return Shared(everything, touched.numpy() == 0, integers.numpy().tobytes() if gift.integers else b"")
+        return AllContributions(
+            everything, touched.numpy() == 0, integers.numpy().tobytes() if contribution.integers else b""
+        )
 
     def _word(self) -> int:
         """What the members tell each other with every step, beside the rows; the words of all are added."""

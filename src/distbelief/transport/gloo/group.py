@@ -15,17 +15,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from distbelief.control.credentials import Credential
-from distbelief.transport.backups import Backups
-from distbelief.transport.exchange import TRANSFER_BYTES, Broken
-from distbelief.transport.gloo.rendezvousstore import MeetingStore
-from distbelief.transport.shm.futexflags import Abort, Aborted
+from distbelief.transport.abort import Abort, Aborted
+from distbelief.transport.exchange import TRANSFER_BYTES, Backups, DiedComputing
+from distbelief.transport.gloo.rendezvous import Rendezvous, RendezvousStore
 
 _TRANSFER = (1 << 31) - 1  # a tag that no partial sum has: some may be on their way meanwhile
 _AGAIN_S = 0.1
@@ -34,24 +31,6 @@ _HOPELESS_S = 5.0  # where this costs a process
 _ASLEEP_S = 30.0  # the user's own code may sleep a while
 _OF_A_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 """Errors of this member's own device. The second came with a later torch than the oldest that will do."""
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where the store is that introduces the members to each other, and the group's name (its generation)."""
-
-    host: str
-    port: int
-    name: str
-    timeout_s: float = 300.0
-    credential: Credential | None = None
-    """None: the store is torch's own, which hears anybody."""
-
-    def store(self, abort: Abort) -> Store:
-        if self.credential is not None:
-            where = f"[{self.host}]" if ":" in self.host else self.host
-            return MeetingStore(f"tcp://{where}:{self.port}", self.credential, self.timeout_s, abort.check)
-        return TCPStore(self.host, self.port, is_master=False, timeout=datetime.timedelta(seconds=self.timeout_s))
 
 
 class _Thread:
@@ -226,7 +205,7 @@ class TorchGroup:
                 self._guarding = True
         self._abort.check()
 
-    def broken(self) -> list[Broken]:
+    def died_computing(self) -> list[DiedComputing]:
         return []
 
     def gather(self, payload: bytes) -> list[bytes]:
@@ -256,7 +235,7 @@ class TorchGroup:
         self._close_store()
 
     def _close_store(self) -> None:
-        if isinstance(self._store, MeetingStore):
+        if isinstance(self._store, RendezvousStore):
             self._store.close()
 
 

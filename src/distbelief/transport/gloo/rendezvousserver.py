@@ -13,77 +13,135 @@ from collections.abc import Callable
 
 import msgspec
 import zmq
+from msgspec import Struct
 
 from distbelief.control.connectionlimit import ConnectionLimit
 from distbelief.control.credentials import Credential
+from distbelief.control.messages import Decoder
 from distbelief.control.signatures import MALFORMED, UNSIGNED, Refusals, Refused, Verifier
 from distbelief.control.sockets import protect
-from distbelief.transport.gloo.rendezvousmessages import (
-    Add,
-    Found,
-    Look,
-    Put,
-    Remove,
-    Request,
-    Swap,
-    Want,
-    decode_request,
-    encode,
-)
 
 MAX_MESSAGE_BYTES = 1 << 20
-KEPT = 100_000
+MAX_KEYS = 100_000
 """Keys; the oldest go first. A generation of a hundred members has some hundreds."""
-WAITING = 10_000
+MAX_WAITING = 10_000
 
 
-class Place:
+class Set(Struct, frozen=True, tag=True):
+    ticket: int
+    key: str
+    value: bytes
+
+
+class Wait(Struct, frozen=True, tag=True):
+    """Answered when all of them are there."""
+
+    ticket: int
+    keys: list[str]
+
+
+class Add(Struct, frozen=True, tag=True):
+    """To a number; answered with the sum, in decimals."""
+
+    ticket: int
+    key: str
+    amount: int
+
+
+class CompareSet(Struct, frozen=True, tag=True):
+    """Set it if what is there is as expected; nothing is there if nothing is expected. Answered with what is there."""
+
+    ticket: int
+    key: str
+    expected: bytes
+    desired: bytes
+
+
+class Check(Struct, frozen=True, tag=True):
+    """Which of them are there? Answered at once, with what is there, or nothing if one is missing."""
+
+    ticket: int
+    keys: list[str]
+
+
+class Delete(Struct, frozen=True, tag=True):
+    """Answered with what was there, if anything."""
+
+    ticket: int
+    key: str
+
+
+class Answer(Struct, frozen=True, tag=True):
+    ticket: int
+    values: list[bytes]
+
+
+Request = Set | Wait | Add | CompareSet | Check | Delete
+_encoder = msgspec.msgpack.Encoder()
+_requests = Decoder[Request](Request)
+_answers = Decoder[Answer](Answer)
+
+
+def encode(message: Request | Answer) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_request(data: bytes) -> Request:
+    """Raises msgspec.MsgspecError for anything else."""
+    return _requests.decode(data)
+
+
+def decode_answer(data: bytes) -> Answer:
+    return _answers.decode(data)
+
+
+class KeyTable:
     """The keys, and who waits for them. Without its socket."""
 
     def __init__(self) -> None:
         self._kept: dict[str, bytes] = {}
-        self._waiting: dict[bytes, Want] = {}
+        self._waiting: dict[bytes, Wait] = {}
         """By the identity of the asker, which waits for one answer at a time."""
 
-    def hear(self, asker: bytes, request: Request) -> list[tuple[bytes, Found]]:
+    def hear(self, asker: bytes, request: Request) -> list[tuple[bytes, Answer]]:
         """Whom to tell what."""
         match request:
-            case Put(ticket, key, value):
-                return [(asker, Found(ticket, [])), *self._put(key, value)]
+            case Set(ticket, key, value):
+                return [(asker, Answer(ticket, [])), *self._put(key, value)]
             case Add(ticket, key, amount):
                 total = str(_number(self._kept.get(key, b"0")) + amount).encode()
-                return [(asker, Found(ticket, [total])), *self._put(key, total)]
-            case Swap(ticket, key, expected, desired):
+                return [(asker, Answer(ticket, [total])), *self._put(key, total)]
+            case CompareSet(ticket, key, expected, desired):
                 there = self._kept.get(key, b"")
                 news = self._put(key, desired) if there == expected else []
-                return [(asker, Found(ticket, [self._kept.get(key, expected)])), *news]
-            case Look(ticket, keys):
+                return [(asker, Answer(ticket, [self._kept.get(key, expected)])), *news]
+            case Check(ticket, keys):
                 found = [self._kept[key] for key in keys] if self._has(keys) else []
-                return [(asker, Found(ticket, found))]
-            case Remove(ticket, key):
+                return [(asker, Answer(ticket, found))]
+            case Delete(ticket, key):
                 gone = self._kept.pop(key, None)
-                return [(asker, Found(ticket, [] if gone is None else [gone]))]
-            case Want():
+                return [(asker, Answer(ticket, [] if gone is None else [gone]))]
+            case Wait():
                 self._waiting.pop(asker, None)
                 self._waiting[asker] = request
-                if len(self._waiting) > WAITING:
+                if len(self._waiting) > MAX_WAITING:
                     del self._waiting[next(iter(self._waiting))]
                 return self._answers()
 
-    def _put(self, key: str, value: bytes) -> list[tuple[bytes, Found]]:
+    def _put(self, key: str, value: bytes) -> list[tuple[bytes, Answer]]:
         self._kept[key] = value
-        if len(self._kept) > KEPT:
+        if len(self._kept) > MAX_KEYS:
             del self._kept[next(iter(self._kept))]
         return self._answers()
 
     def _has(self, keys: list[str]) -> bool:
         return all(key in self._kept for key in keys)
 
-    def _answers(self) -> list[tuple[bytes, Found]]:
+    def _answers(self) -> list[tuple[bytes, Answer]]:
         ready = [(asker, want) for asker, want in self._waiting.items() if self._has(want.keys)]
         for asker, _ in ready:
             del self._waiting[asker]
-        return [(asker, Found(want.ticket, [self._kept[key] for key in want.keys])) for asker, want in ready]
+        return [(asker, Answer(want.ticket, [self._kept[key] for key in want.keys])) for asker, want in ready]
 
 
 def _number(text: bytes) -> int:
@@ -108,7 +166,7 @@ def serve(host: str, port: int, credential: Credential, listening: Callable[[int
         except zmq.ZMQError:  # somebody else has it now
             port = socket.bind_to_random_port(where)
         listening(port)
-        place, verifier, refusals = Place(), credential.verifier(), Refusals()
+        table, verifier, refusals = KeyTable(), credential.verifier(), Refusals()
         with contextlib.closing(ConnectionLimit(socket, refusals)) as limit:
             poller = zmq.Poller()
             poller.register(socket, zmq.POLLIN)
@@ -119,7 +177,7 @@ def serve(host: str, port: int, credential: Credential, listening: Callable[[int
                     identity, request = socket.recv(copy=False), _heard(socket.recv_multipart(), verifier, refusals)
                     if request is not None:
                         limit.authenticated(identity)
-                        _answer(socket, place.hear(identity.bytes, request))
+                        _answer(socket, table.hear(identity.bytes, request))
                 if limit.events in there:
                     limit.enforce()
                 if news := refusals.news(time.monotonic()):
@@ -138,7 +196,7 @@ def _heard(frames: list[bytes], verifier: Verifier, refusals: Refusals) -> Reque
         return None
 
 
-def _answer(socket: zmq.Socket[bytes], answers: list[tuple[bytes, Found]]) -> None:
+def _answer(socket: zmq.Socket[bytes], answers: list[tuple[bytes, Answer]]) -> None:
     for asker, found in answers:
         with contextlib.suppress(zmq.ZMQError):  # it is gone
             socket.send_multipart([asker, encode(found)], zmq.NOBLOCK)

@@ -1,7 +1,11 @@
-"""What one generation keeps in shared memory: its members' words, what they told each other, and their slots.
+"""The control block: what one generation keeps in shared memory beside its gradients.
 
-The generation itself writes it; the generation after it reads in it what was done before the change, also by members
-that are dead. Nothing here decides or waits.
+    | futex flags, a row per member | liveness mutexes | small arrays: rows, touched marks, squares, nodes, … |
+
+Members write there how far they are (`BEGUN`, `ARRIVED`, …), what they contribute to a step, and which partial sums
+they have published. The generation after it reads what was finished before the change, also by members that died.
+`ControlBlock` maps it, and the slots on demand; it decides nothing and waits for nobody. `SharedBackups` are the
+entries about backup copies of late shards.
 """
 
 from __future__ import annotations
@@ -13,42 +17,52 @@ from typing import Any
 import numpy as np
 import torch
 
+from distbelief.errors import NotEnoughMemory
 from distbelief.shards import Range
-from distbelief.transport.exchange import Geometry
-from distbelief.transport.shm.futexflags import Abort, Words, row_bytes
-from distbelief.transport.shm.liveness import LIFE_BYTES, Life
-from distbelief.transport.shm.segment import KeeperClient, Segment
+from distbelief.transport.abort import Abort
+from distbelief.transport.exchange import Backup, Geometry
+from distbelief.transport.shm.futexflags import LIVENESS_BYTES, FutexFlags, ThreadLiveness, flag_row_bytes
+from distbelief.transport.shm.segment import Segment, SegmentClient
 
-BEGUN, UNITS, WORKING, ARRIVED, MEASURED, SETTLED, MAIL, TILES = range(8)  # a member's words; one more per tile follows
+BEGUN, UNITS, WORKING, ARRIVED, MEASURED, SETTLED, MAIL, TILES = range(8)  # a member's flags; one per tile follows
 MAILBOX_BYTES = 1 << 18
+_SLOTS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Past:
-    """An earlier generation whose unfinished step may be taken over."""
+class EarlierGeneration:
+    """A generation whose unfinished step may be taken over."""
 
     name: str
     geometry: Geometry
 
 
-class Ledger:
-    """A generation's memory, mapped. Slots are mapped when they are first used."""
+class ControlBlock:
+    """One generation's control block, mapped. Slots are mapped when they are first used."""
 
     def __init__(
-        self, keeper: KeeperClient, past: Past, rank: int = 0, abort: Abort | None = None, *, exists: bool = False
+        self,
+        segments: SegmentClient,
+        generation: EarlierGeneration,
+        rank: int = 0,
+        abort: Abort | None = None,
+        *,
+        exists: bool = False,
     ) -> None:
-        geometry = past.geometry
+        geometry = generation.geometry
         self.geometry = geometry
         self.members = len(geometry.slots)
-        self._keeper = keeper
-        self._name = past.name
-        words = TILES + len(geometry.tiles)
-        lives_at = row_bytes(words) * self.members
-        arrays, size_bytes = _places(geometry, lives_at + LIFE_BYTES * self.members)
-        control = keeper.segment(f"{past.name}/control", -1 if exists else size_bytes)
-        self.words = Words(control.buffer, 0, self.members, words, rank, abort or Abort())
-        self.lives = [Life(control.buffer, lives_at + LIFE_BYTES * member) for member in range(self.members)]
-        maps = [np.ndarray(shape, dtype, buffer=control.buffer, offset=at) for dtype, shape, at in arrays]
+        self._segments = segments
+        self._name = generation.name
+        flags = TILES + len(geometry.tiles)
+        liveness_at = flag_row_bytes(flags) * self.members
+        arrays, size_bytes = _places(geometry, liveness_at + LIVENESS_BYTES * self.members)
+        memory = segments.segment(f"{generation.name}/control", -1 if exists else size_bytes)
+        self.flags = FutexFlags(memory.buffer, 0, self.members, flags, rank, abort or Abort())
+        self.liveness = [
+            ThreadLiveness(memory.buffer, liveness_at + LIVENESS_BYTES * member) for member in range(self.members)
+        ]
+        maps = [np.ndarray(shape, dtype, buffer=memory.buffer, offset=at) for dtype, shape, at in arrays]
         self.rows, self.untouched, self.squares, self.nodes, self.integers, self.mailboxes = maps[:6]
         self.claims, self.backups, self.backup_rows, self.backup_touched = maps[6:]
         self._slots: dict[tuple[int, int], Segment] = {}
@@ -56,13 +70,13 @@ class Ledger:
 
     def slot(self, rank: int, index: int) -> Segment:
         if (rank, index) not in self._slots:
-            self._slots[rank, index] = self._keeper.segment(self.slot_name(rank, index), self.geometry.slot_bytes)
+            self._slots[rank, index] = self._segments.segment(self.slot_name(rank, index), self.geometry.slot_bytes)
         return self._slots[rank, index]
 
     def has_slot(self, rank: int, index: int) -> bool:
-        """Whether the slot can be used without waiting for the process that keeps it."""
+        """Whether the slot can be used without waiting for the segment server's process."""
         if (rank, index) not in self._slots:
-            found = self._keeper.segment_soon(self.slot_name(rank, index), self.geometry.slot_bytes)
+            found = self._segments.segment_soon(self.slot_name(rank, index), self.geometry.slot_bytes)
             if found is None:
                 return False
             self._slots[rank, index] = found
@@ -79,6 +93,7 @@ class Ledger:
         return self._views[rank, index]
 
     def write_nodes(self, rank: int, nodes: Sequence[tuple[Range, int]]) -> None:
+        """Record the partial sums that a member has published: (subtree, slot)."""
         mine = self.nodes[rank]
         mine[0] = (len(nodes), 0, 0)
         for number, ((first, end), slot) in enumerate(nodes, start=1):
@@ -89,12 +104,62 @@ class Ledger:
         return [((int(first), int(end)), int(slot)) for first, end, slot in theirs[1 : 1 + int(theirs[0][0])]]
 
     def arrived(self, rank: int, stamp: int) -> bool:
-        """Whether that member has published its whole part of the step, and told of it."""
-        return self.words.get(rank, ARRIVED) == stamp
+        """Whether that member has published all its partial sums of the step and its contribution."""
+        return self.flags.get(rank, ARRIVED) == stamp
+
+
+class SharedBackups:
+    """Backup copies of late shards, in one generation's control block. See `Backups`.
+
+    Only the member that a shard is assigned to publishes it, as always; before it starts a shard it looks for a backup.
+    Both copies have the same bits, so the members need not agree on one: the first copy is used.
+    """
+
+    def __init__(self, block: ControlBlock, rank: int) -> None:
+        self._block = block
+        self._rank = rank
+
+    def starting(self, units: int) -> None:
+        self._block.flags.set(UNITS, units)
+
+    def late(self, stamp: int) -> list[tuple[int, int]]:
+        flags = self._block.flags
+        return [
+            (rank, flags.get(rank, UNITS))
+            for rank in range(self._block.members)
+            if rank != self._rank and flags.get(rank, ARRIVED) < stamp and flags.get(rank, BEGUN) == stamp
+        ]
+
+    def has_room(self, slot: int) -> bool:
+        try:
+            return self._block.has_slot(self._rank, slot)
+        except NotEnoughMemory:
+            return False
+
+    def claim(self, shard: int, stamp: int) -> bool:
+        """Two members may claim a shard at the same moment; then both compute it, which only wastes time."""
+        if int(self._block.claims[shard]) == stamp:
+            return False
+        self._block.claims[shard] = stamp
+        return True
+
+    def offer(self, shard: int, stamp: int, slot: int, row: np.ndarray, touched: np.ndarray) -> None:
+        self._block.backup_rows[shard] = row
+        self._block.backup_touched[shard] = touched
+        self._block.backups[self._rank, shard] = stamp * _SLOTS + slot
+
+    def find(self, shard: int, stamp: int) -> Backup | None:
+        for rank in np.flatnonzero(self._block.backups[:, shard] // _SLOTS == stamp).tolist():
+            slot = int(self._block.backups[rank, shard]) % _SLOTS
+            if not self._block.has_slot(rank, slot):
+                return None  # the shard's owner can compute it
+            tiles = self._block.tiles(rank, slot)
+            return Backup(tiles, self._block.backup_rows[shard], self._block.backup_touched[shard])
+        return None
 
 
 def _places(geometry: Geometry, at: int) -> tuple[list[tuple[np.dtype[Any], tuple[int, ...], int]], int]:
-    """Where the small arrays lie behind the words, and where they end."""
+    """Where the small arrays lie behind the flags and the mutexes, and where they end."""
     members = len(geometry.slots)
     fields: list[tuple[Any, tuple[int, ...]]] = [
         (np.float64, (geometry.shards, geometry.row)),

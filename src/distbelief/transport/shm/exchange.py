@@ -15,8 +15,20 @@ import numpy as np
 import torch
 
 from distbelief.errors import DistBeliefError
-from distbelief.transport.backups import Backups
-from distbelief.transport.exchange import Broken, Geometry, Gift, Held, Shared, Source, StepPlan, depth, tree_add
+from distbelief.transport.abort import Abort
+from distbelief.transport.exchange import (
+    TRANSFER_BYTES,
+    AllContributions,
+    Backups,
+    Contribution,
+    DiedComputing,
+    Geometry,
+    PublishedSum,
+    Source,
+    StepPlan,
+    depth,
+    tree_add,
+)
 from distbelief.transport.shm.controlblock import (
     ARRIVED,
     BEGUN,
@@ -27,11 +39,11 @@ from distbelief.transport.shm.controlblock import (
     TILES,
     UNITS,
     WORKING,
-    Ledger,
-    Past,
+    ControlBlock,
+    EarlierGeneration,
+    SharedBackups,
 )
-from distbelief.transport.shm.futexflags import Abort
-from distbelief.transport.shm.segment import KeeperClient, Segment
+from distbelief.transport.shm.segment import Segment, SegmentClient
 
 
 class SharedExchange:
@@ -41,27 +53,27 @@ class SharedExchange:
 
     def __init__(
         self,
-        keeper: KeeperClient,
+        segments: SegmentClient,
         name: str,
         rank: int,
         geometry: Geometry,
         abort: Abort,
-        past: Sequence[Past] = (),
+        past: Sequence[EarlierGeneration] = (),
     ) -> None:
         self.rank = rank
         self.size = len(geometry.slots)
         self.tiles: Sequence[int] = [tile.index for tile in geometry.tiles if tile.index % self.size == rank]
-        self._keeper = keeper
+        self._segments = segments
         self._name = name
         self._geometry = geometry
         self._abort = abort
-        self._ledger = Ledger(keeper, Past(name, geometry), rank, abort)
-        self._words = self._ledger.words
-        self._life = self._ledger.lives[rank]
-        self._life.begin()
-        self.backups: Backups | None = Backups(self._ledger, rank)
+        self._block = ControlBlock(segments, EarlierGeneration(name, geometry), rank, abort)
+        self._flags = self._block.flags
+        self._liveness = self._block.liveness[rank]
+        self._liveness.begin()
+        self.backups: Backups | None = SharedBackups(self._block, rank)
         self._before = list(past)
-        self._found: dict[int, Ledger] | None = None
+        self._found: dict[int, ControlBlock] | None = None
         self._out: dict[int, torch.Tensor] = {}
         self._scratch: dict[torch.dtype, list[torch.Tensor]] = {}
         self._ready: deque[int] = deque()
@@ -71,77 +83,75 @@ class SharedExchange:
         self._reduced: set[int] = set()
         self._largest = max((tile.numel for tile in geometry.tiles), default=0)
         self._place = Segment.private(max((tile.size_bytes for tile in geometry.tiles), default=0))
-        self._letters = 0
+        self._meetings = 0
         self._plan = StepPlan(-1, [], 0)
 
     @property
     def waiting(self) -> bool:
-        return self._words.waiting
+        return self._flags.waiting
 
     def slot(self, index: int) -> Segment:
-        return self._ledger.slot(self.rank, index)
+        return self._block.slot(self.rank, index)
 
     def slot_name(self, index: int) -> str:
         """Under which others of this host find it."""
-        return self._ledger.slot_name(self.rank, index)
+        return self._block.slot_name(self.rank, index)
 
     def state(self, size_bytes: int, name: str = "state") -> Segment:
-        return self._keeper.lasting(name, size_bytes)
+        return self._segments.lasting(name, size_bytes)
 
     @property
-    def _past(self) -> dict[int, Ledger]:
+    def _past(self) -> dict[int, ControlBlock]:
         """What earlier generations have left. Not to be looked for before all members have met: until then one of them
-        may still be making, or writing, the ledger of an earlier generation, and they would not all see the same."""
+        may still be making, or writing, the block of an earlier generation, and they would not all see the same."""
         if self._found is None:
-            found = ((back, _left_by(self._keeper, one)) for back, one in enumerate(self._before, 1))
-            self._found = {back: ledger for back, ledger in found if ledger}
+            found = ((back, _left_by(self._segments, one)) for back, one in enumerate(self._before, 1))
+            self._found = {back: block for back, block in found if block}
         return self._found
 
-    def held(self, step: int) -> list[Held] | None:
+    def published_sums(self, step: int) -> list[PublishedSum] | None:
         begun = [
-            ledger.words.get(rank, BEGUN) == step + 1
-            for ledger in self._past.values()
-            for rank in range(ledger.members)
+            block.flags.get(rank, BEGUN) == step + 1 for block in self._past.values() for rank in range(block.members)
         ]
         if not any(begun):
             return None
         return [
-            Held(node, Source(rank, slot, back))
-            for back, ledger in self._past.items()
-            for rank in range(ledger.members)
-            if ledger.arrived(rank, step + 1)
-            for node, slot in ledger.read_nodes(rank)
+            PublishedSum(node, Source(rank, slot, back))
+            for back, block in self._past.items()
+            for rank in range(block.members)
+            if block.arrived(rank, step + 1)
+            for node, slot in block.read_nodes(rank)
         ]
 
-    def broken(self) -> list[Broken]:
+    def died_computing(self) -> list[DiedComputing]:
         return [
-            Broken(back, rank, ledger.words.get(rank, BEGUN) - 1, ledger.words.get(rank, WORKING) - 1)
-            for back, ledger in self._past.items()
-            for rank in range(ledger.members)
-            if ledger.words.get(rank, WORKING)
+            DiedComputing(back, rank, block.flags.get(rank, BEGUN) - 1, block.flags.get(rank, WORKING) - 1)
+            for back, block in self._past.items()
+            for rank in range(block.members)
+            if block.flags.get(rank, WORKING)
         ]
 
     def begin(self, plan: StepPlan) -> None:
         self._abort.check()  # who is alone, or always the last, never waits, and would notice it nowhere else
         self._plan = plan
         self._stamp = plan.step + 1
-        self._words.set(UNITS, 0)
-        self._words.set(BEGUN, self._stamp)
+        self._flags.set(UNITS, 0)
+        self._flags.set(BEGUN, self._stamp)
         self._ready.clear()
         self._reduced.clear()
 
     def working(self, shard: int) -> None:
-        self._words.set(WORKING, shard + 1)
+        self._flags.set(WORKING, shard + 1)
 
     def working_on(self, step: int, shard: int) -> None:
         """The same for members that do no steps in common."""
-        self._words.set(BEGUN, step + 1)
+        self._flags.set(BEGUN, step + 1)
         self.working(shard)
 
     def publish(self, tile: int) -> None:
-        self._words.set(TILES + tile, self._stamp)
+        self._flags.set(TILES + tile, self._stamp)
         if tile % self.size != self.rank:
-            self._words.ring()  # its owner may be done with its own work, and wait for this
+            self._flags.ring()  # its owner may be done with its own work, and wait for this
         elif not isinstance(self._plan.program, int):
             self._ready.append(tile)
 
@@ -173,8 +183,8 @@ class SharedExchange:
         """The slot that holds a partial sum of the step, whoever made it."""
         return self._of(source).slot(source.rank, source.slot)
 
-    def _of(self, source: Source) -> Ledger:
-        return self._past[source.back] if source.back else self._ledger
+    def _of(self, source: Source) -> ControlBlock:
+        return self._past[source.back] if source.back else self._block
 
     def _scratch_for(self, dtype: torch.dtype) -> list[torch.Tensor]:
         scratch = self._scratch.setdefault(dtype, [])
@@ -182,37 +192,37 @@ class SharedExchange:
             scratch.append(torch.empty(self._largest, dtype=dtype))
         return scratch
 
-    def share(self, gift: Gift, meanwhile: Callable[[], bool] = lambda: False) -> Shared:
-        ledger = self._ledger
-        for first, end in gift.mine:
-            ledger.rows[first:end] = gift.rows[first:end]
-        ledger.untouched[self.rank] = gift.untouched
-        ledger.write_nodes(self.rank, gift.nodes)
-        if gift.integers:
-            ledger.integers[self.rank] = np.frombuffer(gift.integers, np.uint8)
-        self._words.announce(ARRIVED, self._stamp)
-        while not self._words.reached(ARRIVED, self._stamp) and meanwhile():
+    def share(self, contribution: Contribution, meanwhile: Callable[[], bool] = lambda: False) -> AllContributions:
+        block = self._block
+        for first, end in contribution.mine:
+            block.rows[first:end] = contribution.rows[first:end]
+        block.untouched[self.rank] = contribution.untouched
+        block.write_nodes(self.rank, contribution.nodes)
+        if contribution.integers:
+            block.integers[self.rank] = np.frombuffer(contribution.integers, np.uint8)
+        self._flags.announce(ARRIVED, self._stamp)
+        while not self._flags.reached(ARRIVED, self._stamp) and meanwhile():
             self._abort.check()
-        while self._ready and not self._words.reached(ARRIVED, self._stamp):
+        while self._ready and not self._flags.reached(ARRIVED, self._stamp):
             tile = self._ready.popleft()
-            self._words.await_all(TILES + tile, self._stamp)
+            self._flags.await_all(TILES + tile, self._stamp)
             self._reduce(tile, self._room(tile))
-        self._words.await_all(ARRIVED, self._stamp)
-        rows, untouched = ledger.rows, np.asarray(ledger.untouched.all(axis=0))
+        self._flags.await_all(ARRIVED, self._stamp)
+        rows, untouched = block.rows, np.asarray(block.untouched.all(axis=0))
         if any(source.back for source in self._plan.sources):
             rows, untouched = self._with_the_past(untouched)
         first_of_all = self._plan.sources[0]
-        return Shared(rows, untouched, self._of(first_of_all).integers[first_of_all.rank].tobytes())
+        return AllContributions(rows, untouched, self._of(first_of_all).integers[first_of_all.rank].tobytes())
 
     def _with_the_past(self, untouched: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """In a step that was taken over, what earlier members told counts too, and only for what is used of theirs."""
-        rows = np.zeros_like(self._ledger.rows)
+        rows = np.zeros_like(self._block.rows)
         givers = {(source.back, source.rank): self._of(source) for source in self._plan.sources}
-        for (back, rank), ledger in givers.items():
-            for (first, end), _ in ledger.read_nodes(rank):
-                rows[first:end] = ledger.rows[first:end]
+        for (back, rank), block in givers.items():
+            for (first, end), _ in block.read_nodes(rank):
+                rows[first:end] = block.rows[first:end]
             if back:
-                untouched = untouched & (ledger.untouched[rank] != 0)
+                untouched = untouched & (block.untouched[rank] != 0)
         return rows, untouched
 
     def reduced(self, tile: int) -> torch.Tensor:
@@ -229,27 +239,27 @@ class SharedExchange:
 
     def share_squares(self, mine: dict[int, float]) -> list[float]:
         for tile, value in mine.items():
-            self._ledger.squares[tile] = value
-        self._words.barrier(MEASURED, self._stamp)
-        return [float(value) for value in self._ledger.squares]
+            self._block.squares[tile] = value
+        self._flags.barrier(MEASURED, self._stamp)
+        return [float(value) for value in self._block.squares]
 
     def applied(self) -> None:
-        self._words.announce(SETTLED, self._stamp)
+        self._flags.announce(SETTLED, self._stamp)
 
     def settle(self) -> None:
-        self._words.await_all(SETTLED, self._stamp)
+        self._flags.await_all(SETTLED, self._stamp)
         self.forget_past()
 
     def forget_past(self) -> None:
         """Nobody can need what earlier generations have left any more: a step has been committed since."""
         if self._before:
             if self.rank == 0:
-                self._keeper.drop_before(self._name)
+                self._segments.drop_before(self._name)
             self._before, self._found = [], {}
 
     def gather(self, payload: bytes) -> list[bytes]:
         received = [bytearray() for _ in range(self.size)]
-        boxes = self._ledger.mailboxes
+        boxes = self._block.mailboxes
         mine, sent = boxes[self.rank], 0
         while True:
             chunk = payload[sent : sent + MAILBOX_BYTES]
@@ -265,8 +275,8 @@ class SharedExchange:
                 return [bytes(content) for content in received]
 
     def _meet(self) -> None:
-        self._letters += 1
-        self._words.barrier(MAIL, self._letters)
+        self._meetings += 1
+        self._flags.barrier(MAIL, self._meetings)
 
     def transfer(self, block: torch.Tensor, source: int, receivers: Sequence[int]) -> None:
         """One copy of the state serves all members."""
@@ -275,16 +285,69 @@ class SharedExchange:
         """Wait for news of the next member, at most so long: its rank, and how it is. From any thread, after all have
         met for the first time."""
         rank = (self.rank + 1) % self.size
-        return rank, self._ledger.lives[rank].watch(timeout_s)
+        return rank, self._block.liveness[rank].watch(timeout_s)
 
     def close(self) -> None:
         """The mapping ends with the process or with the last view of it."""
-        self._life.end()
+        self._liveness.end()
 
 
-def _left_by(keeper: KeeperClient, past: Past) -> Ledger | None:
+class SharedSlots(SharedExchange):
+    """See `Exchange`."""
+
+    shares_state = False
+
+    def __init__(
+        self,
+        segments: SegmentClient,
+        name: str,
+        rank: int,
+        geometry: Geometry,
+        abort: Abort,
+        past: Sequence[EarlierGeneration] = (),
+        memory: dict[str, Segment] | None = None,
+    ) -> None:
+        """`memory`: what this process keeps from one generation to the next."""
+        super().__init__(segments, name, rank, geometry, abort, past)
+        self.tiles = range(len(geometry.tiles))
+        self.backups = None  # a late member's shard would be computed into another device's memory
+        self._memory = {} if memory is None else memory
+        self._between: Segment | None = None
+
+    def state(self, size_bytes: int, name: str = "state") -> Segment:
+        if name not in self._memory:
+            self._memory[name] = Segment.private(size_bytes)
+        return self._memory[name]
+
+    def published_sums(self, step: int) -> list[PublishedSum] | None:
+        """Nothing of a member that was alone: it kept its sums on its device."""
+        found = super().published_sums(step)
+        return found and [one for one in found if self._past[one.source.back].members > 1]
+
+    def publish(self, tile: int) -> None:
+        self._flags.set(TILES + tile, self._stamp)
+
+    def share_squares(self, mine: dict[int, float]) -> list[float]:
+        return [mine[tile] for tile in sorted(mine)]
+
+    def transfer(self, block: torch.Tensor, source: int, receivers: Sequence[int]) -> None:
+        """Through memory that all can see, piece by piece."""
+        if self._between is None:
+            self._between = self._segments.segment(f"{self._name}/transfer", TRANSFER_BYTES)
+        for first in range(0, block.numel(), TRANSFER_BYTES):
+            part = block[first : first + TRANSFER_BYTES]
+            room = self._between.tensor(torch.uint8, 0, part.numel())
+            if self.rank == source:
+                room.copy_(part)
+            self._meet()
+            if self.rank in receivers:
+                part.copy_(room)
+            self._meet()
+
+
+def _left_by(segments: SegmentClient, past: EarlierGeneration) -> ControlBlock | None:
     """What a generation has left; None when it never came to anything."""
     try:
-        return Ledger(keeper, past, exists=True)
+        return ControlBlock(segments, past, exists=True)
     except DistBeliefError:
         return None

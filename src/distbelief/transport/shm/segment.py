@@ -73,7 +73,7 @@ class Segment:
         return self._map
 
 
-class KeeperClient:
+class SegmentClient:
     """The worker's side."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -91,7 +91,7 @@ class KeeperClient:
         return self._given(name)
 
     def segment_soon(self, name: str, size_bytes: int) -> Segment | None:
-        """The same for who can do without it. None: the keeper, which is in another process, does not answer at once;
+        """The same for who can do without it. None: the segments, which is in another process, does not answer at once;
         it may be stopped. Ask again later."""
         is_new = self._ask(name, size_bytes)
         while name in self._asked:
@@ -128,13 +128,13 @@ class KeeperClient:
         return self._lasting[name]
 
     def drop(self, name: str) -> None:
-        """Let the keeper forget a segment. Whoever maps it keeps it until it lets go."""
+        """Let the segments forget a segment. Whoever maps it keeps it until it lets go."""
         send_message(self._sock, {"drop": name})
 
     def close(self) -> None:
         self._sock.close()
 
     def drop_before(self, group: str) -> None:
-        """Let the keeper forget what groups of lower numbers have made: nobody may ask for it again."""
+        """Let the segments forget what groups of lower numbers have made: nobody may ask for it again."""
         self._answers.clear()
         send_message(self._sock, {"drop_before": group})

@@ -45,7 +45,7 @@ INSTRUMENTS = (
     Instrument(
         REDUCE, "distbelief.transport.gloo.exchange", "TorchExchange", ("begin", "publish", "reduced", "settle")
     ),
-    Instrument(REDUCE, "distbelief.transport.device.exchange", "OnDevice", ("_add_up", "_publish_all")),
+    Instrument(REDUCE, "distbelief.transport.device.exchange", "DeviceExchange", ("_add_up", "_publish_all")),
     Instrument(REDUCE, "distbelief.strategies.mesh.run.gradients", "DataParallelSum", ("add",)),
     Instrument(REDUCE, "distbelief.strategies.mesh.run.gradients", "TiedSum", ("add",)),
     Instrument(REDUCE, "distbelief.strategies.ps.worker.synchronous", "ServedReplica", ("_push", "_bring")),
@@ -55,10 +55,10 @@ INSTRUMENTS = (
     Instrument(OPTIMIZER, "distbelief.strategies.mesh.state.livestate", "LiveState", ("apply",)),
     Instrument(OPTIMIZER, "distbelief.strategies.sandblaster.searching", "SearchingMember", ("_drive",)),
     Instrument(WAIT, "distbelief.strategies.flatmodel.compute", "Told", ("numbers",)),
-    Instrument(WAIT, "distbelief.transport.device.exchange", "OnDevice", ("finish_copies",)),
+    Instrument(WAIT, "distbelief.transport.device.exchange", "DeviceExchange", ("finish_copies",)),
     Instrument(WAIT, "distbelief.strategies.ps.worker.exchange", "ServedOnDevice", ("bring",)),
     Instrument(WAIT, "distbelief.strategies.localsgd.ondevice", "DeviceTrainer", ("_bring_out",)),
-    Instrument(WAIT, "distbelief.transport.shm.futexflags", "Words", ("await_all",)),
+    Instrument(WAIT, "distbelief.transport.shm.futexflags", "FutexFlags", ("await_all",)),
     Instrument(WAIT, "distbelief.transport.gloo.exchange", "TorchExchange", ("share",)),
     Instrument(WAIT, "distbelief.transport.gloo.group", "TorchGroup", ("gather",)),
     Instrument(WAIT, "distbelief.strategies.ps.protocol.client", "ServerClient", ("_wait", "nap")),

@@ -33,7 +33,7 @@ from distbelief.strategies.ps.protocol.messages import (
     Update,
 )
 from distbelief.strategies.ps.protocol.messageset import MessageSet
-from distbelief.transport.shm.futexflags import Aborted
+from distbelief.transport.abort import Aborted
 
 AGAIN_S = 10.0
 """What is not answered for so long is sent again: the message, or the answer, may be lost with a connection."""

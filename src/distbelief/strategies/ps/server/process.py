@@ -52,18 +52,18 @@ class SliceSource:
 
     def _segment(self, number: int, value_bytes: int) -> tuple[Segment, str]:
         """Memory for the values of a slice, and its name where workers can map it."""
-        size_bytes, keeper = VALUES_AT + value_bytes, self._host.keeper
-        name = f"server {self._host.worker}/life {self.life}/slice {number}" if keeper else ""
-        return keeper.segment(name, size_bytes) if keeper else Segment.private(size_bytes), name
+        size_bytes, segments = VALUES_AT + value_bytes, self._host.segments
+        name = f"server {self._host.worker}/life {self.life}/slice {number}" if segments else ""
+        return segments.segment(name, size_bytes) if segments else Segment.private(size_bytes), name
 
     def _open(self, name: str) -> Segment:
         """A worker's slot, by its name."""
-        if self._host.keeper is None:
+        if self._host.segments is None:
             raise DistBeliefError(f"'{name}' is memory of another host")
         if name not in self._mapped:
             while len(self._mapped) >= KEPT_SEGMENTS:
                 del self._mapped[next(iter(self._mapped))]
-            self._mapped[name] = self._host.keeper.segment(name)
+            self._mapped[name] = self._host.segments.segment(name)
         return self._mapped[name]
 
     def _saved(self, step: int = -1, lazily: bool = False) -> Saved | None:

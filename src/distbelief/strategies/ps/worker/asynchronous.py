@@ -48,8 +48,8 @@ from distbelief.strategies.ps.tables.remote import ANY, ServedTables
 from distbelief.strategies.ps.tables.rowgradients import RowGradients, added_rows
 from distbelief.strategies.ps.worker.exchange import ServedGroup
 from distbelief.strategies.ps.worker.member import AlreadyCopied, ServedMember
+from distbelief.transport.abort import Abort
 from distbelief.transport.device.exchange import stretches
-from distbelief.transport.shm.futexflags import Abort
 from distbelief.transport.shm.segment import Memory, Segment
 
 

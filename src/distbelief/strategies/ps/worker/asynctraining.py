@@ -24,10 +24,10 @@ STRETCH = 8
 
 class PaceKeeper:
     """
-    >>> keeper, spent = PaceKeeper((1, 1)), Spent()
+    >>> segments, spent = PaceKeeper((1, 1)), Spent()
     >>> for update in range(20):
     ...     spent = Spent(spent.compute_s + 1.0, spent.fetch_s + 0.01, spent.push_s + 0.3, update + 1)
-    ...     pace = keeper.look(spent)
+    ...     pace = segments.look(spent)
     >>> pace
     (4, 1)
     """

@@ -25,7 +25,7 @@ from distbelief.strategies.ps.rules.gathering import LATE, choose_late_shards
 from distbelief.strategies.ps.tables.remote import ServedTables
 from distbelief.strategies.ps.worker.exchange import ServedGroup
 from distbelief.strategies.ps.worker.synchronous import ServedReplica, measure_step
-from distbelief.transport.shm.futexflags import Aborted
+from distbelief.transport.abort import Aborted
 
 USUAL = 0.85
 """After this part of what a step usually takes, a member looks before each shard whether others have it already."""

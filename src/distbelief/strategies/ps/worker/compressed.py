@@ -28,7 +28,6 @@ import numpy as np
 import torch
 
 from distbelief.compression.residuals import Residuals
-from distbelief.compression.subject import Place
 from distbelief.compression.switch import Message, Switch
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Schedule
@@ -48,6 +47,7 @@ from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica
 from distbelief.strategies.ps.worker.exchange import ServedGroup
 from distbelief.strategies.ps.worker.member import AlreadyCopied
 from distbelief.strategies.ps.worker.synchronous import ServedReplica
+from distbelief.transport.exchange import CompressedParameter
 from distbelief.transport.shm.segment import Segment
 
 
@@ -55,7 +55,7 @@ class Owed:
     """Of one strategy, whoever owes it."""
 
     def __init__(self, layout: Layout, method: str) -> None:
-        self.places: list[tuple[str, Place]] = [
+        self.places: list[tuple[str, CompressedParameter]] = [
             (layout.entries[place.mark].name, place) for place in compressing(layout, method, 0, False).places
         ]
 

@@ -17,14 +17,13 @@ from typing import ClassVar
 import torch
 
 from distbelief.strategies.ps.protocol.client import ServerClient
-from distbelief.transport.backups import Backups
+from distbelief.transport.abort import Abort
+from distbelief.transport.device.accelerator import DeviceMemory, pin
 from distbelief.transport.device.exchange import STRETCH_BYTES
-from distbelief.transport.device.memory import DeviceMemory, pin
-from distbelief.transport.exchange import Broken, StepPlan
+from distbelief.transport.exchange import Backups, DiedComputing, StepPlan
 from distbelief.transport.gloo.group import TorchGroup
 from distbelief.transport.shm.exchange import SharedExchange
-from distbelief.transport.shm.futexflags import Abort
-from distbelief.transport.shm.segment import KeeperClient, Memory, Segment
+from distbelief.transport.shm.segment import Memory, Segment, SegmentClient
 
 
 @dataclass
@@ -39,7 +38,7 @@ class ServedGroup:
     client: ServerClient
     abort: Abort
     slot_bytes: int
-    keeper: KeeperClient | None
+    segments: SegmentClient | None
     """Of the host that the servers are on too; None: their memory cannot be mapped."""
     own: dict[str, Segment]
     """What this process keeps from one generation to the next."""
@@ -71,8 +70,8 @@ class ServedGroup:
     def waiting(self) -> bool:
         return self._meeting or self.client.waiting or (self._met is not None and self._met.waiting)
 
-    def broken(self) -> list[Broken]:
-        return self.meet.broken() if isinstance(self.meet, SharedExchange) else []
+    def died_computing(self) -> list[DiedComputing]:
+        return self.meet.died_computing() if isinstance(self.meet, SharedExchange) else []
 
     def gather(self, payload: bytes) -> list[bytes]:
         return self.members.gather(payload)
@@ -118,12 +117,12 @@ class ServedGroup:
     @property
     def maps(self) -> bool:
         """Whether it can read the servers' memory."""
-        return self.keeper is not None
+        return self.segments is not None
 
     def server_memory(self, name: str) -> Segment:
         """Where a server has the values of a slice."""
-        assert self.keeper is not None
-        return self.keeper.segment(name)
+        assert self.segments is not None
+        return self.segments.segment(name)
 
     def forget_past(self) -> None:
         if isinstance(self.meet, SharedExchange):

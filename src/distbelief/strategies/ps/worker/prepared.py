@@ -32,8 +32,8 @@ from distbelief.strategies.ps.worker.backupworkers import HelpingReplica
 from distbelief.strategies.ps.worker.compressed import CompressedPushes, CompressedSteps, stays
 from distbelief.strategies.ps.worker.exchange import ServedGroup
 from distbelief.strategies.ps.worker.synchronous import ServedReplica
-from distbelief.transport.alone import AloneExchange
 from distbelief.transport.exchange import Geometry
+from distbelief.transport.singlemember import SingleMemberExchange
 
 
 class PreparedServed(PreparedAllReduce):
@@ -94,7 +94,7 @@ class PreparedServed(PreparedAllReduce):
 
     def first_state(self, begin_from: BeginFrom) -> ReplicaState:
         """All of what the servers begin with, in memory of its own."""
-        alone = AloneExchange(replace(self.geometry([(0, self._schedule.shards)]), slots=[0]))
+        alone = SingleMemberExchange(replace(self.geometry([(0, self._schedule.shards)]), slots=[0]))
         state = ReplicaState(self._layout, self._recipe, alone, len(self._computer.integer_bytes()))
         agree_on_state(state, alone, self._computer, self._recipe, begin_from)
         return state

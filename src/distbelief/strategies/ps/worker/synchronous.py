@@ -55,7 +55,7 @@ from distbelief.strategies.ps.tables.rowgradients import RowGradients
 from distbelief.strategies.ps.worker.exchange import ServedGroup
 from distbelief.strategies.ps.worker.member import AlreadyCopied, ServedMember
 from distbelief.transport.device.exchange import stretches
-from distbelief.transport.exchange import ROW, Held, Source
+from distbelief.transport.exchange import ROW, PublishedSum, Source
 from distbelief.transport.shm.segment import Segment
 
 
@@ -115,7 +115,7 @@ class ServedReplica(ServedMember):
         self._note = first.note
         step, complete = found.version, False
         if step < self._seat.steps:
-            held = [Held(node, Source(0, 0)) for node in found.nodes]
+            held = [PublishedSum(node, Source(0, 0)) for node in found.nodes]
             occupied = self._schedule.occupied(step)
             work = plan_takeover(self._schedule.shards, occupied, held, self.exchange.size, self._seat.rank)
             if held:

@@ -16,7 +16,7 @@ from distbelief.strategies.ps.protocol.client import ServerClient
 from distbelief.strategies.ps.protocol.frames import Letter, pack
 from distbelief.strategies.ps.protocol.messages import Answered, Fetch, Fetched, Go, Look, Looked, Push, Refused
 from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
-from distbelief.transport.shm.futexflags import Abort, Aborted
+from distbelief.transport.abort import Abort, Aborted
 
 BADGE = Authority(bytes(range(32))).worker(3)
 

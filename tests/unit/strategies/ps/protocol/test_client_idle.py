@@ -16,7 +16,7 @@ from distbelief.strategies.ps.protocol.client import ServerClient
 from distbelief.strategies.ps.protocol.frames import Letter, pack
 from distbelief.strategies.ps.protocol.messages import Look, Looked, Measure, Measured, Question
 from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
-from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.abort import Abort
 
 BADGE = Authority(bytes(range(32))).worker(1)
 

@@ -104,8 +104,8 @@ def test_the_weights_of_allreduce() -> None:
             clip_norm=clip_norm,
             schedule=lambda step: 1 / (step + 1),
         )
-        with kept() as keeper:
-            alone = Alone(job, keeper)
+        with kept() as segments:
+            alone = Alone(job, segments)
             for step in range(STEPS):
                 alone.step(step)
             assert served(job) == alone.replica.weights_sha256()

@@ -14,7 +14,7 @@ from distbelief.strategies.ps.protocol.messages import Begun, Go, Look, Measure,
 from distbelief.strategies.ps.rules.gathering import shards_on_all_slices
 from distbelief.strategies.ps.server.stores import Change
 from distbelief.strategies.ps.worker.synchronous import measure_step
-from distbelief.transport.exchange import Held, Source
+from distbelief.transport.exchange import PublishedSum, Source
 from tests.support.ps.disturbing import STEPS, disturb
 from tests.support.ps.parts import SHARDS, Kit
 from tests.support.ps.world import World
@@ -46,7 +46,7 @@ class HelpingWorld(World):
         occupied = self.kit.schedule.occupied
         takeover = None
         if step < self.steps:
-            held = [Held(node, Source(0, 0)) for node in nodes]
+            held = [PublishedSum(node, Source(0, 0)) for node in nodes]
             takeover = plan_takeover(SHARDS, occupied(step), held, len(ranges), rank)
         values = b""
         if takeover is None or takeover.recomputed:

@@ -11,8 +11,8 @@ from torch import nn
 
 from distbelief import EmbeddingTable
 from distbelief.job import Job
-from distbelief.transport.device.memory import DeviceMemory
-from distbelief.transport.shm.segment import KeeperClient
+from distbelief.transport.device.accelerator import DeviceMemory
+from distbelief.transport.shm.segment import SegmentClient
 from tests.support.replicas.alone import job_of, kept, linear_data
 from tests.support.replicas.served import ServedAlone
 
@@ -33,15 +33,15 @@ def job() -> Job:
 
 
 def trained(one: Job, strategy: str, shared: bool, folder: Path, *, on_device: bool) -> tuple[list[float], str, bytes]:
-    def run(keeper: KeeperClient | None) -> tuple[list[float], str, bytes]:
-        alone = ServedAlone(one, strategy, keeper, on_device=on_device)
+    def run(segments: SegmentClient | None) -> tuple[list[float], str, bytes]:
+        alone = ServedAlone(one, strategy, segments, on_device=on_device)
         assert isinstance(alone.replica._values, DeviceMemory) == on_device
         return *alone.train(folder), alone.saved()
 
     if not shared:
         return run(None)
-    with kept() as keeper:
-        return run(keeper)
+    with kept() as segments:
+        return run(segments)
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "a network"])

@@ -18,7 +18,7 @@ from distbelief.strategies.ps.protocol.messages import VALUES_AT, Fetched, value
 from distbelief.strategies.ps.rules.slicing import SliceShape, cut
 from distbelief.strategies.ps.worker.exchange import ServedGroup
 from distbelief.strategies.ps.worker.member import MappedValues, ServedMember, whole_pages
-from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.abort import Abort
 from distbelief.transport.shm.segment import Segment
 
 MODELS = {
@@ -89,8 +89,8 @@ def test_a_later_generation_that_copies_does_not_write_to_a_server() -> None:
     servers = Servers(cut(layout, recipe))
 
     def member(maps: bool) -> MappingMember:
-        keeper: Any = SimpleNamespace(segment=servers.memory.__getitem__) if maps else None
-        exchange = ServedGroup(0, 1, None, None, Abort(), layout.size_bytes, keeper, own)  # type: ignore[arg-type]
+        segments: Any = SimpleNamespace(segment=servers.memory.__getitem__) if maps else None
+        exchange = ServedGroup(0, 1, None, None, Abort(), layout.size_bytes, segments, own)  # type: ignore[arg-type]
         return MappingMember(computer, recipe, Schedule(8, 8, 1), None, exchange, None, None)  # type: ignore[arg-type]
 
     def take(one: MappingMember, values: torch.Tensor) -> None:

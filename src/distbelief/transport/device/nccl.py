@@ -16,18 +16,18 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from distbelief.transport.device.exchange import OnDevice, Slot, Stretch
+from distbelief.transport.abort import Abort
+from distbelief.transport.device.exchange import DeviceExchange, Slot, Stretch
 from distbelief.transport.exchange import Geometry, Source, StepPlan, depth, tree_add
 from distbelief.transport.gloo.exchange import TorchExchange
-from distbelief.transport.gloo.group import Rendezvous
-from distbelief.transport.shm.futexflags import Abort
+from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm.segment import Memory, Segment
 
 _LINE = 64  # elements: parts begin where kernels cut anyway
 _LOOK_EVERY_S = 5e-5
 
 
-class DeviceGroup(OnDevice):
+class NcclExchange(DeviceExchange):
     """See `Exchange`. `backend`: nccl, or gloo, which stages through the host and lets members share a device."""
 
     def __init__(

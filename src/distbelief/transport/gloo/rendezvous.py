@@ -7,25 +7,27 @@ import datetime
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch.distributed as dist
 import zmq
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store, TCPStore
 
 from distbelief.control.credentials import Credential
 from distbelief.control.sockets import dial
-from distbelief.transport.gloo.rendezvousmessages import (
+from distbelief.transport.abort import Abort
+from distbelief.transport.gloo.rendezvousserver import (
     Add,
-    Found,
-    Look,
-    Put,
-    Remove,
+    Answer,
+    Check,
+    CompareSet,
+    Delete,
     Request,
-    Swap,
-    Want,
-    decode_found,
+    Set,
+    Wait,
+    decode_answer,
     encode,
 )
 
@@ -35,7 +37,25 @@ AGAIN_S = 2.0
 """What is not answered for so long is said again, if that does no harm."""
 
 
-class MeetingStore(Store):
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the store is that introduces the members to each other, and the group's name (its generation)."""
+
+    host: str
+    port: int
+    name: str
+    timeout_s: float = 300.0
+    credential: Credential | None = None
+    """None: the store is torch's own, which hears anybody."""
+
+    def store(self, abort: Abort) -> Store:
+        if self.credential is not None:
+            where = f"[{self.host}]" if ":" in self.host else self.host
+            return RendezvousStore(f"tcp://{where}:{self.port}", self.credential, self.timeout_s, abort.check)
+        return TCPStore(self.host, self.port, is_master=False, timeout=datetime.timedelta(seconds=self.timeout_s))
+
+
+class RendezvousStore(Store):
     """`check` raises when waiting is to be given up. torch calls it from one thread at a time, not always the same."""
 
     def __init__(self, address: str, credential: Credential, timeout_s: float, check: Callable[[], None]) -> None:
@@ -51,25 +71,25 @@ class MeetingStore(Store):
         dial(self._socket, address, credential.servers_key)
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask(lambda ticket: Put(ticket, key, _bytes(value)))
+        self._ask(lambda ticket: Set(ticket, key, _bytes(value)))
 
     def get(self, key: str) -> bytes:
-        return self._ask(lambda ticket: Want(ticket, [key]))[0]
+        return self._ask(lambda ticket: Wait(ticket, [key]))[0]
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        self._ask(lambda ticket: Want(ticket, list(keys)), timeout.total_seconds() if timeout else None)
+        self._ask(lambda ticket: Wait(ticket, list(keys)), timeout.total_seconds() if timeout else None)
 
     def add(self, key: str, amount: int) -> int:
         return int(self._ask(lambda ticket: Add(ticket, key, amount))[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return self._ask(lambda ticket: Swap(ticket, key, _bytes(expected), _bytes(desired)))[0]
+        return self._ask(lambda ticket: CompareSet(ticket, key, _bytes(expected), _bytes(desired)))[0]
 
     def check(self, keys: Sequence[str]) -> bool:
-        return len(self._ask(lambda ticket: Look(ticket, list(keys)))) == len(keys)
+        return len(self._ask(lambda ticket: Check(ticket, list(keys)))) == len(keys)
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask(lambda ticket: Remove(ticket, key)))
+        return bool(self._ask(lambda ticket: Delete(ticket, key)))
 
     def close(self) -> None:
         self._socket.close()
@@ -80,28 +100,28 @@ class MeetingStore(Store):
             self._tickets += 1
             request = make(self._tickets)
             deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-            said_at = float("-inf")
+            sent_at = float("-inf")
             while True:
                 now = time.monotonic()
-                if now - said_at > AGAIN_S and (said_at < 0 or not isinstance(request, Add)):
-                    said_at = now
-                    self._say(request)
+                if now - sent_at > AGAIN_S and (sent_at < 0 or not isinstance(request, Add)):
+                    sent_at = now
+                    self._send(request)
                 if self._socket.poll(LOOK_MS):
-                    found = self._heard()
+                    found = self._received()
                     if found is not None and found.ticket == self._tickets:
                         return found.values
                 self._check()
                 if now > deadline:
                     raise dist.DistStoreError(f"the members of a group have not met: no answer to {request}")
 
-    def _say(self, request: Request) -> None:
+    def _send(self, request: Request) -> None:
         message = encode(request)
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart([self._signer.sign(message), message], zmq.NOBLOCK)
 
-    def _heard(self) -> Found | None:
+    def _received(self) -> Answer | None:
         with contextlib.suppress(msgspec.MsgspecError):
-            return decode_found(self._socket.recv())
+            return decode_answer(self._socket.recv())
         return None
 
 

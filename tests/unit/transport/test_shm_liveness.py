@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from distbelief.transport.shm.liveness import LIFE_BYTES, Life
+from distbelief.transport.shm.futexflags import LIVENESS_BYTES, ThreadLiveness
 
 
 class Child:
     """A process that begins a life in shared memory, says so, and then does as it is told."""
 
-    def __init__(self, memory: mmap.mmap, what: Callable[[Life], None]) -> None:
+    def __init__(self, memory: mmap.mmap, what: Callable[[ThreadLiveness], None]) -> None:
         began, self._began = os.pipe()
         self.told, told = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             faulthandler.disable()  # pytest's would print a page for a death that is wanted
-            life = Life(memory, 0)
+            life = ThreadLiveness(memory, 0)
             life.begin()
             os.write(self._began, b"x")
             os.read(self.told, 1)
@@ -35,13 +35,13 @@ class Child:
 
 
 @pytest.fixture
-def child() -> Iterator[Callable[[Callable[[Life], None]], tuple[Child, Life]]]:
+def child() -> Iterator[Callable[[Callable[[ThreadLiveness], None]], tuple[Child, ThreadLiveness]]]:
     made: list[Child] = []
 
-    def make(what: Callable[[Life], None]) -> tuple[Child, Life]:
-        memory = mmap.mmap(-1, LIFE_BYTES)
+    def make(what: Callable[[ThreadLiveness], None]) -> tuple[Child, ThreadLiveness]:
+        memory = mmap.mmap(-1, LIVENESS_BYTES)
         made.append(Child(memory, what))
-        return made[-1], Life(memory, 0)
+        return made[-1], ThreadLiveness(memory, 0)
 
     yield make
     for one in made:
@@ -49,7 +49,7 @@ def child() -> Iterator[Callable[[Callable[[Life], None]], tuple[Child, Life]]]:
         os.waitpid(one.pid, 0)
 
 
-def end(life: Life) -> None:
+def end(life: ThreadLiveness) -> None:
     life.end()
     signal.pause()
 
@@ -96,8 +96,8 @@ def test_whoever_waits_is_woken(child) -> None:
 
 def test_a_held_life_keeps_its_memory_when_nobody_else_does() -> None:
     """glibc's list of held mutexes goes through them: the next one taken would crash the process."""
-    Life(mmap.mmap(-1, LIFE_BYTES), 0).begin()
+    ThreadLiveness(mmap.mmap(-1, LIVENESS_BYTES), 0).begin()
     gc.collect()
-    second = Life(mmap.mmap(-1, LIFE_BYTES), 0)
+    second = ThreadLiveness(mmap.mmap(-1, LIVENESS_BYTES), 0)
     second.begin()
     second.end()

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from distbelief.transport.shm.futexflags import Abort, Aborted, row_bytes
+from distbelief.transport.abort import Abort, Aborted
+from distbelief.transport.shm.futexflags import flag_row_bytes
 from tests.support.stage import Stage
 
 MEMBER = "tests.support.exchange.sharing"
@@ -35,7 +36,7 @@ def test_a_word_that_changes_without_a_bell_is_seen(stage: Stage) -> None:
 
 
 def test_rows_are_whole_cache_lines() -> None:
-    assert [row_bytes(words) for words in (0, 1, 15, 16, 31)] == [64, 64, 64, 128, 128]
+    assert [flag_row_bytes(words) for words in (0, 1, 15, 16, 31)] == [64, 64, 64, 128, 128]
 
 
 def test_an_abort_stays_set_and_always_has_a_reason() -> None:

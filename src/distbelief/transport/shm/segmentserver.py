@@ -1,7 +1,7 @@
 """Who keeps the shared segments of a host: the engine's process, which outlives every worker.
 
 A worker asks for a segment by name over its own socket; the first to ask makes it, the others get the same memory.
-Because the keeper holds the descriptors, a worker's death takes no memory away from the others.
+Because the segments holds the descriptors, a worker's death takes no memory away from the others.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from distbelief.errors import DistBeliefError, NotEnoughMemory
 from distbelief.transport.shm.memfd import allocate, receive_message, send_message
 
 
-class SegmentKeeper:
-    """The keeper's side: a table of descriptors, and answers to requests."""
+class SegmentServer:
+    """The segments's side: a table of descriptors, and answers to requests."""
 
     def __init__(self) -> None:
         self._segments: dict[str, tuple[int, int]] = {}

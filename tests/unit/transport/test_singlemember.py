@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from distbelief.transport.alone import AloneExchange
-from distbelief.transport.exchange import Exchange, Geometry, Gift, Source, StepPlan, Tile
+from distbelief.transport.exchange import Contribution, Exchange, Geometry, Source, StepPlan, Tile
 from distbelief.transport.shm.segment import Segment
+from distbelief.transport.singlemember import SingleMemberExchange
 
 TILES = [Tile(0, torch.float32, 0, 300), Tile(1, torch.bfloat16, 1216, 64)]
 GEOMETRY = Geometry(TILES, 2048, slots=[4], shards=4, marks=2)
 
 
-def filled(step: int) -> tuple[AloneExchange, list[list[torch.Tensor]]]:
+def filled(step: int) -> tuple[SingleMemberExchange, list[list[torch.Tensor]]]:
     """An exchange whose four slots hold numbers, and those numbers, by tile."""
-    exchange = AloneExchange(GEOMETRY)
+    exchange = SingleMemberExchange(GEOMETRY)
     generator = torch.Generator().manual_seed(step)
     parts: list[list[torch.Tensor]] = [[], []]
     for slot in range(4):
@@ -27,9 +27,14 @@ def filled(step: int) -> tuple[AloneExchange, list[list[torch.Tensor]]]:
 
 
 def test_it_is_an_exchange() -> None:
-    exchange: Exchange = AloneExchange(GEOMETRY)
+    exchange: Exchange = SingleMemberExchange(GEOMETRY)
     assert (exchange.rank, exchange.size, list(exchange.tiles), exchange.shares_state) == (0, 1, [0, 1], False)
-    assert (exchange.waiting, exchange.backups, exchange.held(3), exchange.broken()) == (False, None, None, [])
+    assert (exchange.waiting, exchange.backups, exchange.published_sums(3), exchange.died_computing()) == (
+        False,
+        None,
+        None,
+        [],
+    )
 
 
 def test_partial_sums_in_several_slots_are_added_along_the_tree() -> None:
@@ -52,9 +57,9 @@ def test_partial_sums_in_several_slots_are_added_along_the_tree() -> None:
 
 def test_what_is_shared_does_not_change_with_what_was_given() -> None:
     """The giver uses its arrays again for the next step."""
-    exchange = AloneExchange(GEOMETRY)
+    exchange = SingleMemberExchange(GEOMETRY)
     rows, untouched = np.full((4, 4), 5.0), np.array([True, False])
-    shared = exchange.share(Gift(rows, [(1, 3)], [], untouched, b"abc"))
+    shared = exchange.share(Contribution(rows, [(1, 3)], [], untouched, b"abc"))
     rows.fill(0)
     untouched.fill(False)
     assert shared.rows[:, 0].tolist() == [0.0, 5.0, 5.0, 0.0]
@@ -62,8 +67,8 @@ def test_what_is_shared_does_not_change_with_what_was_given() -> None:
 
 
 def test_a_state_is_made_once_or_taken_over() -> None:
-    first = AloneExchange(GEOMETRY)
+    first = SingleMemberExchange(GEOMETRY)
     state = first.state(4096)
     assert (state.size_bytes, first.state(4096)) == (4096, state)
     given = Segment.private(4096)
-    assert AloneExchange(GEOMETRY, given).state(4096) is given
+    assert SingleMemberExchange(GEOMETRY, given).state(4096) is given

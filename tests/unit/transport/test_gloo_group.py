@@ -12,9 +12,10 @@ from collections.abc import Callable
 
 from torch.distributed import TCPStore
 
+from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.gloo import group as comm_group
-from distbelief.transport.gloo.group import Rendezvous, TorchGroup
-from distbelief.transport.shm.futexflags import Abort, Aborted
+from distbelief.transport.gloo.group import TorchGroup
+from distbelief.transport.gloo.rendezvous import Rendezvous
 
 
 def test_an_abort_that_is_late_leaves_the_sockets_of_the_next_group_alone() -> None:

@@ -1,4 +1,4 @@
-"""The exchange of a member that is alone: no keeper, no sockets, nobody to wait for. All memory is its own.
+"""The exchange of a member that is alone: no segments, no sockets, nobody to wait for. All memory is its own.
 
 What a step gives does not depend on the number of members. So a run of any size can be executed again by one process,
 which is what replaying does; partial sums are added in the same tree order as everywhere.
@@ -11,16 +11,25 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from distbelief.transport.backups import Backups
-from distbelief.transport.exchange import Broken, Geometry, Gift, Held, Shared, StepPlan, depth, tree_add
+from distbelief.transport.exchange import (
+    AllContributions,
+    Backups,
+    Contribution,
+    DiedComputing,
+    Geometry,
+    PublishedSum,
+    StepPlan,
+    depth,
+    tree_add,
+)
 from distbelief.transport.shm.segment import Segment
 
 
-class AloneExchange:
+class SingleMemberExchange:
     """See `Exchange`. `memory`: a state to go on from, as another one left it; the caller gives it away.
 
     >>> from distbelief.transport.exchange import Source, Tile
-    >>> alone = AloneExchange(Geometry([Tile(0, torch.float32, 0, 2)], 64, slots=[2], shards=2, marks=1))
+    >>> alone = SingleMemberExchange(Geometry([Tile(0, torch.float32, 0, 2)], 64, slots=[2], shards=2, marks=1))
     >>> for slot in range(2):
     ...     _ = alone.slot(slot).tensor(torch.float32, 0, 2).fill_(slot + 1.0)
     >>> alone.begin(StepPlan(0, [Source(0, 0), Source(0, 1)], (0, 1)))
@@ -51,10 +60,10 @@ class AloneExchange:
             self._memory[name] = Segment.private(size_bytes)
         return self._memory[name]
 
-    def held(self, step: int) -> list[Held] | None:
+    def published_sums(self, step: int) -> list[PublishedSum] | None:
         return None
 
-    def broken(self) -> list[Broken]:
+    def died_computing(self) -> list[DiedComputing]:
         return []
 
     def working(self, shard: int) -> None:
@@ -67,11 +76,11 @@ class AloneExchange:
     def publish(self, tile: int) -> None:
         """Nobody waits for it."""
 
-    def share(self, gift: Gift, meanwhile: Callable[[], bool] = lambda: False) -> Shared:
-        rows = np.zeros_like(gift.rows)
-        for first, end in gift.mine:
-            rows[first:end] = gift.rows[first:end]
-        return Shared(rows, gift.untouched.copy(), gift.integers)
+    def share(self, contribution: Contribution, meanwhile: Callable[[], bool] = lambda: False) -> AllContributions:
+        rows = np.zeros_like(contribution.rows)
+        for first, end in contribution.mine:
+            rows[first:end] = contribution.rows[first:end]
+        return AllContributions(rows, contribution.untouched.copy(), contribution.integers)
 
     def reduced(self, tile: int) -> torch.Tensor:
         out = self._sums[tile]

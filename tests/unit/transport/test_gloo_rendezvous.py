@@ -10,17 +10,16 @@ import zmq
 from torch.distributed import DistStoreError
 
 from distbelief.control.credentials import Authority
-from distbelief.transport.gloo.rendezvousmessages import Found, Put, Want
-from distbelief.transport.gloo.rendezvousserver import Place, serve
-from distbelief.transport.gloo.rendezvousstore import MeetingStore
-from distbelief.transport.shm.futexflags import Abort, Aborted
+from distbelief.transport.abort import Abort, Aborted
+from distbelief.transport.gloo.rendezvous import RendezvousStore
+from distbelief.transport.gloo.rendezvousserver import Answer, KeyTable, Set, Wait, serve
 
 AUTHORITY = Authority(bytes(range(32)), "start")
 
 
 @pytest.fixture(scope="module")
 def address() -> str:
-    """Of a place that is there as long as the tests are."""
+    """Of a server that runs as long as the tests are."""
     ports: list[int] = []
     there = threading.Event()
 
@@ -34,14 +33,14 @@ def address() -> str:
 
 
 @pytest.fixture
-def two(address: str) -> Iterator[tuple[MeetingStore, MeetingStore]]:
-    made = [MeetingStore(address, AUTHORITY.worker(n), 20.0, lambda: None) for n in (1, 2)]
+def two(address: str) -> Iterator[tuple[RendezvousStore, RendezvousStore]]:
+    made = [RendezvousStore(address, AUTHORITY.worker(n), 20.0, lambda: None) for n in (1, 2)]
     yield made[0], made[1]
     for one in made:
         one.close()
 
 
-def test_what_one_says_the_other_hears(two: tuple[MeetingStore, MeetingStore]) -> None:
+def test_what_one_says_the_other_hears(two: tuple[RendezvousStore, RendezvousStore]) -> None:
     one, other = two
     got: list[bytes] = []
     asking = threading.Thread(target=lambda: got.append(other.get("where")))
@@ -61,7 +60,7 @@ def test_what_one_says_the_other_hears(two: tuple[MeetingStore, MeetingStore]) -
 
 def test_a_wait_is_given_up(address: str) -> None:
     abort = Abort()
-    store = MeetingStore(address, AUTHORITY.worker(3), 20.0, abort.check)
+    store = RendezvousStore(address, AUTHORITY.worker(3), 20.0, abort.check)
     threading.Timer(0.1, lambda: abort.set("the membership changes")).start()
     with pytest.raises(Aborted, match="the membership changes"):
         store.get("nobody says it")
@@ -69,7 +68,7 @@ def test_a_wait_is_given_up(address: str) -> None:
 
 
 def test_nobody_comes(address: str) -> None:
-    store = MeetingStore(address, AUTHORITY.worker(4), 0.1, lambda: None)
+    store = RendezvousStore(address, AUTHORITY.worker(4), 0.1, lambda: None)
     with pytest.raises(DistStoreError, match="have not met"):
         store.get("nobody says it")
     store.close()
@@ -77,9 +76,9 @@ def test_nobody_comes(address: str) -> None:
 
 @pytest.mark.parametrize("stranger", [Authority(bytes(32), "start"), Authority(AUTHORITY.secret, "another start")])
 def test_strangers_cannot_even_connect(
-    address: str, two: tuple[MeetingStore, MeetingStore], stranger: Authority
+    address: str, two: tuple[RendezvousStore, RendezvousStore], stranger: Authority
 ) -> None:
-    store = MeetingStore(address, stranger.worker(1), 0.5, lambda: None)
+    store = RendezvousStore(address, stranger.worker(1), 0.5, lambda: None)
     with pytest.raises(DistStoreError):
         store.set("where", b"elsewhere")
     store.close()
@@ -93,14 +92,14 @@ def test_strangers_cannot_even_connect(
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from distbelief.transport.gloo import rendezvousserver as meetingplace
+    from distbelief.transport.gloo import rendezvousserver
 
-    monkeypatch.setattr(meetingplace, "KEPT", 10)
-    monkeypatch.setattr(meetingplace, "WAITING", 10)
-    place = Place()
+    monkeypatch.setattr(rendezvousserver, "MAX_KEYS", 10)
+    monkeypatch.setattr(rendezvousserver, "MAX_WAITING", 10)
+    table = KeyTable()
     for number in range(100):
-        assert place.hear(b"%d" % number, Want(number, ["never"])) == []
-        assert place.hear(b"me", Put(number, f"key {number}", b"v")) == [(b"me", Found(number, []))]
-    assert len(place._kept) == len(place._waiting) == 10
-    answers = place.hear(b"me", Put(1, "never", b"v"))
+        assert table.hear(b"%d" % number, Wait(number, ["never"])) == []
+        assert table.hear(b"me", Set(number, f"key {number}", b"v")) == [(b"me", Answer(number, []))]
+    assert len(table._kept) == len(table._waiting) == 10
+    answers = table.hear(b"me", Set(1, "never", b"v"))
     assert [asker for asker, _ in answers] == [b"me", *(b"%d" % number for number in range(90, 100))]
