@@ -20,7 +20,7 @@ from distbelief.control.credentials import Authority
 from distbelief.control.signatures import SIGNATURE_BYTES, Signer
 from distbelief.coordinator.rules.speakers import FROM_SERVERS, FROM_WORKERS
 from distbelief.launch.guests import SOCKET, short_path
-from distbelief.strategies.ps.protocol.frames import Letter, pack
+from distbelief.strategies.ps.protocol.frames import Framed, pack
 from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
 from tests.fuzz.instances import instance
 from tests.fuzz.mutation import garbage, mutated
@@ -52,7 +52,7 @@ class Attacker:
         self.events = [m.encode(instance(random.choice(get_args(m.Event)), random)) for _ in range(300)]
         kinds = (get_args(RUN_MESSAGES.from_clients)[0], *get_args(RUN_MESSAGES.from_servers))
         made = [[instance(random.choice(kinds), random) for _ in range(random.randrange(1, 4))] for _ in range(300)]
-        self.letters = [pack([Letter(one) for one in some])[0] for some in made]
+        self.letters = [pack([Framed(one) for one in some])[0] for some in made]
 
     def close(self) -> None:
         for one in self.hanging:

@@ -17,9 +17,9 @@ from distbelief.kv.catalogue import Catalogue
 from distbelief.kv.keyslice import KeySlice
 from distbelief.kv.messages import CATALOGUE, AddToKey, Dense, PlaceKey, PullKey
 from distbelief.kv.rules import watch
-from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import Answered, Push, Refused
-from distbelief.strategies.ps.server.node import Out, ServerNode
+from distbelief.strategies.ps.protocol.frames import Framed
+from distbelief.strategies.ps.protocol.messages import Acknowledged, NotPrimary, Push
+from distbelief.strategies.ps.server.node import Outgoing, ServerNode
 from distbelief.transport.shm.segment import Segment
 
 SIZE = 4
@@ -44,16 +44,16 @@ class Client:
         self.world = world
         self.known: ServerMap | None = None
         self.sequences: dict[int, int] = {}
-        self.waiting: dict[tuple[int, int], Letter] = {}
-        self.replies: dict[int, Letter] = {}
+        self.waiting: dict[tuple[int, int], Framed] = {}
+        self.replies: dict[int, Framed] = {}
 
     def push(self, number: int, content: Any, payload: Any) -> None:
         sequence = self.sequences.get(number, -1) + 1
         self.sequences[number] = sequence
-        self.waiting[number, sequence] = Letter(Push(self.number, sequence, number, content), payload)
+        self.waiting[number, sequence] = Framed(Push(self.number, sequence, number, content), payload)
 
     def ask(self, ticket: int, question: Any) -> None:
-        self.waiting[-1, ticket] = Letter(question)
+        self.waiting[-1, ticket] = Framed(question)
 
     def send(self) -> None:
         if self.known is None:
@@ -63,11 +63,11 @@ class Client:
             if primary >= 0:
                 self.world.post(f"client {self.number}", f"server {primary}", letter)
 
-    def hear(self, letter: Letter) -> None:
+    def hear(self, letter: Framed) -> None:
         match letter.message:
-            case Answered(slice=number, sequence=sequence):
+            case Acknowledged(slice=number, sequence=sequence):
                 self.waiting.pop((number, sequence), None)
-            case Refused():
+            case NotPrimary():
                 pass
             case reply:
                 if self.waiting.pop((-1, reply.ticket), None):
@@ -116,7 +116,7 @@ class World:
         while self.deliver():
             pass
 
-    def _perform(self, server: int, out: Out) -> None:
+    def _perform(self, server: int, out: Outgoing) -> None:
         for client, letter in out.clients:
             self.post(f"server {server}", client.decode(), letter)
         for other, letter in out.servers:

@@ -23,8 +23,8 @@ from distbelief.kv.messages import (
     Withdraw,
 )
 from distbelief.kv.tensorbytes import dtype_of
-from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import Given, Question
+from distbelief.strategies.ps.protocol.frames import Framed
+from distbelief.strategies.ps.protocol.messages import PushResult, Question
 from distbelief.strategies.ps.server.stores import Change, Snapshot, State
 
 PIECE_BYTES = 1 << 20
@@ -122,10 +122,10 @@ class Catalogue:
 
     # --- what is asked of it -----------------------------------------------------------------------------------------
 
-    def given(self, client: int) -> Given | None:
+    def given(self, client: int) -> PushResult | None:
         return None
 
-    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
+    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Framed | None:
         book = self._book
         if not isinstance(question, Consult) or not caught_up:
             return None
@@ -135,7 +135,7 @@ class Catalogue:
         if question.rank >= 0 and book.waiting.get(question.rank, (-1, 0))[0] == question.client:
             return None
         workers = max((workers for _, workers in book.waiting.values()), default=0)
-        return Letter(Consulted(question.ticket, question.slice, found, sorted(book.waiting), workers, self._room))
+        return Framed(Consulted(question.ticket, question.slice, found, sorted(book.waiting), workers, self._room))
 
 
 def _size(form: Form) -> int:

@@ -26,8 +26,8 @@ from distbelief.kv.messages import (
     SetOptimizer,
 )
 from distbelief.kv.tensorbytes import Kind, as_bytes, dtype_of, packed, unpacked
-from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import Given, Question
+from distbelief.strategies.ps.protocol.frames import Framed
+from distbelief.strategies.ps.protocol.messages import PushResult, Question
 from distbelief.strategies.ps.server.stores import Change, Snapshot, State
 from distbelief.transport.shm.segment import Segment
 
@@ -188,35 +188,35 @@ class KeySlice:
 
     # --- what is asked of it -----------------------------------------------------------------------------------------
 
-    def given(self, client: int) -> Given | None:
+    def given(self, client: int) -> PushResult | None:
         return None
 
-    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
+    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Framed | None:
         if not isinstance(question, PullKey | PullKeyRows):
             return None
         one = self._keys.get(question.key)
         if one is None:
-            return Letter(KeyPulled(question.ticket, question.slice, 0, there=False))
+            return Framed(KeyPulled(question.ticket, question.slice, 0, there=False))
         if one.rounds.done < question.round or (question.round and not caught_up):
             return None  # what all workers go on from must not be undone by a death
         return self._values(question, one)
 
-    def _values(self, question: PullKey | PullKeyRows, one: DenseStretch | TablePart) -> Letter:
+    def _values(self, question: PullKey | PullKeyRows, one: DenseStretch | TablePart) -> Framed:
         """As they are at the moment: others may change them while they are read, or sent. (Not in synchronous rounds:
         the next one needs a push of whoever asks.)"""
         header = KeyPulled(question.ticket, question.slice, one.rounds.done)
         match question, one:
             case PullKey(values=True), DenseStretch():
                 if one.segment and not question.inline:
-                    return Letter(msgspec.structs.replace(header, segment=one.segment, inline=False))
-                return Letter(header, as_bytes(one.values).numpy())
+                    return Framed(msgspec.structs.replace(header, segment=one.segment, inline=False))
+                return Framed(header, as_bytes(one.values).numpy())
             case PullKeyRows(), TablePart():
                 rows = torch.frombuffer(bytearray(question.rows), dtype=torch.int64)
                 if one.fits(rows):
-                    return Letter(header, one.pull(rows))
+                    return Framed(header, one.pull(rows))
             case PullKey(), _:
-                return Letter(msgspec.structs.replace(header, inline=False))
-        return Letter(msgspec.structs.replace(header, there=False))
+                return Framed(msgspec.structs.replace(header, inline=False))
+        return Framed(msgspec.structs.replace(header, there=False))
 
 
 def _bytes(kind: Kind) -> int:

@@ -16,7 +16,7 @@ from distbelief.control.messages import EXIT_REPORTED
 from distbelief.kv.catalogue import Catalogue
 from distbelief.kv.keyslice import KeySlice
 from distbelief.kv.messages import CATALOGUE, MESSAGES
-from distbelief.strategies.ps.server.sockets import ServerEdge
+from distbelief.strategies.ps.server.sockets import ServerSockets
 from distbelief.strategies.ps.server.stores import SliceStore
 from distbelief.transport.shm.segment import Segment, SegmentClient
 
@@ -90,7 +90,7 @@ def run(spec: dict[str, Any], segments: sockets.socket) -> int:
     torch.set_num_threads(1)  # one per server: then bits do not depend on the machine
     known = msgspec.convert(spec, ServerSpec)
     with zmq.Context() as context:
-        server = ServerEdge(known, context)
+        server = ServerSockets(known, context)
         try:
             server.serve(_Slices(known, SegmentClient(segments)))
         except BaseException as error:

@@ -28,7 +28,7 @@ from distbelief.kv.messages import (
 from distbelief.kv.patience import Patience
 from distbelief.kv.tensorbytes import as_bytes
 from distbelief.strategies.ps.protocol.client import ServerClient, Stop
-from distbelief.strategies.ps.protocol.frames import Letter
+from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.tables.rowbuckets import bucket_of
 
 
@@ -148,7 +148,7 @@ class Traffic:
 
             return made
 
-        def arrived(letter: Letter) -> None:
+        def arrived(letter: Framed) -> None:
             reply, one = letter.message, asked[letter.message.ticket]
             _require(reply.there, one.key)
             if reply.segment:
@@ -185,7 +185,7 @@ class Traffic:
 
             return made
 
-        def arrived(letter: Letter) -> None:
+        def arrived(letter: Framed) -> None:
             _require(letter.message.there, key)
             some = places[letter.message.ticket]
             values = torch.frombuffer(letter.payload, dtype=torch.float32).view(len(some), -1)

@@ -7,7 +7,7 @@ from functools import partial
 
 from distbelief.compression.exchanges.choice import networked, networked_on
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.ps.worker.exchange import ServedGroup, ServedOnDevice
+from distbelief.strategies.ps.worker.exchange import DeviceServerExchange, ServerExchange
 from distbelief.transport.abort import Abort
 from distbelief.transport.device.accelerator import Accelerator
 from distbelief.transport.device.exchange import DeviceExchange
@@ -36,8 +36,8 @@ def exchange_of(place: Place, loaded: Loaded, action: TrainGeneration, abort: Ab
         meet = shared
     given = action.rank, len(action.members), meet, place.client, abort, geometry.slot_bytes, segments, place.own_memory
     if loaded.device.type == "cpu":
-        return ServedGroup(*given)
-    return ServedOnDevice(*given, device=loaded.device, kept=place.device_memory)
+        return ServerExchange(*given)
+    return DeviceServerExchange(*given, device=loaded.device, kept=place.device_memory)
 
 
 def _members(

@@ -37,8 +37,8 @@ from distbelief.strategies.ps.protocol.client import ServerClient
 from distbelief.strategies.ps.strategy import ParameterServer
 from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica
 from distbelief.strategies.ps.worker.asynctraining import train_freely
-from distbelief.strategies.ps.worker.exchange import ServedGroup
-from distbelief.strategies.ps.worker.prepared import PreparedServed
+from distbelief.strategies.ps.worker.exchange import ServerExchange
+from distbelief.strategies.ps.worker.prepared import PreparedParameterServer
 from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
 from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.shm.exchange import SharedExchange
@@ -138,7 +138,7 @@ def _report(link: ControlLink, failure: WorkerFailed) -> int:
 
 def _client(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> ServerClient | None:
     prepared = loaded.prepared
-    if not isinstance(prepared, PreparedServed | PreparedSandblaster):
+    if not isinstance(prepared, PreparedParameterServer | PreparedSandblaster):
         return None
     client = ServerClient(spec.credential, prepared.messages)
     link.progress.learn = client.learn
@@ -208,7 +208,7 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             saver = place.saver
             link.progress.save = lambda wish: saver.ask(wish, link.progress.step)
             link.progress.seal = saver.seal
-        members = exchange.meet if isinstance(exchange, ServedGroup) else exchange
+        members = exchange.meet if isinstance(exchange, ServerExchange) else exchange
         if isinstance(members, SharedExchange) and spec.threads == 1 and exchange.size > 1:
             threading.Thread(target=_watch_neighbour, args=[members, link, action], daemon=True).start()
         if action.rank == 0:

@@ -6,20 +6,20 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from distbelief.control.messages import ServerMap
-from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import Answered, Push, Refused
+from distbelief.strategies.ps.protocol.frames import Framed
+from distbelief.strategies.ps.protocol.messages import Acknowledged, NotPrimary, Push
 
 
 class Client:
     """Sends what is not answered again, to whoever is primary by the newest map that it knows."""
 
-    def __init__(self, number: int, slices: int, post: Callable[[Any, Any, Letter], None]) -> None:
+    def __init__(self, number: int, slices: int, post: Callable[[Any, Any, Framed], None]) -> None:
         self.number = number
         self._slices = slices
         self._post = post
         self._sequences: dict[int, int] = {}
         self._tickets = 0
-        self.waiting: dict[Any, Letter] = {}
+        self.waiting: dict[Any, Framed] = {}
         self.replies: dict[int, Any] = {}
         self.known: ServerMap | None = None
 
@@ -29,7 +29,7 @@ class Client:
     def push(self, number: int, content: Any, payload: Any = None) -> None:
         sequence = self._sequences.get(number, -1) + 1
         self._sequences[number] = sequence
-        self.waiting[number, sequence] = Letter(Push(self.number, sequence, number, content), payload)
+        self.waiting[number, sequence] = Framed(Push(self.number, sequence, number, content), payload)
         self.send((number, sequence))
 
     def ask(self, make: Callable[[int, int], Any]) -> Generator[None, None, list[Any]]:
@@ -38,7 +38,7 @@ class Client:
         for number in range(self._slices):
             self._tickets += 1
             tickets.append(self._tickets)
-            self.waiting[self._tickets] = Letter(make(self._tickets, number))
+            self.waiting[self._tickets] = Framed(make(self._tickets, number))
             self.send(self._tickets)
         while any(ticket not in self.replies for ticket in tickets):
             yield
@@ -50,12 +50,12 @@ class Client:
             to = self.known.primaries[letter.message.slice]
             self._post(("worker", self.number), ("server", to), letter)
 
-    def hear(self, letter: Letter) -> None:
+    def hear(self, letter: Framed) -> None:
         message = letter.message
         match message:
-            case Answered():
+            case Acknowledged():
                 self.waiting.pop((message.slice, message.sequence), None)
-            case Refused():
+            case NotPrimary():
                 pass  # it is sent again
             case _:
                 if self.waiting.pop(message.ticket, None):

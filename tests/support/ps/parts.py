@@ -14,11 +14,11 @@ from torch.nn import functional as F
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule, split
 from distbelief.strategies.base import nothing_saved
-from distbelief.strategies.ps.protocol.messages import VALUES_AT, Go, Node
+from distbelief.strategies.ps.protocol.messages import VALUES_AT, ApplyStep, PartialSum
 from distbelief.strategies.ps.server.slicememory import SliceMemory
-from distbelief.strategies.ps.server.syncslice import Change, RunSlice, SumSpace
+from distbelief.strategies.ps.server.syncslice import Change, SumMemory, SynchronousSlice
 from distbelief.strategies.ps.strategy import ParameterServer
-from distbelief.strategies.ps.worker.prepared import PreparedServed
+from distbelief.strategies.ps.worker.prepared import PreparedParameterServer
 from distbelief.transport.exchange import ROW
 from distbelief.transport.shm.segment import Segment
 
@@ -49,21 +49,21 @@ class Kit:
     def __init__(self, clip_norm: float | None = 0.7) -> None:
         self.job = made_job(clip_norm)
         self.schedule = Schedule(SAMPLES, BATCH, SHARDS)
-        self.prepared = PreparedServed(self.job, self.schedule, torch.device("cpu"), ParameterServer())
+        self.prepared = PreparedParameterServer(self.job, self.schedule, torch.device("cpu"), ParameterServer())
         self.shapes = self.prepared.slices()
         self.layout = self.prepared.layout
-        self._space = SumSpace(max(shape.value_bytes for shape in self.shapes))
+        self._space = SumMemory(max(shape.value_bytes for shape in self.shapes))
         self._first = self.prepared.first_state(nothing_saved)
 
     def store(
         self, number: int, first: bool = True, opened: Callable[[str], Segment] = no_memory,
         values: Segment | None = None,
-    ) -> RunSlice:  # fmt: skip
+    ) -> SynchronousSlice:  # fmt: skip
         """`values`: where they are to be, if not in memory that nobody has had before."""
         shape = self.shapes[number]
         values = values or Segment.private(VALUES_AT + shape.value_bytes)
         memory = SliceMemory(shape, self.layout, self.prepared.recipe, self.job, values)
-        store = RunSlice(memory, self.job, self.schedule, opened, space=self._space)
+        store = SynchronousSlice(memory, self.job, self.schedule, opened, space=self._space)
         if first:
             content, at = Segment.private(shape.size_bytes), 0
             for tile, size in zip(shape.tiles, shape.state_bytes, strict=True):
@@ -99,17 +99,17 @@ class Kit:
                 found[row] = (step + 0.5 * shard, 2.0 * count, 0, count)
         return found.tobytes()
 
-    def node(self, step: int, node: Range, segment: str = "") -> Node:
+    def node(self, step: int, node: Range, segment: str = "") -> PartialSum:
         touched = np.ones(len(self.layout.entries), np.uint8).tobytes()
         integers = b"after %d" % step if node[0] == 0 else b""
-        return Node(step, *node, self.rows(step, node), touched, integers, segment)
+        return PartialSum(step, *node, self.rows(step, node), touched, integers, segment)
 
     def change(self, number: int, values: bytes, step: int, node: Range) -> Change:
         shape = self.shapes[number]
         whole = self.total(values, step, node).tobytes()
         return Change(self.node(step, node), bytearray(whole[shape.first_byte : shape.end_byte]))
 
-    def values(self, stores: list[RunSlice]) -> bytes:
+    def values(self, stores: list[SynchronousSlice]) -> bytes:
         """All slices together, as the layout has them."""
         whole = bytearray(self.layout.size_bytes)
         for shape, store in zip(self.shapes, stores, strict=True):
@@ -130,6 +130,6 @@ class Kit:
                 store.apply(self.change(number, found[-1], step, (0, SHARDS)))
             factor = self.factor([store.measured[1] for store in stores])
             for store in stores:
-                store.apply(Change(Go(step, factor)))
+                store.apply(Change(ApplyStep(step, factor)))
             found.append(self.values(stores))
         return found

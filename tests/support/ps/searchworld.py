@@ -21,11 +21,11 @@ from distbelief.coordinator.rules.servers import placement
 from distbelief.coordinator.rules.servers.placement import Slice
 from distbelief.job import Job
 from distbelief.strategies.base import Seat, nothing_saved
-from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import VALUES_AT, Answered, Push, Refused
+from distbelief.strategies.ps.protocol.frames import Framed
+from distbelief.strategies.ps.protocol.messages import VALUES_AT, Acknowledged, NotPrimary, Push
 from distbelief.strategies.ps.server.node import ServerNode
 from distbelief.strategies.ps.server.stores import SliceStore
-from distbelief.strategies.ps.worker.exchange import ServedOnDevice
+from distbelief.strategies.ps.worker.exchange import DeviceServerExchange
 from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
 from distbelief.strategies.sandblaster.searching import SearchingMember
 from distbelief.strategies.sandblaster.strategy import Sandblaster
@@ -107,7 +107,7 @@ class Turns:
 class Client:
     """See `ServerClient`."""
 
-    def __init__(self, number: int, post: Callable[[Any, Any, Letter], None]) -> None:
+    def __init__(self, number: int, post: Callable[[Any, Any, Framed], None]) -> None:
         self.number = number
         self.turns = Turns()
         self.ended = True
@@ -115,9 +115,9 @@ class Client:
         self._post = post
         self._sequences: dict[int, int] = {}
         self._tickets = 0
-        self._unanswered: dict[Any, Letter] = {}
+        self._unanswered: dict[Any, Framed] = {}
         self._given: dict[Any, Any] = {}
-        self._replies: dict[int, Letter] = {}
+        self._replies: dict[int, Framed] = {}
 
     def restart(self) -> None:
         self._unanswered.clear()
@@ -130,7 +130,7 @@ class Client:
 
     def push(self, number: int, content: Any, payload: Any = None) -> None:
         sequence = self._sequences[number] = self._sequences.get(number, -1) + 1
-        self._send((number, sequence), Letter(Push(self.number, sequence, number, content), payload))
+        self._send((number, sequence), Framed(Push(self.number, sequence, number, content), payload))
 
     def flush(self) -> None:
         """All is on its way."""
@@ -144,12 +144,12 @@ class Client:
         self._wait(lambda: key not in self._unanswered, abort)
         return self._given.pop(key)
 
-    def ask(self, questions: Iterable[Callable[[int], Any]], abort: Abort, each: Callable[[Letter], None]) -> None:
+    def ask(self, questions: Iterable[Callable[[int], Any]], abort: Abort, each: Callable[[Framed], None]) -> None:
         tickets = []
         for make in questions:
             self._tickets += 1
             tickets.append(self._tickets)
-            self._send(self._tickets, Letter(make(self._tickets)))
+            self._send(self._tickets, Framed(make(self._tickets)))
         self._wait(lambda: all(ticket in self._replies for ticket in tickets), abort)
         for ticket in tickets:
             each(self._replies.pop(ticket))
@@ -164,7 +164,7 @@ class Client:
                 return
             self.nap(0)
 
-    def _send(self, key: Any, letter: Letter) -> None:
+    def _send(self, key: Any, letter: Framed) -> None:
         self._unanswered[key] = letter
         if self.known is not None:
             to = self.known.primaries[letter.message.slice]
@@ -174,12 +174,12 @@ class Client:
         for key, letter in list(self._unanswered.items()):
             self._send(key, letter)
 
-    def hear(self, letter: Letter) -> None:
+    def hear(self, letter: Framed) -> None:
         match letter.message:
-            case Answered(slice=number, sequence=sequence, given=given):
+            case Acknowledged(slice=number, sequence=sequence, given=given):
                 if self._unanswered.pop((number, sequence), None):
                     self._given[number, sequence] = given
-            case Refused():
+            case NotPrimary():
                 pass  # it is sent again
             case message:
                 if self._unanswered.pop(message.ticket, None):
@@ -250,15 +250,15 @@ class Group:
 
 @dataclass
 class DeviceGroup(Group):
-    """See `ServedOnDevice`, whose own methods these are; the host's memory stands in for a device's."""
+    """See `DeviceServerExchange`, whose own methods these are; the host's memory stands in for a device's."""
 
-    apart: ClassVar[bool] = ServedOnDevice.apart
-    grain_bytes: ClassVar[int] = ServedOnDevice.grain_bytes
+    apart: ClassVar[bool] = DeviceServerExchange.apart
+    grain_bytes: ClassVar[int] = DeviceServerExchange.grain_bytes
     device: ClassVar[torch.device] = torch.device("cpu")
     kept: dict[str, Memory] = field(default_factory=dict)
     _rooms: dict[int, DeviceMemory] = field(default_factory=dict)
     values, room, bring, _pinned = (
-        ServedOnDevice.values, ServedOnDevice.room, ServedOnDevice.bring, ServedOnDevice._pinned
+        DeviceServerExchange.values, DeviceServerExchange.room, DeviceServerExchange.bring, DeviceServerExchange._pinned
     )  # type: ignore[assignment] # fmt: skip
 
 

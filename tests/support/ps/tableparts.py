@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from distbelief.coordinator.rules.servers.roles import Slice
 from distbelief.job import Job
 from distbelief.shards import Schedule
-from distbelief.strategies.ps.protocol.messages import Go
+from distbelief.strategies.ps.protocol.messages import ApplyStep
 from distbelief.strategies.ps.server.stores import Change
 from distbelief.strategies.ps.tables.embedding import EmbeddingTable, on_servers
-from distbelief.strategies.ps.tables.messages import RowGradient, ShardRows
+from distbelief.strategies.ps.tables.messages import ShardRowGradients, UpdateRowGradients
 from distbelief.strategies.ps.tables.rowbuckets import part_of
-from distbelief.strategies.ps.tables.rowgradients import RowGradients, divided
-from distbelief.strategies.ps.tables.slices import FreeTables, StepTables
+from distbelief.strategies.ps.tables.rowgradients import RowGradients, payloads_by_part
+from distbelief.strategies.ps.tables.slices import AsynchronousTableSlice, SynchronousTableSlice
 from distbelief.strategies.ps.tables.specs import specs_of
 from distbelief.transport.exchange import ROW
 
@@ -64,11 +64,11 @@ class Kit:
             self.specs = specs_of(model(), self.job)
         self.shapes = [Slice(number, 1000) for number in range(PARTS)]
 
-    def store(self) -> StepTables:
-        return StepTables(self.specs, self.job, self.schedule)
+    def store(self) -> SynchronousTableSlice:
+        return SynchronousTableSlice(self.specs, self.job, self.schedule)
 
-    def free(self) -> FreeTables:
-        return FreeTables(self.specs, self.job)
+    def free(self) -> AsynchronousTableSlice:
+        return AsynchronousTableSlice(self.specs, self.job)
 
     # --- a worker's part ---------------------------------------------------------------------------------------------
 
@@ -95,17 +95,19 @@ class Kit:
     def changes(self, step: int, shards: list[int], found: list[list[RowGradients]]) -> list[Change]:
         """By part."""
         return [
-            Change(ShardRows(step, shards, one.counts, self.told(step, shards)), one.content)
-            for one in divided(found, PARTS)
+            Change(ShardRowGradients(step, shards, one.counts, self.told(step, shards)), one.content)
+            for one in payloads_by_part(found, PARTS)
         ]
 
     def update(self, number: int, step: int, found: list[RowGradients]) -> list[Change]:
         return [
-            Change(RowGradient(number, step, [count for (count,) in one.counts]), one.content)
-            for one in divided([found], PARTS)
+            Change(UpdateRowGradients(number, step, [count for (count,) in one.counts]), one.content)
+            for one in payloads_by_part([found], PARTS)
         ]
 
-    def pulled(self, stores: list[StepTables] | list[FreeTables], wanted: list[np.ndarray]) -> list[np.ndarray]:
+    def pulled(
+        self, stores: list[SynchronousTableSlice] | list[AsynchronousTableSlice], wanted: list[np.ndarray]
+    ) -> list[np.ndarray]:
         values = []
         for table, rows in enumerate(wanted):
             value = np.zeros((len(rows), self.specs[table].form.width), np.float32)
@@ -125,7 +127,7 @@ class Kit:
         return [self.contents(stores) for stores in self.stages(steps)]
 
     @lru_cache(maxsize=4)  # noqa: B019
-    def stages(self, steps: int) -> list[list[StepTables]]:
+    def stages(self, steps: int) -> list[list[SynchronousTableSlice]]:
         """Every part, after 0, 1, 2… steps."""
         stores = [self.store() for _ in range(PARTS)]
         found = [[self._copy(store) for store in stores]]
@@ -136,16 +138,16 @@ class Kit:
                 store.apply(change)
             factor = self.factor([store._measured[1] for store in stores])
             for store in stores:
-                store.apply(Change(Go(step, factor)))
+                store.apply(Change(ApplyStep(step, factor)))
             found.append([self._copy(store) for store in stores])
         return found
 
-    def _copy(self, store: StepTables) -> StepTables:
+    def _copy(self, store: SynchronousTableSlice) -> SynchronousTableSlice:
         copy = self.store()
         copy.load(store.state())
         return copy
 
-    def contents(self, stores: list[StepTables] | list[FreeTables]) -> list[bytes]:
+    def contents(self, stores: list[SynchronousTableSlice] | list[AsynchronousTableSlice]) -> list[bytes]:
         return [bytes(store.contents().numpy()) for store in stores]
 
 

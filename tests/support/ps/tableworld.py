@@ -11,14 +11,14 @@ import numpy as np
 from distbelief.coordinator.rules.servers import placement
 from distbelief.shards import Range
 from distbelief.strategies.dataparallel.takeover import plan_step, plan_takeover
-from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import RUN, Answered, Go, Look, Measure, Push
+from distbelief.strategies.ps.protocol.frames import Framed
+from distbelief.strategies.ps.protocol.messages import RUN, Acknowledged, ApplyStep, Inspect, MeasureStep, Push
 from distbelief.strategies.ps.rules.gathering import shards_on_all_slices
 from distbelief.strategies.ps.server.node import ServerNode
-from distbelief.strategies.ps.tables.messages import Count, Pull
+from distbelief.strategies.ps.tables.messages import CountRows, PullRows
 from distbelief.strategies.ps.tables.rowbuckets import part_of
 from distbelief.strategies.ps.tables.rowgradients import RowGradients
-from distbelief.strategies.ps.tables.slices import FreeTables, StepTables
+from distbelief.strategies.ps.tables.slices import AsynchronousTableSlice, SynchronousTableSlice
 from distbelief.transport.exchange import PublishedSum, Source
 from tests.support.ps.client import Client
 from tests.support.ps.tableparts import PARTS, SHARDS, Kit
@@ -34,12 +34,12 @@ class TableClient(Client):
 
     def update(self, number: int, content: Any, payload: Any) -> None:
         key = (number, RUN, content.update)
-        self.waiting[key] = Letter(Push(self.number, content.update, number, content), payload)
+        self.waiting[key] = Framed(Push(self.number, content.update, number, content), payload)
         self.send(key)
 
-    def hear(self, letter: Letter) -> None:
+    def hear(self, letter: Framed) -> None:
         message = letter.message
-        if isinstance(message, Answered) and message.source == RUN:
+        if isinstance(message, Acknowledged) and message.source == RUN:
             self.waiting.pop((message.slice, RUN, message.sequence), None)
             return
         if letter.payload is not None and message.ticket in self.waiting:
@@ -50,10 +50,10 @@ class TableClient(Client):
 class TableWorld(World):
     kit: Kit  # type: ignore[assignment]
     clients: dict[int, TableClient]  # type: ignore[assignment]
-    stores: dict[str, StepTables]  # type: ignore[assignment]
+    stores: dict[str, SynchronousTableSlice]  # type: ignore[assignment]
 
     def _start_server(self, server: int) -> None:
-        def make(number: int, first: bool) -> tuple[StepTables, str]:
+        def make(number: int, first: bool) -> tuple[SynchronousTableSlice, str]:
             self.stores[f"{server}/{number}"] = self.kit.store()
             return self.stores[f"{server}/{number}"], ""
 
@@ -67,7 +67,7 @@ class TableWorld(World):
     def _work(self, worker: int, rank: int, ranges: list[Range]) -> Iterator[None]:
         client = self.clients[worker]
         client.restart()
-        looked = yield from client.ask(Look)
+        looked = yield from client.ask(Inspect)
         if rank == 0:
             self.found = (
                 min(one.version for one in looked),
@@ -98,7 +98,7 @@ class TableWorld(World):
                 measured = yield from client.ask(partial(_measure, step))
                 factor = self.kit.factor([one.squares for one in measured])
                 for number in range(PARTS):
-                    client.push(number, Go(step, factor))
+                    client.push(number, ApplyStep(step, factor))
             step += 1
             counted = yield from client.ask(partial(_count, step))
             assert {one.version for one in counted} == {step}
@@ -136,14 +136,14 @@ class TableWorld(World):
 class FreeTableWorld(TableWorld):
     """Updates that wait for nobody. What a dead worker had not finished is done again by others, all of it."""
 
-    stores: dict[str, FreeTables]  # type: ignore[assignment]
+    stores: dict[str, AsynchronousTableSlice]  # type: ignore[assignment]
 
     def __init__(self, *arguments: Any) -> None:
         self.finished: set[int] = set()
         super().__init__(*arguments)
 
     def _start_server(self, server: int) -> None:
-        def make(number: int, first: bool) -> tuple[FreeTables, str]:
+        def make(number: int, first: bool) -> tuple[AsynchronousTableSlice, str]:
             self.stores[f"{server}/{number}"] = self.kit.free()
             return self.stores[f"{server}/{number}"], ""
 
@@ -183,13 +183,13 @@ class FreeTableWorld(TableWorld):
             assert {row: value for found in counted.values() for row, value in found[table].items()} == expected[table]
 
 
-def _measure(step: int, ticket: int, number: int) -> Measure:
-    return Measure(ticket, number, step)
+def _measure(step: int, ticket: int, number: int) -> MeasureStep:
+    return MeasureStep(ticket, number, step)
 
 
-def _count(step: int, ticket: int, number: int) -> Count:
-    return Count(ticket, number, step)
+def _count(step: int, ticket: int, number: int) -> CountRows:
+    return CountRows(ticket, number, step)
 
 
-def _pull(step: int, table: int, rows: list[bytes], ticket: int, number: int) -> Pull:
-    return Pull(ticket, number, step, table, rows[number])
+def _pull(step: int, table: int, rows: list[bytes], ticket: int, number: int) -> PullRows:
+    return PullRows(ticket, number, step, table, rows[number])

@@ -22,10 +22,10 @@ from distbelief.coordinator.rules.servers.placement import Slice
 from distbelief.coordinator.rules.servers.roles import Decision, Placement
 from distbelief.shards import Range
 from distbelief.strategies.dataparallel.takeover import plan_step, plan_takeover
-from distbelief.strategies.ps.protocol.messages import VALUES_AT, Fetch, Go, Look, Measure, values_at
+from distbelief.strategies.ps.protocol.messages import VALUES_AT, ApplyStep, Inspect, MeasureStep, PullValues, values_at
 from distbelief.strategies.ps.rules.gathering import shards_on_all_slices
-from distbelief.strategies.ps.server.node import Out, ServerNode
-from distbelief.strategies.ps.server.syncslice import RunSlice
+from distbelief.strategies.ps.server.node import Outgoing, ServerNode
+from distbelief.strategies.ps.server.syncslice import SynchronousSlice
 from distbelief.transport.exchange import PublishedSum, Source
 from distbelief.transport.shm.segment import Segment
 from tests.support.ps.client import Client
@@ -48,7 +48,7 @@ class World:
         self.links: dict[tuple[Actor, Actor], deque[Any]] = {}
         self.memory: dict[str, Segment] = {}
         self.nodes: dict[int, ServerNode] = {}
-        self.stores: dict[str, RunSlice] = {}
+        self.stores: dict[str, SynchronousSlice] = {}
         self.next_server = servers
         self.next_worker = 0
         self.generation = 0
@@ -98,7 +98,7 @@ class World:
             self.perform(number, node.learn(message) if isinstance(message, ServerMap) else node.receive(
                 message, str(source[1]).encode()))  # fmt: skip
 
-    def perform(self, server: int, out: Out) -> None:
+    def perform(self, server: int, out: Outgoing) -> None:
         for client, letter in out.clients:
             self.post(("server", server), ("worker", int(client)), letter)
         for other, letter in out.servers:
@@ -109,7 +109,7 @@ class World:
     # --- servers -----------------------------------------------------------------------------------------------------
 
     def _start_server(self, server: int) -> None:
-        def make(number: int, first: bool) -> tuple[RunSlice, str]:
+        def make(number: int, first: bool) -> tuple[SynchronousSlice, str]:
             name = f"{server}/{number}"
             size_bytes = VALUES_AT + self.kit.shapes[number].value_bytes
             values = self.memory.setdefault(name, Segment.private(size_bytes))  # workers may still map it
@@ -208,7 +208,7 @@ class World:
     def _work(self, worker: int, rank: int, ranges: list[Range]) -> Iterator[None]:
         client = self.clients[worker]
         client.restart()
-        looked = yield from client.ask(Look)
+        looked = yield from client.ask(Inspect)
         if rank == 0:
             version = min(one.version for one in looked)
             self.found = (version, shards_on_all_slices(looked, SHARDS))
@@ -235,7 +235,7 @@ class World:
                 measured = yield from client.ask(partial(_measure, step))
                 factor = self.kit.factor([one.squares for one in measured])
                 for number in range(len(self.kit.shapes)):
-                    client.push(number, Go(step, factor))
+                    client.push(number, ApplyStep(step, factor))
             step += 1
             shown = yield from self._bring(client, step)
 
@@ -310,9 +310,9 @@ class World:
             assert len(states) == 1  # the optimizer's state too
 
 
-def _measure(step: int, ticket: int, number: int) -> Measure:
-    return Measure(ticket, number, step)
+def _measure(step: int, ticket: int, number: int) -> MeasureStep:
+    return MeasureStep(ticket, number, step)
 
 
-def _fetch(version: int, ticket: int, number: int) -> Fetch:
-    return Fetch(ticket, number, version)
+def _fetch(version: int, ticket: int, number: int) -> PullValues:
+    return PullValues(ticket, number, version)

@@ -16,15 +16,15 @@ from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies import parse
 from distbelief.strategies.base import Seat, ServerJob
-from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import Answered, Gathered, Lease, Push, Update
+from distbelief.strategies.ps.protocol.frames import Framed
+from distbelief.strategies.ps.protocol.messages import Acknowledged, AtGate, LeasedUpdate, Push, Update
 from distbelief.strategies.ps.server.node import ServerNode
 from distbelief.strategies.ps.server.runstores import RunStores
 from distbelief.strategies.ps.strategy import ParameterServer
 from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica
-from distbelief.strategies.ps.worker.exchange import ServedGroup, ServedOnDevice
-from distbelief.strategies.ps.worker.prepared import PreparedServed
-from distbelief.strategies.ps.worker.synchronous import ServedReplica
+from distbelief.strategies.ps.worker.exchange import DeviceServerExchange, ServerExchange
+from distbelief.strategies.ps.worker.prepared import PreparedParameterServer
+from distbelief.strategies.ps.worker.synchronous import SynchronousReplica
 from distbelief.transport.abort import Abort
 from distbelief.transport.shm.exchange import SharedExchange
 from distbelief.transport.shm.segment import Segment, SegmentClient
@@ -49,7 +49,7 @@ class DirectClient:
         self._tickets = 0
         self._unanswered: set[tuple[int, int]] = set()
         self._given: dict[tuple[int, int], Any] = {}
-        self._replies: dict[int, Letter] = {}
+        self._replies: dict[int, Framed] = {}
 
     def restart(self) -> None:
         assert not self._unanswered
@@ -66,7 +66,7 @@ class DirectClient:
         self._unanswered.add((number, sequence))
         # As over a socket: what is sent is not changed by what the sender does to its memory afterwards.
         sent = bytearray(payload) if payload is not None else None
-        self._tell(Letter(Push(0, sequence, number, content, LIFE), sent))
+        self._tell(Framed(Push(0, sequence, number, content, LIFE), sent))
         return sequence
 
     def flush(self) -> None: ...
@@ -78,17 +78,17 @@ class DirectClient:
         return self._given.pop((number, self.push(number, content)))
 
     def ask(
-        self, questions: Iterable[Callable[[int], Any]], abort: Abort, each: Callable[[Letter], None], idle: Any = None
+        self, questions: Iterable[Callable[[int], Any]], abort: Abort, each: Callable[[Framed], None], idle: Any = None
     ) -> None:
         for make in questions:
             self._tickets += 1
-            self._tell(Letter(make(self._tickets)))
+            self._tell(Framed(make(self._tickets)))
             each(self._replies.pop(self._tickets))
 
-    def _tell(self, letter: Letter) -> None:
+    def _tell(self, letter: Framed) -> None:
         for _, answer in self._node.receive(letter, b"worker").clients:
             message = answer.message
-            if isinstance(message, Answered):
+            if isinstance(message, Acknowledged):
                 self._unanswered.remove((message.slice, message.sequence))
                 self._given[message.slice, message.sequence] = message.given
             else:
@@ -106,9 +106,9 @@ class ServedAlone:
         schedule = Schedule(len(source), job.global_batch, job.resolved_shards)
         assert job.steps
         self.steps = job.steps
-        self.prepared = PreparedServed(job, schedule, CPU, how)
+        self.prepared = PreparedParameterServer(job, schedule, CPU, how)
         spec = WorkerSpec(0, "here", "", NO_CREDENTIAL, "", strategy, 1, "cpu", shares_memory=segments is not None)
-        known = ServerJob(job, schedule, self.steps, PreparedServed(job, schedule, CPU, how))
+        known = ServerJob(job, schedule, self.steps, PreparedParameterServer(job, schedule, CPU, how))
         self.stores = stores = RunStores(ServingHost(spec, segments), known)
         stores.life = LIFE
         node, slices = ServerNode(0, stores.make), len(stores.sizes)
@@ -120,7 +120,7 @@ class ServedAlone:
             meet = SharedExchange(segments, "generation 1", 0, geometry, abort)
         own: dict[str, Segment] = {}
         given: Any = 0, 1, meet, DirectClient(node, slices), abort, geometry.slot_bytes, segments, own
-        exchange = ServedOnDevice(*given, device=CPU, kept={}) if on_device else ServedGroup(*given)
+        exchange = DeviceServerExchange(*given, device=CPU, kept={}) if on_device else ServerExchange(*given)
         feed = Feed(source, schedule, job, shuffle=job.shuffle)
         self.replica = self.prepared.build(Seat(0, ranges, self.steps, 1, (), [0]), exchange, feed.fetch)
 
@@ -128,12 +128,12 @@ class ServedAlone:
         """(losses, digest of all weights, those on servers too)"""
         replica = self.replica
         if isinstance(replica, AsynchronousReplica):
-            while not isinstance(what := replica.next(), Gathered):
-                assert isinstance(what, Lease)
+            while not isinstance(what := replica.next(), AtGate):
+                assert isinstance(what, LeasedUpdate)
                 replica.work(what)
             replica.arrived(what.step)
         else:
-            assert isinstance(replica, ServedReplica)
+            assert isinstance(replica, SynchronousReplica)
             while (step := replica.steps_applied()) < self.steps:
                 replica.compute(step)
                 replica.commit(step)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.ps.protocol.messages import Fetch, Look, Note
+from distbelief.strategies.ps.protocol.messages import Inspect, Note, PullValues
 from distbelief.strategies.ps.server.stores import Change
 from distbelief.strategies.sandblaster.messages import (
     Begin,
@@ -41,7 +41,7 @@ def take(worker: int = 5, generation: int = 1, step: int = 0, computed: Computed
 
 
 def known(store: SearchSlice) -> SearchKnown:
-    letter = store.reply(Look(1, 9), "", True, True)
+    letter = store.reply(Inspect(1, 9), "", True, True)
     assert letter is not None
     assert isinstance(letter.message, SearchKnown)
     return letter.message
@@ -99,6 +99,6 @@ def test_a_copy_answers_as_the_original_does() -> None:
 
 
 def test_it_is_answered_from_what_the_backup_has_too() -> None:
-    assert begun().reply(Look(1, 9), "", True, caught_up=False) is None
-    with pytest.raises(DistBeliefError, match="a search is not asked Fetch"):
-        begun().reply(Fetch(1, 9, 0), "", True, True)
+    assert begun().reply(Inspect(1, 9), "", True, caught_up=False) is None
+    with pytest.raises(DistBeliefError, match="a search is not asked PullValues"):
+        begun().reply(PullValues(1, 9, 0), "", True, True)

@@ -11,7 +11,7 @@ import torch
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range, split
 from distbelief.strategies.base import nothing_saved
-from distbelief.strategies.ps.protocol.messages import VALUES_AT, Fetch, Fetched, Look, Node
+from distbelief.strategies.ps.protocol.messages import VALUES_AT, Inspect, PartialSum, PulledValues, PullValues
 from distbelief.strategies.ps.server.stores import Change
 from distbelief.strategies.sandblaster.messages import (
     Combine,
@@ -62,8 +62,8 @@ def products(store: VectorSlice, asked: Products) -> Produced | None:
 
 
 def shown(store: VectorSlice, version: int) -> bytes | None:
-    letter = store.reply(Fetch(1, 0, version, inline=True), "", True, True)
-    assert letter is None or isinstance(letter.message, Fetched)
+    letter = store.reply(PullValues(1, 0, version, inline=True), "", True, True)
+    assert letter is None or isinstance(letter.message, PulledValues)
     return letter.payload if letter else None
 
 
@@ -107,8 +107,8 @@ def test_questions_wait_for_the_command_that_they_follow(kit: Kit) -> None:
     do(store, FIRST + 1, Drop(["two"]))
     with pytest.raises(DistBeliefError, match="no vector called 'two'"):
         products(store, asked)
-    with pytest.raises(DistBeliefError, match="is not asked Look"):
-        store.reply(Look(1, 0), "", True, True)
+    with pytest.raises(DistBeliefError, match="is not asked Inspect"):
+        store.reply(Inspect(1, 0), "", True, True)
 
 
 def tree_sum(parts: list[torch.Tensor], node: Range) -> torch.Tensor:
@@ -130,8 +130,8 @@ def test_sums_of_portions_in_any_order_and_any_number_of_copies_are_the_trees(ki
         dice.shuffle(nodes)
         for node in nodes:
             part = tree_sum(parts, node).numpy().tobytes()
-            store.apply(Change(Node(7, *node, b"", b""), bytearray(part)))
-            store.apply(Change(Node(6, *node, b"", b""), bytearray(len(part))))  # of another evaluation
+            store.apply(Change(PartialSum(7, *node, b"", b""), bytearray(part)))
+            store.apply(Change(PartialSum(6, *node, b"", b""), bytearray(len(part))))  # of another evaluation
         do(store, FIRST + 1, Show("start", 7), Finish(7, "gradient.0", 0.25))
         letter = store.reply(ReadVectors(1, 0, FIRST + 1, ["gradient.0"]), "", True, True)
         assert letter is not None
@@ -155,13 +155,13 @@ def test_a_copy_has_everything(kit: Kit, number: int) -> None:
     if has_parameters:
         for p in range(portions - 1):
             part = torch.full((store.shape.value_bytes // 4,), 1.0 + p).numpy().tobytes()
-            store.apply(Change(Node(7, p, p + 1, b"", b""), bytearray(part)))
+            store.apply(Change(PartialSum(7, p, p + 1, b"", b""), bytearray(part)))
     about, content = store.state()
     copy.load((about, content.clone()))
     for one in (store, copy):
         if has_parameters:
             part = bytearray(one.shape.value_bytes)
-            one.apply(Change(Node(7, portions - 1, portions, b"", b""), part))
+            one.apply(Change(PartialSum(7, portions - 1, portions, b"", b""), part))
         do(one, FIRST + 1, Finish(7, "gradient.1", 0.5))
     assert store.version == copy.version == FIRST + 2
     assert shown(store, FIRST + 2) == shown(copy, FIRST + 2)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from distbelief.strategies.base import ServerHost
-    from distbelief.strategies.ps.worker.prepared import PreparedServed
+    from distbelief.strategies.ps.worker.prepared import PreparedParameterServer
 
 MODES = ("sync", "ssp", "async")
 FREE = {"adaptive": False, "n_push": 1, "n_fetch": 1, "warm_up": 0, "noise": 0.0, "dc": 0.0}
@@ -170,10 +170,10 @@ class ParameterServer(Strategy):
             "distbelief.strategies.ps.server.runstores",
         )
 
-    def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedServed:
-        from distbelief.strategies.ps.worker.prepared import PreparedServed
+    def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedParameterServer:
+        from distbelief.strategies.ps.worker.prepared import PreparedParameterServer
 
-        return PreparedServed(job, schedule, device, self)
+        return PreparedParameterServer(job, schedule, device, self)
 
 
 def parse(text: str, options: Sequence[str]) -> ParameterServer:

@@ -12,15 +12,15 @@ from msgspec import Struct, field
 from distbelief.shards import Range
 from distbelief.strategies.ps.protocol.messages import (
     Content,
-    Contents,
-    Fetch,
-    Fetched,
-    Given,
-    Look,
-    Node,
+    Inspect,
     Note,
+    PartialSum,
+    PulledValues,
+    PullValues,
+    PushResult,
     Question,
     Reply,
+    SliceState,
 )
 from distbelief.strategies.ps.protocol.messageset import MessageSet
 
@@ -187,7 +187,7 @@ class Stepped(Struct, frozen=True, tag=True):
     done: StepsDone
 
 
-class SearchGiven(Given, frozen=True):
+class SearchGiven(PushResult, frozen=True):
     """The answer to a `Begin`, a `Take` or a `Keep`."""
 
     what: Heard | Portions | Idle | Total | Stepped
@@ -224,7 +224,7 @@ class Produced(Reply, frozen=True):
 
 
 class SearchKnown(Reply, frozen=True):
-    """What the search holds, in answer to a `Look`."""
+    """What the search holds, in answer to a `Inspect`."""
 
     steps: int
     state: bytes
@@ -234,8 +234,8 @@ class SearchKnown(Reply, frozen=True):
 
 
 MESSAGES = MessageSet(
-    contents=(Node, Note, Do, Begin, Take, Keep),
-    questions=(Fetch, Look, Products, ReadVectors),
-    replies=(Fetched, Contents, Produced, SearchKnown),
+    contents=(PartialSum, Note, Do, Begin, Take, Keep),
+    questions=(PullValues, Inspect, Products, ReadVectors),
+    replies=(PulledValues, SliceState, Produced, SearchKnown),
     given=SearchGiven,
 )

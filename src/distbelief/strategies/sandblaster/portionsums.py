@@ -12,7 +12,7 @@ from distbelief.errors import JobError
 from distbelief.shards import Range, split
 from distbelief.strategies.base import Fetch
 from distbelief.strategies.flatmodel.compute import ShardComputer, ShardResult
-from distbelief.strategies.ps.worker.exchange import ServedGroup
+from distbelief.strategies.ps.worker.exchange import ServerExchange
 from distbelief.strategies.sandblaster.rules.wholedata import portion_seed
 
 Losses = list[tuple[float, float]]
@@ -20,7 +20,7 @@ Losses = list[tuple[float, float]]
 
 class PortionSums:
     def __init__(
-        self, computer: ShardComputer, exchange: ServedGroup, fetch: Fetch, size: int, buffers: list[torch.Tensor]
+        self, computer: ShardComputer, exchange: ServerExchange, fetch: Fetch, size: int, buffers: list[torch.Tensor]
     ) -> None:
         """`size`: elements of all parameters."""
         self.spent_s = 0.0

@@ -19,7 +19,7 @@ from distbelief.strategies.flatmodel.compute import ShardComputer
 from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.ps.rules.slicing import SliceShape, cut
-from distbelief.strategies.ps.worker.exchange import ServedGroup
+from distbelief.strategies.ps.worker.exchange import ServerExchange
 from distbelief.strategies.sandblaster.messages import MESSAGES
 from distbelief.strategies.sandblaster.portionsums import require_steady
 from distbelief.strategies.sandblaster.rules.wholedata import levels
@@ -101,7 +101,7 @@ class PreparedSandblaster(PreparedModel):
         return state
 
     def build(self, seat: Seat, exchange: Any, fetch: Fetch, begin_from: BeginFrom = nothing_saved) -> SearchingMember:
-        if not isinstance(exchange, ServedGroup):
+        if not isinstance(exchange, ServerExchange):
             raise DistBeliefError("sandblaster needs servers: its steps cannot be computed by one process alone")
         return SearchingMember(self._computer, self._recipe, self._schedule, seat, exchange, fetch, self.strategy)
 

@@ -21,12 +21,12 @@ from distbelief.strategies.base import Fetch as FetchBatch
 from distbelief.strategies.flatmodel.compute import ShardComputer
 from distbelief.strategies.flatmodel.named import whole_entries
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
-from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import Contents, Look, Node, Note, Question
+from distbelief.strategies.ps.protocol.frames import Framed
+from distbelief.strategies.ps.protocol.messages import Inspect, Note, PartialSum, Question, SliceState
 from distbelief.strategies.ps.rules.slicing import parameter_stretch
-from distbelief.strategies.ps.tables.remote import ServedTables
-from distbelief.strategies.ps.worker.exchange import ServedGroup
-from distbelief.strategies.ps.worker.member import AlreadyCopied, ServedMember
+from distbelief.strategies.ps.tables.remote import RemoteTables
+from distbelief.strategies.ps.worker.exchange import ServerExchange
+from distbelief.strategies.ps.worker.member import AlreadyCopied, ParameterServerMember
 from distbelief.strategies.sandblaster.messages import (
     Begin,
     Computed,
@@ -59,14 +59,14 @@ SHORTEST_NAP_S = 0.001
 LONGEST_NAP_S = 0.02
 
 
-class SearchingMember(ServedMember):
+class SearchingMember(ParameterServerMember):
     """See `Replica`."""
 
     def __init__(
-        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
+        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServerExchange,
         fetch: FetchBatch, strategy: Sandblaster,
     ) -> None:  # fmt: skip
-        super().__init__(computer, recipe, schedule, seat, exchange, fetch, ServedTables([], [], range(0)))
+        super().__init__(computer, recipe, schedule, seat, exchange, fetch, RemoteTables([], [], range(0)))
         self._settings = Settings(history_size=strategy.history, lr=strategy.lr)
         self._search = len(self._slices)
         self._stretches = [parameter_stretch(computer.layout, shape)[1] for shape in self._slices]
@@ -221,7 +221,7 @@ class SearchingMember(ServedMember):
         if losses is None:
             return None
         slot, name = self.exchange.slot(0)
-        content = Node(portions.evaluation, *portions.node, b"", b"", b"", name)
+        content = PartialSum(portions.evaluation, *portions.node, b"", b"", b"", name)
         for shape, (first, end) in zip(self._slices, self._stretches, strict=True):
             if first < end:
                 payload = None if name else slot.view(shape.first_byte, shape.value_bytes)
@@ -261,8 +261,8 @@ class SearchingMember(ServedMember):
             values = self._values.tensor(torch.uint8, shape.first_byte, shape.value_bytes)
             into.tensor(torch.uint8, portion.starts[shape.number], shape.value_bytes).copy_(values)
 
-        def read(letter: Letter) -> None:
-            message: Contents = letter.message
+        def read(letter: Framed) -> None:
+            message: SliceState = letter.message
             shape = self._slices[message.slice]
             size_bytes = len(vectors) * portion.vector_bytes(shape)
             if len(letter.payload) != size_bytes:
@@ -278,7 +278,7 @@ class SearchingMember(ServedMember):
 
 
 def _look(number: int, ticket: int) -> Question:
-    return Look(ticket, number)
+    return Inspect(ticket, number)
 
 
 def _read(number: int, after: int, names: list[str], ticket: int) -> Question:

@@ -13,8 +13,8 @@ import msgspec
 import torch
 
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import Look, Note, Question
+from distbelief.strategies.ps.protocol.frames import Framed
+from distbelief.strategies.ps.protocol.messages import Inspect, Note, Question
 from distbelief.strategies.ps.server.stores import Change, Snapshot, State
 from distbelief.strategies.sandblaster.messages import (
     COUNTS,
@@ -124,10 +124,10 @@ class SearchSlice:
     def given(self, client: int) -> SearchGiven | None:
         return self._book.given.get(client)
 
-    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
-        if not isinstance(question, Look):
+    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Framed | None:
+        if not isinstance(question, Inspect):
             raise DistBeliefError(f"a search is not asked {type(question).__name__}")
         if not caught_up:
             return None  # who goes on from here must find it again, whoever dies
         book = self._book
-        return Letter(SearchKnown(question.ticket, question.slice, book.steps, book.state, book.note, list(book.past)))
+        return Framed(SearchKnown(question.ticket, question.slice, book.steps, book.state, book.note, list(book.past)))

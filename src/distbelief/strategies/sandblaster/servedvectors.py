@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from distbelief.strategies.ps.protocol.client import ServerClient, Stop
-from distbelief.strategies.ps.protocol.frames import Letter
+from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.protocol.messages import Question
 from distbelief.strategies.sandblaster.messages import (
     Combine,
@@ -96,7 +96,7 @@ class ServedVectors:
         self._send()
         found: list[Produced] = []
 
-        def produced(letter: Letter) -> None:
+        def produced(letter: Framed) -> None:
             found.append(letter.message)
 
         questions = [partial(_of_slice, asked, self._number, number) for number in range(self._slices)]

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from distbelief.strategies.flatmodel.compute import ShardComputer
-from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import Fetch, Fetched, Question
+from distbelief.strategies.ps.protocol.frames import Framed
+from distbelief.strategies.ps.protocol.messages import PulledValues, PullValues, Question
 from distbelief.strategies.ps.rules.slicing import SliceShape
-from distbelief.strategies.ps.worker.exchange import ServedGroup
+from distbelief.strategies.ps.worker.exchange import ServerExchange
 from distbelief.transport.shm.segment import Segment
 
 AGAIN_S = 0.01
@@ -20,8 +20,8 @@ AGAIN_S = 0.01
 
 class ShownValues:
     def __init__(
-        self, computer: ShardComputer, exchange: ServedGroup, slices: Sequence[SliceShape],
-        take: Callable[[Fetched, Any], None],
+        self, computer: ShardComputer, exchange: ServerExchange, slices: Sequence[SliceShape],
+        take: Callable[[PulledValues, Any], None],
     ) -> None:  # fmt: skip
         """`take`: copies the values of a slice to their places."""
         self.number = -1
@@ -41,9 +41,9 @@ class ShownValues:
         self.number = -1
         whole = True
 
-        def fetched(letter: Letter) -> None:
+        def fetched(letter: Framed) -> None:
             nonlocal whole
-            message: Fetched = letter.message
+            message: PulledValues = letter.message
             whole &= message.version == number and self._copied(message, letter.payload)
             if message.slice == 0:
                 self._computer.commit_integers(message.integers or None)
@@ -60,7 +60,7 @@ class ShownValues:
         while not self.bring(number):
             self._exchange.client.nap(AGAIN_S)
 
-    def _copied(self, message: Fetched, payload: Any) -> bool:
+    def _copied(self, message: PulledValues, payload: Any) -> bool:
         """Copy the values of a slice. False: they were overwritten meanwhile."""
         self._take(message, payload)
         if not message.segment:
@@ -77,4 +77,4 @@ class ShownValues:
 
 
 def _fetch(number: int, version: int, inline: bool, ticket: int) -> Question:
-    return Fetch(ticket, number, version, inline)
+    return PullValues(ticket, number, version, inline)

@@ -20,8 +20,16 @@ import torch
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range, split
 from distbelief.strategies.flatmodel.layout import Layout
-from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import Contents, Fetch, Fetched, Given, Node, Question, values_at
+from distbelief.strategies.ps.protocol.frames import Framed
+from distbelief.strategies.ps.protocol.messages import (
+    PartialSum,
+    PulledValues,
+    PullValues,
+    PushResult,
+    Question,
+    SliceState,
+    values_at,
+)
 from distbelief.strategies.ps.rules.slicing import SliceShape, parameter_stretch
 from distbelief.strategies.ps.server.slicememory import OpenSegment, with_bytes
 from distbelief.strategies.ps.server.stores import Change, Snapshot, State
@@ -76,7 +84,7 @@ class VectorSlice:
         self._pending: dict[int, list[Command]] = {}
         self._evaluation = -1
         self._sums: dict[Range, torch.Tensor] = {}
-        self._taken: Node | None = None
+        self._taken: PartialSum | None = None
         """The last that has changed anything."""
 
     def begin(self, values: torch.Tensor, vectors: Mapping[str, torch.Tensor], integers: bytes) -> None:
@@ -99,7 +107,7 @@ class VectorSlice:
                     self._done += 1
                     for command in self._pending.pop(self._done):
                         self._perform(command)
-            case Node() if change.content.step == self._evaluation:
+            case PartialSum() if change.content.step == self._evaluation:
                 self._add(change.content, change.payload)
 
     def _perform(self, command: Command) -> None:
@@ -134,7 +142,7 @@ class VectorSlice:
             raise DistBeliefError(f"slice {self.shape.number} has no vector '{name}'")
         return self._vectors.tensor(name, self._where)
 
-    def _add(self, node: Node, payload: Any) -> None:
+    def _add(self, node: PartialSum, payload: Any) -> None:
         """A copy: the worker overwrites what it has pushed as soon as it is answered."""
         where = (node.first, node.end)
         if self._has(node):  # another copy came first; the memory of one that comes late may be gone
@@ -151,7 +159,7 @@ class VectorSlice:
             where = above[0]
         self._sums[where] = part
 
-    def _has(self, node: Node) -> bool:
+    def _has(self, node: PartialSum) -> bool:
         return any(first <= node.first and node.end <= end for first, end in self._sums)
 
     def state(self) -> State:
@@ -175,24 +183,24 @@ class VectorSlice:
         self._versions[:] = self.version = snapshot.version
 
     def with_bytes(self, change: Change) -> Change:
-        if isinstance(change.content, Node) and change.content is not self._taken:
+        if isinstance(change.content, PartialSum) and change.content is not self._taken:
             return change  # it changes nothing
         return with_bytes(self.shape, change, self._open)
 
     # --- what is asked of it -----------------------------------------------------------------------------------------
 
-    def given(self, client: int) -> Given | None:
+    def given(self, client: int) -> PushResult | None:
         return None
 
-    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
+    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Framed | None:
         match question:
-            case Fetch():
+            case PullValues():
                 if self.version < question.version or not everywhere:
                     return None  # sums for a point that only a dead server has shown would not be taken
                 segment = "" if question.inline else segment
                 integers = self._integers if question.slice == 0 else b""
-                header = Fetched(question.ticket, question.slice, self.version, b"", integers, segment)
-                return Letter(header, None if segment else bytes(self._segment.view(self._at, self.shape.value_bytes)))
+                header = PulledValues(question.ticket, question.slice, self.version, b"", integers, segment)
+                return Framed(header, None if segment else bytes(self._segment.view(self._at, self.shape.value_bytes)))
             case Products():
                 return self._products(question) if self._done >= question.after else None
             case ReadVectors():
@@ -200,15 +208,15 @@ class VectorSlice:
                     return None
                 parts = [self._vector(name).view(torch.uint8) for name in question.names] if self._numel else []
                 content = torch.cat(parts).numpy() if parts else b""
-                return Letter(Contents(question.ticket, question.slice, self.version), content)
+                return Framed(SliceState(question.ticket, question.slice, self.version), content)
             case _:
                 raise DistBeliefError(f"a slice of vectors is not asked {type(question).__name__}")
 
-    def _products(self, asked: Products) -> Letter:
+    def _products(self, asked: Products) -> Framed:
         if not self._numel:
-            return Letter(Produced(asked.ticket, asked.slice, largest=[0.0] * len(asked.largest)))
+            return Framed(Produced(asked.ticket, asked.slice, largest=[0.0] * len(asked.largest)))
         vectors = self._vectors
-        return Letter(
+        return Framed(
             Produced(
                 asked.ticket,
                 asked.slice,

@@ -21,15 +21,15 @@ from distbelief.control.credentials import Credential
 from distbelief.control.messages import ServerMap
 from distbelief.control.sockets import dial_server
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.ps.protocol.frames import Letter, pack
+from distbelief.strategies.ps.protocol.frames import Framed, pack
 from distbelief.strategies.ps.protocol.messages import (
     RUN,
-    Answered,
+    Acknowledged,
     Content,
-    Given,
+    NotPrimary,
     Push,
+    PushResult,
     Question,
-    Refused,
     Update,
 )
 from distbelief.strategies.ps.protocol.messageset import MessageSet
@@ -53,11 +53,11 @@ class Stop(Protocol):
 
 @dataclass(frozen=True)
 class _Sent:
-    letter: Letter
+    letter: Framed
     slice: int
     server: int
     at: float
-    each: Callable[[Letter], None] = lambda letter: None
+    each: Callable[[Framed], None] = lambda letter: None
     """Is given the reply, if it is a question."""
 
 
@@ -79,12 +79,12 @@ class ServerClient:
         self._tickets = 0
         self._changes: dict[tuple[int, int, int], _Sent] = {}
         """(slice, source, sequence) -> a push that is not answered."""
-        self._given: dict[tuple[int, int], Given | None] = {}
+        self._given: dict[tuple[int, int], PushResult | None] = {}
         """(slice, sequence) -> what came with the answer, where somebody waits for it."""
         self._awaited: tuple[int, int] = (-1, -1)
         self._questions: dict[int, _Sent] = {}
         """Ticket -> likewise."""
-        self._outbox: dict[int, list[Letter]] = {}
+        self._outbox: dict[int, list[Framed]] = {}
         self._looked_at = 0.0
         self.waiting = False
 
@@ -130,7 +130,7 @@ class ServerClient:
             source, sequence = -1, self._sequences.get(number, -1) + 1
             self._sequences[number] = sequence
         message = Push(self._client, sequence, number, content, self.life)
-        self._changes[number, source, sequence] = self._queued(Letter(message, payload), number)
+        self._changes[number, source, sequence] = self._queued(Framed(message, payload), number)
         return sequence
 
     def sent(self, number: int) -> int:
@@ -150,7 +150,7 @@ class ServerClient:
         """Return when everything that was pushed counts."""
         self._wait(lambda: not self._changes, abort)
 
-    def change(self, number: int, content: Content, abort: Stop) -> Given | None:
+    def change(self, number: int, content: Content, abort: Stop) -> PushResult | None:
         """Have a slice changed, and wait for the answer."""
         self.push(number, content)
         self._awaited = (number, self._sequences[number])
@@ -158,13 +158,13 @@ class ServerClient:
         return self._given.pop(self._awaited)
 
     def ask(
-        self, questions: Iterable[Callable[[int], Question]], abort: Stop, each: Callable[[Letter], None],
+        self, questions: Iterable[Callable[[int], Question]], abort: Stop, each: Callable[[Framed], None],
         idle: Idle | None = None,
     ) -> None:  # fmt: skip
         """Ask, and call `each` with every reply as it comes. A question is made for the ticket that it is given."""
         waiting = set()
 
-        def answered(letter: Letter) -> None:
+        def answered(letter: Framed) -> None:
             waiting.discard(letter.message.ticket)
             each(letter)
 
@@ -172,7 +172,7 @@ class ServerClient:
             self._tickets += 1
             waiting.add(self._tickets)
             question = make(self._tickets)
-            self._questions[self._tickets] = replace(self._queued(Letter(question), question.slice), each=answered)
+            self._questions[self._tickets] = replace(self._queued(Framed(question), question.slice), each=answered)
         self.flush()
         try:
             self._wait(lambda: not waiting, abort, idle)
@@ -198,7 +198,7 @@ class ServerClient:
 
     # --- plumbing ----------------------------------------------------------------------------------------------------
 
-    def _queued(self, letter: Letter, number: int) -> _Sent:
+    def _queued(self, letter: Framed, number: int) -> _Sent:
         server = self._map.primaries[number] if self._map else -1
         if server >= 0:
             self._outbox.setdefault(server, []).append(letter)
@@ -243,11 +243,11 @@ class ServerClient:
                 continue  # not a message of ours
             for letter in letters:
                 match letter.message:
-                    case Answered(slice=number, sequence=sequence, source=source, given=given):
+                    case Acknowledged(slice=number, sequence=sequence, source=source, given=given):
                         self._changes.pop((number, source, sequence), None)
                         if source < 0 and (number, sequence) == self._awaited:
                             self._given[self._awaited] = given
-                    case Refused(slice=number):
+                    case NotPrimary(slice=number):
                         self._refused(number)
                     case _:
                         if sent := self._questions.pop(letter.message.ticket, None):
@@ -284,7 +284,7 @@ class ServerClient:
     def _send_again(self, before: float, moved_only: bool = False) -> None:
         assert self._map is not None or not (self._changes or self._questions)
         now = time.monotonic()
-        letters: dict[int, list[Letter]] = {}
+        letters: dict[int, list[Framed]] = {}
         everything: list[dict[Any, _Sent]] = [self._changes, self._questions]
         for waiting in everything:
             for key, sent in waiting.items():
@@ -297,7 +297,7 @@ class ServerClient:
         for server, some in letters.items():
             self._send(server, some)
 
-    def _send(self, server: int, letters: Sequence[Letter]) -> None:
+    def _send(self, server: int, letters: Sequence[Framed]) -> None:
         socket = self._socket(server)
         if socket is not None:
             with contextlib.suppress(zmq.Again):  # it is sent again

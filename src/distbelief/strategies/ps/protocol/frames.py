@@ -24,7 +24,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 @dataclass(frozen=True)
-class Letter:
+class Framed:
     """A message, and the bytes that go with it. (A view of them: they must stay as they are until it is sent;
     where values are given away that may change meanwhile, the slice says why that does no harm.)"""
 
@@ -32,14 +32,14 @@ class Letter:
     payload: Any = None
 
 
-def pack(letters: Sequence[Letter], signer: Signer | None = None) -> list[Any]:
+def pack(letters: Sequence[Framed], signer: Signer | None = None) -> list[Any]:
     """The frames of one ZeroMQ message."""
     header = _encoder.encode([letter.message for letter in letters])
     signature = [] if signer is None else [signer.sign(header)]
     return [*signature, header, *(letter.payload for letter in letters if letter.payload is not None)]
 
 
-def together(messages: Sequence[Header], frames: Sequence[zmq.Frame]) -> list[Letter]:
+def attach_payloads(messages: Sequence[Header], frames: Sequence[zmq.Frame]) -> list[Framed]:
     """Every message with its frame."""
     left = list(frames)
     letters = []
@@ -49,5 +49,5 @@ def together(messages: Sequence[Header], frames: Sequence[zmq.Frame]) -> list[Le
             if not left:
                 raise DistBeliefError(f"a {type(message).__name__} came without its bytes")
             payload = left.pop(0).buffer
-        letters.append(Letter(message, payload))
+        letters.append(Framed(message, payload))
     return letters

@@ -78,12 +78,12 @@ class Reply(Header, frozen=True):
     slice: int
 
 
-class Given(Struct, frozen=True):
-    """What a slice returns to a client together with the acknowledgement of a change (`Answered`)."""
+class PushResult(Struct, frozen=True):
+    """What a slice returns to a client together with the acknowledgement of a change (`Acknowledged`)."""
 
 
 AnyContent = TypeVar("AnyContent", bound=Content)
-AnyGiven = TypeVar("AnyGiven", bound=Given)
+AnyPushResult = TypeVar("AnyPushResult", bound=PushResult)
 
 
 class Push(Header, Generic[AnyContent], frozen=True):
@@ -101,17 +101,17 @@ class Push(Header, Generic[AnyContent], frozen=True):
         return self.content.has_payload
 
 
-class Answered(Header, Generic[AnyGiven], frozen=True):
+class Acknowledged(Header, Generic[AnyPushResult], frozen=True):
     """The change counts, whoever dies."""
 
     slice: int
     sequence: int
     source: int = -1
     """`RUN`, if the sequence is that of an update."""
-    given: AnyGiven | None = None
+    given: AnyPushResult | None = None
 
 
-class Refused(Header, frozen=True):
+class NotPrimary(Header, frozen=True):
     """This server is not the slice's primary, by a map of that version."""
 
     slice: int
@@ -121,7 +121,7 @@ class Refused(Header, frozen=True):
 # --- changes of a slice ----------------------------------------------------------------------------------------------
 
 
-class Node(Content, frozen=True):
+class PartialSum(Content, frozen=True):
     """A partial sum of a step: that of the shards from `first` to `end`. The slice's stretch of it is in a frame, or
     lies at its place of the layout in a shared segment."""
 
@@ -136,7 +136,7 @@ class Node(Content, frozen=True):
     """The integer buffers after the first shard of the step, where that is in it."""
     segment: str = ""
     generation: int = -1
-    """Whose partial sum it is, where that makes a difference; see `Afresh`."""
+    """Whose partial sum it is, where that makes a difference; see `RestartStep`."""
     coded: bool = False
     """The frame is compressed (strategies/ps/protocol/pushcoding.py)."""
 
@@ -145,21 +145,21 @@ class Node(Content, frozen=True):
         return not self.segment
 
 
-class Afresh(Content, frozen=True):
+class RestartStep(Content, frozen=True):
     """From that step on only partial sums of this generation count. What others have sent of it is forgotten."""
 
     step: int
     generation: int
 
 
-class Go(Content, frozen=True):
+class ApplyStep(Content, frozen=True):
     """Every slice has all partial sums of the step: it is to be applied, with its gradients multiplied by this."""
 
     step: int
     factor: float
 
 
-class Begun(Content, frozen=True):
+class StepBegun(Content, frozen=True):
     """A member computes this step: it has all that it needs of the one before. Said where late shards get backup
     copies, so that nobody goes on by more than a step without it."""
 
@@ -199,8 +199,8 @@ class Gradient(Update, frozen=True):
 # --- changes of the ledger -------------------------------------------------------------------------------------------
 
 
-class Ask(Content, frozen=True):
-    """A worker wants an update to compute. The answer has a `Lease`, or says why there is none."""
+class RequestLease(Content, frozen=True):
+    """A worker wants an update to compute. The answer has a `LeasedUpdate`, or says why there is none."""
 
     worker: int
     now: float
@@ -216,7 +216,7 @@ class Ask(Content, frozen=True):
         return self.worker
 
 
-class Complete(Content, frozen=True):
+class CompleteUpdate(Content, frozen=True):
     """Every slice has the update."""
 
     update: int
@@ -239,14 +239,14 @@ class Members(Content, frozen=True):
     workers: list[int]
 
 
-class Gate(Content, frozen=True):
-    """Lease nothing beyond that step until `Open` comes: the parameters are to be those after exactly so many. Where
-    more is leased already, nothing beyond that."""
+class SetGate(Content, frozen=True):
+    """Lease no update beyond this step until `OpenGate` comes, so that the parameters are those after exactly this many
+    steps. If updates beyond this step are leased already, the gate is where the last of them ends."""
 
     step: int
 
 
-class Open(Content, frozen=True):
+class OpenGate(Content, frozen=True):
     """What was to be done at that step has been done."""
 
     step: int
@@ -255,7 +255,7 @@ class Open(Content, frozen=True):
 # --- what the ledger returns -----------------------------------------------------------------------------------------
 
 
-class Lease(Struct, frozen=True, tag=True):
+class LeasedUpdate(Struct, frozen=True, tag=True):
     update: int
     token: int
     step: int
@@ -265,14 +265,14 @@ class Lease(Struct, frozen=True, tag=True):
     """Updates completed."""
 
 
-class Wait(Struct, frozen=True, tag=True):
+class NoLease(Struct, frozen=True, tag=True):
     reason: str
     fetch: bool
     """Newer parameters would help; else only time does."""
     completed: int
 
 
-class Gathered(Struct, frozen=True, tag=True):
+class AtGate(Struct, frozen=True, tag=True):
     """The parameters are those after exactly so many steps, and nobody computes. `last`: of the run."""
 
     step: int
@@ -292,10 +292,10 @@ class Completion(Struct, frozen=True):
     at: float
 
 
-class LeaseGiven(Given, frozen=True):
-    """The answer to an `Ask`."""
+class LeaseResult(PushResult, frozen=True):
+    """The answer to an `RequestLease`."""
 
-    what: Lease | Wait | Gathered
+    what: LeasedUpdate | NoLease | AtGate
     done: int
     """Steps."""
     news: list[Completion] = []
@@ -306,7 +306,7 @@ class LeaseGiven(Given, frozen=True):
 # --- questions -------------------------------------------------------------------------------------------------------
 
 
-class Fetch(Question, frozen=True):
+class PullValues(Question, frozen=True):
     """Answered when the slice has this version at least, or never will."""
 
     version: int
@@ -314,7 +314,7 @@ class Fetch(Question, frozen=True):
     """The values are wanted in a frame."""
 
 
-class Measure(Question, frozen=True):
+class MeasureStep(Question, frozen=True):
     """Answered when the step's gradients are all there: what do the squares of each tile add up to?"""
 
     step: int
@@ -323,14 +323,14 @@ class Measure(Question, frozen=True):
     """So many of this generation must have begun the step too; 0: nobody says so."""
 
 
-class Look(Question, frozen=True):
+class Inspect(Question, frozen=True):
     """What is there of the step that is under way, and of those before it?"""
 
     briefly: bool = False
     """Nothing of those before it."""
 
 
-class Read(Question, frozen=True):
+class ReadState(Question, frozen=True):
     """Values and optimizer state at this version, for a checkpoint."""
 
     version: int
@@ -339,7 +339,7 @@ class Read(Question, frozen=True):
 # --- replies ---------------------------------------------------------------------------------------------------------
 
 
-class Fetched(Reply, frozen=True):
+class PulledValues(Reply, frozen=True):
     version: int
     """Lower than what was asked for: the step before that cannot be applied, and `rows` say why."""
     rows: bytes = b""
@@ -353,11 +353,11 @@ class Fetched(Reply, frozen=True):
         return not self.segment and self.version >= 0
 
 
-class Measured(Reply, frozen=True):
+class StepMeasured(Reply, frozen=True):
     squares: list[float]
 
 
-class StepPast(Struct, frozen=True):
+class StepRecord(Struct, frozen=True):
     """What a step gave, as it was kept with the parameters."""
 
     step: int
@@ -365,11 +365,11 @@ class StepPast(Struct, frozen=True):
     at: float
 
 
-class Looked(Reply, frozen=True):
+class Inspected(Reply, frozen=True):
     version: int
     nodes: list[Range]
     """Partial sums of the step under way that are there."""
-    past: list[StepPast] = []
+    past: list[StepRecord] = []
     """Of the last steps, from slice 0 only; so is the note, with the steps that were applied when it was kept."""
     note: tuple[int, bytes] = (-1, b"")
     integers: bytes = b""
@@ -377,7 +377,7 @@ class Looked(Reply, frozen=True):
     """The step from which the parameters have gone on since they began, or began anew. From the ledger only."""
 
 
-class Contents(Reply, frozen=True):
+class SliceState(Reply, frozen=True):
     """Values, then optimizer state, tile by tile, in a frame; none, if the version is another one."""
 
     version: int

@@ -17,8 +17,8 @@ import zmq
 from distbelief.control.messages import Decoder
 from distbelief.control.signatures import SERVER, WORKER, Sender
 from distbelief.strategies.ps.protocol import messages as m
-from distbelief.strategies.ps.protocol.frames import Letter, together
-from distbelief.strategies.ps.protocol.peers import CopySent, Forwarded, TookChange
+from distbelief.strategies.ps.protocol.frames import Framed, attach_payloads
+from distbelief.strategies.ps.protocol.peers import ChangeAcknowledged, ForwardedChange, SliceCopySent
 from distbelief.strategies.ps.tables import messages as t
 
 
@@ -30,13 +30,13 @@ class MessageSet:
         contents: Sequence[type[m.Content]],
         questions: Sequence[type[m.Question]],
         replies: Sequence[type[m.Reply]],
-        given: type[m.Given] = m.Given,
+        given: type[m.PushResult] = m.PushResult,
     ) -> None:
         answer: Any = given
         content: Any = Union[tuple(contents)]  # noqa: UP007
         self.from_clients: Any = Union[(m.Push[content], *questions)]
-        self.from_servers: Any = Forwarded[content] | CopySent | TookChange
-        self.to_clients: Any = Union[(m.Answered[answer], m.Refused, *replies)]
+        self.from_servers: Any = ForwardedChange[content] | SliceCopySent | ChangeAcknowledged
+        self.to_clients: Any = Union[(m.Acknowledged[answer], m.NotPrimary, *replies)]
 
     # Decoders are made on first use: a client never needs that of servers, and a server never that of clients.
 
@@ -48,13 +48,13 @@ class MessageSet:
     def _for_server(self) -> Decoder[list[m.Header]]:
         return Decoder(_list_of(self.from_clients | self.from_servers))
 
-    def unpack_for_client(self, frames: Sequence[zmq.Frame]) -> list[Letter]:
+    def unpack_for_client(self, frames: Sequence[zmq.Frame]) -> list[Framed]:
         """The messages in what came to a client. Raises msgspec.MsgspecError or DistBeliefError for anything else."""
-        return together(self._for_client.decode(frames[0].buffer), frames[1:])
+        return attach_payloads(self._for_client.decode(frames[0].buffer), frames[1:])
 
-    def unpack_for_server(self, frames: Sequence[zmq.Frame]) -> list[Letter]:
+    def unpack_for_server(self, frames: Sequence[zmq.Frame]) -> list[Framed]:
         """The messages in what came to a server. Raises msgspec.MsgspecError or DistBeliefError for anything else."""
-        return together(self._for_server.decode(frames[0].buffer), frames[1:])
+        return attach_payloads(self._for_server.decode(frames[0].buffer), frames[1:])
 
 
 def _list_of(kind: Any) -> Any:
@@ -64,7 +64,7 @@ def _list_of(kind: Any) -> Any:
 def may_say(sender: Sender, message: m.Header) -> bool:
     """Whether the authenticated sender may send the message: clients and servers speak for themselves alone."""
     match message:
-        case Forwarded() | CopySent() | TookChange():
+        case ForwardedChange() | SliceCopySent() | ChangeAcknowledged():
             return sender == (SERVER, message.server)
         case m.Push():
             speakers = {message.client, message.content.speaker} - {None}
@@ -76,11 +76,12 @@ def may_say(sender: Sender, message: m.Header) -> bool:
 
 RUN_MESSAGES = MessageSet(
     contents=(
-        m.Node, m.Afresh, m.Go, m.Begun, m.Note, m.Gradient, m.Ask, m.Complete, m.Members, m.Gate, m.Open,
-        t.ShardRows, t.RowGradient,
+        m.PartialSum, m.RestartStep, m.ApplyStep, m.StepBegun, m.Note, m.Gradient,
+        m.RequestLease, m.CompleteUpdate, m.Members, m.SetGate, m.OpenGate,
+        t.ShardRowGradients, t.UpdateRowGradients,
     ),
-    questions=(m.Fetch, m.Measure, m.Look, m.Read, t.Pull, t.Numbers, t.Count),
-    replies=(m.Fetched, m.Measured, m.Looked, m.Contents, t.Pulled, t.Counted),
-    given=m.LeaseGiven,
+    questions=(m.PullValues, m.MeasureStep, m.Inspect, m.ReadState, t.PullRows, t.ListRows, t.CountRows),
+    replies=(m.PulledValues, m.StepMeasured, m.Inspected, m.SliceState, t.PulledRows, t.CountedRows),
+    given=m.LeaseResult,
 )  # fmt: skip
 """Of the strategy `ps`."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Generic
 
 from distbelief.strategies.ps.protocol.messages import AnyContent, Header
-from distbelief.strategies.ps.rules.applied import Applied
+from distbelief.strategies.ps.rules.applied import AppliedChanges
 from distbelief.strategies.ps.server.stores import Snapshot
 
 
-class Forwarded(Header, Generic[AnyContent], frozen=True):
+class ForwardedChange(Header, Generic[AnyContent], frozen=True):
     """See `holding.Forward`."""
 
     server: int
@@ -27,7 +27,7 @@ class Forwarded(Header, Generic[AnyContent], frozen=True):
         return self.content is not None and self.content.has_payload
 
 
-class CopySent(Header, frozen=True):
+class SliceCopySent(Header, frozen=True):
     """See `holding.Copy`; the bytes are in a frame."""
 
     server: int
@@ -35,7 +35,7 @@ class CopySent(Header, frozen=True):
     slice: int
     term: int
     tag: tuple[int, int]
-    applied: Applied
+    applied: AppliedChanges
     about: Snapshot
 
     @property
@@ -43,7 +43,7 @@ class CopySent(Header, frozen=True):
         return True
 
 
-class TookChange(Header, frozen=True):
+class ChangeAcknowledged(Header, frozen=True):
     """See `holding.Took`."""
 
     server: int

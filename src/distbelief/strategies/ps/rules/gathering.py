@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from distbelief.shards import Program, Range, program
-from distbelief.strategies.ps.protocol.messages import Looked
+from distbelief.strategies.ps.protocol.messages import Inspected
 
 LATE = 1.5
 """A member is late when its shards take more than this many times as long as the helper would need for them."""
@@ -55,15 +55,15 @@ class StepSums(Generic[Sum]):
         return [self.sums[node] for node in sorted(self.sums)]
 
 
-def shards_on_all_slices(looked: Sequence[Looked], shards: int) -> list[Range]:
+def shards_on_all_slices(looked: Sequence[Inspected], shards: int) -> list[Range]:
     """The shards of the oldest step under way that every slice has in some partial sum, one by one.
 
     `looked`: what each slice has answered. A slice that has applied the step proves that all others have every sum of
     it: no slice applies a step before that.
 
-    >>> shards_on_all_slices([Looked(0, 0, 7, [(0, 2)]), Looked(0, 1, 7, [(1, 2), (3, 4)])], shards=4)
+    >>> shards_on_all_slices([Inspected(0, 0, 7, [(0, 2)]), Inspected(0, 1, 7, [(1, 2), (3, 4)])], shards=4)
     [(1, 2)]
-    >>> shards_on_all_slices([Looked(0, 0, 7, [(0, 2)]), Looked(0, 1, 8, [])], shards=4)
+    >>> shards_on_all_slices([Inspected(0, 0, 7, [(0, 2)]), Inspected(0, 1, 8, [])], shards=4)
     [(0, 4)]
     """
     version = min(one.version for one in looked)

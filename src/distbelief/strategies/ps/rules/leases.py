@@ -31,7 +31,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.strategies.ps.rules.applied import Marks
+from distbelief.strategies.ps.rules.applied import NumberSet
 
 EXACT_BELOW: Final = 64
 """Staleness from here on is counted by powers of two, so that the histogram stays small."""
@@ -75,7 +75,7 @@ class Ledger(Struct, frozen=True):
     open: dict[int, tuple[Holder, ...]] = {}
     returned: tuple[int, ...] = ()
     """Batches to lease again, lowest first."""
-    done: Marks = Marks()
+    done: NumberSet = NumberSet()
     issued: int = 0
     """The highest token given."""
     staleness: dict[int, int] = {}

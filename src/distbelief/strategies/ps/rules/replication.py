@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from distbelief.strategies.ps.rules.applied import Applied
+from distbelief.strategies.ps.rules.applied import AppliedChanges
 
 Name = tuple[int, int]
 """(source, sequence) of a change."""
-Tag = tuple[int, int]
+Position = tuple[int, int]
 """(version of the map in which its primary was made primary, number since the slice began)."""
-NOTHING: Tag = (0, 0)
+NO_CHANGE: Position = (0, 0)
 
 
 class Store(Protocol):
@@ -54,43 +54,43 @@ class Forward:
 
     to: int
     term: int
-    before: Tag
-    tag: Tag
+    before: Position
+    tag: Position
     name: Name | None = None
     content: Any = None
 
 
 @dataclass(frozen=True)
-class Copy:
+class SendCopy:
     to: int
     term: int
-    tag: Tag
-    applied: Applied
+    tag: Position
+    applied: AppliedChanges
     state: Any
 
 
 @dataclass(frozen=True)
-class Took:
+class Acknowledge:
     """To the primary: this is my last change. `differs`: what was sent did not fit to it."""
 
     to: int
     term: int
     """That of the message that is answered: what was said to an earlier term of the same primary counts no more."""
-    tag: Tag
+    tag: Position
     version: int
     """Of the map that the sender goes by. By an earlier one it may have had a copy that it has dropped since."""
     differs: bool = False
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerClient:
     """To the client: the change counts, whoever dies."""
 
     name: Name
 
 
 @dataclass(frozen=True)
-class Refuse:
+class RefuseClient:
     """To the client: this server is not the primary, by a map of that version."""
 
     name: Name
@@ -98,18 +98,18 @@ class Refuse:
 
 
 @dataclass(frozen=True)
-class Copied:
+class ReportCopied:
     """To whoever makes maps: the recruit has everything that was ever answered."""
 
     server: int
 
 
-Output = Forward | Copy | Took | Answer | Refuse | Copied
+Output = Forward | SendCopy | Acknowledge | AnswerClient | RefuseClient | ReportCopied
 
 
 @dataclass
 class _Follower:
-    took: Tag | None = None
+    took: Position | None = None
     """Its last change, as it said; None: it has said nothing that fits."""
     counts: bool = False
     """Answers wait for it."""
@@ -121,14 +121,14 @@ class _Follower:
 
 
 @dataclass
-class Holding:
+class ReplicatedSlice:
     """A slice on the server `me`."""
 
     me: int
     store: Store
     roles: Roles
-    applied: Applied = field(default_factory=Applied)
-    last: Tag = NOTHING
+    applied: AppliedChanges = field(default_factory=AppliedChanges)
+    last: Position = NO_CHANGE
     _term: int = 0
     _followers: dict[int, _Follower] = field(default_factory=dict)
     _waiting: dict[Name, int] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class Holding:
             return []
         was_primary, before, self.roles = self.is_primary, self.roles, roles
         if not self.is_primary:
-            refused: list[Output] = [Refuse(name, roles.version) for name in self._waiting]
+            refused: list[Output] = [RefuseClient(name, roles.version) for name in self._waiting]
             self._waiting.clear()
             self._followers.clear()
             return refused
@@ -176,7 +176,7 @@ class Holding:
     def change(self, name: Name, content: Any) -> list[Output]:
         """A client's push, perhaps not for the first time."""
         if not self.is_primary:
-            return [Refuse(name, self.roles.version)]
+            return [RefuseClient(name, self.roles.version)]
         out: list[Output] = []
         applied, is_new = self.applied.add(*name)
         if is_new:
@@ -186,7 +186,7 @@ class Holding:
         self._waiting[name] = self.last[1]
         return out + list(self._answers())
 
-    def took(self, sender: int, message: Took) -> list[Output]:
+    def took(self, sender: int, message: Acknowledge) -> list[Output]:
         """A follower says where it is."""
         follower = self._followers.get(sender)
         if not self.is_primary or follower is None or message.term != self._term:
@@ -195,14 +195,14 @@ class Holding:
             return []  # it is asked again
         if message.differs:
             follower.took = None
-            return [Copy(sender, self._term, self.last, self.applied, self.store.state())]
-        follower.took = max(message.tag, follower.took or NOTHING)
+            return [SendCopy(sender, self._term, self.last, self.applied, self.store.state())]
+        follower.took = max(message.tag, follower.took or NO_CHANGE)
         out: list[Output] = []
         if not follower.counts:  # from now on nothing is answered without it; what was, is below the barrier
             follower.counts, follower.barrier = True, self.last[1]
         if sender == self.roles.recruit and not follower.reported and follower.took[1] >= follower.barrier:
             follower.reported = True
-            out.append(Copied(sender))
+            out.append(ReportCopied(sender))
         return out + list(self._answers())
 
     def forwarded(self, sender: int, message: Forward) -> list[Output]:
@@ -211,20 +211,20 @@ class Holding:
             return []  # one of us has an old map: it is asked again later
         if self.last != message.before:
             if self.last == message.tag:  # it came twice
-                return [Took(sender, message.term, self.last, self.roles.version)]
-            return [Took(sender, message.term, self.last, self.roles.version, differs=True)]
+                return [Acknowledge(sender, message.term, self.last, self.roles.version)]
+            return [Acknowledge(sender, message.term, self.last, self.roles.version, differs=True)]
         if message.name is not None:
             self.applied, _ = self.applied.add(*message.name)
             self.store.apply(message.content)
         self.last = message.tag
-        return [Took(sender, message.term, self.last, self.roles.version)]
+        return [Acknowledge(sender, message.term, self.last, self.roles.version)]
 
-    def copied(self, sender: int, message: Copy) -> list[Output]:
+    def copied(self, sender: int, message: SendCopy) -> list[Output]:
         if sender != self.roles.primary or self.is_primary:
             return []
         self.store.load(message.state)
         self.applied, self.last = message.applied, message.tag
-        return [Took(sender, message.term, self.last, self.roles.version)]
+        return [Acknowledge(sender, message.term, self.last, self.roles.version)]
 
     def remind(self) -> list[Output]:
         """Ask the followers that are behind where they are, and tell of copies again: a message may be lost, also with
@@ -235,7 +235,7 @@ class Holding:
             if one.took != self.last
         ]
         recruit = self._followers.get(self.roles.recruit)
-        return [*out, Copied(self.roles.recruit)] if recruit and recruit.reported else out
+        return [*out, ReportCopied(self.roles.recruit)] if recruit and recruit.reported else out
 
     def waits_for(self, server: int) -> bool:
         """Whether nothing is answered before that follower has it."""
@@ -252,4 +252,4 @@ class Holding:
         everywhere = self.everywhere
         for name in [name for name, number in self._waiting.items() if number <= everywhere]:
             del self._waiting[name]
-            yield Answer(name)
+            yield AnswerClient(name)

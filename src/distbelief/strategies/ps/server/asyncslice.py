@@ -16,8 +16,17 @@ import numpy as np
 import torch
 
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import Contents, Fetch, Fetched, Given, Gradient, Note, Question, Read
+from distbelief.strategies.ps.protocol.frames import Framed
+from distbelief.strategies.ps.protocol.messages import (
+    Gradient,
+    Note,
+    PulledValues,
+    PullValues,
+    PushResult,
+    Question,
+    ReadState,
+    SliceState,
+)
 from distbelief.strategies.ps.protocol.pushcoding import PushCoding
 from distbelief.strategies.ps.server.slicememory import OpenSegment, SliceMemory, gradient_and_values, with_bytes
 from distbelief.strategies.ps.server.stores import Change, Snapshot, State
@@ -38,7 +47,7 @@ def compensate(gradient: torch.Tensor, now: torch.Tensor, then: torch.Tensor, st
     gradient.copy_(torch.where(moved == 0, gradient, corrected))
 
 
-class FreeSlice:
+class AsynchronousSlice:
     def __init__(
         self, memory: SliceMemory, open_segment: OpenSegment, delay: float = 0.0, coding: PushCoding | None = None
     ) -> None:
@@ -99,20 +108,20 @@ class FreeSlice:
 
     # --- what is asked of it -----------------------------------------------------------------------------------------
 
-    def given(self, client: int) -> Given | None:
+    def given(self, client: int) -> PushResult | None:
         return None
 
-    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
+    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Framed | None:
         """Values are given as they are at the moment: a worker copies them while others may change them."""
         match question:
-            case Read():
+            case ReadState():
                 if not caught_up:
                     return None
-                return Letter(Contents(question.ticket, question.slice, self.version), self.memory.contents().numpy())
-            case Fetch():
+                return Framed(SliceState(question.ticket, question.slice, self.version), self.memory.contents().numpy())
+            case PullValues():
                 segment = "" if question.inline else segment
                 integers = self._integers.tobytes() if question.slice == 0 else b""
-                header = Fetched(question.ticket, question.slice, self.version, b"", integers, segment)
-                return Letter(header, None if segment else self.memory.value_view())
+                header = PulledValues(question.ticket, question.slice, self.version, b"", integers, segment)
+                return Framed(header, None if segment else self.memory.value_view())
             case _:
                 raise DistBeliefError(f"a slice of an asynchronous run is not asked {type(question).__name__}")

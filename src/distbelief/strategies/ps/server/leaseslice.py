@@ -11,22 +11,22 @@ from collections import deque
 import msgspec
 import torch
 
-from distbelief.strategies.ps.protocol.frames import Letter
+from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.protocol.messages import (
-    Ask,
-    Complete,
+    AtGate,
+    CompleteUpdate,
     Completion,
-    Gate,
-    Gathered,
-    Lease,
-    LeaseGiven,
-    Look,
-    Looked,
+    Inspect,
+    Inspected,
+    LeasedUpdate,
+    LeaseResult,
     Members,
+    NoLease,
     Note,
-    Open,
+    OpenGate,
     Question,
-    Wait,
+    RequestLease,
+    SetGate,
 )
 from distbelief.strategies.ps.rules import leases
 from distbelief.strategies.ps.server.stores import Change, Snapshot, State
@@ -35,7 +35,7 @@ REMEMBERED = 1024
 """Batches whose results are kept: many more than are completed between two heartbeats."""
 
 
-class Terms(msgspec.Struct, frozen=True):
+class LeaseTerms(msgspec.Struct, frozen=True):
     """What the run fixes."""
 
     first: int
@@ -71,32 +71,32 @@ class _Book(msgspec.Struct, frozen=True):
     """Batches."""
 
 
-class LedgerSlice:
-    def __init__(self, terms: Terms) -> None:
+class LeaseSlice:
+    def __init__(self, terms: LeaseTerms) -> None:
         self.version = 0
         self._terms = terms
         self._book = _Book(leases.Ledger(0, terms.bound), terms.first, terms.first)
         self._news: deque[Completion] = deque(maxlen=REMEMBERED)
-        self._given: dict[int, LeaseGiven] = {}
+        self._given: dict[int, LeaseResult] = {}
 
     # --- as a store --------------------------------------------------------------------------------------------------
 
     def apply(self, change: Change) -> None:
         book = self._book
         match change.content:
-            case Ask():
+            case RequestLease():
                 self._lease(change.content)
-            case Complete():
+            case CompleteUpdate():
                 self._complete(change.content)
             case Members(generation=generation, workers=workers):
                 if generation > book.generation:
                     self._book = msgspec.structs.replace(book, generation=generation, workers=len(workers))
                     self._dismiss(set(workers))
-            case Gate(step=step):
+            case SetGate(step=step):
                 # What was leased is not taken back: a gate that comes too late is where that ends.
                 gate = self._terms.boundary(max(step, book.planned, book.opened + 1))
                 self._book = msgspec.structs.replace(book, gates=sorted({*book.gates, gate}))
-            case Open(step=step):
+            case OpenGate(step=step):
                 opened = max(book.opened, self._terms.boundary(step))
                 left = [one for one in book.gates if one > opened]
                 self._book = msgspec.structs.replace(book, opened=opened, gates=left)
@@ -118,7 +118,7 @@ class LedgerSlice:
             found.append(terms.boundary((book.opened // terms.save_every + 1) * terms.save_every))
         return min(gate for gate in found if gate > book.opened or gate == terms.steps)
 
-    def _lease(self, ask: Ask) -> None:
+    def _lease(self, ask: RequestLease) -> None:
         book, terms = self._book, self._terms
         gate = self._gate()
         bound = 0 if book.ledger.completed < terms.warm_up else terms.bound
@@ -130,20 +130,20 @@ class LedgerSlice:
         ledger = msgspec.structs.replace(limited, bound=terms.bound)
         self._book = book = msgspec.structs.replace(book, ledger=ledger)
         completed = ledger.completed
-        what: Lease | Wait | Gathered
+        what: LeasedUpdate | NoLease | AtGate
         match found:
             case leases.Lease():
                 if found.batch not in book.spans:
                     self._plan(found.batch, ask, gate)
-                what = Lease(found.batch, found.token, *self._book.spans[found.batch], completed)
+                what = LeasedUpdate(found.batch, found.token, *self._book.spans[found.batch], completed)
             case leases.Wait():
-                what = Wait(found.reason, found.todo == "fetch", completed)
+                what = NoLease(found.reason, found.todo == "fetch", completed)
             case leases.Done():
-                what = Gathered(gate, gate == terms.steps, completed)
+                what = AtGate(gate, gate == terms.steps, completed)
         news = [one for one in self._news if one.step >= ask.known]
-        self._given[ask.worker] = LeaseGiven(what, terms.first + book.completed, news, ledger.staleness)
+        self._given[ask.worker] = LeaseResult(what, terms.first + book.completed, news, ledger.staleness)
 
-    def _plan(self, update: int, ask: Ask, gate: int) -> None:
+    def _plan(self, update: int, ask: RequestLease, gate: int) -> None:
         """Which steps are in it. Whoever computes it, they stay the same: some slices may have it already."""
         book = self._book
         room = gate - book.planned
@@ -153,7 +153,7 @@ class LedgerSlice:
         spans = {**book.spans, update: (book.planned, batches)}
         self._book = msgspec.structs.replace(book, spans=spans, planned=book.planned + batches)
 
-    def _complete(self, done: Complete) -> None:
+    def _complete(self, done: CompleteUpdate) -> None:
         book = self._book
         version = next((h.version for h in book.ledger.open.get(done.update, ()) if h.token == done.token), 0)
         staleness = book.ledger.completed - version
@@ -175,7 +175,7 @@ class LedgerSlice:
 
     def load(self, state: State) -> None:
         snapshot, _ = state
-        kind = tuple[Terms, _Book, list[Completion], dict[int, LeaseGiven]]
+        kind = tuple[LeaseTerms, _Book, list[Completion], dict[int, LeaseResult]]
         self._terms, self._book, news, self._given = msgspec.msgpack.decode(snapshot.about, type=kind)
         self._news = deque(news, maxlen=REMEMBERED)
         self.version = snapshot.version
@@ -185,10 +185,12 @@ class LedgerSlice:
 
     # --- what is asked of it -----------------------------------------------------------------------------------------
 
-    def given(self, client: int) -> LeaseGiven | None:
+    def given(self, client: int) -> LeaseResult | None:
         return self._given.get(client)
 
-    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
-        assert isinstance(question, Look)
+    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Framed | None:
+        assert isinstance(question, Inspect)
         done = self._terms.first + self._book.completed
-        return Letter(Looked(question.ticket, question.slice, done, [], note=self._book.note, began=self._terms.first))
+        return Framed(
+            Inspected(question.ticket, question.slice, done, [], note=self._book.note, began=self._terms.first)
+        )

@@ -15,22 +15,30 @@ import torch
 
 from distbelief.control.messages import ServerMap
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import RUN, Answered, OrderedQuestion, Push, Question, Refused, Update
-from distbelief.strategies.ps.protocol.peers import CopySent, Forwarded, TookChange
+from distbelief.strategies.ps.protocol.frames import Framed
+from distbelief.strategies.ps.protocol.messages import (
+    RUN,
+    Acknowledged,
+    NotPrimary,
+    OrderedQuestion,
+    Push,
+    Question,
+    Update,
+)
+from distbelief.strategies.ps.protocol.peers import ChangeAcknowledged, ForwardedChange, SliceCopySent
 from distbelief.strategies.ps.rules import replication as h
-from distbelief.strategies.ps.rules.applied import Applied
+from distbelief.strategies.ps.rules.applied import AppliedChanges
 from distbelief.strategies.ps.server.stores import Change, SliceStore
 
-ToClient = tuple[bytes, Letter]
+ToClient = tuple[bytes, Framed]
 """The identity of a client's socket, and what it is told."""
-ToServer = tuple[int, Letter]
+ToServer = tuple[int, Framed]
 REACHED = 4
 """Versions of which it is known which change led to them."""
 
 
 @dataclass
-class Out:
+class Outgoing:
     """What is to be sent."""
 
     clients: list[ToClient] = field(default_factory=list)
@@ -38,7 +46,7 @@ class Out:
     copied: list[tuple[int, int, int]] = field(default_factory=list)
     """(slice, recruit, version of the map): for the coordinator."""
 
-    def add(self, more: Out) -> None:
+    def add(self, more: Outgoing) -> None:
         self.clients += more.clients
         self.servers += more.servers
         self.copied += more.copied
@@ -46,7 +54,7 @@ class Out:
 
 @dataclass
 class _Held:
-    holding: h.Holding
+    holding: h.ReplicatedSlice
     store: SliceStore
     segment: str
     """The name of the shared memory in which its values are; empty: nobody else can map them."""
@@ -72,9 +80,9 @@ class ServerNode:
     def version(self) -> int:
         return self._map.version if self._map else 0
 
-    def learn(self, known: ServerMap) -> Out:
+    def learn(self, known: ServerMap) -> Outgoing:
         """A map, perhaps a new one."""
-        out = Out()
+        out = Outgoing()
         if self._map and known.version <= self._map.version:
             return out
         if self._map and known.life > self._map.life:
@@ -100,19 +108,19 @@ class ServerNode:
                 self._answer(number, out)
         return out
 
-    def _take_up(self, number: int, roles: h.Roles, began: bool, out: Out) -> None:
+    def _take_up(self, number: int, roles: h.Roles, began: bool, out: Outgoing) -> None:
         first = began and self._me in (roles.primary, roles.backup)
         store, segment = self._make(number, first)
         # One that comes later has nothing, not even what all had at first.
-        holding = h.Holding(self._me, store, roles, last=h.NOTHING if first else (-1, -1))
+        holding = h.ReplicatedSlice(self._me, store, roles, last=h.NO_CHANGE if first else (-1, -1))
         self._held[number] = _Held(holding, store, segment)
         self._perform(number, holding.begin(), out)
 
-    def receive(self, letter: Letter, sender: bytes = b"") -> Out:
+    def receive(self, letter: Framed, sender: bytes = b"") -> Outgoing:
         """A message of a client (with the identity of its socket) or of another server."""
-        out, message = Out(), letter.message
+        out, message = Outgoing(), letter.message
         match message:
-            case Forwarded() | CopySent() | TookChange():
+            case ForwardedChange() | SliceCopySent() | ChangeAcknowledged():
                 self._from_peer(message, letter.payload, out)
             case Push():
                 held = self._held.get(message.slice)
@@ -120,7 +128,7 @@ class ServerNode:
                 if 0 < message.life < life:
                     return out  # its sender will hear that all has begun anew
                 if held is None or not held.holding.is_primary or message.life > life:
-                    out.clients.append((sender, Letter(Refused(message.slice, self.version))))
+                    out.clients.append((sender, Framed(NotPrimary(message.slice, self.version))))
                     return out
                 content = message.content
                 name = (message.client, message.sequence)
@@ -131,7 +139,7 @@ class ServerNode:
             case Question():
                 held = self._held.get(message.slice)
                 if held is None or not held.holding.is_primary:
-                    out.clients.append((sender, Letter(Refused(message.slice, self.version))))
+                    out.clients.append((sender, Framed(NotPrimary(message.slice, self.version))))
                     return out
                 if (sender, message) not in held.questions:  # it comes again when the answer is long in coming
                     held.questions.append((sender, message))
@@ -140,34 +148,36 @@ class ServerNode:
                 raise DistBeliefError(f"a server is not told {type(message).__name__}")
         return out
 
-    def remind(self) -> Out:
+    def remind(self) -> Outgoing:
         """Ask followers that are behind where they are. For a timer."""
-        out = Out()
+        out = Outgoing()
         for number, held in self._held.items():
             self._perform(number, held.holding.remind(), out)
         return out
 
     # --- replication -------------------------------------------------------------------------------------------------
 
-    def _from_peer(self, message: Forwarded[Any] | CopySent | TookChange, payload: Any, out: Out) -> None:
+    def _from_peer(
+        self, message: ForwardedChange[Any] | SliceCopySent | ChangeAcknowledged, payload: Any, out: Outgoing
+    ) -> None:
         held = self._held.get(message.slice)
         if held is None or self._map is None or message.life != self._map.life:
             return  # it, or we, will hear of a newer map, and ask again
         match message:
-            case Forwarded():
+            case ForwardedChange():
                 change = Change(message.content, payload) if message.content is not None else None
                 forward = h.Forward(self._me, message.term, message.before, message.tag, message.name, change)
                 outputs = held.holding.forwarded(message.server, forward)
-            case CopySent():
+            case SliceCopySent():
                 state = (message.about, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-                copy = h.Copy(self._me, message.term, message.tag, message.applied, state)
+                copy = h.SendCopy(self._me, message.term, message.tag, message.applied, state)
                 outputs = held.holding.copied(message.server, copy)
-            case TookChange():
-                took = h.Took(self._me, message.term, message.tag, message.version, message.differs)
+            case ChangeAcknowledged():
+                took = h.Acknowledge(self._me, message.term, message.tag, message.version, message.differs)
                 outputs = held.holding.took(message.server, took)
         self._changed(message.slice, outputs, out)
 
-    def _changed(self, number: int, outputs: list[h.Output], out: Out) -> None:
+    def _changed(self, number: int, outputs: list[h.Output], out: Outgoing) -> None:
         held = self._held[number]
         version = held.store.version
         if version not in held.reached:
@@ -177,7 +187,7 @@ class ServerNode:
         self._perform(number, outputs, out)
         self._answer(number, out)
 
-    def _perform(self, number: int, outputs: list[h.Output], out: Out) -> None:
+    def _perform(self, number: int, outputs: list[h.Output], out: Outgoing) -> None:
         held = self._held[number]
         assert self._map is not None
         life = self._map.life
@@ -188,38 +198,38 @@ class ServerNode:
                     if change and not held.holding.waits_for(one.to):  # the worker may go on before it has been read
                         change = held.store.with_bytes(change)
                     content = change.content if change else None
-                    header = Forwarded(self._me, life, number, one.term, one.before, one.tag, one.name, content)
-                    out.servers.append((one.to, Letter(header, change.payload if change else None)))
-                case h.Copy():
+                    header = ForwardedChange(self._me, life, number, one.term, one.before, one.tag, one.name, content)
+                    out.servers.append((one.to, Framed(header, change.payload if change else None)))
+                case h.SendCopy():
                     about, content = one.state
-                    sent = CopySent(self._me, life, number, one.term, one.tag, one.applied, about)
-                    out.servers.append((one.to, Letter(sent, content.numpy())))
-                case h.Took():
-                    took = TookChange(self._me, life, number, one.term, one.tag, one.version, one.differs)
-                    out.servers.append((one.to, Letter(took)))
-                case h.Answer():
+                    sent = SliceCopySent(self._me, life, number, one.term, one.tag, one.applied, about)
+                    out.servers.append((one.to, Framed(sent, content.numpy())))
+                case h.Acknowledge():
+                    took = ChangeAcknowledged(self._me, life, number, one.term, one.tag, one.version, one.differs)
+                    out.servers.append((one.to, Framed(took)))
+                case h.AnswerClient():
                     client = held.askers.pop(one.name, None)
                     if client is not None:
                         source, sequence = one.name
                         run = source if source == RUN else -1
                         given = held.store.given(source)
-                        out.clients.append((client, Letter(Answered(number, sequence, run, given))))
-                case h.Refuse():
+                        out.clients.append((client, Framed(Acknowledged(number, sequence, run, given))))
+                case h.RefuseClient():
                     client = held.askers.pop(one.name, None)
                     if client is not None:
-                        out.clients.append((client, Letter(Refused(number, one.version))))
-                case h.Copied():
+                        out.clients.append((client, Framed(NotPrimary(number, one.version))))
+                case h.ReportCopied():
                     out.copied.append((number, one.server, self.version))
 
-    def _refuse_all(self, number: int, out: Out) -> None:
+    def _refuse_all(self, number: int, out: Outgoing) -> None:
         held = self._held[number]
         for client, _ in held.questions:
-            out.clients.append((client, Letter(Refused(number, self.version))))
+            out.clients.append((client, Framed(NotPrimary(number, self.version))))
         held.questions.clear()
 
     # --- questions ---------------------------------------------------------------------------------------------------
 
-    def _answer(self, number: int, out: Out) -> None:
+    def _answer(self, number: int, out: Outgoing) -> None:
         """Answer what can be answered now."""
         held = self._held[number]
         if not held.holding.is_primary:
@@ -239,7 +249,7 @@ class ServerNode:
         held.questions = left
 
 
-def _has_own(applied: Applied, question: Question) -> bool:
+def _has_own(applied: AppliedChanges, question: Question) -> bool:
     """Whether the slice has the changes that the asker wants to see: one of them may be lost, and come again."""
     if isinstance(question, OrderedQuestion):
         return applied.all_below(question.client) >= question.after

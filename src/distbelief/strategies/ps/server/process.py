@@ -12,7 +12,7 @@ from distbelief.control.messages import EXIT_REPORTED
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.base import Saved, ServerHost
 from distbelief.strategies.ps.protocol.messages import VALUES_AT
-from distbelief.strategies.ps.server.sockets import ServerEdge, Slices
+from distbelief.strategies.ps.server.sockets import ServerSockets, Slices
 from distbelief.transport.shm.segment import Segment
 
 LEDGER_BYTES = 4096
@@ -24,7 +24,7 @@ KEPT_SEGMENTS = 256
 def serve(host: ServerHost, make: Callable[[ServerHost], Slices]) -> int:
     """The life of a parameter server. `make` loads the job and says which slices there are. Returns the exit status."""
     with zmq.Context() as context:
-        server = ServerEdge(host, context)
+        server = ServerSockets(host, context)
         try:
             server.serve(make(host))
         except BaseException as error:

@@ -12,15 +12,15 @@ from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
 from distbelief.strategies.ps.protocol.pushcoding import PushCoding
 from distbelief.strategies.ps.rules.slicing import SliceShape
-from distbelief.strategies.ps.server.asyncslice import FreeSlice
-from distbelief.strategies.ps.server.leaseslice import LedgerSlice, Terms
+from distbelief.strategies.ps.server.asyncslice import AsynchronousSlice
+from distbelief.strategies.ps.server.leaseslice import LeaseSlice, LeaseTerms
 from distbelief.strategies.ps.server.process import LEDGER_BYTES, SliceSource
 from distbelief.strategies.ps.server.slicememory import SliceMemory
 from distbelief.strategies.ps.server.stores import SliceStore
-from distbelief.strategies.ps.server.syncslice import RunSlice, SumSpace
+from distbelief.strategies.ps.server.syncslice import SumMemory, SynchronousSlice
 from distbelief.strategies.ps.tables.saved import SavedTables, without_tables
-from distbelief.strategies.ps.tables.slices import FreeTables, StepTables
-from distbelief.strategies.ps.worker.prepared import PreparedServed
+from distbelief.strategies.ps.tables.slices import AsynchronousTableSlice, SynchronousTableSlice
+from distbelief.strategies.ps.worker.prepared import PreparedParameterServer
 from distbelief.transport.shm.segment import Segment
 
 
@@ -28,7 +28,7 @@ class RunStores(SliceSource):
     messages = RUN_MESSAGES
 
     def __init__(self, host: ServerHost, loaded: ServerJob) -> None:
-        prepared: PreparedServed = loaded.prepared
+        prepared: PreparedParameterServer = loaded.prepared
         super().__init__(host, prepared.facts())
         self._job = loaded.job
         self._schedule = loaded.schedule
@@ -37,7 +37,7 @@ class RunStores(SliceSource):
         self._strategy = prepared.strategy
         self._shapes = prepared.slices()
         self.sizes = [shape.size_bytes for shape in self._shapes]
-        self._sums = SumSpace(max(shape.value_bytes for shape in self._shapes))
+        self._sums = SumMemory(max(shape.value_bytes for shape in self._shapes))
         self._table_slices, parts = prepared.table_slices(), prepared.table_parts
         # How many rows there will be, nobody knows: a part weighs as much as another slice, so that all are spread.
         self.sizes += [sum(self.sizes) // len(self.sizes)] * parts
@@ -51,22 +51,22 @@ class RunStores(SliceSource):
         if number in self._table_slices:
             return self._made_tables(number - len(self._shapes), first), ""
         if number == self._ledger:
-            return LedgerSlice(self._terms(self._begun()[0].steps_applied if first else 0)), ""
+            return LeaseSlice(self._terms(self._begun()[0].steps_applied if first else 0)), ""
         shape, prepared = self._shapes[number], self._prepared
         values, name = self._segment(number, shape.value_bytes)
         memory = SliceMemory(shape, prepared.layout, prepared.recipe, self._job, values)
-        store: RunSlice | FreeSlice
+        store: SynchronousSlice | AsynchronousSlice
         method = self._strategy.compression
         coding = PushCoding(method, shape, prepared.layout) if method else None
         if not self._strategy.waits:
-            store = FreeSlice(memory, self._open, self._strategy.dc, coding)
+            store = AsynchronousSlice(memory, self._open, self._strategy.dc, coding)
         else:
-            store = RunSlice(memory, self._job, self._schedule, self._open, coding, space=self._sums)
+            store = SynchronousSlice(memory, self._job, self._schedule, self._open, coding, space=self._sums)
             store.clock = time.time
         if first:
             state, _ = self._begun()
             step = state.steps_applied
-            if isinstance(store, FreeSlice):
+            if isinstance(store, AsynchronousSlice):
                 store.begin(self._contents(state, shape), prepared.integer_numbers(state.integers(step)))
             else:
                 store.begin(self._contents(state, shape), step, state.integers(step))
@@ -76,7 +76,11 @@ class RunStores(SliceSource):
 
     def _made_tables(self, part: int, first: bool) -> SliceStore:
         specs = self._prepared.tables
-        store = StepTables(specs, self._job, self._schedule) if self._strategy.waits else FreeTables(specs, self._job)
+        store = (
+            SynchronousTableSlice(specs, self._job, self._schedule)
+            if self._strategy.waits
+            else AsynchronousTableSlice(specs, self._job)
+        )
         if first:
             state, tables = self._begun()
             store.begin(tables.part(part), state.steps_applied if self._strategy.waits else 0)
@@ -90,9 +94,9 @@ class RunStores(SliceSource):
             at += self._prepared.layout.tiles[tile].size_bytes + size
         return content.tensor(torch.uint8, 0, shape.size_bytes)
 
-    def _terms(self, first: int) -> Terms:
+    def _terms(self, first: int) -> LeaseTerms:
         strategy, every = self._strategy, self._host.saves_every
-        return Terms(first, self._steps, strategy.n_push, strategy.staleness, strategy.warm_up, every)
+        return LeaseTerms(first, self._steps, strategy.n_push, strategy.staleness, strategy.warm_up, every)
 
     def began(self) -> None:
         """All slices are made: what they began with is not needed any more."""

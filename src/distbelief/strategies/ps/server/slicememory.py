@@ -17,7 +17,7 @@ from distbelief.job import Job
 from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory
 from distbelief.strategies.flatmodel.updating import TileUpdates, set_buffers
-from distbelief.strategies.ps.protocol.messages import Gradient, Node, values_at
+from distbelief.strategies.ps.protocol.messages import Gradient, PartialSum, values_at
 from distbelief.strategies.ps.rules.slicing import SliceShape
 from distbelief.strategies.ps.server.stores import Change
 from distbelief.transport.shm.segment import Segment
@@ -111,7 +111,7 @@ OpenSegment = Callable[[str], Segment]
 def with_bytes(shape: SliceShape, change: Change, open_segment: OpenSegment) -> Change:
     """A change whose bytes lie in a worker's memory, with a copy of them instead."""
     content = change.content
-    if not isinstance(content, Node | Gradient) or not content.segment:
+    if not isinstance(content, PartialSum | Gradient) or not content.segment:
         return change
     payload = bytearray(open_segment(content.segment).view(shape.first_byte, shape.value_bytes))
     if isinstance(content, Gradient) and content.dated:

@@ -35,9 +35,9 @@ from distbelief.control.messages import (
 from distbelief.control.signatures import MALFORMED, UNSIGNED, WRONG_SENDER, Refusals, Refused
 from distbelief.control.sockets import dial, dial_server, protect_server
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.ps.protocol.frames import Letter, pack
+from distbelief.strategies.ps.protocol.frames import Framed, pack
 from distbelief.strategies.ps.protocol.messageset import MessageSet, may_say
-from distbelief.strategies.ps.server.node import Out, ServerNode
+from distbelief.strategies.ps.server.node import Outgoing, ServerNode
 from distbelief.strategies.ps.server.stores import SliceStore
 from distbelief.transport.shm.memfd import free_memory_bytes
 
@@ -78,7 +78,7 @@ class Slices(Protocol):
     def facts(self) -> dict[str, str]: ...
 
 
-class ServerEdge:
+class ServerSockets:
     """The sockets of a parameter server."""
 
     def __init__(self, spec: Reachable, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -166,7 +166,7 @@ class ServerEdge:
 
     def _receive(self, node: ServerNode, messages: MessageSet) -> None:
         """Everything that waits, then one round of answers: they go out in as few messages as can be."""
-        out = Out()
+        out = Outgoing()
         for _ in range(1000):
             try:
                 identity, *frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -182,7 +182,7 @@ class ServerEdge:
                 out.add(node.receive(letter, identity.bytes))
         self._send(out)
 
-    def _letters(self, frames: list[zmq.Frame], messages: MessageSet) -> list[Letter]:
+    def _letters(self, frames: list[zmq.Frame], messages: MessageSet) -> list[Framed]:
         if len(frames) < 2:
             raise Refused(UNSIGNED)
         sender = self._verifier.verify(frames[0].bytes, frames[1].buffer)
@@ -194,7 +194,7 @@ class ServerEdge:
             raise Refused(WRONG_SENDER)
         return letters
 
-    def _send(self, out: Out) -> None:
+    def _send(self, out: Outgoing) -> None:
         for identity, letters in _by_addressee(out.clients).items():
             with contextlib.suppress(zmq.ZMQError):  # it is gone
                 self._inbox.send_multipart([identity, *pack(letters)], zmq.NOBLOCK, copy=False)
@@ -245,8 +245,8 @@ class ServerEdge:
         sys.stdout.flush()
 
 
-def _by_addressee(letters: list[tuple[Any, Letter]]) -> dict[Any, list[Letter]]:
-    found: dict[Any, list[Letter]] = {}
+def _by_addressee(letters: list[tuple[Any, Framed]]) -> dict[Any, list[Framed]]:
+    found: dict[Any, list[Framed]] = {}
     for addressee, letter in letters:
         found.setdefault(addressee, []).append(letter)
     return found

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from msgspec import Struct
 
-from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import Content, Given, Question
+from distbelief.strategies.ps.protocol.frames import Framed
+from distbelief.strategies.ps.protocol.messages import Content, PushResult, Question
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class SliceStore(Protocol):
     def with_bytes(self, change: Change) -> Change:
         """The change with the bytes that it names, as they are now: for who may read it later than its maker waits."""
 
-    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
+    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Framed | None:
         """The answer, or None: not yet. `segment`: where its values can be mapped. `everywhere`: all servers that count
         have the present version; `caught_up`: and every change since."""
 
-    def given(self, client: int) -> Given | None:
+    def given(self, client: int) -> PushResult | None:
         """What goes with the answer to this client's last change."""

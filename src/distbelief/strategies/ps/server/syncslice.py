@@ -2,8 +2,8 @@
 
 One slice of a run's parameters under `ps:sync`: partial sums come in, and the step is applied when all are there.
 
-All slices must have theirs before any of them applies the step (`Go`). Else a step whose last sums are lost with a
-worker could not be computed again: the values that it began with would be gone in some slices.
+A slice applies the step only after `ApplyStep`, which says that all slices have all of its sums. Otherwise the values
+that the step began with could be gone in some slices while a dead worker's sums are missing in others.
 
 It is a `Store` (see holding.py): what it becomes is a function of the changes alone. A step's sums are added in the
 tree's order, so the result is that of allreduce, bit for bit, whoever has computed what.
@@ -25,24 +25,24 @@ from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.verdict import COUNTS, WEIGHT, judge_rows
-from distbelief.strategies.ps.protocol.frames import Letter
+from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.protocol.messages import (
-    Afresh,
-    Begun,
-    Contents,
-    Fetch,
-    Fetched,
-    Given,
-    Go,
-    Look,
-    Looked,
-    Measure,
-    Measured,
-    Node,
+    ApplyStep,
+    Inspect,
+    Inspected,
+    MeasureStep,
     Note,
+    PartialSum,
+    PulledValues,
+    PullValues,
+    PushResult,
     Question,
-    Read,
-    StepPast,
+    ReadState,
+    RestartStep,
+    SliceState,
+    StepBegun,
+    StepMeasured,
+    StepRecord,
 )
 from distbelief.strategies.ps.protocol.pushcoding import PushCoding
 from distbelief.strategies.ps.rules.gathering import StepSums
@@ -52,7 +52,7 @@ from distbelief.strategies.ps.server.stores import Change, Snapshot, State
 from distbelief.transport.exchange import ROW, depth, tree_add
 
 
-class SumSpace:
+class SumMemory:
     """For all slices of a server."""
 
     def __init__(self, size_bytes: int) -> None:
@@ -88,22 +88,22 @@ class _Step(msgspec.Struct, frozen=True):
     nodes: list[tuple[int, int]]
     go: float | None
     measured: tuple[int, list[float]]
-    past: list[StepPast]
+    past: list[StepRecord]
     note: tuple[int, bytes]
     begun: tuple[int, list[int]] = (0, [])
     generation: int = -1
 
 
-class RunSlice:
+class SynchronousSlice:
     def __init__(
         self, memory: SliceMemory, job: Job, schedule: Schedule, open_segment: OpenSegment,
-        coding: PushCoding | None = None, *, space: SumSpace | None = None,
+        coding: PushCoding | None = None, *, space: SumMemory | None = None,
     ) -> None:  # fmt: skip
         """`coding`: how partial sums may be compressed. `space`: room that it shares with the server's other slices."""
         self.memory = memory
         self.version = 0
         """Steps applied."""
-        self.past: deque[StepPast] = deque(maxlen=REMEMBERED)
+        self.past: deque[StepRecord] = deque(maxlen=REMEMBERED)
         self.note: tuple[int, bytes] = (-1, b"")
         self.measured: tuple[int, list[float]] = (-1, [])
         """The last step whose partial sums were all there, and the squares of its gradients by tile, if limited."""
@@ -120,7 +120,7 @@ class RunSlice:
         """Of other entries a worker may not know yet whether they are touched."""
         self._integers = (b"", b"")
         """After the last step, and of the step under way."""
-        space = space or SumSpace(memory.shape.value_bytes)
+        space = space or SumMemory(memory.shape.value_bytes)
         self._sums = self._passing = space.tiles(memory.shape, memory.layout)
         self._scratch: dict[torch.dtype, list[torch.Tensor]] = {}
         self._start()
@@ -154,18 +154,18 @@ class RunSlice:
         match change.content:
             case Note():
                 self.note = (change.content.step, change.content.content)
-            case Begun(step=step, generation=generation, rank=rank) if step == self.version:
+            case StepBegun(step=step, generation=generation, rank=rank) if step == self.version:
                 newest, ranks = self._begun
                 if generation >= newest:
                     self._begun = generation, sorted({*(ranks if generation == newest else ()), rank})
-            case Afresh(step=step, generation=generation) if generation > self._generation:
+            case RestartStep(step=step, generation=generation) if generation > self._generation:
                 self._generation = generation
                 if step <= self.version:
                     self.measured = (-1, [])
                     self._start()
-            case Node(step=step, generation=generation) if (step, generation) == (self.version, self._generation):
+            case PartialSum(step=step, generation=generation) if (step, generation) == (self.version, self._generation):
                 self._add(change.content, change.payload)
-            case Go() if change.content.step == self.version and self._go is None:
+            case ApplyStep() if change.content.step == self.version and self._go is None:
                 self._go = change.content.factor
                 self._proceed()
 
@@ -204,13 +204,13 @@ class RunSlice:
         self._proceed()
 
     def with_bytes(self, change: Change) -> Change:
-        if isinstance(change.content, Node) and change.content.step != self.version:
+        if isinstance(change.content, PartialSum) and change.content.step != self.version:
             return change  # it changes nothing
         return with_bytes(self.memory.shape, change, self._open)
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
-    def _add(self, node: Node, payload: Any) -> None:
+    def _add(self, node: PartialSum, payload: Any) -> None:
         if not 0 <= node.first < node.end <= self._schedule.shards:
             raise DistBeliefError(f"there are no shards {node.first} to {node.end} in a step")
         parts = self._parts(node, payload)
@@ -224,7 +224,7 @@ class RunSlice:
             self._integers = (self._integers[0], node.integers)
         self._proceed()
 
-    def _parts(self, node: Node, payload: Any) -> list[torch.Tensor]:
+    def _parts(self, node: PartialSum, payload: Any) -> list[torch.Tensor]:
         shape, layout = self.memory.shape, self.memory.layout
         if not node.coded:
             return tiles_of(shape, layout, node.segment, payload, self._open)
@@ -264,7 +264,7 @@ class RunSlice:
             untouched[: len(self.memory.layout.entries_of("parameter"))] = True
         self.memory.update(self.version, self._sums, int(np.count_nonzero(self._rows[:, COUNTS])), untouched)
         if self.memory.shape.number == 0:
-            self.past.append(StepPast(self.version, self._rows.tobytes(), self.clock()))
+            self.past.append(StepRecord(self.version, self._rows.tobytes(), self.clock()))
         self._integers = (self._integers[1], b"")
         self.version += 1
         self._start()
@@ -311,52 +311,54 @@ class RunSlice:
         """The partial sums that are there of the step under way."""
         return sorted(self._gathered.sums)
 
-    def given(self, client: int) -> Given | None:
+    def given(self, client: int) -> PushResult | None:
         return None
 
-    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
+    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Framed | None:
         match question:
-            case Look():
+            case Inspect():
                 if not caught_up:
                     return None  # nobody computes again what was seen here
                 first = question.slice == 0 and not question.briefly
-                looked = Looked(
+                looked = Inspected(
                     question.ticket, question.slice, self.version, self.nodes(), list(self.past) if first else [],
                     self.note if first else (-1, b""), self.integers if first else b"",
                 )  # fmt: skip
-                return Letter(looked)
-            case Measure():
+                return Framed(looked)
+            case MeasureStep():
                 step, squares = self.measured
                 if not caught_up or (step < question.step and not self._unsound):
                     return None  # what follows from the answer must not be undone by a death
                 if self.version == question.step and question.members and not self._have_begun(question):
                     return None
-                return Letter(Measured(question.ticket, question.slice, squares))
-            case Read():
+                return Framed(StepMeasured(question.ticket, question.slice, squares))
+            case ReadState():
                 if self.version != question.version:
-                    return Letter(Contents(question.ticket, question.slice, -1))
+                    return Framed(SliceState(question.ticket, question.slice, -1))
                 contents = self.memory.contents().numpy()
-                return Letter(Contents(question.ticket, question.slice, self.version), contents)
-            case Fetch():
+                return Framed(SliceState(question.ticket, question.slice, self.version), contents)
+            case PullValues():
                 return self._fetched(question, segment, everywhere)
             case _:
                 raise DistBeliefError(f"a slice of dense parameters is not asked {type(question).__name__}")
 
-    def _have_begun(self, question: Measure) -> bool:
+    def _have_begun(self, question: MeasureStep) -> bool:
         generation, ranks = self._begun
         return question.slice != 0 or (generation == question.generation and len(ranks) >= question.members)
 
-    def _fetched(self, question: Fetch, segment: str, everywhere: bool) -> Letter | None:
+    def _fetched(self, question: PullValues, segment: str, everywhere: bool) -> Framed | None:
         first = question.slice == 0
         if self.version < question.version:
             if not self.unsound:
                 return None
-            return Letter(Fetched(question.ticket, question.slice, -1, self.rows(question.version)))
+            return Framed(PulledValues(question.ticket, question.slice, -1, self.rows(question.version)))
         if not everywhere:
             return None  # the worker is about to overwrite what a backup may still have to read
         rows = self.rows(self.version) if first else b""
         segment = "" if question.inline else segment
-        header = Fetched(question.ticket, question.slice, self.version, rows, self.integers if first else b"", segment)
+        header = PulledValues(
+            question.ticket, question.slice, self.version, rows, self.integers if first else b"", segment
+        )
         # Not a copy. If the next step is applied before it has left, somebody else has computed all of it: what this
         # worker makes of a mixture of both counts for nothing.
-        return Letter(header, None if segment else self.memory.value_view())
+        return Framed(header, None if segment else self.memory.value_view())

@@ -7,7 +7,7 @@ from distbelief.strategies.ps.protocol.messages import Content, Question, Reply,
 # --- changes of a part -----------------------------------------------------------------------------------------------
 
 
-class ShardRows(Content, frozen=True):
+class ShardRowGradients(Content, frozen=True):
     """What some shards of a step say about rows of tables, for one part of them: see
     `strategies/ps/tables/rowgradients.py`."""
 
@@ -23,7 +23,7 @@ class ShardRows(Content, frozen=True):
         return True
 
 
-class RowGradient(Update, frozen=True):
+class UpdateRowGradients(Update, frozen=True):
     """Likewise of an update of a worker that waits for nobody. It is named as a Gradient is."""
 
     step: int
@@ -38,7 +38,7 @@ class RowGradient(Update, frozen=True):
 # --- questions -------------------------------------------------------------------------------------------------------
 
 
-class Pull(Question, frozen=True):
+class PullRows(Question, frozen=True):
     """The values of rows of a table. Answered when the part has this version, or a later one; -1: at once."""
 
     version: int
@@ -47,14 +47,14 @@ class Pull(Question, frozen=True):
     """As int64."""
 
 
-class Numbers(Question, frozen=True):
+class ListRows(Question, frozen=True):
     """Which rows of a table are there, at this version? Answered as a Pull: their numbers, as int64."""
 
     version: int
     table: int
 
 
-class Count(Question, frozen=True):
+class CountRows(Question, frozen=True):
     """How many rows of each table are there, at this version?"""
 
     version: int
@@ -63,7 +63,7 @@ class Count(Question, frozen=True):
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 
-class Pulled(Reply, frozen=True):
+class PulledRows(Reply, frozen=True):
     """The values are in a frame; none, if the part has gone on to another version."""
 
     version: int
@@ -73,6 +73,6 @@ class Pulled(Reply, frozen=True):
         return self.version >= 0
 
 
-class Counted(Reply, frozen=True):
+class CountedRows(Reply, frozen=True):
     version: int
     counts: list[int]

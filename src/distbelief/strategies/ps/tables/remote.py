@@ -16,19 +16,27 @@ from numpy.typing import NDArray
 from distbelief.checkpoint.weights import Streamed
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.ps.protocol.client import ServerClient, Stop
-from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import Contents, Question, Read
+from distbelief.strategies.ps.protocol.frames import Framed
+from distbelief.strategies.ps.protocol.messages import Question, ReadState, SliceState
 from distbelief.strategies.ps.tables.embedding import BLOCK_ROWS, EmbeddingTable
-from distbelief.strategies.ps.tables.messages import Count, Counted, Numbers, Pull, Pulled, RowGradient, ShardRows
+from distbelief.strategies.ps.tables.messages import (
+    CountedRows,
+    CountRows,
+    ListRows,
+    PulledRows,
+    PullRows,
+    ShardRowGradients,
+    UpdateRowGradients,
+)
 from distbelief.strategies.ps.tables.rowbuckets import part_of
-from distbelief.strategies.ps.tables.rowgradients import RowGradients, divided
+from distbelief.strategies.ps.tables.rowgradients import RowGradients, payloads_by_part
 from distbelief.strategies.ps.tables.specs import TableSpec
 
 ANY = -1
 """In place of a version: whatever there is."""
 
 
-class ServedTables:
+class RemoteTables:
     def __init__(self, tables: Sequence[EmbeddingTable], specs: Sequence[TableSpec], slices: range) -> None:
         self.specs = specs
         self.slices = slices
@@ -54,8 +62,8 @@ class ServedTables:
         places = {number: np.flatnonzero(parts == part) for part, number in enumerate(self.slices)}
         version, gone_on = self._version(), []
 
-        def pulled(letter: Letter) -> None:
-            message: Pulled = letter.message
+        def pulled(letter: Framed) -> None:
+            message: PulledRows = letter.message
             if message.version < 0:
                 gone_on.append(message.slice)
                 return
@@ -78,22 +86,22 @@ class ServedTables:
     def push_step(self, step: int, shards: Sequence[int], found: Sequence[Sequence[RowGradients]], told: bytes) -> None:
         """What these shards say. It is sent by `flush`."""
         if self._tables and shards:
-            for number, one in zip(self.slices, divided(found, len(self.slices)), strict=True):
-                self._client.push(number, ShardRows(step, list(shards), one.counts, told), one.content)
+            for number, one in zip(self.slices, payloads_by_part(found, len(self.slices)), strict=True):
+                self._client.push(number, ShardRowGradients(step, list(shards), one.counts, told), one.content)
 
     def push_update(self, update: int, step: int, found: Sequence[RowGradients]) -> None:
         """To every part, also where it has nothing: each knows which updates it has without gaps."""
         if self._tables:
-            for number, one in zip(self.slices, divided([found], len(self.slices)), strict=True):
+            for number, one in zip(self.slices, payloads_by_part([found], len(self.slices)), strict=True):
                 counts = [count for (count,) in one.counts]
-                self._client.push(number, RowGradient(update, step, counts), one.content)
+                self._client.push(number, UpdateRowGradients(update, step, counts), one.content)
 
     # --- all of them -------------------------------------------------------------------------------------------------
 
     def counts(self, version: int) -> list[list[int]]:
         """By part, by table: how many rows there are. Of parts that have gone on, how many there are now: nothing can
         be saved of that version any more, and whoever tries to is told so when it reads them."""
-        found: dict[int, Counted] = {}
+        found: dict[int, CountedRows] = {}
 
         def ask(version: int, slices: Sequence[int]) -> None:
             questions = [partial(_count, number, version) for number in slices]
@@ -117,7 +125,7 @@ class ServedTables:
     def _numbers(self, table: int, version: int) -> NDArray[np.int64]:
         found = [np.zeros(0, np.int64)]
 
-        def heard(letter: Letter) -> None:
+        def heard(letter: Framed) -> None:
             if letter.message.version < 0:
                 raise _gone_on(version)
             found.append(np.frombuffer(letter.payload, np.int64))
@@ -133,8 +141,8 @@ class ServedTables:
         """Everything that these parts have: `each` is called with (part, rows by table, bytes)."""
         for part in parts:  # one after the other: together they may be more than there is memory for
 
-            def read(letter: Letter, part: int = part) -> None:
-                message: Contents = letter.message
+            def read(letter: Framed, part: int = part) -> None:
+                message: SliceState = letter.message
                 if message.version < 0:
                     raise _gone_on(version)
                 each(part, message.counts, letter.payload)
@@ -147,16 +155,16 @@ def _gone_on(version: int) -> DistBeliefError:
 
 
 def _pull(number: int, version: int, table: int, rows: bytes, ticket: int) -> Question:
-    return Pull(ticket, number, version, table, rows)
+    return PullRows(ticket, number, version, table, rows)
 
 
 def _numbers(number: int, version: int, table: int, ticket: int) -> Question:
-    return Numbers(ticket, number, version, table)
+    return ListRows(ticket, number, version, table)
 
 
 def _count(number: int, version: int, ticket: int) -> Question:
-    return Count(ticket, number, version)
+    return CountRows(ticket, number, version)
 
 
 def _read(number: int, version: int, ticket: int) -> Question:
-    return Read(ticket, number, version)
+    return ReadState(ticket, number, version)

@@ -66,13 +66,13 @@ def added_rows(several: Sequence[RowGradients]) -> RowGradients:
 
 
 @dataclass(frozen=True)
-class ForPart:
+class PartPayload:
     counts: list[list[int]]
     """By table, by shard: how many rows."""
     content: bytes
 
 
-def divided(shards: Sequence[Sequence[RowGradients]], parts: int) -> list[ForPart]:
+def payloads_by_part(shards: Sequence[Sequence[RowGradients]], parts: int) -> list[PartPayload]:
     """By part. `shards`: for every shard, the gradients of every table."""
     counts: list[list[list[int]]] = [[] for _ in range(parts)]
     rows: list[list[bytes]] = [[] for _ in range(parts)]
@@ -91,10 +91,10 @@ def divided(shards: Sequence[Sequence[RowGradients]], parts: int) -> list[ForPar
             rows[part].append(numbers[mine].tobytes())
             gradients[part].append(values[mine].tobytes())
             first = end
-    return [ForPart(counts[part], b"".join(rows[part] + gradients[part])) for part in range(parts)]
+    return [PartPayload(counts[part], b"".join(rows[part] + gradients[part])) for part in range(parts)]
 
 
-def together(counts: Sequence[Sequence[int]], widths: Sequence[int], payload: Any) -> list[list[RowGradients]]:
+def from_payload(counts: Sequence[Sequence[int]], widths: Sequence[int], payload: Any) -> list[list[RowGradients]]:
     """For every shard, the gradients of every table: views of the bytes, without a copy."""
     raw = memoryview(payload)
     totals = [sum(some) for some in counts]

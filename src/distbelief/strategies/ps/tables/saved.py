@@ -25,7 +25,7 @@ from distbelief.checkpoint.sources import MODEL
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.base import Portion, Saved
 from distbelief.strategies.ps.tables.rowbuckets import part_of
-from distbelief.strategies.ps.tables.specs import PartArray, PartShape, TableSpec
+from distbelief.strategies.ps.tables.specs import TablePartArray, TablePartShape, TableSpec
 from distbelief.transport.shm.segment import Segment
 
 Arrays = dict[str, torch.Tensor]
@@ -51,7 +51,7 @@ class PortionWithTables:
         """`counts`: by part, by table, how many rows there are."""
         self.dense = dense
         self.parts = parts
-        self.shapes = {part: PartShape(specs, counts[part]) for part in parts}
+        self.shapes = {part: TablePartShape(specs, counts[part]) for part in parts}
         self.starts: dict[int, int] = {}
         """Part -> the byte at which it starts."""
         self._specs = specs
@@ -80,7 +80,7 @@ class PortionWithTables:
             if (entry := self._entry(part, array))
         ]
 
-    def _entry(self, part: int, array: PartArray) -> PartEntry | None:
+    def _entry(self, part: int, array: TablePartArray) -> PartEntry | None:
         """Of all parts together the rows are one tensor. Nothing is nobody's, but of an empty tensor the first
         part's."""
         by_part = [counts[array.table] for counts in self._counts]

@@ -8,7 +8,8 @@ A part of the tables when workers wait for nobody: each update of rows is applie
 A part of the tables under `ps:sync`: what all shards say about rows is kept until the step is applied.
 
 Then it is added up in the order of the shards; so the bits do not depend on who has computed what, nor on who has died.
-A shard counts once, however often it comes. A step is applied on `Go`, as one of dense parameters is (see runslice.py).
+A shard counts once, however often it comes. A step is applied on `ApplyStep`, as in a slice of
+dense parameters (server/syncslice.py).
 """
 
 from __future__ import annotations
@@ -25,30 +26,38 @@ from distbelief.errors import DistBeliefError
 from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies.flatmodel.verdict import WEIGHT, judge_rows
-from distbelief.strategies.ps.protocol.frames import Letter
+from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.protocol.messages import (
-    Contents,
-    Given,
-    Go,
-    Look,
-    Looked,
-    Measure,
-    Measured,
+    ApplyStep,
+    Inspect,
+    Inspected,
+    MeasureStep,
+    PushResult,
     Question,
-    Read,
+    ReadState,
+    SliceState,
+    StepMeasured,
 )
 from distbelief.strategies.ps.server.stores import Change, Snapshot, State
-from distbelief.strategies.ps.tables.messages import Count, Counted, Numbers, Pull, Pulled, RowGradient, ShardRows
+from distbelief.strategies.ps.tables.messages import (
+    CountedRows,
+    CountRows,
+    ListRows,
+    PulledRows,
+    PullRows,
+    ShardRowGradients,
+    UpdateRowGradients,
+)
 from distbelief.strategies.ps.tables.rowbuckets import BUCKETS, buckets_of
-from distbelief.strategies.ps.tables.rowgradients import RowGradients, added_up, together
-from distbelief.strategies.ps.tables.specs import PartShape, TableSpec
+from distbelief.strategies.ps.tables.rowgradients import RowGradients, added_up, from_payload
+from distbelief.strategies.ps.tables.specs import TablePartShape, TableSpec
 from distbelief.strategies.ps.tables.store import Table
 from distbelief.transport.exchange import ROW
 
 Arrays = dict[str, torch.Tensor]
 
 
-class TablePart:
+class TableSlice:
     """The rows of this part, of every table."""
 
     def __init__(self, specs: Sequence[TableSpec], job: Job) -> None:
@@ -73,7 +82,7 @@ class TablePart:
 
     def contents(self) -> torch.Tensor:
         """A copy of everything."""
-        shape = PartShape(self._specs, self.counts)
+        shape = TablePartShape(self._specs, self.counts)
         content = torch.zeros(shape.size_bytes, dtype=torch.uint8)
         for table, views in zip(self.tables, shape.views(content), strict=True):
             for key, values in table.state().items():
@@ -82,7 +91,7 @@ class TablePart:
 
     def _load(self, counts: Sequence[int], content: torch.Tensor) -> int:
         """Returns where the bytes of the tables end."""
-        shape = PartShape(self._specs, counts)
+        shape = TablePartShape(self._specs, counts)
         for table, arrays in zip(self.tables, shape.views(content), strict=True):
             table.load(arrays)
         return shape.size_bytes
@@ -90,24 +99,24 @@ class TablePart:
     def with_bytes(self, change: Change) -> Change:
         return change  # it has them
 
-    def given(self, client: int) -> Given | None:
+    def given(self, client: int) -> PushResult | None:
         return None
 
-    def _values(self, question: Pull) -> Letter:
+    def _values(self, question: PullRows) -> Framed:
         rows = torch.from_numpy(np.frombuffer(question.rows, np.int64).copy())
         values = self.tables[question.table].pull(rows).numpy()
-        return Letter(Pulled(question.ticket, question.slice, self.version), values.reshape(-1).view(np.uint8))
+        return Framed(PulledRows(question.ticket, question.slice, self.version), values.reshape(-1).view(np.uint8))
 
-    def _numbers(self, question: Numbers) -> Letter:
+    def _numbers(self, question: ListRows) -> Framed:
         rows = self.tables[question.table].numbers()
-        return Letter(Pulled(question.ticket, question.slice, self.version), rows.view(np.uint8))
+        return Framed(PulledRows(question.ticket, question.slice, self.version), rows.view(np.uint8))
 
-    def _counted(self, question: Count) -> Letter:
-        return Letter(Counted(question.ticket, question.slice, self.version, self.counts))
+    def _counted(self, question: CountRows) -> Framed:
+        return Framed(CountedRows(question.ticket, question.slice, self.version, self.counts))
 
-    def _read(self, question: Read) -> Letter:
-        header = Contents(question.ticket, question.slice, self.version, self.counts)
-        return Letter(header, self.contents().numpy())
+    def _read(self, question: ReadState) -> Framed:
+        header = SliceState(question.ticket, question.slice, self.version, self.counts)
+        return Framed(header, self.contents().numpy())
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
@@ -115,11 +124,11 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.require(array, requirements=["C", "A", "W"]))
 
 
-class FreeTables(TablePart):
+class AsynchronousTableSlice(TableSlice):
     def apply(self, change: Change) -> None:
         match change.content:
-            case RowGradient(step=step, counts=counts):
-                (found,) = together([[count] for count in counts], self._widths, change.payload)
+            case UpdateRowGradients(step=step, counts=counts):
+                (found,) = from_payload([[count] for count in counts], self._widths, change.payload)
                 for table, one in zip(self.tables, found, strict=True):
                     table.push(as_tensor(one.rows), as_tensor(one.gradients), self._factor(step))
                 self.version += 1
@@ -132,15 +141,15 @@ class FreeTables(TablePart):
         self._load(msgspec.msgpack.decode(snapshot.about, type=list[int]), content)
         self.version = snapshot.version
 
-    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
+    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Framed | None:
         match question:
-            case Pull():
+            case PullRows():
                 return self._values(question)
-            case Count():
+            case CountRows():
                 return self._counted(question) if caught_up else None
-            case Numbers():
+            case ListRows():
                 return self._numbers(question) if caught_up else None
-            case Read():
+            case ReadState():
                 return self._read(question) if caught_up else None
             case _:
                 raise DistBeliefError(f"a part of an asynchronous run's tables is not asked {type(question).__name__}")
@@ -157,7 +166,7 @@ class _Step(msgspec.Struct, frozen=True):
     measured: tuple[int, list[float]]
 
 
-class StepTables(TablePart):
+class SynchronousTableSlice(TableSlice):
     def __init__(self, specs: Sequence[TableSpec], job: Job, schedule: Schedule) -> None:
         super().__init__(specs, job)
         self._schedule = schedule
@@ -181,13 +190,13 @@ class StepTables(TablePart):
 
     def apply(self, change: Change) -> None:
         match change.content:
-            case ShardRows() if change.content.step == self.version:
-                self._add(change.content, together(change.content.counts, self._widths, change.payload))
-            case Go(step=step, factor=factor) if step == self.version and self._go is None:
+            case ShardRowGradients() if change.content.step == self.version:
+                self._add(change.content, from_payload(change.content.counts, self._widths, change.payload))
+            case ApplyStep(step=step, factor=factor) if step == self.version and self._go is None:
                 self._go = factor
                 self._proceed()
 
-    def _add(self, message: ShardRows, found: list[list[RowGradients]]) -> None:
+    def _add(self, message: ShardRowGradients, found: list[list[RowGradients]]) -> None:
         told = np.frombuffer(message.told).reshape(-1, ROW)
         for place, shard in enumerate(message.shards):
             if not 0 <= shard < self._schedule.shards:
@@ -251,7 +260,9 @@ class StepTables(TablePart):
         raw = content.numpy()
         for shard, counts in about.shards.items():
             size = sum(count * (8 + 4 * width) for count, width in zip(counts, self._widths, strict=True))
-            (self._shards[shard],) = together([[count] for count in counts], self._widths, raw[at : at + size].copy())
+            (self._shards[shard],) = from_payload(
+                [[count] for count in counts], self._widths, raw[at : at + size].copy()
+            )
             at += size
         self._go = about.go
         # The sums do not travel: they are added up again, the same way.
@@ -260,36 +271,36 @@ class StepTables(TablePart):
 
     # --- what is asked of it -----------------------------------------------------------------------------------------
 
-    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Letter | None:
+    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Framed | None:
         match question:
-            case Look():
+            case Inspect():
                 if not caught_up:
                     return None  # nobody computes again what was seen here
                 nodes = [(shard, shard + 1) for shard in sorted(self._shards)]
-                return Letter(Looked(question.ticket, question.slice, self.version, nodes))
-            case Measure(step=step):
+                return Framed(Inspected(question.ticket, question.slice, self.version, nodes))
+            case MeasureStep(step=step):
                 measured, squares = self._measured
                 if not caught_up or (measured < step and not self._unsound):
                     return None  # what follows from the answer must not be undone by a death
-                return Letter(Measured(question.ticket, question.slice, squares))
-            case Count(version=-1):
+                return Framed(StepMeasured(question.ticket, question.slice, squares))
+            case CountRows(version=-1):
                 return self._counted(question)
-            case Pull() | Numbers() | Count() | Read():
+            case PullRows() | ListRows() | CountRows() | ReadState():
                 if self.version < question.version:
                     return None
                 return self._at_version(question) if self.version == question.version else _gone_on(question)
             case _:
                 raise DistBeliefError(f"a part of the tables is not asked {type(question).__name__}")
 
-    def _at_version(self, question: Pull | Numbers | Count | Read) -> Letter:
+    def _at_version(self, question: PullRows | ListRows | CountRows | ReadState) -> Framed:
         match question:
-            case Pull():
+            case PullRows():
                 return self._values(question)
-            case Numbers():
+            case ListRows():
                 return self._numbers(question)
-            case Count():
+            case CountRows():
                 return self._counted(question)
-            case Read():
+            case ReadState():
                 return self._read(question)
 
 
@@ -300,12 +311,12 @@ def _squares(rows: NDArray[np.int64], gradients: NDArray[np.float32]) -> list[fl
     return [one for one in found if one]
 
 
-def _gone_on(question: Pull | Numbers | Count | Read) -> Letter:
+def _gone_on(question: PullRows | ListRows | CountRows | ReadState) -> Framed:
     """There is no way back to what was asked for."""
     match question:
-        case Pull() | Numbers():
-            return Letter(Pulled(question.ticket, question.slice, -1))
-        case Count():
-            return Letter(Counted(question.ticket, question.slice, -1, []))
-        case Read():
-            return Letter(Contents(question.ticket, question.slice, -1))
+        case PullRows() | ListRows():
+            return Framed(PulledRows(question.ticket, question.slice, -1))
+        case CountRows():
+            return Framed(CountedRows(question.ticket, question.slice, -1, []))
+        case ReadState():
+            return Framed(SliceState(question.ticket, question.slice, -1))

@@ -34,7 +34,7 @@ def specs_of(model: torch.nn.Module, job: Job) -> list[TableSpec]:
 
 
 @dataclass(frozen=True)
-class PartArray:
+class TablePartArray:
     """One array of a part, and where it begins in its bytes."""
 
     table: int
@@ -45,12 +45,12 @@ class PartArray:
     at_bytes: int
 
 
-class PartShape:
+class TablePartShape:
     """Where everything lies in the bytes of a part that has so many rows of each table."""
 
     def __init__(self, specs: Sequence[TableSpec], counts: Sequence[int]) -> None:
         self.counts = list(counts)
-        self.arrays: list[PartArray] = []
+        self.arrays: list[TablePartArray] = []
         at = 0
         for number, (spec, count) in enumerate(zip(specs, counts, strict=True)):
             wide = (count, spec.form.width)
@@ -63,7 +63,7 @@ class PartShape:
                 for field in spec.optimizer.fields
             ]
             for key, dtype, shape in kinds:
-                self.arrays.append(PartArray(number, key, dtype, shape, at))
+                self.arrays.append(TablePartArray(number, key, dtype, shape, at))
                 at += -(-torch.Size(shape).numel() * dtype.itemsize // 64) * 64
         self.size_bytes = max(at, 64)  # never nothing: a message has a frame, or has none
 

@@ -24,30 +24,30 @@ from distbelief.strategies.base import Fetch as FetchBatch
 from distbelief.strategies.flatmodel.compute import ShardComputer
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.flatmodel.updating import norms
-from distbelief.strategies.ps.protocol.frames import Letter
+from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.protocol.messages import (
-    Ask,
-    Complete,
-    Fetch,
-    Fetched,
-    Gate,
-    Gathered,
+    AtGate,
+    CompleteUpdate,
     Gradient,
-    Lease,
-    LeaseGiven,
-    Look,
-    Looked,
+    Inspect,
+    Inspected,
+    LeasedUpdate,
+    LeaseResult,
     Members,
+    NoLease,
     Note,
-    Open,
+    OpenGate,
+    PulledValues,
+    PullValues,
     Question,
-    Wait,
+    RequestLease,
+    SetGate,
 )
 from distbelief.strategies.ps.strategy import ParameterServer
-from distbelief.strategies.ps.tables.remote import ANY, ServedTables
+from distbelief.strategies.ps.tables.remote import ANY, RemoteTables
 from distbelief.strategies.ps.tables.rowgradients import RowGradients, added_rows
-from distbelief.strategies.ps.worker.exchange import ServedGroup
-from distbelief.strategies.ps.worker.member import AlreadyCopied, ServedMember
+from distbelief.strategies.ps.worker.exchange import ServerExchange
+from distbelief.strategies.ps.worker.member import AlreadyCopied, ParameterServerMember
 from distbelief.transport.abort import Abort
 from distbelief.transport.device.exchange import stretches
 from distbelief.transport.shm.segment import Memory, Segment
@@ -60,7 +60,7 @@ def free_slots(strategy: ParameterServer) -> int:
 
 
 @dataclass
-class Spent:
+class TimeSpent:
     """Where a worker's time went, in seconds. What runs beside computing does not count."""
 
     compute_s: float = 0.0
@@ -70,7 +70,7 @@ class Spent:
     updates: int = 0
 
 
-class AtBoundaries:
+class AbortAtBoundaries:
     """The abort of a generation, for a worker whose update must not be lost to a change of members: only the end of the
     run interrupts it; everything else waits until the update is done."""
 
@@ -82,16 +82,16 @@ class AtBoundaries:
             self._abort.check()
 
 
-class AsynchronousReplica(ServedMember):
+class AsynchronousReplica(ParameterServerMember):
     """See `Seated`. Without steps in common: `next` and `work` take their place."""
 
     def __init__(
-        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
-        fetch: FetchBatch, tables: ServedTables, strategy: ParameterServer,
+        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServerExchange,
+        fetch: FetchBatch, tables: RemoteTables, strategy: ParameterServer,
     ) -> None:  # fmt: skip
         super().__init__(computer, recipe, schedule, seat, exchange, fetch, tables)
         self.staleness: Mapping[int, int] = {}
-        self.spent = Spent()
+        self.spent = TimeSpent()
         self._strategy = strategy
         self._pace = np.frombuffer(exchange.memory("pace", 16).buffer, np.int64, 2)
         """n_push and n_fetch; kept from one generation to the next."""
@@ -100,7 +100,7 @@ class AsynchronousReplica(ServedMember):
         last = computer.layout.parameter_tiles
         self._grain = stretches(computer.layout.tiles, last, exchange.grain_bytes)
         self._parameter_parts = sum(1 for some in self._grain if some.tiles.stop <= last)
-        self._abort = AtBoundaries(exchange.abort)
+        self._abort = AbortAtBoundaries(exchange.abort)
         self._ledger = len(self._slices) + len(tables.slices)
         tables.bind(self._client, self._abort, lambda: ANY)
         self._version = -1
@@ -111,7 +111,7 @@ class AsynchronousReplica(ServedMember):
         exchange = self.exchange
         self._client.restart()
         self._check_slices(besides=1)
-        looked: list[Looked] = []
+        looked: list[Inspected] = []
         self._client.ask([partial(_look, self._ledger)], exchange.abort, lambda letter: looked.append(letter.message))
         self._applied, self._began = looked[0].version, looked[0].began
         self._note = looked[0].note
@@ -135,32 +135,32 @@ class AsynchronousReplica(ServedMember):
 
     # --- updates -----------------------------------------------------------------------------------------------------
 
-    def next(self) -> Lease | Wait | Gathered:
+    def next(self) -> LeasedUpdate | NoLease | AtGate:
         """What to do next."""
         started = time.perf_counter()
         n_push, n_fetch = self.pace
         fresh = self._since_fetch == 0 or self._since_fetch >= n_fetch
         version, wanted = -1 if fresh else self._version, n_push if self.adaptive else 0
-        ask = Ask(self._seat.worker, time.time(), version, self._known, wanted)
+        ask = RequestLease(self._seat.worker, time.time(), version, self._known, wanted)
         given = self._client.change(self._ledger, ask, self._abort)
-        assert isinstance(given, LeaseGiven)
+        assert isinstance(given, LeaseResult)
         self._hear(given)
         what = given.what
-        assert isinstance(what, Lease | Wait | Gathered)
-        if isinstance(what, Lease):
+        assert isinstance(what, LeasedUpdate | NoLease | AtGate)
+        if isinstance(what, LeasedUpdate):
             self.spent.push_s += time.perf_counter() - started
-        if isinstance(what, Lease) and fresh:
+        if isinstance(what, LeasedUpdate) and fresh:
             before = time.perf_counter()
             self.fetch()
             self.spent.fetch_s += time.perf_counter() - before
             self._version = what.completed
             self._since_fetch = 0
-        elif isinstance(what, Wait) and what.fetch:
+        elif isinstance(what, NoLease) and what.fetch:
             self._since_fetch = 0
         self.comm_s += time.perf_counter() - started
         return what
 
-    def _hear(self, given: LeaseGiven) -> None:
+    def _hear(self, given: LeaseResult) -> None:
         for one in given.news:
             told = hashlib.blake2b(f"{one.step} {one.loss!r} {one.samples}".encode(), digest_size=8).hexdigest()
             self._past.append(Applied(one.step, one.loss, one.samples, told, self._seat.generation, one.at))
@@ -172,8 +172,8 @@ class AsynchronousReplica(ServedMember):
     def fetch(self) -> None:
         """Bring the values to what the servers have now."""
 
-        def fetched(letter: Letter) -> None:
-            message: Fetched = letter.message
+        def fetched(letter: Framed) -> None:
+            message: PulledValues = letter.message
             self._take(message, letter.payload)
             if message.slice == 0:
                 self._base_integers = np.frombuffer(message.integers, np.int64)
@@ -187,7 +187,7 @@ class AsynchronousReplica(ServedMember):
             size_bytes = self._computer.layout.size_bytes
             then.tensor(torch.uint8, 0, size_bytes).copy_(self._values.tensor(torch.uint8, 0, size_bytes))
 
-    def work(self, lease: Lease) -> None:
+    def work(self, lease: LeasedUpdate) -> None:
         """Compute the batches of an update, push it, and say so when every slice has it."""
         room = self.exchange.room(0)
         other = self.exchange.room(1) if lease.batches > 1 else room
@@ -226,7 +226,7 @@ class AsynchronousReplica(ServedMember):
         slot, name = self.exchange.slot(0)
         self._tables.push_update(lease.update, lease.step, sums)
         self._push(lease, slot, name, touched)
-        done = Complete(lease.update, lease.token, self._seat.worker, losses, counts, time.time())
+        done = CompleteUpdate(lease.update, lease.token, self._seat.worker, losses, counts, time.time())
         self._client.push(self._ledger, done)
         self._since_fetch += 1
         self.comm_s += time.perf_counter() - started
@@ -240,7 +240,7 @@ class AsynchronousReplica(ServedMember):
         for part, base in zip(tiles, self._buffers, strict=True):
             part.sub_(base)
 
-    def _prepare(self, room: Memory, rows: Sequence[RowGradients], weight: float, lease: Lease) -> None:
+    def _prepare(self, room: Memory, rows: Sequence[RowGradients], weight: float, lease: LeasedUpdate) -> None:
         """Sums become means; what the strategy and the job want of a gradient is done to it."""
         of_rows = [torch.from_numpy(one.gradients) for one in rows]
         parts = [*self._parts(room)[: self._parameter_parts], *of_rows]
@@ -258,7 +258,7 @@ class AsynchronousReplica(ServedMember):
                 noise = torch.randn(tile.shape, generator=generator, dtype=torch.float32)
                 tile.add_(noise.to(tile.device), alpha=self._strategy.noise)
 
-    def _push(self, lease: Lease, slot: Segment, name: str, touched: np.ndarray) -> None:
+    def _push(self, lease: LeasedUpdate, slot: Segment, name: str, touched: np.ndarray) -> None:
         marks = touched.tobytes()
         present = self._as_numbers()
         dated = self._strategy.dc > 0
@@ -307,10 +307,10 @@ class AsynchronousReplica(ServedMember):
 
     def gate(self, step: int) -> None:
         """Have all come to a halt when exactly so many steps are done."""
-        self._client.change(self._ledger, Gate(step), self._abort)
+        self._client.change(self._ledger, SetGate(step), self._abort)
 
     def open(self, step: int) -> None:
-        self._client.change(self._ledger, Open(step), self._abort)
+        self._client.change(self._ledger, OpenGate(step), self._abort)
 
     def arrived(self, step: int) -> None:
         """All are at this gate: these are the parameters after exactly so many steps."""
@@ -338,8 +338,8 @@ class AsynchronousReplica(ServedMember):
 
 
 def _look(number: int, ticket: int) -> Question:
-    return Look(ticket, number)
+    return Inspect(ticket, number)
 
 
 def _fetch(number: int, inline: bool, ticket: int) -> Question:
-    return Fetch(ticket, number, 0, inline)
+    return PullValues(ticket, number, 0, inline)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from distbelief.control.messages import WorkerFinished
 from distbelief.job import Job
 from distbelief.strategies.base import Training
-from distbelief.strategies.ps.protocol.messages import Gathered, Lease, Wait
+from distbelief.strategies.ps.protocol.messages import AtGate, LeasedUpdate, NoLease
 from distbelief.strategies.ps.rules.pace import Pace, next_pace
-from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica, Spent
+from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica, TimeSpent
 
 SHORTEST_NAP_S = 0.001
 LONGEST_NAP_S = 0.02
@@ -24,9 +24,9 @@ STRETCH = 8
 
 class PaceKeeper:
     """
-    >>> segments, spent = PaceKeeper((1, 1)), Spent()
+    >>> segments, spent = PaceKeeper((1, 1)), TimeSpent()
     >>> for update in range(20):
-    ...     spent = Spent(spent.compute_s + 1.0, spent.fetch_s + 0.01, spent.push_s + 0.3, update + 1)
+    ...     spent = TimeSpent(spent.compute_s + 1.0, spent.fetch_s + 0.01, spent.push_s + 0.3, update + 1)
     ...     pace = segments.look(spent)
     >>> pace
     (4, 1)
@@ -35,9 +35,9 @@ class PaceKeeper:
     def __init__(self, pace: tuple[int, int]) -> None:
         n_push, n_fetch = pace
         self._pace = Pace(n_fetch, n_push)
-        self._since: Spent | None = None
+        self._since: TimeSpent | None = None
 
-    def look(self, spent: Spent) -> tuple[int, int]:
+    def look(self, spent: TimeSpent) -> tuple[int, int]:
         """`spent`: since the generation began. Returns n_push and n_fetch from now on."""
         since = self._since
         if since is None:
@@ -78,7 +78,7 @@ class _Clock:
     training: Training
     compute_s: float = 0.0
 
-    def work(self, lease: Lease) -> None:
+    def work(self, lease: LeasedUpdate) -> None:
         others_s = self.replica.comm_s + self.training.data_s
         started = time.perf_counter()
         self.replica.work(lease)
@@ -125,15 +125,15 @@ def _work(replica: AsynchronousReplica, training: Training, reporter: _Reporter)
         if leads:
             reporter.tell()
         match what:
-            case Lease():
+            case LeasedUpdate():
                 clock.work(what)
                 nap_s = SHORTEST_NAP_S
                 if adapter:
                     replica.pace = adapter.look(replica.spent)
-            case Wait():
+            case NoLease():
                 _nap(nap_s)
                 nap_s = min(2 * nap_s, LONGEST_NAP_S)
-            case Gathered(step=step, last=last):
+            case AtGate(step=step, last=last):
                 # Nobody goes on before all know; the first one decides, for others may not have heard of a wish yet.
                 saves = replica.exchange.gather(b"save" if _is_save_due(step, training) else b"")[0] == b"save"
                 replica.arrived(step)

@@ -20,11 +20,11 @@ from distbelief.strategies.flatmodel.compute import ShardComputer
 from distbelief.strategies.flatmodel.partials import ShardWork, reached, slots_needed
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.ps.protocol.client import Idle
-from distbelief.strategies.ps.protocol.messages import Begun, Look, Looked, Question
+from distbelief.strategies.ps.protocol.messages import Inspect, Inspected, Question, StepBegun
 from distbelief.strategies.ps.rules.gathering import LATE, choose_late_shards
-from distbelief.strategies.ps.tables.remote import ServedTables
-from distbelief.strategies.ps.worker.exchange import ServedGroup
-from distbelief.strategies.ps.worker.synchronous import ServedReplica, measure_step
+from distbelief.strategies.ps.tables.remote import RemoteTables
+from distbelief.strategies.ps.worker.exchange import ServerExchange
+from distbelief.strategies.ps.worker.synchronous import SynchronousReplica, measure_step
 from distbelief.transport.abort import Aborted
 
 USUAL = 0.85
@@ -35,12 +35,12 @@ LOOK_AGAIN_S = 0.01
 LATER_S = 0.05
 
 
-class HelpingReplica(ServedReplica):
+class BackupWorkerReplica(SynchronousReplica):
     _maps_values = False  # a late member goes on with values that the servers have left behind
 
     def __init__(
-        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
-        fetch: FetchBatch, tables: ServedTables, backups: int,
+        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServerExchange,
+        fetch: FetchBatch, tables: RemoteTables, backups: int,
     ) -> None:  # fmt: skip
         self._late_members = backups
         self._step = -2  # no step, and none before the first
@@ -62,7 +62,7 @@ class HelpingReplica(ServedReplica):
     def _begin(self, step: int) -> None:
         self._step, self._began_at, self._passed = step, time.perf_counter(), False
         self._done, self._copied = [], set()
-        self._client.push(0, Begun(step, self._seat.generation, self._seat.rank))
+        self._client.push(0, StepBegun(step, self._seat.generation, self._seat.rank))
         self._client.flush()
 
     def _units(self, step: int) -> Iterator[ShardWork]:
@@ -85,9 +85,9 @@ class HelpingReplica(ServedReplica):
         self._passed = looked.version > step
         return self._passed or any(first <= shard < end for first, end in looked.nodes)
 
-    def _look_briefly(self) -> Looked:
+    def _look_briefly(self) -> Inspected:
         """Of one slice: what a member has pushed reaches all of them, or it has died."""
-        found: list[Looked] = []
+        found: list[Inspected] = []
         self._client.ask([_look], self.exchange.abort, lambda letter: found.append(letter.message))
         return found[0]
 
@@ -164,4 +164,4 @@ class HelpingReplica(ServedReplica):
 
 
 def _look(ticket: int) -> Question:
-    return Look(ticket, 0, briefly=True)
+    return Inspect(ticket, 0, briefly=True)

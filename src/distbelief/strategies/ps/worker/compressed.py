@@ -38,20 +38,20 @@ from distbelief.strategies.flatmodel.compute import ShardComputer
 from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.named import TilePortion
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
-from distbelief.strategies.ps.protocol.messages import Afresh, Fetched, Gradient, Lease, Node
+from distbelief.strategies.ps.protocol.messages import Gradient, LeasedUpdate, PartialSum, PulledValues, RestartStep
 from distbelief.strategies.ps.protocol.pushcoding import PushCoding
 from distbelief.strategies.ps.rules.slicing import SliceShape
 from distbelief.strategies.ps.strategy import ParameterServer
-from distbelief.strategies.ps.tables.remote import ServedTables
+from distbelief.strategies.ps.tables.remote import RemoteTables
 from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica
-from distbelief.strategies.ps.worker.exchange import ServedGroup
+from distbelief.strategies.ps.worker.exchange import ServerExchange
 from distbelief.strategies.ps.worker.member import AlreadyCopied
-from distbelief.strategies.ps.worker.synchronous import ServedReplica
+from distbelief.strategies.ps.worker.synchronous import SynchronousReplica
 from distbelief.transport.exchange import CompressedParameter
 from distbelief.transport.shm.segment import Segment
 
 
-class Owed:
+class OwedResiduals:
     """Of one strategy, whoever owes it."""
 
     def __init__(self, layout: Layout, method: str) -> None:
@@ -84,7 +84,7 @@ class Owed:
             self.add(saved_tensors(begin_from, applied), *seat, into)
 
 
-def stays(strategy: ParameterServer) -> str:
+def uncompressed_notice(strategy: ParameterServer) -> str:
     """For people: nothing is compressed in shared memory."""
     return f"gradients stay in shared memory, so {strategy.compression} is off (it is on with tcp, or with always)"
 
@@ -102,12 +102,12 @@ Rests = dict[int, torch.Tensor]
 """Tile -> what is owed of it."""
 
 
-class CompressedSteps(ServedReplica):
+class CompressedSynchronousReplica(SynchronousReplica):
     """See `Replica`."""
 
     def __init__(
-        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
-        fetch: FetchBatch, tables: ServedTables, strategy: ParameterServer, begin_from: BeginFrom,
+        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServerExchange,
+        fetch: FetchBatch, tables: RemoteTables, strategy: ParameterServer, begin_from: BeginFrom,
     ) -> None:  # fmt: skip
         self._arrivals: list[tuple[float, int]] = []
         """When the values of a slice came, and how many bytes."""
@@ -118,7 +118,7 @@ class CompressedSteps(ServedReplica):
         self._slot_tiles: dict[int, list[torch.Tensor]] = {}
         self._outboxes: dict[tuple[int, int], torch.Tensor] = {}
         """(slot, slice) -> what is sent of it."""
-        self._owed = Owed(layout, strategy.compression)
+        self._owed = OwedResiduals(layout, strategy.compression)
         self._residuals = Residuals(exchange.own, layout.size_bytes // 4)
         self._switch = Switch(strategy.compression)
         self._packing = True
@@ -134,7 +134,7 @@ class CompressedSteps(ServedReplica):
             self._takeover = None
         if self.exchange.rank == 0:
             for shape in self._slices:
-                self._client.push(shape.number, Afresh(step + complete, self._seat.generation))
+                self._client.push(shape.number, RestartStep(step + complete, self._seat.generation))
             self._client.settle(self.exchange.abort)
 
     def _take_up(self, begin_from: BeginFrom) -> None:
@@ -164,7 +164,7 @@ class CompressedSteps(ServedReplica):
         self._sent[:] = 0
         super().compute(step)
 
-    def _packed(self, node: Node, shape: SliceShape, slot: int, touched: np.ndarray) -> tuple[Node, Any]:
+    def _packed(self, node: PartialSum, shape: SliceShape, slot: int, touched: np.ndarray) -> tuple[PartialSum, Any]:
         coding, views = self._codings[shape.number], self._sent_tiles(slot)
         parts, rests = {tile: views[tile] for tile in shape.tiles}, self._rests[1 - self._residuals.present]
         node = msgspec.structs.replace(node, segment="", generation=self._seat.generation, coded=self._packing)
@@ -237,7 +237,7 @@ class CompressedSteps(ServedReplica):
 
     # --- whether it pays ---------------------------------------------------------------------------------------------
 
-    def _take(self, message: Fetched, payload: Any) -> None:
+    def _take(self, message: PulledValues, payload: Any) -> None:
         super()._take(message, payload)
         self._arrivals.append((time.perf_counter(), self._slices[message.slice].value_bytes))
 
@@ -304,13 +304,13 @@ class CompressedSteps(ServedReplica):
 _HEAD = 4096
 
 
-class CompressedPushes(AsynchronousReplica):
+class CompressedAsynchronousReplica(AsynchronousReplica):
     _fetched_s = 0.0
     """What the last fetch took."""
 
     def __init__(
-        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
-        fetch: FetchBatch, tables: ServedTables, strategy: ParameterServer, begin_from: BeginFrom,
+        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServerExchange,
+        fetch: FetchBatch, tables: RemoteTables, strategy: ParameterServer, begin_from: BeginFrom,
     ) -> None:  # fmt: skip
         super().__init__(computer, recipe, schedule, seat, exchange, fetch, tables, strategy)
         layout = computer.layout
@@ -318,7 +318,7 @@ class CompressedPushes(AsynchronousReplica):
         self._outboxes = [torch.zeros(coding.size_bytes, dtype=torch.uint8) for coding in self._codings]
         self._switch = Switch(strategy.compression)
         self._decode_s = 0.0
-        self._owed = Owed(layout, strategy.compression)
+        self._owed = OwedResiduals(layout, strategy.compression)
         elements = layout.size_bytes // 4
         memory = exchange.memory("residuals of pushes", _HEAD + 4 * elements)
         self._life = np.frombuffer(memory.buffer, np.int64, 1)
@@ -333,7 +333,7 @@ class CompressedPushes(AsynchronousReplica):
         }
         self._stays = bool(exchange.slot(0)[1]) and not strategy.always
         if self._stays:
-            self.news.append(stays(strategy))
+            self.news.append(uncompressed_notice(strategy))
         self._take_up(begin_from)
 
     def _take_up(self, begin_from: BeginFrom) -> None:
@@ -353,7 +353,7 @@ class CompressedPushes(AsynchronousReplica):
         super().fetch()
         self._fetched_s = time.perf_counter() - started
 
-    def _push(self, lease: Lease, slot: Segment, name: str, touched: np.ndarray) -> None:
+    def _push(self, lease: LeasedUpdate, slot: Segment, name: str, touched: np.ndarray) -> None:
         if self._stays:
             super()._push(lease, slot, name, touched)
             return
@@ -377,7 +377,7 @@ class CompressedPushes(AsynchronousReplica):
             self._residual[part].copy_(rest)
         self._count(packing, encoded_s if packing or self._switch.probe_due else None)
 
-    def _push_coded(self, lease: Lease, touched: np.ndarray) -> None:
+    def _push_coded(self, lease: LeasedUpdate, touched: np.ndarray) -> None:
         integers = (self._as_numbers() - self._base_integers).tobytes()
         for shape, outbox in zip(self._slices, self._outboxes, strict=True):
             mine = integers if shape.number == 0 else b""

@@ -27,7 +27,7 @@ from distbelief.transport.shm.segment import Memory, Segment, SegmentClient
 
 
 @dataclass
-class ServedGroup:
+class ServerExchange:
     """See `Group`. On one host the members' slots are in memory that servers map too; else they are their own."""
 
     rank: int
@@ -136,8 +136,8 @@ class ServedGroup:
 
 
 @dataclass(kw_only=True)
-class ServedOnDevice(ServedGroup):
-    """See `ServedGroup`. Copies have come to their end when a method returns."""
+class DeviceServerExchange(ServerExchange):
+    """See `ServerExchange`. Copies have come to their end when a method returns."""
 
     device: torch.device
     kept: dict[str, Memory]

@@ -31,12 +31,19 @@ from distbelief.strategies.flatmodel.compute import ShardComputer
 from distbelief.strategies.flatmodel.named import TilePortion, outside_of_tiles, whole_entries
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.ps.protocol.client import Stop
-from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import VALUES_AT, Contents, Fetched, Question, Read, values_at
+from distbelief.strategies.ps.protocol.frames import Framed
+from distbelief.strategies.ps.protocol.messages import (
+    VALUES_AT,
+    PulledValues,
+    Question,
+    ReadState,
+    SliceState,
+    values_at,
+)
 from distbelief.strategies.ps.rules.slicing import SliceShape, cut
-from distbelief.strategies.ps.tables.remote import ServedTables
+from distbelief.strategies.ps.tables.remote import RemoteTables
 from distbelief.strategies.ps.tables.saved import PortionWithTables
-from distbelief.strategies.ps.worker.exchange import ServedGroup
+from distbelief.strategies.ps.worker.exchange import ServerExchange
 from distbelief.transport.shm.segment import Memory, Segment
 
 SUPPORTED = mmap.PAGESIZE == VALUES_AT
@@ -97,15 +104,15 @@ class AlreadyCopied:
         """All of it is there."""
 
 
-class ServedMember:
+class ParameterServerMember:
     """The part of `Seated` that does not depend on how workers go on."""
 
     _maps_values = False
     """On one host its values are the servers' memory."""
 
     def __init__(
-        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
-        fetch: Fetch, tables: ServedTables,
+        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServerExchange,
+        fetch: Fetch, tables: RemoteTables,
     ) -> None:  # fmt: skip
         self.exchange = exchange
         self.comm_s = 0.0
@@ -152,7 +159,7 @@ class ServedMember:
             self._rolled_back = RolledBack(int(self._reached[0]), self._applied, "checkpoint")
         self._reached[0] = self._applied
 
-    def _take(self, message: Fetched, payload: Any) -> None:
+    def _take(self, message: PulledValues, payload: Any) -> None:
         """Have the values of a slice that was fetched."""
         shape = self._slices[message.slice]
         if self._mapped:
@@ -231,8 +238,8 @@ class ServedMember:
         portion, shapes = self._portions[rank], self._slices[rank :: self.exchange.size]
         missing: list[int] = []
 
-        def read(letter: Letter) -> None:
-            message: Contents = letter.message
+        def read(letter: Framed) -> None:
+            message: SliceState = letter.message
             if message.version < 0:
                 missing.append(message.slice)
                 return
@@ -274,4 +281,4 @@ def _copy_part(portion: PortionWithTables, into: Segment, part: int, counts: lis
 
 
 def _read(shape: SliceShape, version: int, ticket: int) -> Question:
-    return Read(ticket, shape.number, version)
+    return ReadState(ticket, shape.number, version)

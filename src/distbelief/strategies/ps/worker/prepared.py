@@ -24,19 +24,23 @@ from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
 from distbelief.strategies.ps.rules.slicing import SliceShape, cut
 from distbelief.strategies.ps.strategy import ParameterServer
 from distbelief.strategies.ps.tables.embedding import on_servers
-from distbelief.strategies.ps.tables.remote import ServedTables
+from distbelief.strategies.ps.tables.remote import RemoteTables
 from distbelief.strategies.ps.tables.rowbuckets import parts_for
 from distbelief.strategies.ps.tables.specs import specs_of
 from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica, free_slots
-from distbelief.strategies.ps.worker.backupworkers import HelpingReplica
-from distbelief.strategies.ps.worker.compressed import CompressedPushes, CompressedSteps, stays
-from distbelief.strategies.ps.worker.exchange import ServedGroup
-from distbelief.strategies.ps.worker.synchronous import ServedReplica
+from distbelief.strategies.ps.worker.backupworkers import BackupWorkerReplica
+from distbelief.strategies.ps.worker.compressed import (
+    CompressedAsynchronousReplica,
+    CompressedSynchronousReplica,
+    uncompressed_notice,
+)
+from distbelief.strategies.ps.worker.exchange import ServerExchange
+from distbelief.strategies.ps.worker.synchronous import SynchronousReplica
 from distbelief.transport.exchange import Geometry
 from distbelief.transport.singlemember import SingleMemberExchange
 
 
-class PreparedServed(PreparedAllReduce):
+class PreparedParameterServer(PreparedAllReduce):
     messages = RUN_MESSAGES
 
     def __init__(self, job: Job, schedule: Schedule, device: torch.device, strategy: ParameterServer) -> None:
@@ -101,25 +105,25 @@ class PreparedServed(PreparedAllReduce):
 
     def build(  # type: ignore[override]
         self, seat: Seat, exchange: Any, fetch: Fetch, begin_from: BeginFrom = nothing_saved
-    ) -> ServedReplica | AsynchronousReplica | DataParallelReplica:
+    ) -> SynchronousReplica | AsynchronousReplica | DataParallelReplica:
         """Without servers (one process that computes a step again) it is allreduce: the bits are the same."""
-        if not isinstance(exchange, ServedGroup):
+        if not isinstance(exchange, ServerExchange):
             if self.tables:
                 raise JobError(
                     f"the rows of table '{self.tables[0].name}' are on servers: without them no step can be computed",
                     hint="use the run's weights, or train with --strategy allreduce where the tables fit in memory",
                 )
             return super().build(seat, exchange, fetch, begin_from)
-        tables = ServedTables(self._computer.tables, self.tables, self.table_slices())
+        tables = RemoteTables(self._computer.tables, self.tables, self.table_slices())
         given = self._computer, self._recipe, self._schedule, seat, exchange, fetch, tables
         if not self.strategy.waits:
             if self.strategy.compression:
-                return CompressedPushes(*given, self.strategy, begin_from)
+                return CompressedAsynchronousReplica(*given, self.strategy, begin_from)
             return AsynchronousReplica(*given, self.strategy)
         if self.strategy.backups:
-            return HelpingReplica(*given, self.strategy.backups)
+            return BackupWorkerReplica(*given, self.strategy.backups)
         if self.strategy.compression and (self.strategy.always or not exchange.maps):
-            return CompressedSteps(*given, self.strategy, begin_from)
-        replica = ServedReplica(*given)
-        replica.news += [stays(self.strategy)] if self.strategy.compression else []
+            return CompressedSynchronousReplica(*given, self.strategy, begin_from)
+        replica = SynchronousReplica(*given)
+        replica.news += [uncompressed_notice(self.strategy)] if self.strategy.compression else []
         return replica

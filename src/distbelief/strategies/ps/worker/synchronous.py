@@ -35,25 +35,25 @@ from distbelief.strategies.flatmodel.stretchwise import when_whole
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.flatmodel.verdict import INTEGERS, judge_rows
 from distbelief.strategies.ps.protocol.client import Idle
-from distbelief.strategies.ps.protocol.frames import Letter
+from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.protocol.messages import (
-    Fetch,
-    Fetched,
-    Go,
-    Look,
-    Looked,
-    Measure,
-    Measured,
-    Node,
+    ApplyStep,
+    Inspect,
+    Inspected,
+    MeasureStep,
     Note,
+    PartialSum,
+    PulledValues,
+    PullValues,
     Question,
+    StepMeasured,
 )
 from distbelief.strategies.ps.rules.gathering import shards_on_all_slices
 from distbelief.strategies.ps.rules.slicing import SliceShape
-from distbelief.strategies.ps.tables.remote import ServedTables
+from distbelief.strategies.ps.tables.remote import RemoteTables
 from distbelief.strategies.ps.tables.rowgradients import RowGradients
-from distbelief.strategies.ps.worker.exchange import ServedGroup
-from distbelief.strategies.ps.worker.member import AlreadyCopied, ServedMember
+from distbelief.strategies.ps.worker.exchange import ServerExchange
+from distbelief.strategies.ps.worker.member import AlreadyCopied, ParameterServerMember
 from distbelief.transport.device.exchange import stretches
 from distbelief.transport.exchange import ROW, PublishedSum, Source
 from distbelief.transport.shm.segment import Segment
@@ -67,14 +67,14 @@ class _Found(msgspec.Struct):
     """Partial sums of the next step that every slice has."""
 
 
-class ServedReplica(ServedMember):
+class SynchronousReplica(ParameterServerMember):
     """See `Replica`."""
 
     _maps_values = True
 
     def __init__(
-        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServedGroup,
-        fetch: FetchBatch, tables: ServedTables,
+        self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServerExchange,
+        fetch: FetchBatch, tables: RemoteTables,
     ) -> None:  # fmt: skip
         super().__init__(computer, recipe, schedule, seat, exchange, fetch, tables)
         tables.bind(self._client, exchange.abort, self.steps_applied)
@@ -132,9 +132,9 @@ class ServedReplica(ServedMember):
     def _begin_generation(self, step: int, complete: bool) -> None:
         """Before anybody of this generation goes on. `complete`: all partial sums of the step are there."""
 
-    def _look(self) -> list[Looked]:
-        found: dict[int, Looked] = {}
-        self._ask(Look, lambda letter: found.__setitem__(letter.message.slice, letter.message), self._everything)
+    def _look(self) -> list[Inspected]:
+        found: dict[int, Inspected] = {}
+        self._ask(Inspect, lambda letter: found.__setitem__(letter.message.slice, letter.message), self._everything)
         return [found[number] for number in self._everything]
 
     @property
@@ -143,7 +143,7 @@ class ServedReplica(ServedMember):
         return range(len(self._slices) + len(self._tables.slices))
 
     def _ask(
-        self, make: Callable[[int, int], Question], each: Callable[[Letter], None], slices: Sequence[int],
+        self, make: Callable[[int, int], Question], each: Callable[[Framed], None], slices: Sequence[int],
         idle: Idle | None = None,
     ) -> None:  # fmt: skip
         questions = [partial(_about, make, number) for number in slices]
@@ -268,7 +268,7 @@ class ServedReplica(ServedMember):
         """Have the step applied."""
         factor = self._limit(step, idle)
         for number in self._everything:
-            self._client.push(number, Go(step, factor))
+            self._client.push(number, ApplyStep(step, factor))
         self._client.flush()
 
     def _push_early(self, step: int, number: int, done: Sequence[tuple[Range, int]]) -> None:
@@ -293,15 +293,15 @@ class ServedReplica(ServedMember):
         touched = self._touched if touched is None else touched
         marks = touched.tobytes()
         integers = self._computer.integer_bytes() if node[0] == 0 else b""
-        first = Node(step, *node, rows.tobytes(), marks, integers, name)
+        first = PartialSum(step, *node, rows.tobytes(), marks, integers, name)
         rows = rows.copy()
         rows[:, INTEGERS] = 0.0  # known after the backward pass only, and the first slice looks at them for all
-        others = Node(step, *node, rows.tobytes(), marks, b"", name)
+        others = PartialSum(step, *node, rows.tobytes(), marks, b"", name)
         for shape in slices:
             content, payload = self._packed(others if shape.number else first, shape, slot, touched)
             self._client.push(shape.number, content, payload)
 
-    def _packed(self, node: Node, shape: SliceShape, slot: int, touched: np.ndarray) -> tuple[Node, Any]:
+    def _packed(self, node: PartialSum, shape: SliceShape, slot: int, touched: np.ndarray) -> tuple[PartialSum, Any]:
         """A slice's stretch of a partial sum as it is sent, and the frame, if there is one."""
         segment, name = self.exchange.slot(slot)
         return node, None if name else segment.view(shape.first_byte, shape.value_bytes)
@@ -311,8 +311,8 @@ class ServedReplica(ServedMember):
         how the first member learns that the step may be applied."""
         squares: dict[int, list[float]] = {}
 
-        def measured(letter: Letter) -> None:
-            message: Measured = letter.message
+        def measured(letter: Framed) -> None:
+            message: StepMeasured = letter.message
             squares[message.slice] = message.squares
 
         self._ask(self._measure(step), measured, self._everything, idle)
@@ -326,10 +326,10 @@ class ServedReplica(ServedMember):
 
     def _bring(self, version: int) -> StepResult | None:
         """Bring the values to that version. Returns what the step before it gave, if the servers still know."""
-        told: dict[int, Fetched] = {}
+        told: dict[int, PulledValues] = {}
 
-        def fetched(letter: Letter) -> None:
-            message: Fetched = letter.message
+        def fetched(letter: Framed) -> None:
+            message: PulledValues = letter.message
             told[message.slice] = message
             if message.version >= 0:
                 self._take(message, letter.payload)
@@ -370,8 +370,8 @@ def _about(make: Callable[[int, int], Question], number: int, ticket: int) -> Qu
 
 
 def _fetch(version: int, inline: bool, ticket: int, number: int) -> Question:
-    return Fetch(ticket, number, version, inline)
+    return PullValues(ticket, number, version, inline)
 
 
 def measure_step(step: int, generation: int, members: int, ticket: int, number: int) -> Question:
-    return Measure(ticket, number, step, generation, members)
+    return MeasureStep(ticket, number, step, generation, members)

@@ -13,8 +13,17 @@ from distbelief.control.credentials import Authority
 from distbelief.control.messages import ServerMap
 from distbelief.strategies.ps.protocol import client as serverclient
 from distbelief.strategies.ps.protocol.client import ServerClient
-from distbelief.strategies.ps.protocol.frames import Letter, pack
-from distbelief.strategies.ps.protocol.messages import Answered, Fetch, Fetched, Go, Look, Looked, Push, Refused
+from distbelief.strategies.ps.protocol.frames import Framed, pack
+from distbelief.strategies.ps.protocol.messages import (
+    Acknowledged,
+    ApplyStep,
+    Inspect,
+    Inspected,
+    NotPrimary,
+    PulledValues,
+    PullValues,
+    Push,
+)
 from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
 from distbelief.transport.abort import Abort, Aborted
 
@@ -33,14 +42,14 @@ class Played:
         self.client = b""
         self._verifier = Authority(bytes(range(32))).server(0).verifier()
 
-    def heard(self) -> list[Letter]:
+    def heard(self) -> list[Framed]:
         self.client, signature, *frames = self.socket.recv_multipart(copy=False)
         self.client = self.client.bytes
         assert self._verifier.verify(signature.bytes, frames[0].buffer) == ("worker", 3)
         return RUN_MESSAGES.unpack_for_server(frames)
 
     def say(self, *messages: object, payloads: tuple[bytes, ...] = ()) -> None:
-        letters = [Letter(message) for message in messages]
+        letters = [Framed(message) for message in messages]
         self.socket.send_multipart([self.client, *pack(letters), *payloads])
 
 
@@ -93,42 +102,42 @@ def test_pushes_are_numbered_by_slice_and_settle_when_answered(servers: list[Pla
     client.learn(map_of(servers, [0, 1, 0]))
     assert client.slices(Abort()) == 3
     for number in (0, 0, 1):
-        client.push(number, Go(5, 1.0))
+        client.push(number, ApplyStep(5, 1.0))
     waiting = Waiting(lambda: client.settle(Abort()))
     first = [letter.message for letter in servers[0].heard()]
-    assert first == [Push(3, 0, 0, Go(5, 1.0), 1), Push(3, 1, 0, Go(5, 1.0), 1)]
-    assert [letter.message for letter in servers[1].heard()] == [Push(3, 0, 1, Go(5, 1.0), 1)]
-    servers[0].say(Answered(0, 0), Answered(0, 1))
-    servers[1].say(Answered(1, 0))
+    assert first == [Push(3, 0, 0, ApplyStep(5, 1.0), 1), Push(3, 1, 0, ApplyStep(5, 1.0), 1)]
+    assert [letter.message for letter in servers[1].heard()] == [Push(3, 0, 1, ApplyStep(5, 1.0), 1)]
+    servers[0].say(Acknowledged(0, 0), Acknowledged(0, 1))
+    servers[1].say(Acknowledged(1, 0))
     waiting.end()
 
 
 def test_what_waits_goes_to_the_new_primary(servers: list[Played], client: ServerClient) -> None:
     client.learn(map_of(servers, [0, 0]))
     found: list[object] = []
-    questions = [lambda ticket: Look(ticket, 0), lambda ticket: Look(ticket, 1)]
+    questions = [lambda ticket: Inspect(ticket, 0), lambda ticket: Inspect(ticket, 1)]
     waiting = Waiting(lambda: client.ask(questions, Abort(), lambda letter: found.append(letter.message)))
     asked = [letter.message for letter in servers[0].heard()]
-    assert asked == [Look(1, 0), Look(2, 1)]
-    servers[0].say(Looked(1, 0, 7, []))  # then it dies
+    assert asked == [Inspect(1, 0), Inspect(2, 1)]
+    servers[0].say(Inspected(1, 0, 7, []))  # then it dies
     time.sleep(0.2)
     client.learn(map_of(servers, [1, 1], version=2))
-    assert [letter.message for letter in servers[1].heard()] == [Look(2, 1)]
-    servers[1].say(Looked(2, 1, 7, []))
+    assert [letter.message for letter in servers[1].heard()] == [Inspect(2, 1)]
+    servers[1].say(Inspected(2, 1, 7, []))
     waiting.end()
-    assert found == [Looked(1, 0, 7, []), Looked(2, 1, 7, [])]
+    assert found == [Inspected(1, 0, 7, []), Inspected(2, 1, 7, [])]
 
 
 def test_what_is_refused_is_asked_again(servers: list[Played], client: ServerClient) -> None:
     """The server does not know yet that it is primary. No new map comes."""
     client.learn(map_of(servers, [0]))
-    client.push(0, Go(1, 1.0))
+    client.push(0, ApplyStep(1, 1.0))
     waiting = Waiting(lambda: client.settle(Abort()))
     for _ in range(3):
-        assert [letter.message for letter in servers[0].heard()] == [Push(3, 0, 0, Go(1, 1.0))]
-        servers[0].say(Refused(0, 1))
+        assert [letter.message for letter in servers[0].heard()] == [Push(3, 0, 0, ApplyStep(1, 1.0))]
+        servers[0].say(NotPrimary(0, 1))
     servers[0].heard()
-    servers[0].say(Answered(0, 0))
+    servers[0].say(Acknowledged(0, 0))
     waiting.end()
 
 
@@ -137,33 +146,33 @@ def test_what_was_lost_is_sent_again(
 ) -> None:
     monkeypatch.setattr(serverclient, "AGAIN_S", 0.2)
     client.learn(map_of(servers, [0]))
-    client.push(0, Go(1, 1.0))
+    client.push(0, ApplyStep(1, 1.0))
     waiting = Waiting(lambda: client.settle(Abort()))
     assert servers[0].heard() == servers[0].heard()
-    servers[0].say(Answered(0, 0))
+    servers[0].say(Acknowledged(0, 0))
     waiting.end()
 
 
 def test_what_makes_no_sense_is_ignored(servers: list[Played], client: ServerClient) -> None:
     client.learn(map_of(servers, [0]))
-    found: list[Letter] = []
-    waiting = Waiting(lambda: client.ask([lambda ticket: Fetch(ticket, 0, 2)], Abort(), found.append))
+    found: list[Framed] = []
+    waiting = Waiting(lambda: client.ask([lambda ticket: PullValues(ticket, 0, 2)], Abort(), found.append))
     servers[0].heard()
     door = servers[0]
     for frames in ([b"garbage"], [b""], [b"\x91\x81\xa4type\xa3Odd"], [b"\x80"] * 3):
         door.socket.send_multipart([door.client, *frames])
-    door.say(Fetched(9, 0, 2), payloads=(b"of another question",))
-    door.say(Answered(0, 77))
-    door.say(Fetched(1, 0, 2))  # without its bytes
-    door.say(Fetched(1, 0, 2), payloads=(b"values",))
-    door.say(Fetched(1, 0, 2), payloads=(b"twice",))
+    door.say(PulledValues(9, 0, 2), payloads=(b"of another question",))
+    door.say(Acknowledged(0, 77))
+    door.say(PulledValues(1, 0, 2))  # without its bytes
+    door.say(PulledValues(1, 0, 2), payloads=(b"values",))
+    door.say(PulledValues(1, 0, 2), payloads=(b"twice",))
     waiting.end()
-    assert [(letter.message, bytes(letter.payload)) for letter in found] == [(Fetched(1, 0, 2), b"values")]
+    assert [(letter.message, bytes(letter.payload)) for letter in found] == [(PulledValues(1, 0, 2), b"values")]
 
 
 def test_when_the_parameters_begin_anew_everything_is_given_up(servers: list[Played], client: ServerClient) -> None:
     client.learn(map_of(servers, [0]))
-    client.push(0, Go(1, 1.0))
+    client.push(0, ApplyStep(1, 1.0))
     waiting = Waiting(lambda: client.settle(Abort()))
     servers[0].heard()
     client.learn(map_of(servers, [1], version=2, life=2))
@@ -175,7 +184,7 @@ def test_when_the_parameters_begin_anew_everything_is_given_up(servers: list[Pla
 def test_a_generation_that_begins_after_it_is_not_given_up(servers: list[Played], client: ServerClient) -> None:
     client.learn(map_of(servers, [0]))
     client.slices(Abort())
-    client.push(0, Go(1, 1.0))
+    client.push(0, ApplyStep(1, 1.0))
     client.learn(map_of(servers, [1, 1], version=2, life=2))
     client.restart()
     assert client.slices(Abort()) == 2
@@ -196,26 +205,28 @@ def test_a_wait_is_given_up_with_its_generation(servers: list[Played], client: S
 def test_what_was_not_sent_before_all_began_anew_is_never_sent(servers: list[Played], client: ServerClient) -> None:
     client.learn(map_of(servers, [0]))
     client.slices(Abort())
-    client.push(0, Go(1, 1.0))
+    client.push(0, ApplyStep(1, 1.0))
     client.learn(map_of(servers, [0], version=2, life=2))
     with pytest.raises(Aborted, match="begin anew"):
         client.settle(Abort())
     client.restart()
-    client.push(0, Go(2, 1.0))
+    client.push(0, ApplyStep(2, 1.0))
     waiting = Waiting(lambda: client.settle(Abort()))
-    assert [letter.message for letter in servers[0].heard()] == [Push(3, 1, 0, Go(2, 1.0), 2)]
-    servers[0].say(Answered(0, 1))
+    assert [letter.message for letter in servers[0].heard()] == [Push(3, 1, 0, ApplyStep(2, 1.0), 2)]
+    servers[0].say(Acknowledged(0, 1))
     waiting.end()
 
 
 def test_a_new_generation_does_not_wait_for_what_the_last_one_sent(servers: list[Played], client: ServerClient) -> None:
     client.learn(map_of(servers, [0]))
     client.slices(Abort())
-    client.push(0, Go(1, 1.0))
+    client.push(0, ApplyStep(1, 1.0))
     client.restart()
     client.settle(Abort())
-    client.push(0, Go(2, 1.0))
+    client.push(0, ApplyStep(2, 1.0))
     waiting = Waiting(lambda: client.settle(Abort()))
-    assert [letter.message for letter in servers[0].heard()] == [Push(3, 1, 0, Go(2, 1.0), 1)]  # the number goes on
-    servers[0].say(Answered(0, 1))
+    assert [letter.message for letter in servers[0].heard()] == [
+        Push(3, 1, 0, ApplyStep(2, 1.0), 1)
+    ]  # the number goes on
+    servers[0].say(Acknowledged(0, 1))
     waiting.end()

@@ -13,8 +13,8 @@ import zmq
 from distbelief.control.credentials import Authority
 from distbelief.control.messages import ServerMap
 from distbelief.strategies.ps.protocol.client import ServerClient
-from distbelief.strategies.ps.protocol.frames import Letter, pack
-from distbelief.strategies.ps.protocol.messages import Look, Looked, Measure, Measured, Question
+from distbelief.strategies.ps.protocol.frames import Framed, pack
+from distbelief.strategies.ps.protocol.messages import Inspect, Inspected, MeasureStep, Question, StepMeasured
 from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
 from distbelief.transport.abort import Abort
 
@@ -37,15 +37,15 @@ def client() -> Iterator[ServerClient]:
             identity, _, header, *_ = socket.recv_multipart()
             replies = []
             for message in msgspec.msgpack.decode(header, type=list[RUN_MESSAGES.from_clients]):
-                if isinstance(message, Look):
+                if isinstance(message, Inspect):
                     looks += 1
-                    replies.append(Letter(Looked(message.ticket, message.slice, looks, [])))
+                    replies.append(Framed(Inspected(message.ticket, message.slice, looks, [])))
                 else:
-                    assert isinstance(message, Measure)
+                    assert isinstance(message, MeasureStep)
                     held.append(message)
                 if looks >= 3 and held:
                     waiting = held.pop()
-                    replies.append(Letter(Measured(waiting.ticket, waiting.slice, [0.5])))
+                    replies.append(Framed(StepMeasured(waiting.ticket, waiting.slice, [0.5])))
             if replies:
                 socket.send_multipart([identity, *pack(replies)])
 
@@ -62,7 +62,7 @@ def client() -> Iterator[ServerClient]:
 
 
 def look(ticket: int) -> Question:
-    return Look(ticket, 0)
+    return Inspect(ticket, 0)
 
 
 def test_a_question_inside_of_a_wait(client: ServerClient) -> None:
@@ -77,7 +77,7 @@ def test_a_question_inside_of_a_wait(client: ServerClient) -> None:
 
     client.slices(Abort())
     client.ask(
-        [partial(Measure, slice=0, step=0)], Abort(), lambda letter: told.append(letter.message.squares[0]), idle
+        [partial(MeasureStep, slice=0, step=0)], Abort(), lambda letter: told.append(letter.message.squares[0]), idle
     )
     assert (told, versions) == ([0.5], [1, 2, 3])
     assert not any(waiting)  # who does something does not wait

@@ -8,21 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.ps.rules.applied import Applied, Marks
+from distbelief.strategies.ps.rules.applied import AppliedChanges, NumberSet
 
 numbers = st.lists(st.integers(0, 30), max_size=60)
 names = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12)), max_size=60)
 
 
-def marks_of(held: list[int]) -> Marks:
-    marks = Marks()
+def marks_of(held: list[int]) -> NumberSet:
+    marks = NumberSet()
     for number in held:
         marks = marks.add(number)
     return marks
 
 
-def applied_of(held: list[tuple[int, int]], gone: Iterable[int] = ()) -> Applied:
-    applied = Applied()
+def applied_of(held: list[tuple[int, int]], gone: Iterable[int] = ()) -> AppliedChanges:
+    applied = AppliedChanges()
     for source, sequence in held:
         applied, _ = applied.add(source, sequence)
     for source in gone:
@@ -51,15 +51,15 @@ def test_merged_marks_are_the_union(one: list[int], other: list[int]) -> None:
 @settings(deadline=None)
 @given(names)
 def test_every_name_is_new_exactly_once(sent: list[tuple[int, int]]) -> None:
-    applied = Applied()
+    applied = AppliedChanges()
     seen: set[tuple[int, int]] = set()
     for name in sent:
         assert applied.holds(*name) == (name in seen)
         applied, new = applied.add(*name)
         assert new == (name not in seen)
         seen.add(name)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(applied), type=Applied) == applied
-    assert msgspec.json.decode(msgspec.json.encode(applied), type=Applied) == applied
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(applied), type=AppliedChanges) == applied
+    assert msgspec.json.decode(msgspec.json.encode(applied), type=AppliedChanges) == applied
 
 
 @settings(deadline=None)
@@ -76,24 +76,24 @@ def test_merging_holds_what_either_holds(
 
 
 def test_streams_in_order_take_a_few_bytes() -> None:
-    applied = Applied()
+    applied = AppliedChanges()
     for sequence in range(2_000):
         for source in range(3):
             applied, new = applied.add(source, sequence)
             assert new
-    assert applied.sources == dict.fromkeys(range(3), Marks(2_000))
+    assert applied.sources == dict.fromkeys(range(3), NumberSet(2_000))
     assert len(msgspec.msgpack.encode(applied)) < 120
 
 
 def test_memory_grows_with_the_gaps_only() -> None:
-    applied = Applied()
+    applied = AppliedChanges()
     for sequence in range(2_000):
         if sequence not in (7, 900):
             applied, _ = applied.add(0, sequence)
-    assert applied.sources[0] == Marks(7, ((8, 900), (901, 2_000)))
+    assert applied.sources[0] == NumberSet(7, ((8, 900), (901, 2_000)))
     applied, _ = applied.add(0, 900)
     applied, _ = applied.add(0, 7)
-    assert applied.sources[0] == Marks(2_000)
+    assert applied.sources[0] == NumberSet(2_000)
 
 
 def test_what_comes_in_the_name_of_one_who_left_is_a_repetition() -> None:
@@ -104,9 +104,9 @@ def test_what_comes_in_the_name_of_one_who_left_is_a_repetition() -> None:
     assert applied.add(5, 1)[1]
     for source in range(1_000):
         applied = applied.forget(source)
-    assert applied == Applied(gone=Marks(1_000)), "a thousand clients that came and left"
+    assert applied == AppliedChanges(gone=NumberSet(1_000)), "a thousand clients that came and left"
 
 
 def test_a_negative_number_is_refused() -> None:
     with pytest.raises(DistBeliefError, match="numbered from 0"):
-        Applied().add(0, -1)
+        AppliedChanges().add(0, -1)

@@ -6,7 +6,7 @@ import itertools
 import random
 
 from distbelief.shards import Range, split
-from distbelief.strategies.ps.protocol.messages import Looked
+from distbelief.strategies.ps.protocol.messages import Inspected
 from distbelief.strategies.ps.rules.gathering import StepSums, choose_late_shards, shards_on_all_slices
 
 SHARDS = 5
@@ -38,8 +38,8 @@ def test_the_sums_of_a_step_are_complete_exactly_when_all_occupied_shards_are_th
             assert (gathered.order() is not None) == ({*range(occupied)} <= there)
 
 
-def has(version: int, *sums: Range) -> Looked:
-    return Looked(0, 0, version, list(sums))
+def has(version: int, *sums: Range) -> Inspected:
+    return Inspected(0, 0, version, list(sums))
 
 
 def test_a_slice_that_has_applied_the_step_proves_that_all_shards_are_on_all_slices() -> None:

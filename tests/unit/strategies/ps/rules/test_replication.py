@@ -12,16 +12,16 @@ import pytest
 from distbelief.coordinator.rules.servers import placement
 from distbelief.coordinator.rules.servers.placement import NONE, Slice
 from distbelief.strategies.ps.rules.replication import (
-    Answer,
-    Copied,
-    Copy,
+    Acknowledge,
+    AnswerClient,
     Forward,
-    Holding,
     Name,
     Output,
-    Refuse,
+    RefuseClient,
+    ReplicatedSlice,
+    ReportCopied,
     Roles,
-    Took,
+    SendCopy,
 )
 
 
@@ -49,7 +49,7 @@ class Cluster:
         self.losing = losing
         self.placed = placement.first([Slice(0, 100)], {server: f"host{server}" for server in range(servers)})
         self.next_server = servers
-        self.holdings: dict[int, Holding] = {}
+        self.holdings: dict[int, ReplicatedSlice] = {}
         self.links: dict[tuple[int, int], deque[Any]] = {}  # (from, to) -> in order; -1 is the maker of maps
         self.open: dict[Name, int] = {}
         self.answered: set[Name] = set()
@@ -62,7 +62,7 @@ class Cluster:
         return Roles(found.version, found.primaries[0], found.backups[0], self.placed.recruits[0])
 
     def _start(self, server: int) -> None:
-        self.holdings[server] = Holding(server, Ordered(), self._roles())
+        self.holdings[server] = ReplicatedSlice(server, Ordered(), self._roles())
         self._perform(server, self.holdings[server].begin())
 
     def _tell_map(self) -> None:
@@ -72,14 +72,14 @@ class Cluster:
     def _perform(self, server: int, outputs: list[Output]) -> None:
         for one in outputs:
             match one:
-                case Answer(name):
+                case AnswerClient(name):
                     self.answered.add(name)
                     self.open.pop(name, None)
-                case Refuse():
+                case RefuseClient():
                     pass  # it is sent again, to whoever is primary by then
-                case Copied(target):
+                case ReportCopied(target):
                     self.links.setdefault((server, -1), deque()).append(target)
-                case Forward() | Copy() | Took():
+                case Forward() | SendCopy() | Acknowledge():
                     if self.chance.random() >= self.losing:
                         self.links.setdefault((server, one.to), deque()).append(one)
 
@@ -114,9 +114,9 @@ class Cluster:
                 self._perform(to, holding.learn(message))
             case Forward():
                 self._perform(to, holding.forwarded(source, message))
-            case Copy():
+            case SendCopy():
                 self._perform(to, holding.copied(source, message))
-            case Took():
+            case Acknowledge():
                 self._perform(to, holding.took(source, message))
 
     def kill(self, wanted: int = NONE) -> None:
@@ -213,55 +213,55 @@ def test_twenty_primaries_are_killed_in_one_run() -> None:
 
 
 def test_nothing_is_answered_before_the_backup_has_it() -> None:
-    holding = Holding(0, Ordered(), Roles(1, primary=0, backup=1))
+    holding = ReplicatedSlice(0, Ordered(), Roles(1, primary=0, backup=1))
     (hello,) = holding.begin()
     assert isinstance(hello, Forward)
     (forward,) = holding.change((5, 0), 7)
     assert isinstance(forward, Forward)
-    backup = Holding(1, Ordered(), Roles(1, primary=0, backup=1))
+    backup = ReplicatedSlice(1, Ordered(), Roles(1, primary=0, backup=1))
     (there,) = backup.forwarded(0, hello)
-    assert isinstance(there, Took)
+    assert isinstance(there, Acknowledge)
     assert holding.took(1, there) == []
     (took,) = backup.forwarded(0, forward)
-    assert isinstance(took, Took)
-    assert holding.took(1, took) == [Answer((5, 0))]
+    assert isinstance(took, Acknowledge)
+    assert holding.took(1, took) == [AnswerClient((5, 0))]
 
 
 def test_an_old_primary_cannot_answer() -> None:
     """It was cut off, and does not know that its backup has been promoted."""
-    old = Holding(0, Ordered(), Roles(1, primary=0, backup=1))
+    old = ReplicatedSlice(0, Ordered(), Roles(1, primary=0, backup=1))
     (hello,) = old.begin()
     assert isinstance(hello, Forward)
-    new = Holding(1, Ordered(), Roles(1, primary=0, backup=1))
+    new = ReplicatedSlice(1, Ordered(), Roles(1, primary=0, backup=1))
     (there,) = new.forwarded(0, hello)
-    assert isinstance(there, Took)
+    assert isinstance(there, Acknowledge)
     old.took(1, there)
     new.learn(Roles(2, primary=1))
     (forward,) = old.change((5, 0), 7)
     assert isinstance(forward, Forward)
     assert new.forwarded(0, forward) == []
-    assert new.change((5, 0), 7) == [Answer((5, 0))]
-    assert old.learn(Roles(2, primary=1)) == [Refuse((5, 0), 2)]
-    assert old.change((5, 1), 8) == [Refuse((5, 1), 2)]
+    assert new.change((5, 0), 7) == [AnswerClient((5, 0))]
+    assert old.learn(Roles(2, primary=1)) == [RefuseClient((5, 0), 2)]
+    assert old.change((5, 1), 8) == [RefuseClient((5, 1), 2)]
 
 
 def test_what_was_said_to_an_earlier_term_does_not_count() -> None:
     """The same two servers, in the same roles as before; a message of that time arrives late."""
-    holding = Holding(0, Ordered(), Roles(1, primary=0, backup=1))
+    holding = ReplicatedSlice(0, Ordered(), Roles(1, primary=0, backup=1))
     holding.begin()
     holding.learn(Roles(2, primary=1, backup=0))
     holding.learn(Roles(3, primary=0, backup=1))
     holding.change((5, 0), 7)
-    assert holding.took(1, Took(0, 1, (1, 9), 9)) == []
-    assert holding.took(1, Took(0, 3, holding.last, 9)) == [Answer((5, 0))]
+    assert holding.took(1, Acknowledge(0, 1, (1, 9), 9)) == []
+    assert holding.took(1, Acknowledge(0, 3, holding.last, 9)) == [AnswerClient((5, 0))]
 
 
 def test_what_a_recruit_said_of_a_copy_that_it_has_dropped_does_not_count() -> None:
     """It was backup, then another one was, and now it is recruited again: it has nothing."""
-    holding = Holding(0, Ordered(), Roles(1, primary=0, backup=1))
+    holding = ReplicatedSlice(0, Ordered(), Roles(1, primary=0, backup=1))
     holding.begin()
     holding.change((5, 0), 7)
     holding.learn(Roles(2, primary=0, backup=2))
     holding.learn(Roles(3, primary=0, recruit=1))
-    assert holding.took(1, Took(0, 1, holding.last, version=1)) == []  # it was long on its way
-    assert holding.took(1, Took(0, 1, holding.last, version=3)) == [Copied(1)]
+    assert holding.took(1, Acknowledge(0, 1, holding.last, version=1)) == []  # it was long on its way
+    assert holding.took(1, Acknowledge(0, 1, holding.last, version=3)) == [ReportCopied(1)]

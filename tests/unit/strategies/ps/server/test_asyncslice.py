@@ -8,7 +8,7 @@ import torch
 
 from distbelief.strategies.ps.protocol.messages import VALUES_AT, Gradient
 from distbelief.strategies.ps.protocol.pushcoding import PushCoding
-from distbelief.strategies.ps.server.asyncslice import FreeSlice
+from distbelief.strategies.ps.server.asyncslice import AsynchronousSlice
 from distbelief.strategies.ps.server.slicememory import SliceMemory
 from distbelief.strategies.ps.server.stores import Change
 from distbelief.transport.shm.segment import Segment
@@ -32,12 +32,12 @@ class Bench:
         self.memory: dict[str, Segment] = {}
         self.delay = delay
 
-    def store(self) -> FreeSlice:
+    def store(self) -> AsynchronousSlice:
         made = SliceMemory(
             self.shape, self.kit.layout, self.kit.prepared.recipe, self.kit.job,
             Segment.private(VALUES_AT + self.shape.value_bytes),
         )  # fmt: skip
-        store = FreeSlice(made, self.memory.__getitem__ if self.memory else no_memory, self.delay, self.coding)
+        store = AsynchronousSlice(made, self.memory.__getitem__ if self.memory else no_memory, self.delay, self.coding)
         store.begin(self.kit.store(self.shape.number).memory.contents(), np.zeros(0, np.int64))
         return store
 
@@ -61,11 +61,11 @@ class Bench:
         self.memory[name] = segment
 
 
-def values(store: FreeSlice) -> bytes:
+def values(store: AsynchronousSlice) -> bytes:
     return bytes(store.memory.value_view())
 
 
-def everything(store: FreeSlice) -> bytes:
+def everything(store: AsynchronousSlice) -> bytes:
     return bytes(store.state()[1].numpy())
 
 

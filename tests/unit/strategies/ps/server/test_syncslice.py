@@ -11,8 +11,8 @@ import torch
 
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range, split
-from distbelief.strategies.ps.protocol.messages import Go, Node, Note
-from distbelief.strategies.ps.server.syncslice import Change, RunSlice
+from distbelief.strategies.ps.protocol.messages import ApplyStep, Note, PartialSum
+from distbelief.strategies.ps.server.syncslice import Change, SynchronousSlice
 from distbelief.transport.exchange import ROW
 from distbelief.transport.shm.segment import Segment
 from tests.support.ps.parts import SHARDS, Kit
@@ -50,8 +50,8 @@ def any_nodes(chance: random.Random) -> list[Range]:
     return found
 
 
-def go(kit: Kit, stores: list[RunSlice], step: int) -> Change:
-    return Change(Go(step, kit.factor([store.measured[1] for store in stores])))
+def go(kit: Kit, stores: list[SynchronousSlice], step: int) -> Change:
+    return Change(ApplyStep(step, kit.factor([store.measured[1] for store in stores])))
 
 
 def test_any_nodes_in_any_order_give_the_same_bits(kit: Kit) -> None:
@@ -77,8 +77,8 @@ def test_changes_of_other_steps_change_nothing(kit: Kit) -> None:
     store = kit.store(0)
     before = bytes(store.memory.contents().numpy())
     store.apply(kit.change(0, expected[0], 1, (0, SHARDS)))
-    store.apply(Change(Go(1, 1.0)))
-    store.apply(Change(Go(0, 1.0)))  # it is not complete: it waits for its sums
+    store.apply(Change(ApplyStep(1, 1.0)))
+    store.apply(Change(ApplyStep(0, 1.0)))  # it is not complete: it waits for its sums
     assert (store.version, store.nodes(), bytes(store.memory.contents().numpy())) == (0, [], before)
 
 
@@ -128,12 +128,12 @@ def test_an_unsound_loss_is_not_applied(kit: Kit) -> None:
     store = kit.store(0)
     before = bytes(store.memory.contents().numpy())
     change = kit.change(0, expected[0], 0, (0, SHARDS))
-    assert isinstance(change.content, Node)
+    assert isinstance(change.content, PartialSum)
     rows = np.frombuffer(change.content.rows).reshape(-1, ROW).copy()
     rows[3, 0] = np.nan
-    bad = Node(0, 0, SHARDS, rows.tobytes(), change.content.touched)
+    bad = PartialSum(0, 0, SHARDS, rows.tobytes(), change.content.touched)
     store.apply(Change(bad, change.payload))
-    store.apply(Change(Go(0, 1.0)))
+    store.apply(Change(ApplyStep(0, 1.0)))
     assert (store.version, store.unsound) == (0, True)
     assert store.rows(1) == rows.tobytes()  # the workers see for themselves
     assert bytes(store.memory.contents().numpy()) == before
@@ -145,7 +145,7 @@ def test_sums_that_do_not_fit_are_refused(kit: Kit) -> None:
         store.apply(Change(fit, bytearray(8)))
     for first, end in ((0, SHARDS + 1), (3, 3), (-1, 2)):
         with pytest.raises(DistBeliefError, match="there are no shards"):
-            store.apply(Change(Node(0, first, end, fit.rows, fit.touched), bytearray(8)))
+            store.apply(Change(PartialSum(0, first, end, fit.rows, fit.touched), bytearray(8)))
 
 
 def test_a_change_keeps_its_bytes(kit: Kit) -> None:

@@ -9,10 +9,10 @@ import torch
 
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range
-from distbelief.strategies.ps.protocol.messages import VALUES_AT, Afresh, Go, Measure
+from distbelief.strategies.ps.protocol.messages import VALUES_AT, ApplyStep, MeasureStep, RestartStep
 from distbelief.strategies.ps.protocol.pushcoding import PushCoding
 from distbelief.strategies.ps.server.slicememory import SliceMemory
-from distbelief.strategies.ps.server.syncslice import Change, RunSlice
+from distbelief.strategies.ps.server.syncslice import Change, SynchronousSlice
 from distbelief.transport.shm.segment import Segment
 from tests.support.ps.parts import SHARDS, Kit, no_memory
 
@@ -32,10 +32,10 @@ class Bench:
         self.shape = kit.shapes[number]
         self.coding = PushCoding(method, self.shape, kit.layout)
 
-    def store(self, first: bool = True) -> RunSlice:
+    def store(self, first: bool = True) -> SynchronousSlice:
         values = Segment.private(VALUES_AT + self.shape.value_bytes)
         memory = SliceMemory(self.shape, self.kit.layout, self.kit.prepared.recipe, self.kit.job, values)
-        store = RunSlice(memory, self.kit.job, self.kit.schedule, no_memory, self.coding)
+        store = SynchronousSlice(memory, self.kit.job, self.kit.schedule, no_memory, self.coding)
         if first:
             store.begin(self.kit.store(self.shape.number).memory.contents(), 0, b"")
         return store
@@ -55,23 +55,23 @@ class Bench:
         return Change(content, bytearray(frame.numpy()))
 
     def afresh(self, step: int, generation: int) -> Change:
-        return Change(Afresh(step, generation))
+        return Change(RestartStep(step, generation))
 
 
-def everything(store: RunSlice) -> tuple[bytes, bytes]:
+def everything(store: SynchronousSlice) -> tuple[bytes, bytes]:
     about, contents = store.state()
     return about.about, bytes(contents.numpy())
 
 
-def measured(store: RunSlice, step: int = 0) -> bool:
-    return store.reply(Measure(1, 1, step), "", everywhere=True, caught_up=True) is not None
+def measured(store: SynchronousSlice, step: int = 0) -> bool:
+    return store.reply(MeasureStep(1, 1, step), "", everywhere=True, caught_up=True) is not None
 
 
 @pytest.mark.parametrize("method", ["bf16", "int8", "topk=0.1"])
 def test_primary_backup_and_a_copy_made_in_between_have_the_same_bits(kit: Kit, method: str) -> None:
     bench = Bench(kit, method)
     primary, backup, recruit = bench.store(), bench.store(), bench.store(first=False)
-    changes = [bench.afresh(0, 3), *(bench.node(3, node) for node in NODES), Change(Go(0, 1.0))]
+    changes = [bench.afresh(0, 3), *(bench.node(3, node) for node in NODES), Change(ApplyStep(0, 1.0))]
     for number, change in enumerate(changes):
         if number == 2:
             recruit.load(primary.state())
@@ -98,7 +98,7 @@ def test_what_is_applied_is_what_one_generation_has_sent(kit: Kit) -> None:
             assert not measured(one)
             one.apply(bench.node(2, node))
         assert measured(one)
-        one.apply(Change(Go(0, 1.0)))
+        one.apply(Change(ApplyStep(0, 1.0)))
     assert everything(store) == everything(calm)
 
 
@@ -113,7 +113,7 @@ def test_a_step_that_is_complete_stays_and_the_next_one_is_the_new_generations(k
     assert (store.nodes(), measured(store)) == (NODES, True)
     store.apply(bench.afresh(0, 1))  # of whoever led before, and died: too late
     assert store.nodes() == NODES
-    store.apply(Change(Go(0, 1.0)))
+    store.apply(Change(ApplyStep(0, 1.0)))
     assert store.version == 1
     store.apply(bench.node(1, (0, SHARDS), step=1))
     assert store.nodes() == []

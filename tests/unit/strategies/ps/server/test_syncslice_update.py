@@ -15,11 +15,11 @@ from distbelief.job import Job
 from distbelief.shards import Schedule, shard_seed
 from distbelief.strategies.base import nothing_saved
 from distbelief.strategies.dataparallel.committed import CommittedModel
-from distbelief.strategies.ps.protocol.messages import VALUES_AT, Go, Node
+from distbelief.strategies.ps.protocol.messages import VALUES_AT, ApplyStep, PartialSum
 from distbelief.strategies.ps.server.slicememory import SliceMemory
-from distbelief.strategies.ps.server.syncslice import Change, RunSlice
+from distbelief.strategies.ps.server.syncslice import Change, SynchronousSlice
 from distbelief.strategies.ps.strategy import ParameterServer
-from distbelief.strategies.ps.worker.prepared import PreparedServed
+from distbelief.strategies.ps.worker.prepared import PreparedParameterServer
 from distbelief.transport.exchange import ROW
 from distbelief.transport.shm.segment import Segment
 from distbelief.worker.feed import Feed
@@ -34,13 +34,13 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 700), nn.BatchNorm1d(700), nn.ReLU(), nn.Linear(700, 4))
 
 
-def stores_of(prepared: PreparedServed, job: Job, schedule: Schedule) -> list[RunSlice]:
+def stores_of(prepared: PreparedParameterServer, job: Job, schedule: Schedule) -> list[SynchronousSlice]:
     state, found = prepared.first_state(nothing_saved), []
     for shape in prepared.slices():
         memory = SliceMemory(
             shape, prepared.layout, prepared.recipe, job, Segment.private(VALUES_AT + shape.value_bytes)
         )
-        store = RunSlice(memory, job, schedule, lambda name: Segment.private(0))
+        store = SynchronousSlice(memory, job, schedule, lambda name: Segment.private(0))
         content, at = Segment.private(shape.size_bytes), 0
         for tile, size in zip(shape.tiles, shape.state_bytes, strict=True):
             state.copy_tile(tile, content, at)
@@ -55,7 +55,7 @@ def served(job: Job) -> str:
     source = as_source(job.data)
     schedule = Schedule(len(source), job.global_batch, job.resolved_shards)
     feed = Feed(source, schedule, job, shuffle=False)
-    prepared = PreparedServed(job, schedule, torch.device("cpu"), ParameterServer())
+    prepared = PreparedParameterServer(job, schedule, torch.device("cpu"), ParameterServer())
     stores, layout, computer = stores_of(prepared, job, schedule), prepared.layout, prepared._computer
     values = Segment.private(layout.size_bytes)
     computer.bind_parameters(values, 0)
@@ -78,7 +78,9 @@ def served(job: Job) -> str:
             rows = np.zeros((1, ROW))
             rows[0] = (result.loss_sum, result.weight, result.integers, samples)
             integers = computer.integer_bytes() if shard == 0 else b""
-            changes.append((Node(step, shard, shard + 1, rows.tobytes(), result.touched.tobytes(), integers), slot))
+            changes.append(
+                (PartialSum(step, shard, shard + 1, rows.tobytes(), result.touched.tobytes(), integers), slot)
+            )
         for store in stores:
             shape = store.memory.shape
             for node, slot in chance.sample(changes, len(changes)):
@@ -86,7 +88,7 @@ def served(job: Job) -> str:
         norm = math.sqrt(math.fsum(one for store in stores for one in store.measured[1]))
         factor = min(1.0, job.clip_norm / (norm + 1e-6)) if job.clip_norm else 1.0
         for store in stores:
-            store.apply(Change(Go(step, factor)))
+            store.apply(Change(ApplyStep(step, factor)))
         assert {store.version for store in stores} == {step + 1}
     fetch_values()
     return CommittedModel(computer, buffers).sha256()

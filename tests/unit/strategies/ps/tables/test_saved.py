@@ -26,7 +26,7 @@ from distbelief.strategies.ps.tables.embedding import EmbeddingTable
 from distbelief.strategies.ps.tables.rowbuckets import part_of
 from distbelief.strategies.ps.tables.saved import PortionWithTables, SavedTables, without_tables
 from distbelief.strategies.ps.tables.specs import TableSpec
-from distbelief.strategies.ps.worker.prepared import PreparedServed
+from distbelief.strategies.ps.worker.prepared import PreparedParameterServer
 from distbelief.transport.shm.segment import Segment
 
 Arrays = dict[str, torch.Tensor]
@@ -51,8 +51,8 @@ def made_job(kind: str = "adam", rows: int = 5000) -> Job:
     )
 
 
-def prepared(job: Job) -> PreparedServed:
-    return PreparedServed(job, Schedule(8, 4, 2), torch.device("cpu"), ParameterServer())
+def prepared(job: Job) -> PreparedParameterServer:
+    return PreparedParameterServer(job, Schedule(8, 4, 2), torch.device("cpu"), ParameterServer())
 
 
 def some_rows(spec: TableSpec, count: int) -> Arrays:

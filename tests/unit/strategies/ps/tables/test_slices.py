@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.ps.protocol.frames import Letter
-from distbelief.strategies.ps.protocol.messages import Go, Look, Measure, Read
+from distbelief.strategies.ps.protocol.frames import Framed
+from distbelief.strategies.ps.protocol.messages import ApplyStep, Inspect, MeasureStep, ReadState
 from distbelief.strategies.ps.server.stores import Change
-from distbelief.strategies.ps.tables.messages import Count, Pull
+from distbelief.strategies.ps.tables.messages import CountRows, PullRows
 from distbelief.strategies.ps.tables.rowgradients import RowGradients
-from distbelief.strategies.ps.tables.slices import StepTables
+from distbelief.strategies.ps.tables.slices import SynchronousTableSlice
 from tests.support.ps.tableparts import PARTS, SHARDS, Kit
 
 STEPS = 6
@@ -25,19 +25,19 @@ def kit() -> Kit:
     return Kit()
 
 
-def answered(store: StepTables, question: object) -> Letter | None:
+def answered(store: SynchronousTableSlice, question: object) -> Framed | None:
     return store.reply(question, "", everywhere=True, caught_up=True)  # type: ignore[arg-type]
 
 
-def shards_of(kit: Kit, stores: list[StepTables], step: int) -> dict[int, list[RowGradients]]:
+def shards_of(kit: Kit, stores: list[SynchronousTableSlice], step: int) -> dict[int, list[RowGradients]]:
     occupied = range(kit.schedule.occupied(step))
     return {s: kit.found_out(step, s, kit.pulled(stores, kit.wanted(step, s))) for s in occupied}
 
 
-def go(kit: Kit, stores: list[StepTables], step: int) -> None:
+def go(kit: Kit, stores: list[SynchronousTableSlice], step: int) -> None:
     factor = kit.factor([store._measured[1] for store in stores])
     for store in stores:
-        store.apply(Change(Go(step, factor)))
+        store.apply(Change(ApplyStep(step, factor)))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -69,14 +69,14 @@ def test_a_step_is_not_applied_before_all_shards_are_there_and_it_is_told_to(kit
     store = kit.store()
     found = shards_of(kit, [store] * PARTS, 0)
     store.apply(kit.changes(0, [0, 1, 2, 3], [found[s] for s in range(4)])[3])
-    assert answered(store, Measure(1, 3, 0)) is None
-    looked = answered(store, Look(2, 3))
+    assert answered(store, MeasureStep(1, 3, 0)) is None
+    looked = answered(store, Inspect(2, 3))
     assert looked is not None
     assert looked.message.nodes == [(s, s + 1) for s in range(4)]
     store.apply(kit.changes(0, [4], [found[4]])[3])
     assert store.version == 0
-    assert answered(store, Measure(1, 3, 0)) is not None
-    store.apply(Change(Go(0, 1.0)))
+    assert answered(store, MeasureStep(1, 3, 0)) is not None
+    store.apply(Change(ApplyStep(0, 1.0)))
     assert store.version == 1
 
 
@@ -84,14 +84,16 @@ def test_rows_of_another_step_are_not_given(kit: Kit) -> None:
     """Neither those of the next one, nor those of before."""
     store = kit.store()
     rows = np.array([1, 2, 3]).tobytes()
-    questions = [Pull(1, 0, 1, 1, rows), Count(2, 0, 1), Read(3, 0, 1)]
+    questions = [PullRows(1, 0, 1, 1, rows), CountRows(2, 0, 1), ReadState(3, 0, 1)]
     assert [answered(store, question) for question in questions] == [None] * 3
     found = shards_of(kit, [store] * PARTS, 0)
     store.apply(kit.changes(0, list(found), list(found.values()))[0])
-    store.apply(Change(Go(0, 1.0)))
+    store.apply(Change(ApplyStep(0, 1.0)))
     now = [answered(store, question) for question in questions]
     assert [letter.message.version for letter in now if letter] == [1, 1, 1]
-    late = [answered(store, question) for question in (Pull(1, 0, 0, 1, rows), Count(2, 0, 0), Read(3, 0, 0))]
+    late = [
+        answered(store, question) for question in (PullRows(1, 0, 0, 1, rows), CountRows(2, 0, 0), ReadState(3, 0, 0))
+    ]
     assert [(letter.message.version, letter.payload) for letter in late if letter] == [(-1, None)] * 3
 
 
@@ -103,8 +105,8 @@ def test_a_loss_that_is_no_number_is_not_applied(kit: Kit) -> None:
     told[0] = np.nan
     content = type(change.content)(0, list(found), change.content.counts, told.tobytes())  # type: ignore[union-attr]
     store.apply(Change(content, change.payload))
-    assert answered(store, Measure(1, 0, 0)) is not None  # who asks hears at once, and sees the reason elsewhere
-    store.apply(Change(Go(0, 1.0)))
+    assert answered(store, MeasureStep(1, 0, 0)) is not None  # who asks hears at once, and sees the reason elsewhere
+    store.apply(Change(ApplyStep(0, 1.0)))
     assert store.version == 0
 
 

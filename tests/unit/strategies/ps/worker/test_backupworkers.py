@@ -10,7 +10,7 @@ import torch
 
 from distbelief.shards import Range
 from distbelief.strategies.dataparallel.takeover import plan_step, plan_takeover
-from distbelief.strategies.ps.protocol.messages import Begun, Go, Look, Measure, Measured
+from distbelief.strategies.ps.protocol.messages import ApplyStep, Inspect, MeasureStep, StepBegun, StepMeasured
 from distbelief.strategies.ps.rules.gathering import shards_on_all_slices
 from distbelief.strategies.ps.server.stores import Change
 from distbelief.strategies.ps.worker.synchronous import measure_step
@@ -34,7 +34,7 @@ class HelpingWorld(World):
     def _work(self, worker: int, rank: int, ranges: list[Range]) -> Iterator[None]:
         client = self.clients[worker]
         client.restart()
-        looked = yield from client.ask(Look)
+        looked = yield from client.ask(Inspect)
         if rank == 0:
             self.found = (
                 min(one.version for one in looked),
@@ -55,7 +55,7 @@ class HelpingWorld(World):
         while self.met < len(ranges):
             yield
         while step < self.steps:
-            client.push(0, Begun(step, self.generation, rank))
+            client.push(0, StepBegun(step, self.generation, rank))
             work = takeover or plan_step(SHARDS, occupied(step), ranges, rank)
             if takeover or self.chance.random() < 0.5:
                 for node, slot in work.partials.results.items():
@@ -63,7 +63,7 @@ class HelpingWorld(World):
                     yield
             takeover = None
             for slot in range(100, 100 + 4 * SHARDS):
-                looked = yield from client.ask(partial(Look, briefly=True))
+                looked = yield from client.ask(partial(Inspect, briefly=True))
                 assert all(not one.past for one in looked)
                 if any(one.version > step for one in looked):
                     break
@@ -77,7 +77,7 @@ class HelpingWorld(World):
             measured = yield from client.ask(partial(measure_step, step, self.generation, len(ranges)))
             factor = self.kit.factor([one.squares for one in measured])
             for number in range(len(self.kit.shapes)):
-                client.push(number, Go(step, factor))
+                client.push(number, ApplyStep(step, factor))
             step += 1
             values = self._seen((yield from self._bring(client, step)), step)  # this version, and not a later one
 
@@ -93,19 +93,19 @@ def test_the_bits_of_one_process_whoever_computes_what(kit: Kit, servers: int, w
 
 def test_nobody_goes_on_from_a_step_that_somebody_has_not_begun(kit: Kit) -> None:
     store = kit.store(0)
-    question = Measure(1, 0, 0, generation=2, members=2)
+    question = MeasureStep(1, 0, 0, generation=2, members=2)
     store.apply(kit.change(0, kit.values([kit.store(n) for n in range(len(kit.shapes))]), 0, (0, SHARDS)))
-    store.apply(Change(Begun(0, 2, 0)))
-    store.apply(Change(Begun(0, 1, 1)))  # of an earlier generation
-    store.apply(Change(Begun(1, 2, 1)))  # of another step
+    store.apply(Change(StepBegun(0, 2, 0)))
+    store.apply(Change(StepBegun(0, 1, 1)))  # of an earlier generation
+    store.apply(Change(StepBegun(1, 2, 1)))  # of another step
     assert store.reply(question, "", True, True) is None
     copy = kit.store(0)
     copy.load(store.state())
     for one in (store, copy):
         assert one.reply(question, "", True, True) is None
-        one.apply(Change(Begun(0, 2, 1)))
+        one.apply(Change(StepBegun(0, 2, 1)))
         found = one.reply(question, "", True, True)
         assert found is not None
-        assert isinstance(found.message, Measured)
-        one.apply(Change(Begun(0, 3, 0)))  # a newer generation: all of it must say so
-        assert one.reply(Measure(1, 0, 0, 3, 2), "", True, True) is None
+        assert isinstance(found.message, StepMeasured)
+        one.apply(Change(StepBegun(0, 3, 0)))  # a newer generation: all of it must say so
+        assert one.reply(MeasureStep(1, 0, 0, 3, 2), "", True, True) is None

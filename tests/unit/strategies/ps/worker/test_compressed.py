@@ -8,10 +8,10 @@ from torch import nn
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.base import Saved
 from distbelief.strategies.flatmodel.layout import lay_out
-from distbelief.strategies.ps.protocol.messages import Ask, Complete, Look, Looked
-from distbelief.strategies.ps.server.leaseslice import LedgerSlice, Terms
+from distbelief.strategies.ps.protocol.messages import CompleteUpdate, Inspect, Inspected, RequestLease
+from distbelief.strategies.ps.server.leaseslice import LeaseSlice, LeaseTerms
 from distbelief.strategies.ps.server.stores import Change
-from distbelief.strategies.ps.worker.compressed import Owed, saved_tensors
+from distbelief.strategies.ps.worker.compressed import OwedResiduals, saved_tensors
 
 MODEL = nn.Linear(3, 2)
 LAYOUT = lay_out(MODEL)
@@ -28,7 +28,7 @@ def saved_by(members: int) -> Saved:
 
 
 def taken(applied: int, began: int, rank: int, size: int, members: int = 3) -> set[float]:
-    owed, into = Owed(LAYOUT, "int8"), torch.zeros(LAYOUT.size_bytes // 4)
+    owed, into = OwedResiduals(LAYOUT, "int8"), torch.zeros(LAYOUT.size_bytes // 4)
     owed.add_once(lambda step=-1: saved_by(members), applied, began, (rank, size), into)
     return {number for _, place in owed.places for number in into[place.part].tolist()}
 
@@ -52,13 +52,13 @@ def test_no_checkpoint_of_that_step_is_nothing_owed() -> None:
 
 
 def test_the_ledger_says_where_the_parameters_began() -> None:
-    ledger = LedgerSlice(Terms(STEP, 100, 1))
-    for content in (Ask(1, 0.0), Complete(0, 1, 1, [0.5], [8], 0.0)):
+    ledger = LeaseSlice(LeaseTerms(STEP, 100, 1))
+    for content in (RequestLease(1, 0.0), CompleteUpdate(0, 1, 1, [0.5], [8], 0.0)):
         ledger.apply(Change(content))
-    copy = LedgerSlice(Terms(0, 100, 1))
+    copy = LeaseSlice(LeaseTerms(0, 100, 1))
     copy.load(ledger.state())
     for one in (ledger, copy):
-        letter = one.reply(Look(1, 0), "", everywhere=True, caught_up=True)
+        letter = one.reply(Inspect(1, 0), "", everywhere=True, caught_up=True)
         assert letter is not None
-        assert isinstance(letter.message, Looked)
+        assert isinstance(letter.message, Inspected)
         assert (letter.message.version, letter.message.began) == (STEP + 1, STEP)

@@ -14,10 +14,10 @@ from distbelief.shards import Schedule
 from distbelief.strategies.flatmodel.compute import ShardComputer
 from distbelief.strategies.flatmodel.layout import lay_out
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
-from distbelief.strategies.ps.protocol.messages import VALUES_AT, Fetched, values_at
+from distbelief.strategies.ps.protocol.messages import VALUES_AT, PulledValues, values_at
 from distbelief.strategies.ps.rules.slicing import SliceShape, cut
-from distbelief.strategies.ps.worker.exchange import ServedGroup
-from distbelief.strategies.ps.worker.member import MappedValues, ServedMember, whole_pages
+from distbelief.strategies.ps.worker.exchange import ServerExchange
+from distbelief.strategies.ps.worker.member import MappedValues, ParameterServerMember, whole_pages
 from distbelief.transport.abort import Abort
 from distbelief.transport.shm.segment import Segment
 
@@ -75,7 +75,7 @@ def test_whole_pages_are_not_copied() -> None:
     assert seen.nonzero().flatten().tolist() == list(range(6 * VALUES_AT, 9 * VALUES_AT))
 
 
-class MappingMember(ServedMember):
+class MappingMember(ParameterServerMember):
     _maps_values = True
 
 
@@ -90,14 +90,14 @@ def test_a_later_generation_that_copies_does_not_write_to_a_server() -> None:
 
     def member(maps: bool) -> MappingMember:
         segments: Any = SimpleNamespace(segment=servers.memory.__getitem__) if maps else None
-        exchange = ServedGroup(0, 1, None, None, Abort(), layout.size_bytes, segments, own)  # type: ignore[arg-type]
+        exchange = ServerExchange(0, 1, None, None, Abort(), layout.size_bytes, segments, own)  # type: ignore[arg-type]
         return MappingMember(computer, recipe, Schedule(8, 8, 1), None, exchange, None, None)  # type: ignore[arg-type]
 
     def take(one: MappingMember, values: torch.Tensor) -> None:
         for shape in cut(layout, recipe):
             segment = f"0/{shape.number}" if one.exchange.maps else ""
             stretch = values[shape.first_byte : shape.end_byte].numpy().tobytes()
-            one._take(Fetched(0, shape.number, 0, segment=segment), None if segment else bytearray(stretch))
+            one._take(PulledValues(0, shape.number, 0, segment=segment), None if segment else bytearray(stretch))
 
     before, after = (torch.full((layout.size_bytes,), one, dtype=torch.uint8) for one in (1, 2))
     for shape in cut(layout, recipe):
