@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from distbelief.strategies.mesh.run.gathering import Gather, Scratch, SumOfPieces
+from distbelief.strategies.mesh.run.sharding import Gather, Scratch, SumOfPieces
 from distbelief.transport.shm.segment import SegmentClient
 
 CPU = torch.device("cpu")

@@ -26,13 +26,11 @@ from distbelief.strategies.base import Seat
 from distbelief.strategies.flatmodel.layout import trainable
 from distbelief.strategies.flatmodel.named import tied
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
-from distbelief.strategies.mesh.run.part import Part
+from distbelief.strategies.mesh.run.modelpart import Local, Part
 from distbelief.strategies.mesh.run.prepared import PreparedMesh
 from distbelief.strategies.mesh.run.replica import MeshReplica
-from distbelief.strategies.mesh.run.runner import WholeModel
-from distbelief.strategies.mesh.run.shardbuffers import ShardBuffers
-from distbelief.strategies.mesh.state.livestate import LiveState
-from distbelief.strategies.mesh.state.optimizer import Local, LocalOptimizer
+from distbelief.strategies.mesh.run.runner import ShardBuffers, WholeModel
+from distbelief.strategies.mesh.state.memberstate import LiveState, LocalOptimizer
 from distbelief.strategies.rules.degrees import Degrees, ranges
 from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.gloo.group import TorchGroup

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from distbelief.strategies.mesh.cut.cutting import Blueprint, Stage, draw
+from distbelief.strategies.mesh.cut.cutting import Blueprint, draw
+from distbelief.strategies.mesh.cut.stages import Stage
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 

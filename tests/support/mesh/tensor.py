@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from distbelief.strategies.mesh.tensor import apply as headdropout
 from distbelief.strategies.mesh.tensor import apply as tensorapply
-from distbelief.strategies.mesh.tensor import headdropout
 from distbelief.strategies.mesh.tensor import plan as tensorplan
 from distbelief.transport.shm.segment import SegmentClient
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from distbelief.checkpoint.boxes import Box
 from distbelief.strategies.base import Applied
-from distbelief.strategies.mesh.state.agreement import Position, choose, merged_history
-from distbelief.strategies.mesh.state.livestate import Verdict
+from distbelief.strategies.mesh.rules.agreement import Position, Verdict, choose, merged_history
 
 SHAPES = {"w": (4,), "b": ()}
 FIRST: dict[str, Box] = {"w": ((0, 2),)}

@@ -16,9 +16,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distbelief.errors import JobError
-from distbelief.strategies.mesh.cut.cutting import Blueprint, Stage, draw
+from distbelief.strategies.mesh.cut.cutting import Blueprint, draw
 from distbelief.strategies.mesh.cut.profile import measure
-from distbelief.strategies.mesh.run.shardbuffers import ShardBuffers
+from distbelief.strategies.mesh.cut.stages import Stage
+from distbelief.strategies.mesh.run.runner import ShardBuffers
 from tests.support.mesh import models
 from tests.support.mesh.models import assert_same_bits, blueprint_of, give_values, on_meta, without_memory
 

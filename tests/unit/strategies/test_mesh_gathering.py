@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distbelief.strategies.mesh.run.gathering import Scratch, SumOfPieces, mapped
+from distbelief.strategies.mesh.run.sharding import Scratch, SumOfPieces, mapped
 from tests.support.mesh.gathering import whole
 from tests.support.stage import Stage
 

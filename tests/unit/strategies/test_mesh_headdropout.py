@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from distbelief.strategies.mesh.tensor.headdropout import Masks, whole_masks
+from distbelief.strategies.mesh.tensor.apply import Masks, whole_masks
 from distbelief.strategies.mesh.tensor.search import Site
 
 SITE = Site(1, (0, 1, 2, 3), "out")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from distbelief.strategies.mesh.cut.keeping import in_mode, kept
+from distbelief.strategies.mesh.cut.dryrun import in_mode, kept
 
 
 class Remembering(nn.Module):

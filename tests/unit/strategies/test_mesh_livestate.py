@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from distbelief.job import Job
-from distbelief.strategies.mesh.state.agreement import Position, catch_up
-from distbelief.strategies.mesh.state.livestate import LiveState, Verdict
+from distbelief.strategies.mesh.rules.agreement import Position, Verdict
+from distbelief.strategies.mesh.state.memberstate import LiveState
+from distbelief.strategies.mesh.state.restore import catch_up
 from tests.support.mesh.member import live_state, momentum, pieces_of
 
 DATA = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))

@@ -13,7 +13,8 @@ from torch import nn, optim
 from distbelief.checkpoint.boxes import Box, sizes, whole
 from distbelief.errors import JobError
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
-from distbelief.strategies.mesh.state.optimizer import Local, LocalOptimizer
+from distbelief.strategies.mesh.run.modelpart import Local
+from distbelief.strategies.mesh.state.memberstate import LocalOptimizer
 
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 

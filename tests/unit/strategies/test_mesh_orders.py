@@ -6,24 +6,24 @@ from collections import Counter
 
 import pytest
 
-from distbelief.strategies.mesh.run.schedules import (
+from distbelief.strategies.mesh.rules.schedules import (
     SCHEDULES,
     Action,
-    Schedule,
+    PipelineSchedule,
     member_of,
-    order,
     stage_count,
     stages_of,
 )
+from distbelief.strategies.mesh.run.runner import actions_of
 
 SIZES = range(1, 6)
 SHARDS = range(18)
 
 
-def play(schedule: Schedule, members: int, shards: int) -> list[tuple[int, Action]]:
+def play(schedule: PipelineSchedule, members: int, shards: int) -> list[tuple[int, Action]]:
     """(member, action) as they come to pass. Sends do not wait, so a member is held up by what it has not got only."""
     last = stage_count(schedule, members) - 1
-    orders = [list(order(schedule, members, member, shards)) for member in range(members)]
+    orders = [list(actions_of(schedule, members, member, shards)) for member in range(members)]
     done: set[tuple[str, int, int]] = set()
     happened: list[tuple[int, Action]] = []
 
@@ -52,7 +52,7 @@ def play(schedule: Schedule, members: int, shards: int) -> list[tuple[int, Actio
 
 @pytest.mark.parametrize("members", SIZES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_stage_does_every_shard_once_and_nobody_waits_forever(schedule: Schedule, members: int) -> None:
+def test_every_stage_does_every_shard_once_and_nobody_waits_forever(schedule: PipelineSchedule, members: int) -> None:
     stages = stage_count(schedule, members)
     for shards in SHARDS:
         happened = play(schedule, members, shards)
@@ -70,13 +70,13 @@ def test_every_stage_does_every_shard_once_and_nobody_waits_forever(schedule: Sc
 
 @pytest.mark.parametrize("members", SIZES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_stage_takes_shards_in_their_order(schedule: Schedule, members: int) -> None:
+def test_a_stage_takes_shards_in_their_order(schedule: PipelineSchedule, members: int) -> None:
     """Wires tell shapes ahead of the first shard of a size: both ends must agree on which one is the first."""
     for shards in SHARDS:
         for member in range(members):
             for stage in stages_of(schedule, members, member):
                 for kinds in (("forward",), ("backward", "backward_input")):
-                    mine = order(schedule, members, member, shards)
+                    mine = actions_of(schedule, members, member, shards)
                     assert [a.shard for a in mine if a.stage == stage and a.kind in kinds] == list(range(shards))
 
 
@@ -84,13 +84,13 @@ def test_a_stage_takes_shards_in_their_order(schedule: Schedule, members: int) -
 def test_zero_bubble_has_halves_and_the_others_have_none(members: int) -> None:
     """Where they do not follow each other: at the end, when there is nothing else left to do in between."""
     for schedule in SCHEDULES:
-        kinds = {a.kind for member in range(members) for a in order(schedule, members, member, 8)}
+        kinds = {a.kind for member in range(members) for a in actions_of(schedule, members, member, 8)}
         assert ("backward_weight" in kinds) is (schedule == "zbv")
 
 
 @pytest.mark.parametrize("members", SIZES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_stage_has_one_member(schedule: Schedule, members: int) -> None:
+def test_every_stage_has_one_member(schedule: PipelineSchedule, members: int) -> None:
     mine = [stages_of(schedule, members, member) for member in range(members)]
     assert sorted(stage for stages in mine for stage in stages) == list(range(stage_count(schedule, members)))
     for member, stages in enumerate(mine):
@@ -106,7 +106,7 @@ def test_the_v_of_zero_bubble_begins_and_ends_with_the_first_member() -> None:
 def test_1f1b_holds_no_more_shards_than_there_are_stages_after_it(members: int) -> None:
     """Activations of a shard are kept from its forward to its backward pass: gpipe keeps all of them."""
     for member in range(members):
-        most = {schedule: _most_held(order(schedule, members, member, 17)) for schedule in ("1f1b", "gpipe")}
+        most = {schedule: _most_held(actions_of(schedule, members, member, 17)) for schedule in ("1f1b", "gpipe")}
         assert most == {"1f1b": members - member, "gpipe": 17}
 
 

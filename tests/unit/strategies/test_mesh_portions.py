@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from distbelief.checkpoint.boxes import sizes
 from distbelief.strategies.flatmodel.copying import Copy
-from distbelief.strategies.mesh.state.livestate import LiveState, Verdict
-from distbelief.strategies.mesh.state.portions import MeshPortion, copy_of, portions
-from distbelief.strategies.mesh.state.snapshots import Forms
+from distbelief.strategies.mesh.rules.agreement import Verdict
+from distbelief.strategies.mesh.state.memberstate import Forms, LiveState
+from distbelief.strategies.mesh.state.saving import MeshPortion, copy_of, portions
 from distbelief.transport.shm.segment import Segment
 from tests.support.mesh.divisions import SHAPES, Held, divisions
 from tests.support.mesh.member import JOBS, live_state, pieces_of

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from distbelief.errors import JobError
-from distbelief.strategies.mesh.run.shardbuffers import ShardBuffers
+from distbelief.strategies.mesh.run.runner import ShardBuffers
 
 
 class Counting(nn.Module):

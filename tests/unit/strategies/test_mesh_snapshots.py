@@ -7,14 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distbelief.checkpoint.boxes import Box, sizes, whole
-from distbelief.strategies.mesh.state.snapshots import (
-    FIRST_INTERVAL,
-    LONGEST_INTERVAL,
-    PRICE,
-    Forms,
-    Snapshot,
-    interval,
-)
+from distbelief.strategies.mesh.state.memberstate import Forms
+from distbelief.strategies.mesh.state.snapshots import FIRST_INTERVAL, LONGEST_INTERVAL, PRICE, Snapshot, interval
 
 FORMS: Forms = {
     "a": (torch.float32, (5, 3)),

@@ -14,7 +14,8 @@ from distbelief.strategies import parse
 from distbelief.strategies.base import Strategy
 from distbelief.strategies.dataparallel.strategy import AllReduce
 from distbelief.strategies.localsgd.strategy import LocalSGD
-from distbelief.strategies.mesh.strategy import SCHEDULES, Hybrid, Pipeline, Sharded, Tensor
+from distbelief.strategies.mesh.rules.schedules import SCHEDULES
+from distbelief.strategies.mesh.strategy import Hybrid, Pipeline, Sharded, Tensor
 from distbelief.strategies.ps.strategy import ParameterServer
 from distbelief.strategies.rules.degrees import Wish
 from distbelief.strategies.sandblaster.strategy import Sandblaster

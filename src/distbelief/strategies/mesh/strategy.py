@@ -10,7 +10,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.compression.option import canonical
@@ -18,6 +18,7 @@ from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Strategy
+from distbelief.strategies.mesh.rules.schedules import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule
 from distbelief.strategies.rules.degrees import Wish, dotted
 
 if TYPE_CHECKING:
@@ -25,16 +26,14 @@ if TYPE_CHECKING:
 
     from distbelief.strategies.mesh.run.prepared import PreparedMesh
 
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zbv"]
-SCHEDULES: tuple[str, ...] = get_args(PipelineSchedule)
-DEFAULT_SCHEDULE: PipelineSchedule = "1f1b"
-
 
 class Meshed(Strategy):
     """What all strategies that divide the model have in common."""
 
     snapshots: int | None
     """Steps between two snapshots that a neighbour keeps in its memory. None: chosen from what one costs; 0: none."""
+    schedule: PipelineSchedule = DEFAULT_SCHEDULE
+    """Where the strategy has a pipeline: the order of its passes."""
     compression: str = ""
     """How gradients are made smaller on their way between members that hold the same part: bf16, int8 or topk=0.01."""
     always: bool = False
@@ -59,6 +58,7 @@ class Meshed(Strategy):
         return ("distbelief.strategies.mesh.run.prepared",)
 
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedMesh:
+        from distbelief.strategies.mesh.run.gradientsum import GradientCompression
         from distbelief.strategies.mesh.run.prepared import PreparedMesh
 
         if device.type != "cpu":
@@ -74,7 +74,8 @@ class Meshed(Strategy):
                 f"a model that is divided does not multiply with {job.matmul}",
                 hint="leave `matmul` out of the job, or take a strategy that does not divide it, such as allreduce",
             )
-        return PreparedMesh(job, schedule, device, self.wish, self)
+        compression = GradientCompression(self.compression, self.always) if self.compression else None
+        return PreparedMesh(job, schedule, self.schedule, self.snapshots, compression)
 
     def _check(self, **degrees: int | None) -> None:
         for name, degree in degrees.items():

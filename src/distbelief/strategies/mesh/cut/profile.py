@@ -1,7 +1,7 @@
-"""What each unit of a model costs, measured: one unit at a time, on throw-away weights, never the whole model at once.
+"""Measures what each unit of a model costs: one unit at a time, on placeholder weights, never the whole model at once.
 
-A unit is run as a stage of its own, forward and backward, on the values that the unit before it gave for a real batch.
-Its weights are random and have the right shapes; so have its buffers (standins.py).
+A unit runs as a stage of its own, forward and backward, on the values that the unit before it gave for a real batch.
+Its weights and buffers are placeholders of the right shapes (`dryrun.py`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from distbelief.strategies.mesh.cut.cutting import Blueprint, Stage
-from distbelief.strategies.mesh.cut.keeping import in_mode
-from distbelief.strategies.mesh.cut.standins import call, lent, stand_ins
+from distbelief.strategies.mesh.cut.cutting import Blueprint
+from distbelief.strategies.mesh.cut.dryrun import call, in_mode, lent, stand_ins
+from distbelief.strategies.mesh.cut.stages import Stage
 from distbelief.strategies.mesh.rules.balance import UnitCost
 
 RUNS = 3

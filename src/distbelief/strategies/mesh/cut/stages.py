@@ -1,8 +1,8 @@
-"""A stage: a range of a recorded forward pass, with the model's own modules, as code that runs.
+"""A stage: a range of a recorded forward pass as code that runs, with the model's own modules.
 
-It holds the modules and parameters that it uses under the model's names. Models are recorded once for training and
-once for evaluation; a stage has the code of both and runs that of its mode. What only looks at the model's inputs and
-takes no time (sizes, masks, positions) is worked out again in every stage that needs it, instead of being sent.
+A stage holds the modules and parameters that it uses under the model's names. A model is recorded once for training and
+once for evaluation; a stage has the code of both and runs the code of its mode. Values that depend on the model's
+inputs only and take no time to compute (sizes, masks, positions) are computed in every stage that needs them, not sent.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from distbelief.errors import JobError
-from distbelief.strategies.mesh.cut.recordedpass import Film, operation
+from distbelief.strategies.mesh.cut.recordedpass import Film, Part, operation, parts, rebuilt
 from distbelief.strategies.mesh.cut.tracing import Recording, flat_inputs
-from distbelief.strategies.mesh.cut.values import Part, parts, rebuilt
 
 
 class StageModule(torch.nn.Module):

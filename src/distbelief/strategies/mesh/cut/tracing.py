@@ -1,8 +1,9 @@
-"""A model's forward pass as a graph of values, written down by torch.fx without running it.
+"""A model's forward pass as a graph of values, recorded by torch.fx without running the model.
 
-Modules that the tracer does not look into ("leaves") are called as the very objects they are, so their hooks, their
-buffers and whatever they do inside stay as they were. The code between them is recorded operation by operation, in
-its order, in-place operations included. What `self.training` decides is fixed by a trace, so there is one per mode.
+The tracer does not look into some modules (leaves). It records a call of a leaf as a call of the very same object, so
+the leaf's hooks, buffers and inner code stay what they were. The code between leaves is recorded operation by
+operation, in order, with in-place operations. A trace fixes the branches that depend on `self.training`, so there is
+one recording per mode.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from distbelief.strategies.mesh.cut.keeping import kept
+from distbelief.strategies.mesh.cut.dryrun import kept
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -1,9 +1,11 @@
-"""A model on meta, with the means to get the exact initial values of any part of it, without ever having all of it.
+"""Deferred initialisation: the model is made on the meta device, and a worker computes the initial values of its own
+part only. No worker ever has the whole model in memory, and the values are the same bits as in one process.
 
-The function that makes the model runs once, on meta, and every operation in it is recorded. The values of a few
-parameters are then computed by executing what they depend on. Random numbers that belong to other parameters are drawn
-all the same, and dropped at once: the stream of the generator is that of one process that makes the whole model.
-Tensors that the function did not make itself (a model that is made already, weights read from a file) are kept.
+The function that makes the model runs once, on meta, while every tensor operation in it is recorded (`recording.py`).
+The values of a few parameters are then computed by executing the recorded operations that they depend on
+(`operationlog.py`). Random numbers of other parameters are drawn too and dropped at once, so that the random generator
+goes through the same states as in one process. Tensors that the function did not make itself (a ready-made model,
+weights read from a file) are kept.
 """
 
 from __future__ import annotations
@@ -21,9 +23,8 @@ import torch
 
 from distbelief.data.seeding import seed_everything
 from distbelief.errors import JobError
-from distbelief.strategies.mesh.init.disguise import Disguise
 from distbelief.strategies.mesh.init.history import History, Piece, cannot_follow
-from distbelief.strategies.mesh.init.recording import Recorder
+from distbelief.strategies.mesh.init.recording import Disguise, Recorder
 
 
 class Birth:

@@ -1,9 +1,9 @@
-"""The operations that gave a model its initial values, kept as data, and their execution for real: whole or in part.
+"""The log of the operations that gave a model its initial values, and their execution: all of them or some.
 
-A tensor is a `Piece`: a place in a storage, which has a number. Views therefore need no step of their own, and what a
-tensor depends on is found by walking backwards over storages. A random step turns one state of a generator into the
-next: states have numbers too, so a seed in the middle, a saved state that is restored and a generator of one's own are
-all the same thing. It knows nothing of models, or of how the operations were seen.
+A tensor in the log is a `StorageView`: a place in a numbered storage. So views need no log entry, and a walk backwards
+over storages finds what a tensor depends on. A random operation turns one state of a random generator into the next;
+states are numbered too, so that a new seed in the middle, a saved and restored state, and a separate generator need no
+special cases. The log knows nothing of models, nor how the operations were recorded.
 """
 
 from __future__ import annotations

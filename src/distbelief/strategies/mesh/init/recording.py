@@ -1,22 +1,75 @@
-"""Seeing every tensor operation of some code without doing it: it is executed on meta, and appended to a history.
+"""Records every tensor operation of some code without doing it: the operation runs on meta and is added to an operation
+log. Three parts work together:
 
-This is below autograd, where all operations come by, whoever calls them. Where the code needs a value (`item`, a shape
-that depends on data), what was recorded so far is executed for it. Real tensors that the code brings along get twins
-on meta.
+`Recorder` sees the operations below autograd, where all of them pass. If the code needs a value (`item`, a shape that
+depends on data), it executes what is recorded so far. A real tensor that the code brings along is represented by a
+tensor on meta.
+
+`CpuFacade` works above autograd. Recorded tensors are on meta, and code that asks for the device, the values or the
+memory of a tensor must not notice that, or it would do other things than in one process.
+
+`GeneratorStates` tells which state a random generator is in, though nothing is drawn from it. After each random
+operation the generator gets a marked state that occurs nowhere else. The state found before the next random operation
+tells what happened in between: nothing, a new seed, or the return to a saved state. No function of torch is replaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from distbelief.strategies.mesh.init.history import STREAM, History, Output, Piece, Step, cannot_follow, new_storage
-from distbelief.strategies.mesh.init.streams import Streams
+
+# --- random generators -----------------------------------------------------------------------------------------------
+
+
+class Streams:
+    """Which numbered state each generator is in while nothing is drawn from it."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._marks: dict[bytes, int] = {}
+        self._count = 0
+        self._found: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+
+    def find(self, generator: torch.Generator) -> int:
+        if generator.device.type != "cpu":
+            raise cannot_follow(f"a generator on {generator.device}")
+        state = generator.get_state()
+        self._found.setdefault(_address(generator), (generator, state))
+        content = state.numpy().tobytes()
+        if content not in self._marks:
+            seeded = torch.Generator().manual_seed(generator.initial_seed()).get_state()
+            if _address(generator) == _address(torch.default_generator) and not torch.equal(state, seeded):
+                raise cannot_follow("random numbers drawn in another thread, or a state of the generator from outside")
+            self._marks[content] = self._history.begin_state(state)
+        return self._marks[content]
+
+    def mark(self, generator: torch.Generator, number: int) -> None:
+        """Put it, under its own seed, where no other mark is: so many numbers on as there are marks."""
+        self._count += 1
+        generator.manual_seed(generator.initial_seed())
+        torch.empty(self._count, device="cpu").random_(generator=generator)
+        self._marks[generator.get_state().numpy().tobytes()] = number
+
+    def restore(self) -> None:
+        for generator, state in self._found.values():
+            generator.set_state(state)
+
+
+def _address(generator: torch.Generator) -> int:
+    """Python has a new object for the same generator in every call."""
+    return int(generator._cdata)  # type: ignore[attr-defined]
+
+
+# --- operations ------------------------------------------------------------------------------------------------------
 
 _aten = torch.ops.aten
 _SHAPE_ONLY = {
@@ -237,3 +290,83 @@ def _empty_twin(tensor: torch.Tensor) -> torch.Tensor:
     _expect_plain(tensor)
     storage = new_storage(tensor.untyped_storage().nbytes(), "meta")
     return Piece.at(0, tensor).of(storage)
+
+
+# --- questions about tensors -----------------------------------------------------------------------------------------
+
+
+class Disguise(TorchFunctionMode):
+    """Recorded tensors answer as the CPU tensors that they stand for: torch.nn.init skips what is on meta."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        tensor: Any = torch.Tensor
+        self._answers: dict[Any, Callable[..., Any]] = {
+            tensor.device.__get__: lambda *_: torch.device("cpu"),
+            tensor.is_meta.__get__: lambda *_: False,
+            tensor.is_cpu.__get__: lambda *_: True,
+            tensor.get_device: lambda *_: -1,
+            tensor.cpu: lambda func, args, kwargs: args[0],
+            tensor.share_memory_: lambda func, args, kwargs: args[0],
+            tensor.pin_memory: lambda func, args, kwargs: args[0],
+            tensor.to: self._to,
+            tensor.tolist: self._read,
+            tensor.numpy: self._read,
+            tensor.__array__: self._read,
+            tensor.__dlpack__: self._read,
+            tensor.__format__: self._read,
+            tensor.__repr__: self._read,
+            tensor.new_tensor: self._new_tensor,
+            tensor.data_ptr: self._memory,
+            tensor.untyped_storage: self._memory,
+            tensor.data.__set__: self._set_data,
+        }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs, outer = dict(kwargs or {}), self._recorder.meta_wished
+        answer = self._answers.get(func)
+        if answer is not None and self._recorder.knows(args[0]):
+            return answer(func, args, kwargs)
+        self._recorder.meta_wished = any(map(self._wishes_meta, tree_leaves((args, kwargs))))
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._recorder.meta_wished = outer
+
+    def _wishes_meta(self, leaf: Any) -> bool:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.is_meta and not self._recorder.knows(leaf)
+        return isinstance(leaf, torch.device | str) and str(leaf) == "meta"
+
+    def _to(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = tree_map(_stay, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with _disable_current_modes():
+            content = func(self._recorder.value(args[0]), *args[1:], **kwargs)
+        if isinstance(content, np.ndarray):
+            content.flags.writeable = False  # what is written there would not reach the tensor
+        return content
+
+    def _new_tensor(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **{"device": torch.device("cpu"), **kwargs})
+
+    def _memory(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise cannot_follow(f"{func.__name__}(), or a copy by pickle")
+
+    def _set_data(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with _disable_current_modes():
+            target, value = args[0].is_meta, self._recorder.on_meta(args[1])
+        if not target:
+            raise cannot_follow("`.data = …` of a tensor that was made outside of it")
+        return func(args[0], value)
+
+
+def _stay(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device | str) and torch.device(leaf).type == "cpu":
+        return torch.device("meta")
+    return leaf

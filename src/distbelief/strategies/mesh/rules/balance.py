@@ -1,7 +1,7 @@
-"""Which units of a model go into which stage: pure arithmetic over measured costs.
+"""Decides which units of a model go into which stage of a pipeline, by their measured costs. Pure.
 
-A pipeline is as fast as its slowest stage, and a worker must have room for its stage. So the slowest stage's share of
-the seconds counts, and with a smaller weight the largest stage's share of the bytes.
+A pipeline is as fast as its slowest stage, and a worker must have room for its stage. So the aim is the lowest share of
+seconds in the slowest stage, plus, with a smaller weight, the lowest share of bytes in the largest stage.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How boxes of tensors get from those who hold them to those who want them. Pure.
+"""Decides how boxes of tensors get from the members that hold them to the members that want them. Pure.
 
-Members hold boxes (checkpoint/boxes.py) of named tensors; checkpoints, new plans and snapshots are all questions about
-who holds which.
+A member holds boxes (`checkpoint/boxes.py`) of named tensors. Checkpoints, new plans and snapshots all ask which member
+holds which box.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who a member talks to: the groups of ranks that differ from it in some dimensions of the mesh only."""
+"""The process groups of a mesh: the ranks that differ from this member in some dimensions only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""A strategy that divides the model, on one worker before it has a seat: the model is known, but not in memory."""
+"""The model of a divided job on one worker, before and between generations: its structure is known, its values are not
+in memory. `build` gives the worker its part of the model for one generation.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import platform
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -22,22 +25,40 @@ from distbelief.strategies.mesh.cut.cutting import Blueprint
 from distbelief.strategies.mesh.cut.profile import measure
 from distbelief.strategies.mesh.init.deferred import watch_birth
 from distbelief.strategies.mesh.rules.balance import UnitCost
+from distbelief.strategies.mesh.rules.schedules import DEFAULT_SCHEDULE, PipelineSchedule, PipelineSeat
+from distbelief.strategies.mesh.run.gradientsum import GradientCompression, KeptResiduals, Owing
 from distbelief.strategies.mesh.run.groups import Groups
-from distbelief.strategies.mesh.run.part import Example, build_part
+from distbelief.strategies.mesh.run.modelpart import Example, build_part
 from distbelief.strategies.mesh.run.replica import MeshReplica
-from distbelief.strategies.mesh.run.runner import Pipeline, Runner
-from distbelief.strategies.mesh.run.seated import Seated, exchange_boxes, take_over
-from distbelief.strategies.mesh.run.wires import Wires
-from distbelief.strategies.mesh.state.allocator import return_blocks
-from distbelief.strategies.mesh.state.livestate import LiveState
-from distbelief.strategies.mesh.state.optimizer import LocalOptimizer
-from distbelief.strategies.mesh.state.owing import KeptResiduals, Owing
-from distbelief.strategies.mesh.state.snapshots import Forms, Snapshots
-from distbelief.strategies.mesh.strategy import DEFAULT_SCHEDULE, Meshed
+from distbelief.strategies.mesh.run.runner import Runner
+from distbelief.strategies.mesh.run.stagetransfer import Wires
+from distbelief.strategies.mesh.state.member import Seated, exchange_boxes
+from distbelief.strategies.mesh.state.memberstate import Forms, LiveState, LocalOptimizer
+from distbelief.strategies.mesh.state.restore import take_over
+from distbelief.strategies.mesh.state.snapshots import Snapshots
 from distbelief.strategies.ps.tables.embedding import settle
-from distbelief.strategies.rules.degrees import Degrees, Wish
+from distbelief.strategies.rules.degrees import Degrees
 from distbelief.transport.exchange import Geometry
 from distbelief.transport.gloo.group import TorchGroup
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+_M_MMAP_THRESHOLD = -3
+
+
+def return_blocks(size_bytes: int) -> None:
+    """From now on glibc maps every block of this size or more separately, and unmaps it when it is freed.
+
+    A sharded member gathers and frees block after block, and measuring costs tries every unit once. glibc keeps freed
+    memory of such sizes in pieces that the next block does not fit into: measured, a sharded member then takes as much
+    memory as the whole model. The price: the system clears every newly mapped page. Without glibc nothing happens.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, size_bytes)
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
 
 _SMALL_MODEL_BYTES = 64 << 20
 _SMALL_MODELS_BLOCK_BYTES, _BLOCK_BYTES, _SHARDED_BLOCK_BYTES = 4 << 20, 1 << 20, 288 << 10
@@ -49,9 +70,11 @@ count too."""
 class PreparedMesh:
     """See `Prepared`. It keeps this worker's state from one generation to the next."""
 
-    def __init__(self, job: Job, schedule: Schedule, device: torch.device, wish: Wish, strategy: Meshed) -> None:
-        if device.type != "cpu":
-            raise JobError(f"{strategy} does not run on '{device}' yet", hint="use --device cpu")
+    def __init__(
+        self, job: Job, schedule: Schedule, pipeline_schedule: PipelineSchedule, snapshots: int | None,
+        compression: GradientCompression | None,
+    ) -> None:  # fmt: skip
+        """`snapshots`: steps between two snapshots in memory; None: chosen by their cost; 0: none."""
         given = job.model
         self._birth = watch_birth((lambda: given) if isinstance(given, torch.nn.Module) else given, job.seed)
         self.model = self._birth.model.train()
@@ -60,7 +83,7 @@ class PreparedMesh:
             raise JobError("the model has no trainable parameters")
         self._job = job
         self._schedule = schedule
-        self._order = getattr(strategy, "schedule", DEFAULT_SCHEDULE)
+        self._pipeline_schedule = pipeline_schedule
         self._same_shapes = isinstance(as_source(job.data, job.collate), InMemory)
         # An optimizer looks at shapes when it is made: these have the shapes, and no memory.
         stand_ins = [
@@ -68,8 +91,8 @@ class PreparedMesh:
         ]
         self._recipe = Recipe(job.optimizer, stand_ins)
         self._state: LiveState | None = None
-        self._snapshots = Snapshots(strategy.snapshots)
-        self._strategy = strategy
+        self._snapshots = Snapshots(snapshots)
+        self._compression = compression
         self._owed = KeptResiduals()
         self.shards = schedule.shards
         self._costs: dict[int, Sequence[UnitCost]] = {}
@@ -111,8 +134,8 @@ class PreparedMesh:
         degrees = Degrees(*seat.degrees)
         return_blocks(self._block_bytes(degrees))
         groups = Groups(exchange, degrees, seat.generation)
-        cut = self._order if degrees.pipeline > 1 else DEFAULT_SCHEDULE
-        pipeline = Pipeline(groups.pipeline, groups.place.pipeline, cut)
+        cut = self._pipeline_schedule if degrees.pipeline > 1 else DEFAULT_SCHEDULE
+        pipeline = PipelineSeat(groups.pipeline, groups.place.pipeline, cut)
 
         def batch() -> Any:
             return fetch(0, 0, 1)[0]
@@ -132,9 +155,8 @@ class PreparedMesh:
         runner = Runner(self._job, part.stages, pipeline, wires, halves, part.around)
         state = LiveState(self._job, part, LocalOptimizer(self._recipe, part.held), runner.buffers)
         held = exchange_boxes(groups, state.boxes())
-        how = self._strategy
-        owing = Owing(groups, part.held, self._owed) if how.compression else None
-        seated = Seated(self._job, groups, state, self._recipe, self.model, self._forms, held, how, owing)
+        owing = Owing(groups, part.held, self._owed) if self._compression else None
+        seated = Seated(self._job, groups, state, self._recipe, self.model, self._forms, held, self._compression, owing)
         rolled_back = take_over(seated, self._state, self._snapshots, begin_from, self._birth)
         if owing:
             owing.take_up(state.applied, begin_from)

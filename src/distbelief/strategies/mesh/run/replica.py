@@ -1,4 +1,6 @@
-"""A member of a mesh: it trains its part of the model on its part of the data, and commits with all others."""
+"""A member of a mesh: it trains its part of the model on its part of the data, and commits each step together with all
+other members.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,14 @@ from distbelief.strategies.base import Applied, Fetch, RolledBack, Seat, StepRes
 from distbelief.strategies.flatmodel.copying import Copy
 from distbelief.strategies.flatmodel.layout import trainable
 from distbelief.strategies.flatmodel.verdict import judge
-from distbelief.strategies.mesh.run.compressedsum import CompressedSum
-from distbelief.strategies.mesh.run.gradients import DataParallelSum, TiedSum
+from distbelief.strategies.mesh.rules.agreement import Verdict
+from distbelief.strategies.mesh.run.gradientsum import CompressedSum, DataParallelSum, TiedSum
 from distbelief.strategies.mesh.run.groups import Groups
 from distbelief.strategies.mesh.run.runner import Outcome, Runner
-from distbelief.strategies.mesh.run.seated import Seated
-from distbelief.strategies.mesh.state.livestate import LiveState, Verdict
-from distbelief.strategies.mesh.state.portions import MeshPortion, copy_of, portions
+from distbelief.strategies.mesh.state.member import Seated
+from distbelief.strategies.mesh.state.memberstate import LiveState
+from distbelief.strategies.mesh.state.saving import MeshPortion, WholeTensors, copy_of, portions
 from distbelief.strategies.mesh.state.snapshots import Snapshots
-from distbelief.strategies.mesh.state.wholes import WholeTensors
 from distbelief.strategies.rules.degrees import Degrees
 from distbelief.transport.shm.segment import Segment
 
@@ -65,7 +66,9 @@ class MeshReplica:
         self._tied = TiedSum(self._groups, seated.held, self._state.optimizer.held)
         given = self._groups, self._state.optimizer.held, list(runner.buffers.values())
         self._owing = seated.owing
-        self._sum = CompressedSum(*given, self._owing, seated.how) if self._owing else DataParallelSum(*given)
+        self._sum = DataParallelSum(*given)
+        if self._owing and seated.compression:
+            self._sum = CompressedSum(*given, self._owing, seated.compression)
         self._wholes = WholeTensors(seated)
         self._portions = portions(*(seated.with_owed() if self._owing else (seated.held, seated.forms)))
         self._copies: list[Copy] = []

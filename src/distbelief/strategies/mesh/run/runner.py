@@ -1,14 +1,21 @@
-"""One member's part of a step: its stages, run on the shards of its data group in the order of the schedule.
+"""One member's part of a step: it runs its stages on the shards of its data group, in the order of the pipeline
+schedule.
 
-The random numbers of a shard are those of one process: the state of the generator goes along from stage to stage, as
-long as any stage draws some.
+The random numbers of a shard are the ones that a single process draws: the state of the generator travels with the
+shard from stage to stage, as long as any stage draws random numbers.
+
+Each shard has its own copy of a stage's buffers, and the average over the shards is committed (`ShardBuffers`). The
+next shard must not see what a shard leaves in the buffers (running statistics). But the shard's own backward pass,
+which may come much later, must see it. So modules never get the committed tensors themselves while they train.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -17,13 +24,112 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from distbelief.data.seeding import seed_everything
 from distbelief.data.sources import split_batch
+from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import mix
 from distbelief.strategies.base import Task
 from distbelief.strategies.flatmodel.compute import loss_sum
-from distbelief.strategies.mesh.run.schedules import Action, Schedule, member_of, order, stage_count, stages_of
-from distbelief.strategies.mesh.run.shardbuffers import ShardBuffers
-from distbelief.strategies.mesh.run.wires import Wires
+from distbelief.strategies.mesh.rules.schedules import (
+    Action,
+    ActionKind,
+    PipelineSchedule,
+    PipelineSeat,
+    all_forward_all_backward,
+    joined,
+    one_forward_one_backward,
+)
+from distbelief.strategies.mesh.run.stagetransfer import Wires
+
+# --- buffers ---------------------------------------------------------------------------------------------------------
+
+
+class ShardBuffers:
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._places = [
+            (owner, key, buffer)
+            for owner in module.modules()
+            for key, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+        tensors = {id(buffer): (owner, key, buffer) for owner, key, buffer in reversed(self._places)}
+        first = [tensors[id(buffer)] for _, _, buffer in self._places]
+        unique = list({id(buffer): (owner, key, buffer) for owner, key, buffer in first}.values())
+        self._floats = [one for one in unique if one[2].is_floating_point()]
+        self._integers = [one for one in unique if not one[2].is_floating_point()]
+        self.sums = [torch.zeros_like(buffer) for _, _, buffer in self._floats]
+        self.changed = [False] * len(self._floats)
+        self._checksum: int | None = None
+        self.keep()
+
+    def keep(self) -> None:
+        """The committed tensors have been given their values from elsewhere."""
+        self.restore()
+        self._after = [buffer.clone() for _, _, buffer in self._integers]
+
+    def begin(self) -> None:
+        """A step begins."""
+        for total in self.sums:
+            total.zero_()
+        self.changed = [False] * len(self._floats)
+        self._checksum = None
+
+    def lend(self) -> None:
+        """Give the module copies of the committed values, for one shard."""
+        copies: dict[int, torch.Tensor] = {}
+        for owner, key, buffer in self._places:
+            if id(buffer) not in copies:
+                copies[id(buffer)] = buffer.clone()
+            owner._buffers[key] = copies[id(buffer)]
+
+    def collect(self) -> None:
+        """Take in what a shard has left, whether it has written to a buffer or replaced it."""
+        for number, (owner, key, buffer) in enumerate(self._floats):
+            left = _left(owner, key, buffer)
+            self.sums[number] += left
+            self.changed[number] = self.changed[number] or not torch.equal(left, buffer)
+        if self._integers:
+            found = [_left(*one) for one in self._integers]
+            checksum = 0
+            for left in found:
+                checksum = zlib.crc32(left.contiguous().numpy().tobytes(), checksum)
+            if self._checksum not in (None, checksum):
+                raise JobError(
+                    "an integer buffer of the model has other values after one shard than after another: it depends on "
+                    "the samples, so there is no single value to go on with"
+                )
+            self._checksum = checksum
+            for kept, left in zip(self._after, found, strict=True):
+                kept.copy_(left)
+
+    def restore(self) -> None:
+        """Give the module the committed tensors themselves."""
+        for owner, key, buffer in self._places:
+            owner._buffers[key] = buffer
+
+    def commit(self, shards: int) -> None:
+        """`sums` and `changed` are now those of all members, over so many shards: their average counts."""
+        # The average of equal numbers is not always that number: what nobody changed is left alone.
+        for (_, _, buffer), total, changed in zip(self._floats, self.sums, self.changed, strict=True):
+            if changed:
+                buffer.copy_(total / shards)
+        for (_, _, buffer), after in zip(self._integers, self._after, strict=True):
+            buffer.copy_(after)
+        self.restore()
+
+    @property
+    def after(self) -> list[torch.Tensor]:
+        """The integer buffers after the step's shards."""
+        return self._after
+
+
+def _left(owner: torch.nn.Module, key: str, buffer: torch.Tensor) -> torch.Tensor:
+    present = owner._buffers[key]
+    if present is None or present.shape != buffer.shape:
+        raise JobError(f"the model's buffer '{key}' changed its shape while training")
+    return present.detach()
+
+
+# --- stages ----------------------------------------------------------------------------------------------------------
 
 
 class Stage(Protocol):
@@ -47,30 +153,6 @@ class WholeModel:
 
     def __call__(self, received: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return self.module(*args, **kwargs)
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """Who has which stage: `members` are the ranks of one pipeline, `me` my place among them."""
-
-    members: Sequence[int]
-    me: int
-    schedule: Schedule = "1f1b"
-
-    @property
-    def stages(self) -> int:
-        return stage_count(self.schedule, len(self.members))
-
-    @property
-    def mine(self) -> list[int]:
-        return stages_of(self.schedule, len(self.members), self.me)
-
-    def stages_of(self, member: int) -> str:
-        """For people, who count from 1."""
-        return " and ".join(str(stage + 1) for stage in stages_of(self.schedule, len(self.members), member))
-
-    def rank_of(self, stage: int) -> int:
-        return self.members[member_of(self.schedule, len(self.members), stage)]
 
 
 @dataclass
@@ -100,7 +182,7 @@ class Runner:
     `around`: what goes around every call of a stage."""
 
     def __init__(
-        self, job: Job, stages: Mapping[int, Stage], pipeline: Pipeline, wires: Wires, split_backward: bool,
+        self, job: Job, stages: Mapping[int, Stage], pipeline: PipelineSeat, wires: Wires, split_backward: bool,
         around: Callable[[], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         self.stages = stages
@@ -122,7 +204,7 @@ class Runner:
         outcome = Outcome()
         for buffers in self.buffers.values():
             buffers.begin()
-        actions = order(self._pipeline.schedule, len(self._pipeline.members), self._pipeline.me, len(tasks))
+        actions = actions_of(self._pipeline.schedule, len(self._pipeline.members), self._pipeline.me, len(tasks))
         last = {one.stage: number for number, one in enumerate(actions) if one.kind in ("backward", "backward_input")}
         for number, action in enumerate(actions):
             self._look_ahead(actions[number + 1 : number + 3], tasks)
@@ -142,7 +224,7 @@ class Runner:
     def measure(self, tasks: Sequence[Task], measure: Callable[[Task, Any, Any], None]) -> None:
         """Forward only; `measure` is given (task, output, target) where the last stage is."""
         waited = dict.fromkeys(self._pipeline.members, 0.0) | self._wires.waited_s
-        actions = order(self._pipeline.schedule, len(self._pipeline.members), self._pipeline.me, len(tasks))
+        actions = actions_of(self._pipeline.schedule, len(self._pipeline.members), self._pipeline.me, len(tasks))
         for action in actions:
             if action.kind == "forward":
                 task = tasks[action.shard]
@@ -319,3 +401,38 @@ class Runner:
 def autocast(job: Job) -> Iterator[None]:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=job.precision == "bf16"):
         yield
+
+
+_KINDS: dict[str, ActionKind] = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
+
+
+@lru_cache(maxsize=64)
+def actions_of(schedule: PipelineSchedule, members: int, member: int, shards: int) -> tuple[Action, ...]:
+    """What a member of a pipeline does in a step, in order."""
+    if members == 1 or schedule == "1f1b":
+        return one_forward_one_backward(members, member, shards)
+    if schedule == "gpipe":
+        return all_forward_all_backward(member, shards)
+    return _actions_of_torch(schedule, members, member, shards)
+
+
+def _actions_of_torch(schedule: PipelineSchedule, members: int, member: int, shards: int) -> tuple[Action, ...]:
+    """torch.distributed.pipelining computes the lists of two schedules. Its runtime is not used: it requires shards of
+    equal size."""
+    from torch.distributed.pipelining import schedules
+
+    # The classes compute an order from a few numbers, but their constructors require stages with a process group.
+    kind: Any = schedules.ScheduleZBVZeroBubble if schedule == "zbv" else schedules.ScheduleInterleaved1F1B
+    maker = object.__new__(kind)
+    rounds = max(1, shards // members)
+    each = -(-shards // rounds)
+    maker.n_local_stages, maker.pp_group_size, maker.num_stages = 2, members, 2 * members
+    maker._n_microbatches, maker.microbatches_per_round = rounds * each, each
+    found = maker._calculate_single_rank_operations(member)
+    # The interleaved order requires equal rounds: leave out the shards that only fill up the last one.
+    return joined(
+        Action(one.stage_index, _KINDS[one.computation_type.value], one.microbatch_index)
+        for one in found
+        if one is not None and one.microbatch_index is not None and one.microbatch_index < shards
+        and one.computation_type.value in _KINDS
+    )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Snapshots in memory: every member keeps a copy of its own state, and one of its neighbour's.
+"""Snapshots in memory: every member keeps a copy of its own state and a copy of its neighbour's.
 
-A part that only one member holds dies with it. Then everybody goes back to the last snapshot, and the neighbour gives
-what the dead one had. How often one is taken follows from what it costs, unless the user says.
+A part with one holder is lost when that member dies. All members then go back to the last snapshot, and the neighbour
+gives what the dead member had. Unless the user sets the interval, it follows from the cost of a snapshot.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distbelief.checkpoint.boxes import Box, sizes, volume
-from distbelief.strategies.mesh.state.livestate import LiveState
+from distbelief.strategies.mesh.state.memberstate import Forms, LiveState
 from distbelief.transport.gloo.group import TorchGroup
 
 PRICE = 0.01
@@ -24,9 +24,6 @@ FIRST_INTERVAL = 10  # steps, before anything is known about how long they take
 LONGEST_INTERVAL = 1000
 _CHUNK_BYTES = 64 << 20
 _ALIGN = 64
-
-Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Tensor -> its type, and the shape of the whole."""
 
 
 @dataclass(frozen=True)

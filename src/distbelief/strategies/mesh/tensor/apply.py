@@ -1,12 +1,24 @@
-"""A tensor plan carried out on a model on meta, with torch's own parallel layers; and who holds what afterwards.
+"""Carries out a tensor plan on a model on meta with torch's own parallel layers, and draws the dropout masks of divided
+values.
 
-Parameters become DTensors that know their part of the whole; inputs and outputs of layers are plain tensors, so that
-the model's own code runs as it is. Nothing is communicated here: there are no values yet.
+Parameters become DTensors that know their part of the whole. Inputs and outputs of layers are plain tensors, so the
+model's own code runs unchanged. Dividing communicates nothing: there are no values yet.
+
+Dropout uses the random numbers of one process. A member with some of the heads or columns would draw a smaller mask
+than one process does, so it would drop other values and leave the generator in another state. So where a plan says that
+dropout meets a divided value, the member draws the mask of the whole value, as torch's CPU code does, and uses its part
+of the mask. The members of a group seed their generators alike. A plan names such a place by the layer of a group that
+was called last and the number of dropouts or attentions since. So every call of a forward pass must run inside
+`whole_masks`; a place that was missed is an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,11 +26,167 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from distbelief.checkpoint.boxes import Box
-from distbelief.strategies.mesh.tensor import headdropout
+from distbelief.strategies.mesh.tensor import apply as headdropout
 from distbelief.strategies.mesh.tensor.plan import TensorPlan
-from distbelief.strategies.mesh.tensor.search import Style
+from distbelief.strategies.mesh.tensor.search import Site, Style
+
+# --- dropout ---------------------------------------------------------------------------------------------------------
+
+Key = tuple[str, int]
+
+
+class Masks:
+    """The random numbers of one member: `rank` among `degree` that divide the model."""
+
+    def __init__(self, sites: Mapping[Key, Site], degree: int, rank: int) -> None:
+        self.sites, self.degree, self.rank = sites, degree, rank
+        self._here = threading.local()
+        self._before: dict[str, set[Key]] = {}
+        for key, site in sites.items():
+            self._before.setdefault(site.row, set()).add(key)
+
+    def called(self, layer: str) -> None:
+        """From now on calls are counted from here."""
+        self._here.last, self._here.count = layer, 0
+
+    def next_site(self) -> Site | None:
+        """Where in the plan the call of dropout or attention is that happens now."""
+        key = (getattr(self._here, "last", ""), getattr(self._here, "count", 0))
+        self._here.count = key[1] + 1
+        if key in self.sites:
+            self._passed().add(key)
+        return self.sites.get(key)
+
+    def end(self, row: str, *, training: bool) -> None:
+        """A group ends with this layer: all places between must have been seen."""
+        keys = self._before.get(row, set())
+        missed = keys - self._passed()
+        self._passed().difference_update(keys)
+        if training and missed:
+            raise RuntimeError(f"dropout between {min(missed)[0]} and {row} ran outside of whole_masks")
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[bool]:
+        """Whether this is the outermost time: a call must be counted once."""
+        depth = getattr(self._here, "depth", 0)
+        self._here.depth = depth + 1
+        try:
+            yield depth == 0
+        finally:
+            self._here.depth = depth
+
+    def _passed(self) -> set[Key]:
+        passed: set[Key] = self._here.__dict__.setdefault("passed", set())
+        return passed
+
+    def noise(self, like: torch.Tensor, site: Site, p: float) -> torch.Tensor:
+        """My part of a mask of 0 and 1. The whole is laid out in memory as one process has it: torch may draw in that
+        order."""
+        dim, order = site.dim, site.order
+        shape = list(like.shape)
+        shape[dim] *= self.degree
+        whole = torch.empty_permuted(shape, order, dtype=like.dtype, device=like.device).bernoulli_(1 - p)
+        return whole.narrow(dim, self.rank * like.shape[dim], like.shape[dim])
+
+
+@contextlib.contextmanager
+def whole_masks(masks: Masks) -> Iterator[None]:
+    """Around every call of a model, or a part of it, whose layers are divided; the backward too if it computes anew."""
+    with masks.entered() as outermost, _Masking(masks) if outermost else contextlib.nullcontext():
+        yield
+
+
+class _Masking(TorchFunctionMode):
+    def __init__(self, masks: Masks) -> None:
+        super().__init__()
+        self._masks = masks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        rule = _RULES.get(func)
+        if rule is None or (site := self._masks.next_site()) is None:
+            return func(*args, **kwargs)
+        return rule(self._masks, site, func, *args, **kwargs)
+
+
+def _dropout(
+    masks: Masks,
+    site: Site,
+    func: Any,
+    input: torch.Tensor,  # noqa: A002, torch's name for it
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> torch.Tensor:
+    """input * (bernoulli(1 - p) / (1 - p)), as torch's own CPU code has it."""
+    if not training or not 0 < p < 1:
+        result: torch.Tensor = func(input, p, training, inplace) if func is F.dropout else func(input, p, training)
+        return result
+    noise = masks.noise(input, site, p).div_(1 - p)
+    return input.mul_(noise) if inplace else input * noise
+
+
+def _attention(
+    masks: Masks,
+    site: Site,
+    func: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **more: Any,
+) -> torch.Tensor:
+    """dropout(softmax(query keyᵀ · scale + mask)) value, step by step as torch's CPU code does if there is dropout.
+
+    Fused kernels of other devices draw for each head as they like: there is no mask of one process to follow.
+    """
+    if not 0 < dropout_p < 1 or query.device.type != "cpu":
+        result: torch.Tensor = func(query, key, value, attn_mask, dropout_p, is_causal, **more)
+        return result
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    exact = torch.promote_types(dtype, torch.float32)
+    with torch.autocast("cpu", enabled=False):
+        q, k, v = (x.to(dtype).to(exact) for x in (query, key, value))
+        if more.get("enable_gqa"):
+            k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+        scale = more.get("scale") or q.shape[-1] ** -0.5
+        scores = (q * scale) @ k.transpose(-2, -1)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        if attn_mask is not None:
+            hidden = attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, -torch.inf) if hidden else scores + attn_mask.to(dtype)
+        weights = torch._safe_softmax(scores, -1)
+        kept = masks.noise(weights, site, dropout_p).div_(1 - dropout_p)
+        return ((weights * kept) @ v).to(dtype)
+
+
+_RULES: dict[Any, Callable[..., torch.Tensor]] = {
+    F.dropout: _dropout,
+    torch.dropout: _dropout,
+    F.scaled_dot_product_attention: _attention,
+}
+
+
+def watch(model: nn.Module, plan: TensorPlan, rank: int) -> Masks:
+    """Have the layers of a model say when they are called."""
+    masks = Masks(plan.sites, plan.degree, rank)
+    rows = {site.row for site in plan.sites.values()}
+    for name, module in model.named_modules():
+        if plan.sites and plan.styles.get(name) in ("column", "row"):
+            module.register_forward_hook(lambda module, args, output, name=name: masks.called(name))
+        if name in rows:
+            module.register_forward_pre_hook(lambda module, args, name=name: masks.end(name, training=module.training))
+    return masks
+
+
+# --- dividing a model ------------------------------------------------------------------------------------------------
 
 
 def apply(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> headdropout.Masks:

@@ -1,9 +1,10 @@
-"""Which layers of a model are divided over the members of a tensor-parallel group, and how.
+"""Plans which layers of a model a tensor-parallel group divides, and how.
 
-The plan comes from what the model computes (tensortrace.py), not from names: layers whose outputs may be divided by
-columns, up to the layers that take such inputs by rows, form a group (tensorrules.py). Every group is then tried: one
-more forward on meta with the sizes that a member would have must do the same operations on parts of the same values.
-So a plan holds only what works; whatever else stays whole on every member, with the reason. No process group is needed.
+The plan follows from what the model computes (`trace.py`), not from names. Layers that can be divided by columns,
+together with the layers that take their outputs divided by rows, form a group (`search.py`, `rules/propagation.py`).
+Every group is then tried: one more forward pass on meta, with the parameter sizes of one member, must do the same
+operations on parts of the same values. So a plan contains only divisions that work; every other layer stays whole on
+every member, with the reason. Planning needs no process group.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a model computes, written down: one forward on the meta device, operation by operation.
+"""Writes down what a model computes: one forward pass on the meta device, operation by operation.
 
-Linear and embedding layers are single entries, and so are attention, dropout and matrix products: torch would take
-them apart into steps that hide what is divided. Everything else appears as torch's own small set of operations. Nothing
-here knows how anything is divided; no value is computed and no memory is taken.
+A call of a linear or embedding layer is one entry, and so are attention, dropout and a matrix product: torch would take
+them apart into steps that hide what is divided. All other work appears as torch's small set of operations. A trace does
+not know how anything is divided; tracing computes no value and takes no memory.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""A member that has a seat: its part of the model with the values that the generation begins from."""
+"""Gives a member's new part its values when a generation begins: from the other members, from snapshots, from a
+checkpoint, or from the job's initial values. `rules/agreement.py` decides which.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -13,72 +14,23 @@ from distbelief.checkpoint.fit import form
 from distbelief.checkpoint.lazy import LazyTensors, outlines_of
 from distbelief.checkpoint.parts import dtype_name
 from distbelief.checkpoint.sources import MODEL
-from distbelief.job import Job
 from distbelief.strategies.base import BeginFrom, RolledBack, Saved
-from distbelief.strategies.flatmodel.layout import trainable
 from distbelief.strategies.flatmodel.named import require_fit, tied, transient
-from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.mesh.init.deferred import Birth
-from distbelief.strategies.mesh.run.groups import Groups
-from distbelief.strategies.mesh.state import agreement
-from distbelief.strategies.mesh.state.agreement import Position
-from distbelief.strategies.mesh.state.livestate import LiveState
-from distbelief.strategies.mesh.state.owing import Owing, with_owed
-from distbelief.strategies.mesh.state.snapshots import Forms, Snapshots
-from distbelief.strategies.mesh.strategy import Meshed
+from distbelief.strategies.mesh.rules import agreement
+from distbelief.strategies.mesh.rules.agreement import Choice, Position, _verdict_on
+from distbelief.strategies.mesh.rules.boxes import moves
+from distbelief.strategies.mesh.state.member import Seated, move_all
+from distbelief.strategies.mesh.state.memberstate import Forms, LiveState, Pieces
+from distbelief.strategies.mesh.state.snapshots import Snapshots
+from distbelief.transport.gloo.group import TorchGroup
 
 _TOLD = 64  # steps that members tell each other of when they meet: more than are committed between two heartbeats
 
 
-@dataclass(frozen=True)
-class Seated:
-    job: Job
-    groups: Groups
-    state: LiveState
-    recipe: Recipe
-    model: torch.nn.Module
-    """On meta: for names."""
-    forms: Forms
-    """Every tensor that a state consists of."""
-    held: Sequence[Mapping[str, Box]]
-    """What every member holds, by rank."""
-    how: Meshed
-    owing: Owing | None = None
-    """Where gradients are compressed: what this member has not sent of them."""
-
-    def with_owed(self) -> tuple[list[dict[str, Box]], Forms]:
-        """What every member holds and owes; and all of these tensors."""
-        rows = [self.groups.degrees.place(rank).data for rank in range(self.groups.world.size)]
-        return with_owed(self.held, self.forms, rows, [name for name, _ in trainable(self.model)])
-
-    def shares(self) -> dict[str, float]:
-        """Parameter of mine -> 1 / how many members hold the same of it."""
-        found = {}
-        for one in self.state.optimizer.held:
-            name = f"{MODEL}{one.name}"
-            found[one.name] = 1.0 / sum(boxes.get(name) == one.box for boxes in self.held)
-        return found
-
-    def names(self, persistent: bool) -> dict[str, str]:
-        """Every name of the model's tensors -> its first name."""
-        first = tied(self.model)
-        every = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
-        every += [name for name, _ in self.model.named_buffers(remove_duplicate=False)]
-        kept = self.model.state_dict().keys() if persistent else every
-        return {name: first.get(name, name) for name in every if name in kept}
-
-    def has_single_holders(self) -> bool:
-        """Whether the death of one member would take something along that nobody else has."""
-        count: dict[tuple[str, Box], int] = {}
-        for boxes in self.held:
-            for key in boxes.items():
-                count[key] = count.get(key, 0) + 1
-        return self.groups.world.size > 1 and 1 in count.values()
-
-
-def exchange_boxes(groups: Groups, boxes: Mapping[str, Box]) -> list[dict[str, Box]]:
-    decoder = msgspec.msgpack.Decoder(dict[str, Box])
-    return [decoder.decode(theirs) for theirs in groups.world.gather(msgspec.msgpack.encode(boxes))]
+def tell(group: TorchGroup, position: Position) -> list[Position]:
+    decoder = msgspec.msgpack.Decoder(Position)
+    return [decoder.decode(theirs) for theirs in group.gather(msgspec.msgpack.encode(position))]
 
 
 def position_of(old: LiveState | None, snapshots: Snapshots) -> Position:
@@ -95,7 +47,7 @@ def take_over(
 ) -> RolledBack | None:
     """Give the new part its values: from the members, from snapshots, from a checkpoint, or as the job makes them."""
     world, state = seated.groups.world, seated.state
-    positions = agreement.tell(world, position_of(old, snapshots))
+    positions = tell(world, position_of(old, snapshots))
     choice = agreement.choose(positions, {name: shape for name, (_, shape) in seated.forms.items()})
     into = dict(state.part.tensors())
     kept = {name: torch.zeros(sizes(box), dtype=dtype) for name, dtype, _, box in state.optimizer.forms()}
@@ -109,13 +61,13 @@ def take_over(
     else:
         own: list[Mapping[str, tuple[Box, torch.Tensor]]] = []
         if choice.origin == "members" and old is not None:
-            agreement.catch_up(old, positions, choice.step)
+            catch_up(old, positions, choice.step)
             own = [old.tensors()] if old.applied == choice.step else []
         elif choice.origin == "snapshots":
             own = [one.pieces for one in snapshots.kept if one.step == choice.step]
             if choice.reached > choice.step:
                 rolled_back = RolledBack(choice.reached, choice.step, "snapshots")
-        agreement.fetch(world, choice, own, seated.held, into)
+        fetch(world, choice, own, seated.held, into)
         state.history.extend(agreement.merged_history(positions, choice.step))
         state.note = max((p.note for p in positions if p.note[0] <= choice.step), default=state.note)
     _fill_loose(seated, birth)
@@ -190,3 +142,19 @@ def _require_fit(seated: Seated, saved: Saved) -> None:
 
 def _in_words(forms: Forms) -> dict[str, str]:
     return {name: form(dtype_name(dtype), shape) for name, (dtype, shape) in forms.items()}
+
+
+def catch_up(state: LiveState, positions: Sequence[Position], top: int) -> None:
+    """Apply the step that others have applied and this member was called away from."""
+    verdict = _verdict_on(top - 1, positions)
+    if verdict is not None and state.applied == top - 1 and state.pending == top - 1:
+        state.apply(verdict)
+
+
+def fetch(
+    group: TorchGroup, choice: Choice, own: Sequence[Pieces], wanted: Sequence[Mapping[str, Box]], into: Pieces
+) -> None:
+    """Move the chosen state to where it is wanted. `own`: what this member has of it, in the order that it told."""
+    numbers = [number for number, holding in enumerate(choice.holdings) if holding.rank == group.rank]
+    mine = dict(zip(numbers, own, strict=True))
+    move_all(group, moves(choice.holdings, wanted), mine, into)

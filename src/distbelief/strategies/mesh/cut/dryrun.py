@@ -1,12 +1,16 @@
-"""Throw-away tensors in the place of those that a module has on meta, to run it for a moment without its real ones.
+"""Dry runs: run a module of a model that is on meta for a moment, with placeholder tensors, and leave the model
+unchanged.
 
-Layers that tensor parallelism has divided have the part that this member holds and no communication; where a module
-does not run so (a divided vocabulary is only whole with its communication), they are whole.
+`restoring` undoes what the model's own code changes in its attributes during a dry run; otherwise a module that makes a
+table in its first pass would keep a table without values. `placeholder_weights` have the right shapes and random
+values. Of layers that tensor parallelism divides they have this member's part, without communication. Where a module
+does not run that way (a divided vocabulary is complete only with communication), they have the whole layer.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +19,46 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from distbelief.strategies.mesh.cut.keeping import kept
+# --- a model stays unchanged -----------------------------------------------------------------------------------------
+
+_CONTAINERS = (dict, OrderedDict, list, set)
+
+
+@contextmanager
+def kept(model: torch.nn.Module) -> Iterator[None]:
+    """Afterwards every module has the attributes it had, and lists and dicts among them hold what they held.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> with kept(model):
+    ...     model.table = torch.zeros(3)
+    >>> hasattr(model, "table")
+    False
+    """
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    contents = [
+        (value, value.copy()) for _, before in attributes for value in before.values() if type(value) in _CONTAINERS
+    ]
+    try:
+        yield
+    finally:
+        for present, before in attributes:
+            for name in present.keys() - before.keys():
+                del present[name]
+            present.update(before)
+        for container, content in contents:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
+
+
+@contextmanager
+def in_mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
+    """The model in training or evaluation mode for a while; afterwards each of its modules is as it was."""
+    with kept(model):
+        model.train(training)
+        yield
+
+
+# --- placeholders ----------------------------------------------------------------------------------------------------
 
 _HOST = torch.device("cpu")
 

@@ -1,8 +1,9 @@
-"""A model's forward pass as torch.export's tracer sees it, for models whose Python torch.fx cannot follow.
+"""A model's forward pass as a graph of values, recorded by torch.export: for models whose Python torch.fx cannot
+follow.
 
-Export runs the model's own code, so any control flow over settings and shapes works, and keeps only the operations on
-tensors. It runs on tensors without memory that claim to be on the CPU (not on meta: constants keep their values so).
-The batch size stays open: a graph that would only be right for one size is refused.
+Export runs the model's own code, so any control flow over settings and shapes works, and records tensor operations
+only. It runs on tensors without memory that claim to be on the CPU (not on meta, where constants would lose their
+values). The batch size stays open: a graph that is right for one batch size only is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from distbelief.strategies.mesh.cut.keeping import kept
+from distbelief.strategies.mesh.cut.dryrun import kept
 from distbelief.strategies.mesh.cut.tracing import Call, Inputs, Recording, flat_inputs
 
 _aten = torch.ops.aten

@@ -1,21 +1,28 @@
-"""Gathering and adding up among the members that divide one model: from memory to memory, through one buffer.
+"""FSDP2 for a stage, with our own collectives. `fully_shard` divides every parameter among the members of the sharded
+dimension; a block of layers is gathered when it is needed and freed afterwards.
 
-gloo's own reduce-scatter takes, measured, several times the memory of a block, and as long as an all-reduce of all of
-it. And a block's messages are long: memory that is taken and let go for each of them is either cleared by the system
-every time, or leaves holes that the next one does not fit into.
+torch's defaults do not fit gloo. gloo's reduce-scatter takes, measured, several times the memory of a block and as much
+time as an all-reduce. And the messages are long: memory that is allocated and freed for each message is either cleared
+by the system every time, or leaves holes that the next message does not fit into. So gathers and sums go through one
+scratch buffer that is never freed.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from distbelief.strategies.mesh.run.groups import Groups
+
+_SMALLEST_BLOCK = 1 / 64  # of the model's parameters: what is smaller is not worth a collective of its own
 _SMALLEST_MAPPING_BYTES = 1 << 20
 
 Network = Callable[[], AbstractContextManager[None]]
@@ -107,3 +114,56 @@ def _exchange(
     for work in works:
         if work is not None:
             work.wait()
+
+
+def shard(module: torch.nn.Module, blocks: Sequence[torch.nn.Module], groups: Groups, real: set[int]) -> None:
+    mesh, scratch = groups.mesh("sharded"), Scratch()
+    for number, block in enumerate(blocks):
+        # The last one is needed again at once, for its backward pass.
+        fully_shard(block, mesh=mesh, reshard_after_forward=number + 1 < len(blocks))
+    fully_shard(module, mesh=mesh)
+    for wrapped in module.modules():
+        if isinstance(wrapped, FSDPModule):
+            wrapped.set_gradient_divide_factor(1.0)  # shards' gradients are sums; the whole batch's weight divides them
+            wrapped.set_force_sum_reduction_for_comms(True)
+            # A parameter that only some shards use gets zeros of the others, else members would add up different sets.
+            wrapped.set_reduce_scatter_unused_params(True, recurse=False)
+            wrapped.set_custom_all_gather(Gather(scratch, groups.world.network))
+            wrapped.set_custom_reduce_scatter(SumOfPieces(scratch, groups.world.network))
+            # Not the next one ahead of time, which is the default: gloo does nothing meanwhile, and it takes memory.
+            wrapped.set_modules_to_backward_prefetch([wrapped])
+            for group in wrapped._get_fsdp_state()._fsdp_param_groups:
+                _note_real(group, real)
+
+
+def _note_real(group: Any, real: set[int]) -> None:
+    """Those zeros are no gradient: what nobody has touched is left alone by the optimizer."""
+    post_backward = group.post_backward
+
+    def noting(*unused: Any) -> None:
+        for one in group.fsdp_params:
+            if hasattr(one, "_unsharded_param") and one.unsharded_param.grad is not None:
+                real.add(id(one.sharded_param))
+        post_backward(*unused)
+
+    group.post_backward = noting
+
+
+def gathered_blocks(module: torch.nn.Module, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The elements of the model's lists and sequences of modules: each is gathered when it is needed, and let go."""
+    total = sum(p.numel() for p in module.parameters())
+    present = {id(one) for one in module.modules()}
+    users: dict[int, int] = {}
+    for one in module.modules():
+        for parameter in one._parameters.values():
+            users[id(parameter)] = users.get(id(parameter), 0) + 1
+    taken: set[int] = set()
+    for container in model.modules():
+        if isinstance(container, torch.nn.ModuleList | torch.nn.Sequential) and id(container) not in taken:
+            for element in container:
+                parameters = list(element.parameters())
+                shared = any(users.get(id(p), 0) > 1 for p in parameters)  # it belongs to something outside as well
+                large = sum(p.numel() for p in parameters) >= total * _SMALLEST_BLOCK
+                if id(element) in present and id(element) not in taken and large and not shared:
+                    taken.update(id(one) for one in element.modules())
+                    yield element

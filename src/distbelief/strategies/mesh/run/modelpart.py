@@ -1,16 +1,16 @@
-"""A member's part of the model: made on meta, divided, cut, wrapped; and given memory for what it holds, no more."""
+"""Builds a member's part of the model: copied on meta, divided by tensor parallelism, cut into stages, sharded; then it
+gets memory for exactly the tensors that this member holds.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from distbelief.checkpoint.boxes import Box, whole
@@ -22,12 +22,11 @@ from distbelief.strategies.mesh.cut.cutting import Blueprint, draw
 from distbelief.strategies.mesh.cut.stages import hold
 from distbelief.strategies.mesh.rules.balance import UnitCost, cut
 from distbelief.strategies.mesh.rules.balance import explain as explain_stages
-from distbelief.strategies.mesh.run.gathering import Gather, Scratch, SumOfPieces
+from distbelief.strategies.mesh.rules.schedules import PipelineSeat
 from distbelief.strategies.mesh.run.groups import Groups
-from distbelief.strategies.mesh.run.runner import Pipeline, Stage, WholeModel
-from distbelief.strategies.mesh.state.optimizer import Local
-from distbelief.strategies.mesh.tensor.apply import apply, held_box
-from distbelief.strategies.mesh.tensor.headdropout import whole_masks
+from distbelief.strategies.mesh.run.runner import Stage, WholeModel
+from distbelief.strategies.mesh.run.sharding import gathered_blocks, shard
+from distbelief.strategies.mesh.tensor.apply import apply, held_box, whole_masks
 from distbelief.strategies.mesh.tensor.plan import explain as explain_tensor
 from distbelief.strategies.mesh.tensor.plan import plan
 
@@ -36,7 +35,19 @@ Around = Callable[[], AbstractContextManager[None]]
 Example = tuple[tuple[object, ...], Mapping[str, object]]
 """Inputs of the model, on meta."""
 
-_SMALLEST_BLOCK = 1 / 64  # of the model's parameters: what is smaller is not worth a collective of its own
+
+@dataclass(frozen=True)
+class Local:
+    """A trainable parameter as this member holds it."""
+
+    name: str
+    number: int
+    """Among the model's trainable parameters."""
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    box: Box
+    value: torch.nn.Parameter
+    """My piece. It shares its memory with the module's own parameter."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,7 @@ class Part:
 
 
 def build_part(
-    model: torch.nn.Module, job: Job, groups: Groups, pipeline: Pipeline,
+    model: torch.nn.Module, job: Job, groups: Groups, pipeline: PipelineSeat,
     example: Callable[[], Example], costs: Callable[[Blueprint], Sequence[UnitCost]],
 ) -> Part:  # fmt: skip
     """`model` is on meta and stays as it is. `costs` tells all members the same about the units of the model."""
@@ -111,17 +122,17 @@ def build_part(
         lines += explain_stages(found, ranges, [unit.name for unit in blueprint.units])
         if len(pipeline.mine) > 1:
             members = range(len(pipeline.members))
-            lines += [f"member {m + 1} of a pipeline has the stages {pipeline.stages_of(m)}" for m in members]
+            lines += [f"member {m + 1} of a pipeline has the stages {pipeline.shown_stages(m)}" for m in members]
         stages = {number: blueprint.stage(*ranges[number]) for number in pipeline.mine}
         if 0 in stages:
             hold(stages[0].module, model, _unused(model, blueprint.stage(0, len(blueprint.units)).module))
     for stage in stages.values():
         if degrees.sharded > 1:
-            blocks = list(_blocks(stage.module, model)) if has_modules else []
-            _shard(stage.module, blocks, groups, real)
+            gathered = list(gathered_blocks(stage.module, model)) if has_modules else []
+            shard(stage.module, gathered, groups, real)
             lines.append(
                 f"every parameter is divided by {degrees.sharded}; members gather "
-                + (f"{len(blocks)} blocks one at a time, and the rest" if blocks else "the whole part")
+                + (f"{len(gathered)} blocks one at a time, and the rest" if gathered else "the whole part")
                 + " when they need it"
             )
         stage.module.to_empty(device="cpu")
@@ -167,56 +178,3 @@ def _tie_again(modules: Sequence[torch.nn.Module], first_name: Mapping[str, str]
         for name, buffer in list(module.named_buffers(remove_duplicate=False)):
             owner, _, key = name.rpartition(".")
             module.get_submodule(owner)._buffers[key] = buffers.setdefault(first_name.get(name, name), buffer)
-
-
-def _shard(module: torch.nn.Module, blocks: Sequence[torch.nn.Module], groups: Groups, real: set[int]) -> None:
-    mesh, scratch = groups.mesh("sharded"), Scratch()
-    for number, block in enumerate(blocks):
-        # The last one is needed again at once, for its backward pass.
-        fully_shard(block, mesh=mesh, reshard_after_forward=number + 1 < len(blocks))
-    fully_shard(module, mesh=mesh)
-    for wrapped in module.modules():
-        if isinstance(wrapped, FSDPModule):
-            wrapped.set_gradient_divide_factor(1.0)  # shards' gradients are sums; the whole batch's weight divides them
-            wrapped.set_force_sum_reduction_for_comms(True)
-            # A parameter that only some shards use gets zeros of the others, else members would add up different sets.
-            wrapped.set_reduce_scatter_unused_params(True, recurse=False)
-            wrapped.set_custom_all_gather(Gather(scratch, groups.world.network))
-            wrapped.set_custom_reduce_scatter(SumOfPieces(scratch, groups.world.network))
-            # Not the next one ahead of time, which is the default: gloo does nothing meanwhile, and it takes memory.
-            wrapped.set_modules_to_backward_prefetch([wrapped])
-            for group in wrapped._get_fsdp_state()._fsdp_param_groups:
-                _note_real(group, real)
-
-
-def _note_real(group: Any, real: set[int]) -> None:
-    """Those zeros are no gradient: what nobody has touched is left alone by the optimizer."""
-    post_backward = group.post_backward
-
-    def noting(*unused: Any) -> None:
-        for one in group.fsdp_params:
-            if hasattr(one, "_unsharded_param") and one.unsharded_param.grad is not None:
-                real.add(id(one.sharded_param))
-        post_backward(*unused)
-
-    group.post_backward = noting
-
-
-def _blocks(module: torch.nn.Module, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The elements of the model's lists and sequences of modules: each is gathered when it is needed, and let go."""
-    total = sum(p.numel() for p in module.parameters())
-    present = {id(one) for one in module.modules()}
-    users: dict[int, int] = {}
-    for one in module.modules():
-        for parameter in one._parameters.values():
-            users[id(parameter)] = users.get(id(parameter), 0) + 1
-    taken: set[int] = set()
-    for container in model.modules():
-        if isinstance(container, torch.nn.ModuleList | torch.nn.Sequential) and id(container) not in taken:
-            for element in container:
-                parameters = list(element.parameters())
-                shared = any(users.get(id(p), 0) > 1 for p in parameters)  # it belongs to something outside as well
-                large = sum(p.numel() for p in parameters) >= total * _SMALLEST_BLOCK
-                if id(element) in present and id(element) not in taken and large and not shared:
-                    taken.update(id(one) for one in element.modules())
-                    yield element

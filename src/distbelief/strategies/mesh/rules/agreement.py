@@ -1,8 +1,9 @@
-"""What the members of a new generation do before their first step: agree on a state, and get their parts of it.
+"""Decides which state a new generation begins from. Pure.
 
-The newest that is whole: the state of the survivors, if they still have all of it between them; snapshots, each
-member's own and those that its neighbour keeps of it; then a checkpoint; then the job's initial values. A worker that
-was not in the last generations may tell of a state that is old, or later than one that the others went back to.
+The members tell each other which states they have (`StateReport`). The newest complete state wins. For each step, in
+order: the state of the survivors, if together they still have all of it; then snapshots, each member's own and its
+neighbour's. If no state is complete, a checkpoint or the job's initial values come next (`state/restore.py`). A worker
+that missed some generations may report an old state, or a later one than the state that the others went back to.
 """
 
 from __future__ import annotations
@@ -15,12 +16,26 @@ import msgspec
 
 from distbelief.checkpoint.boxes import Box
 from distbelief.strategies.base import Applied
-from distbelief.strategies.mesh.rules.boxes import Holding, covered, moves
-from distbelief.strategies.mesh.state.livestate import LiveState, Verdict
-from distbelief.strategies.mesh.state.moving import Pieces, move_all
-from distbelief.transport.gloo.group import TorchGroup
+from distbelief.strategies.mesh.rules.boxes import Holding, covered
 
 Origin = Literal["members", "snapshots", "outside"]
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What the vote on a step has given: all that is needed to apply it."""
+
+    step: int
+    loss: float
+    samples: int
+    fingerprint: str
+    generation: int
+    at: float
+    factor: float
+    """On every gradient: one over the batch's weight, and clipping. 0: no parameter is touched."""
+    shards: int
+    """That had samples: buffers are averaged over them."""
+    untouched: list[int] = []
+    """The numbers of parameters to which no shard gave a gradient."""
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -49,11 +64,6 @@ class Choice:
     holdings: Sequence[Holding] = ()
 
 
-def tell(group: TorchGroup, position: Position) -> list[Position]:
-    decoder = msgspec.msgpack.Decoder(Position)
-    return [decoder.decode(theirs) for theirs in group.gather(msgspec.msgpack.encode(position))]
-
-
 def choose(positions: Sequence[Position], shapes: Mapping[str, Sequence[int]]) -> Choice:
     """Pure. `shapes`: every tensor that the state consists of."""
     reached = max(position.reached for position in positions)
@@ -78,22 +88,6 @@ def will_have(position: Position, step: int, positions: Sequence[Position]) -> b
 def _verdict_on(step: int, positions: Sequence[Position]) -> Verdict | None:
     """Who has applied a step keeps the verdict on it until its part is divided anew."""
     return next((p.last for p in positions if p.last is not None and p.last.step == step), None)
-
-
-def catch_up(state: LiveState, positions: Sequence[Position], top: int) -> None:
-    """Apply the step that others have applied and this member was called away from."""
-    verdict = _verdict_on(top - 1, positions)
-    if verdict is not None and state.applied == top - 1 and state.pending == top - 1:
-        state.apply(verdict)
-
-
-def fetch(
-    group: TorchGroup, choice: Choice, own: Sequence[Pieces], wanted: Sequence[Mapping[str, Box]], into: Pieces
-) -> None:
-    """Move the chosen state to where it is wanted. `own`: what this member has of it, in the order that it told."""
-    numbers = [number for number, holding in enumerate(choice.holdings) if holding.rank == group.rank]
-    mine = dict(zip(numbers, own, strict=True))
-    move_all(group, moves(choice.holdings, wanted), mine, into)
 
 
 def merged_history(positions: Sequence[Position], applied: int) -> list[Applied]:

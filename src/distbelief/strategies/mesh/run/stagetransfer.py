@@ -1,7 +1,8 @@
-"""What goes from one stage to the next and back: a few tensors and whole numbers per shard, over gloo.
+"""Point-to-point transfer between the stages of a pipeline: activations go forward and gradients back, as a few tensors
+and integers per shard, over gloo.
 
-The receiver must know shapes before it can receive. They are told ahead of the first shard of each size; where samples
-differ in shape (a Dataset may do that), ahead of every shard. Sends do not wait; receives are asked for early.
+A receiver must know shapes before it can receive. The sender tells them ahead of the first shard of each size, or ahead
+of every shard where samples differ in shape (a Dataset may do that). Sends do not wait; receives are posted early.
 """
 
 from __future__ import annotations
