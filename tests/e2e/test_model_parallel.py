@@ -1,6 +1,6 @@
 """A model divided among workers, through the command line: equal to one process within rounding, whatever happens.
 
-Every layout and schedule is in tests/unit/strategies/test_mesh_replica.py; here are whole runs of some of them.
+Every layout and schedule is in tests/unit/strategies/mesh/run/test_replica.py; here are whole runs of some of them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_a_divided_model_learns_what_one_process_learns(
 
 @needs_transformers
 def test_a_model_of_the_transformers_library(distbelief: Cli) -> None:
-    """Another one, and sharded, is in tests/unit/strategies/test_mesh_replica.py."""
+    """Another one, and sharded, is in tests/unit/strategies/mesh/run/test_replica.py."""
     job = [JOBS / "transformer.py", "--set", "kind=gpt2"]
     found = distbelief("verify", *job, "--strategy", "pipeline:2", "--workers", 2, "--steps", 2, "--json").json
     assert (found["verdict"], found["steps"]) == ("equal", 2)

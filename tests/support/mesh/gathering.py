@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from distbelief.strategies.mesh.run.sharding import Gather, Scratch, SumOfPieces
+from distbelief.strategies.mesh.run.sharding import ScratchBuffer, ScratchGather, ScratchReduceScatter
 from distbelief.transport.shm.segment import SegmentClient
 
 CPU = torch.device("cpu")
@@ -25,9 +25,9 @@ def exchange(
     """As FSDP does it, twice for each length: everybody's first piece, my sum; how much memory both have taken."""
     store = dist.TCPStore("127.0.0.1", port, size, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    group, scratch = dist.group.WORLD, Scratch()
+    group, scratch = dist.group.WORLD, ScratchBuffer()
     assert group is not None
-    gather, add_up = Gather(scratch, nullcontext), SumOfPieces(scratch, nullcontext)
+    gather, add_up = ScratchGather(scratch, nullcontext), ScratchReduceScatter(scratch, nullcontext)
     found = []
     for length in [*lengths, *lengths]:
         mine = whole(rank, size, length, dtype)

@@ -1,5 +1,5 @@
 """Members of a mesh without a coordinator, and small jobs for them with everything that is awkward. Runs in processes
-of the stage; the jobs and `LiveState`s without a mesh are for the test's own process too.
+of the stage; the jobs and `MemberState`s without a mesh are for the test's own process too.
 
 Members follow a script of generations that all of them know. What they return is everything that they hold at the end,
 box by box, so that the test can put the whole together and see whether those who hold the same agree.
@@ -26,11 +26,11 @@ from distbelief.strategies.base import Seat
 from distbelief.strategies.flatmodel.layout import trainable
 from distbelief.strategies.flatmodel.named import tied
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
-from distbelief.strategies.mesh.run.modelpart import Local, Part
+from distbelief.strategies.mesh.run.modelpart import HeldParameter, ModelPart
 from distbelief.strategies.mesh.run.prepared import PreparedMesh
 from distbelief.strategies.mesh.run.replica import MeshReplica
 from distbelief.strategies.mesh.run.runner import ShardBuffers, WholeModel
-from distbelief.strategies.mesh.state.memberstate import LiveState, LocalOptimizer
+from distbelief.strategies.mesh.state.memberstate import MemberState, PartOptimizer
 from distbelief.strategies.rules.degrees import Degrees, ranges
 from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.gloo.group import TorchGroup
@@ -326,7 +326,7 @@ def _vote_in_vain(replica: MeshReplica, abort: Abort, step: int) -> None:
 # --- a state without a mesh ------------------------------------------------------------------------------------------
 
 
-def live_state(job: Job, model: nn.Module, boxes: Mapping[str, Box] | None = None) -> LiveState:
+def live_state(job: Job, model: nn.Module, boxes: Mapping[str, Box] | None = None) -> MemberState:
     """All of a model, or pieces of its parameters (which are then apart from the module's own)."""
     numbers = {name: number for number, (name, _) in enumerate(trainable(model))}
     first = tied(model)
@@ -335,16 +335,16 @@ def live_state(job: Job, model: nn.Module, boxes: Mapping[str, Box] | None = Non
         name, box = first.get(name, name), (boxes or {}).get(name, whole(parameter.shape))
         if name in numbers:
             memory = parameter.detach()[tuple(slice(*one) for one in box)]
-            held.append(Local(name, numbers[name], tuple(parameter.shape), box, nn.Parameter(memory)))
+            held.append(HeldParameter(name, numbers[name], tuple(parameter.shape), box, nn.Parameter(memory)))
             sources.append(parameter)
         else:
             others[f"model/{name}"] = (box, parameter.detach())
     for name, buffer in model.named_buffers():
         others[f"model/{name}"] = (whole(buffer.shape), buffer)
-    part = Part({0: WholeModel(model)}, held, others, sources, [], nullcontext)
+    part = ModelPart({0: WholeModel(model)}, held, others, sources, [], nullcontext)
     recipe = Recipe(job.optimizer, [parameter for _, parameter in trainable(model)])
-    return LiveState(job, part, LocalOptimizer(recipe, held), {0: ShardBuffers(model)})
+    return MemberState(job, part, PartOptimizer(recipe, held), {0: ShardBuffers(model)})
 
 
-def pieces_of(state: LiveState) -> dict[str, torch.Tensor]:
+def pieces_of(state: MemberState) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, (_, value) in state.tensors().items()}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from distbelief.strategies.mesh.cut.cutting import Blueprint, draw
+from distbelief.strategies.mesh.cut.cutting import Blueprint, make_blueprint
 from distbelief.strategies.mesh.cut.stages import Stage
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
@@ -41,7 +41,7 @@ def plain_attributes(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def blueprint_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] = {}, **options: Any) -> Blueprint:
-    return draw(without_memory(model), on_meta(args), on_meta(dict(kwargs)), **options)
+    return make_blueprint(without_memory(model), on_meta(args), on_meta(dict(kwargs)), **options)
 
 
 def give_values(stage: Stage, model: nn.Module) -> None:

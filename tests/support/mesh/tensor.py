@@ -131,7 +131,7 @@ def compare(
 ) -> Difference:
     if how == "broken":
         headdropout._RULES.clear()
-        headdropout.Masks.end = lambda *args, **kwargs: None  # type: ignore[method-assign]
+        headdropout.DropoutMasks.end = lambda *args, **kwargs: None  # type: ignore[method-assign]
     store = dist.TCPStore("127.0.0.1", port, tensor * fsdp, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=tensor * fsdp)
     mesh = init_device_mesh("cpu", (fsdp, tensor), mesh_dim_names=("sharded", "tensor"))
@@ -141,7 +141,7 @@ def compare(
     with torch.device("meta"):
         model = make()
     plan = tensorplan.plan(model, tensor, (batch()[:2],), overrides=wishes)
-    masks = tensorapply.apply(model, plan, mesh["tensor"])
+    masks = tensorapply.apply_plan(model, plan, mesh["tensor"])
     assert all(p.is_meta for p in model.parameters())
     if fsdp > 1:
         for block in getattr(model, "blocks", ()):

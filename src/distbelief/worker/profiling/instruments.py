@@ -33,12 +33,12 @@ INSTRUMENTS = (
     Instrument(
         FORWARD, "distbelief.strategies.flatmodel.compute", "ShardComputer", ("forward_context",), is_context=True
     ),
-    Instrument(FORWARD, "distbelief.strategies.mesh.run.runner", "Runner", ("_forward",)),
+    Instrument(FORWARD, "distbelief.strategies.mesh.run.runner", "StageRunner", ("_forward",)),
     Instrument(BACKWARD, "torch", "Tensor", ("backward",)),
     Instrument(
         BACKWARD,
         "distbelief.strategies.mesh.run.runner",
-        "Runner",
+        "StageRunner",
         ("_backward", "_backward_input", "_backward_weight"),
     ),
     Instrument(REDUCE, "distbelief.transport.shm.exchange", "SharedExchange", ("_reduce", "share")),
@@ -52,7 +52,7 @@ INSTRUMENTS = (
     Instrument(REDUCE, "distbelief.strategies.ps.worker.asynchronous", "AsynchronousReplica", ("_push", "fetch")),
     Instrument(OPTIMIZER, "distbelief.strategies.dataparallel.replica", "DataParallelReplica", ("_update",)),
     Instrument(OPTIMIZER, "distbelief.strategies.localsgd.trainer", "LocalTrainer", ("_update",)),
-    Instrument(OPTIMIZER, "distbelief.strategies.mesh.state.memberstate", "LiveState", ("apply",)),
+    Instrument(OPTIMIZER, "distbelief.strategies.mesh.state.memberstate", "MemberState", ("apply",)),
     Instrument(OPTIMIZER, "distbelief.strategies.sandblaster.searching", "SearchingMember", ("_drive",)),
     Instrument(WAIT, "distbelief.strategies.flatmodel.compute", "Told", ("numbers",)),
     Instrument(WAIT, "distbelief.transport.device.exchange", "DeviceExchange", ("finish_copies",)),
@@ -62,7 +62,7 @@ INSTRUMENTS = (
     Instrument(WAIT, "distbelief.transport.gloo.exchange", "TorchExchange", ("share",)),
     Instrument(WAIT, "distbelief.transport.gloo.group", "TorchGroup", ("gather",)),
     Instrument(WAIT, "distbelief.strategies.ps.protocol.client", "ServerClient", ("_wait", "nap")),
-    Instrument(WAIT, "distbelief.strategies.mesh.run.stagetransfer", "Wires", ("_await",)),
+    Instrument(WAIT, "distbelief.strategies.mesh.run.stagetransfer", "StageTransfer", ("_wait_for",)),
     Instrument(WAIT, "distbelief.strategies.mesh.run.replica", "MeshReplica", ("_vote",)),
     Instrument(WAIT, "distbelief.strategies.ps.worker.asynctraining", "", ("_nap",)),
     Instrument(EVALUATION, "distbelief.worker.evaluate", "Evaluator", ("evaluate_with",)),

@@ -20,20 +20,20 @@ import torch
 
 from distbelief.errors import JobError
 from distbelief.strategies.mesh.cut.dryrun import in_mode
-from distbelief.strategies.mesh.cut.recordedpass import Film, Unsendable, observe, parts
-from distbelief.strategies.mesh.cut.stages import Stage, build, write
+from distbelief.strategies.mesh.cut.recordedpass import RecordedPass, Unsendable, observe, sent_values
+from distbelief.strategies.mesh.cut.stages import Stage, build_stage, write_stage_code
 from distbelief.strategies.mesh.cut.torchexport import export, label_calls
 from distbelief.strategies.mesh.cut.tracing import (
     EVERYTHING,
     Call,
     Inputs,
     Recording,
+    failure_reason,
     flat_inputs,
     has_hooks,
     is_block,
     leaves_around,
     leaves_at,
-    met,
     trace,
 )
 
@@ -49,7 +49,7 @@ class Anchor:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _CutPlace:
     position: int
     crossing: int
 
@@ -76,26 +76,26 @@ def anchors_at(model: torch.nn.Module, modes: Sequence[Sequence[Call]], every_ca
     return [group[0] for group in weighty[1:]]
 
 
-def borders(
-    films: Mapping[bool, Film], anchors: Sequence[Anchor], at_least: int | None = None
+def cut_positions(
+    passes: Mapping[bool, RecordedPass], anchors: Sequence[Anchor], at_least: int | None = None
 ) -> tuple[dict[bool, list[int]], list[str]]:
     """Per mode the positions of the cuts (the same number in each), and the places that cannot be cut, with reasons.
 
     With `at_least`, not all of them: none that more values cross than is needed for so many units.
     """
-    found: list[tuple[Anchor, dict[bool, _Place]]] = []
+    found: list[tuple[Anchor, dict[bool, _CutPlace]]] = []
     refused: list[str] = []
     calls = {
-        mode: dict(zip(_numbered(film.recording.calls), film.recording.calls, strict=True))
-        for mode, film in films.items()
+        mode: dict(zip(_numbered(one_pass.recording.calls), one_pass.recording.calls, strict=True))
+        for mode, one_pass in passes.items()
     }
     for anchor in anchors:
-        places: dict[bool, _Place] = {}
+        places: dict[bool, _CutPlace] = {}
         try:
-            for mode, film in films.items():
+            for mode, one_pass in passes.items():
                 if anchor not in calls[mode]:
                     raise Unsendable(f"{anchor.path} is not called in {'training' if mode else 'evaluation'}")
-                places[mode] = _place(film, calls[mode][anchor])
+                places[mode] = _best_place(one_pass, calls[mode][anchor])
                 if found and places[mode].position <= found[-1][1][mode].position:
                     raise Unsendable("training and evaluation do not call modules in the same order")
         except Unsendable as reason:
@@ -104,12 +104,12 @@ def borders(
         found.append((anchor, places))
     if at_least is not None:
         found = _fewer_values(found, at_least)
-    return {mode: [places[mode].position for _, places in found] for mode in films}, refused
+    return {mode: [places[mode].position for _, places in found] for mode in passes}, refused
 
 
 def _fewer_values(
-    found: list[tuple[Anchor, dict[bool, _Place]]], at_least: int
-) -> list[tuple[Anchor, dict[bool, _Place]]]:
+    found: list[tuple[Anchor, dict[bool, _CutPlace]]], at_least: int
+) -> list[tuple[Anchor, dict[bool, _CutPlace]]]:
     """Only the cuts that the fewest values cross, as far as enough of them are left."""
     counts = [max(place.crossing for place in places.values()) for _, places in found]
     for most in sorted(set(counts)):
@@ -119,13 +119,13 @@ def _fewer_values(
     return found
 
 
-def _place(film: Film, call: Call) -> _Place:
+def _best_place(one_pass: RecordedPass, call: Call) -> _CutPlace:
     """The best cut between the call before and this one. Raises with the reason where there is none."""
-    before = max((other.end for other in film.recording.calls if other.end <= call.first), default=0)
+    before = max((other.end for other in one_pass.recording.calls if other.end <= call.first), default=0)
     places, reasons = [], []
     for position in range(call.first, before - 1, -1):
         try:
-            places.append(_Place(position, _crossing(film, position)))
+            places.append(_CutPlace(position, _crossing(one_pass, position)))
         except Unsendable as reason:
             reasons.append(reason)
     if not places:
@@ -133,14 +133,14 @@ def _place(film: Film, call: Call) -> _Place:
     return min(places, key=lambda place: place.crossing)
 
 
-def _crossing(film: Film, position: int) -> int:
-    for first, last in film.facts.tied:
+def _crossing(one_pass: RecordedPass, position: int) -> int:
+    for first, last in one_pass.facts.inseparable:
         if first < position <= last:
-            raise Unsendable(f"{film.nodes[last].name} changes in place what {film.nodes[first].name} made")
+            raise Unsendable(f"{one_pass.nodes[last].name} changes in place what {one_pass.nodes[first].name} made")
     sent = 0
-    for node in film.crossing(position):
+    for node in one_pass.crossing(position):
         try:
-            sent += len(list(parts(film.facts.values[node])))
+            sent += len(list(sent_values(one_pass.facts.values[node])))
         except Unsendable as what:
             raise Unsendable(
                 f"the value {node.name} would have to be sent and is {what}, not a tensor or an int"
@@ -181,14 +181,14 @@ class Blueprint:
     def __init__(
         self,
         model: torch.nn.Module,
-        films: Mapping[bool, Film],
+        passes: Mapping[bool, RecordedPass],
         cuts: Mapping[bool, Sequence[int]],
         refused: Sequence[str],
     ) -> None:
         self._model = model
-        self._films = films
-        self._cuts = {mode: [0, *cuts[mode], len(film.nodes)] for mode, film in films.items()}
-        self.way = "torch.fx" if films[True].recording.device is None else "torch.export"
+        self._record_modes = passes
+        self._cuts = {mode: [0, *cuts[mode], len(one_pass.nodes)] for mode, one_pass in passes.items()}
+        self.way = "torch.fx" if passes[True].recording.device is None else "torch.export"
         self.refused = tuple(refused)
         """Where else it could have been cut, and why it was not."""
         self.units = tuple(self._unit(number) for number in range(len(cuts[True]) + 1))
@@ -198,18 +198,20 @@ class Blueprint:
         if not 0 <= first < end <= len(self.units):
             raise IndexError(f"units {first} to {end} of {len(self.units)}")
         codes = {}
-        for training, film in self._films.items():
+        for training, one_pass in self._record_modes.items():
             cuts = self._cuts[training]
             mode = "training" if training else "evaluation"
-            codes[training] = write(film, cuts[first], cuts[end], f"units {first} to {end - 1} in {mode}")
-        return build(self._model, codes)
+            codes[training] = write_stage_code(
+                one_pass, cuts[first], cuts[end], f"units {first} to {end - 1} in {mode}"
+            )
+        return build_stage(self._model, codes)
 
     def _unit(self, number: int) -> Unit:
         targets: set[str] = set()
-        for training, film in self._films.items():
-            targets |= film.targets(*self._cuts[training][number : number + 2])
+        for training, one_pass in self._record_modes.items():
+            targets |= one_pass.targets(*self._cuts[training][number : number + 2])
         first, end = self._cuts[True][number : number + 2]
-        calls = self._films[True].recording.calls
+        calls = self._record_modes[True].recording.calls
         paths = list(dict.fromkeys(call.path for call in calls if first <= call.first < end))
         name = " + ".join(paths) if len(paths) < 4 else f"{paths[0]} + … + {paths[-1]}"
         every = self._model.named_parameters(remove_duplicate=False)
@@ -218,7 +220,7 @@ class Blueprint:
         return Unit(name or type(self._model).__name__, tuple(mine))
 
 
-def draw(
+def make_blueprint(
     model: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -229,7 +231,7 @@ def draw(
 
     >>> with torch.device("meta"):
     ...     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    ...     blueprint = draw(model, (torch.empty(5, 4),), {}, at_least=2)
+    ...     blueprint = make_blueprint(model, (torch.empty(5, 4),), {}, at_least=2)
     >>> [unit.name for unit in blueprint.units]
     ['0', '1', '2']
     >>> blueprint.stage(1, 3).receives
@@ -255,14 +257,14 @@ def draw(
 
 def _automatic(attempt: _Attempt, at_least: int) -> Blueprint | None:
     best: Blueprint | None = None
-    for films in (attempt.traced, attempt.exported):
+    for passes in (attempt.traced, attempt.exported):
         seen: list[frozenset[str]] = []
         for depth in _DEPTHS:
             leaves = leaves_at(attempt.model, depth)
             if leaves in seen:
                 continue
             seen.append(leaves)
-            recorded = films(leaves)
+            recorded = passes(leaves)
             if recorded is None:
                 break
             for every_call in (False, True) if depth == 0 else (True,):
@@ -274,10 +276,10 @@ def _automatic(attempt: _Attempt, at_least: int) -> Blueprint | None:
     return best
 
 
-def _cut(model: torch.nn.Module, films: Mapping[bool, Film], at_least: int, every_call: bool) -> Blueprint:
-    anchors = anchors_at(model, [film.recording.calls for film in films.values()], every_call)
-    cuts, refused = borders(films, anchors, at_least if every_call else None)
-    return Blueprint(model, films, cuts, refused)
+def _cut(model: torch.nn.Module, passes: Mapping[bool, RecordedPass], at_least: int, every_call: bool) -> Blueprint:
+    anchors = anchors_at(model, [one_pass.recording.calls for one_pass in passes.values()], every_call)
+    cuts, refused = cut_positions(passes, anchors, at_least if every_call else None)
+    return Blueprint(model, passes, cuts, refused)
 
 
 def _named(attempt: _Attempt, split: Sequence[str]) -> Blueprint | None:
@@ -290,21 +292,21 @@ def _named(attempt: _Attempt, split: Sequence[str]) -> Blueprint | None:
                 hint=f"did you mean {' or '.join(map(repr, near))}?" if near else "see model.named_modules()",
             )
     leaves = leaves_around(attempt.model, split)
-    films = attempt.traced(leaves) or attempt.exported(leaves)
-    if films is None:
+    passes = attempt.traced(leaves) or attempt.exported(leaves)
+    if passes is None:
         return None
     for name in split:
-        if any(all(call.path != name for call in film.recording.calls) for film in films.values()):
+        if any(all(call.path != name for call in one_pass.recording.calls) for one_pass in passes.values()):
             raise JobError(
                 f"split: no stage can begin at {name!r}, because the model never calls this module",
                 hint="name modules whose forward runs; a list of modules is not one of them, its elements are",
             )
-    order = [call.path for call in films[True].recording.calls]
+    order = [call.path for call in passes[True].recording.calls]
     anchors = [Anchor(name, 0) for name in sorted(set(split), key=order.index) if order.index(name) > 0]
-    cuts, refused = borders(films, anchors)
+    cuts, refused = cut_positions(passes, anchors)
     if refused:
         raise JobError(f"split: {refused[0]}", hint="name a module before or behind it")
-    return Blueprint(attempt.model, films, cuts, ())
+    return Blueprint(attempt.model, passes, cuts, ())
 
 
 def _too_few(found: Blueprint, attempt: _Attempt, at_least: int, named: bool) -> JobError:
@@ -331,28 +333,31 @@ class _Attempt:
         self._named = named
         self.failures: list[str] = []
         self._inputs = inputs
-        self._export: Mapping[bool, Film] | None = None
+        self._export: Mapping[bool, RecordedPass] | None = None
 
-    def traced(self, leaves: frozenset[str]) -> Mapping[bool, Film] | None:
-        return self._films("torch.fx", lambda: trace(self.model, self._inputs, leaves))
+    def traced(self, leaves: frozenset[str]) -> Mapping[bool, RecordedPass] | None:
+        return self._record_modes("torch.fx", lambda: trace(self.model, self._inputs, leaves))
 
-    def exported(self, leaves: frozenset[str]) -> Mapping[bool, Film] | None:
+    def exported(self, leaves: frozenset[str]) -> Mapping[bool, RecordedPass] | None:
         if self._export is None:
-            self._export = self._films("torch.export", lambda: export(self.model, self._inputs))
+            self._export = self._record_modes("torch.export", lambda: export(self.model, self._inputs))
         if self._export is None:
             return None
-        return {mode: film.relabelled(label_calls(film.recording, leaves)) for mode, film in self._export.items()}
+        return {
+            mode: one_pass.relabelled(label_calls(one_pass.recording, leaves))
+            for mode, one_pass in self._export.items()
+        }
 
-    def _films(self, way: str, record: Callable[[], Recording]) -> Mapping[bool, Film] | None:
-        films = {}
+    def _record_modes(self, way: str, record: Callable[[], Recording]) -> Mapping[bool, RecordedPass] | None:
+        passes = {}
         for training in (True, False):
             with in_mode(self.model, training):
                 try:
                     recording = record()
                     facts = observe(self.model, recording, flat_inputs(*self._inputs)[0], self._named)
                 except Exception as error:  # whatever the model's own code raises when it is followed
-                    self.failures.append(f"{way}: {met(error)}")
+                    self.failures.append(f"{way}: {failure_reason(error)}")
                     return None
                 modes = {path: module.training for path, module in self.model.named_modules(remove_duplicate=False)}
-            films[training] = Film(recording, facts, modes)
-        return films
+            passes[training] = RecordedPass(recording, facts, modes)
+        return passes

@@ -25,11 +25,11 @@ _CONTAINERS = (dict, OrderedDict, list, set)
 
 
 @contextmanager
-def kept(model: torch.nn.Module) -> Iterator[None]:
+def restoring(model: torch.nn.Module) -> Iterator[None]:
     """Afterwards every module has the attributes it had, and lists and dicts among them hold what they held.
 
     >>> model = torch.nn.Linear(2, 1)
-    >>> with kept(model):
+    >>> with restoring(model):
     ...     model.table = torch.zeros(3)
     >>> hasattr(model, "table")
     False
@@ -53,7 +53,7 @@ def kept(model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def in_mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
     """The model in training or evaluation mode for a while; afterwards each of its modules is as it was."""
-    with kept(model):
+    with restoring(model):
         model.train(training)
         yield
 
@@ -64,10 +64,10 @@ _HOST = torch.device("cpu")
 
 
 @contextmanager
-def lent(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
+def with_placeholders(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Ordinary values for the tensors on meta that modules keep as plain attributes; and no communication."""
     made: dict[int, torch.Tensor] = {}
-    with kept(module):
+    with restoring(module):
         for one in module.modules():
             if any(isinstance(parameter, DTensor) for parameter in one.parameters()):
                 one._forward_hooks, one._forward_pre_hooks = type(one._forward_hooks)(), type(one._forward_pre_hooks)()
@@ -77,19 +77,19 @@ def lent(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
         yield
 
 
-def stand_ins(
+def placeholder_weights(
     module: torch.nn.Module, device: torch.device, works: Callable[[dict[str, torch.Tensor]], object]
 ) -> dict[str, torch.Tensor]:
     """Random weights that keep values at an ordinary size, so that no time goes into tiny or infinite numbers.
 
     `works` is called where it is uncertain whether the module runs with its own part of divided layers.
     """
-    weights = _stand_ins(module, device, local=True)
+    weights = _placeholder_weights(module, device, local=True)
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         try:
             works(weights)
         except (RuntimeError, IndexError):
-            weights = _stand_ins(module, device, local=False)
+            weights = _placeholder_weights(module, device, local=False)
     return weights
 
 
@@ -97,24 +97,26 @@ def call(module: torch.nn.Module, weights: Mapping[str, torch.Tensor], args: Any
     return torch.func.functional_call(module, dict(weights), args, kwargs, tie_weights=True)
 
 
-def run_alone(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def run_on_placeholders(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run a module that is on meta for real, for code in it that looks at values; the result is on meta again.
 
     Tensors on meta share memory and have been changed in place exactly as the real ones. Its buffers count as changed
     in any case: with other values it might take the branch that does.
     """
-    with lent(module, _HOST), torch.device(_HOST):
-        weights = stand_ins(module, _HOST, lambda tried: call(module, tried, *_Twins().real((args, kwargs))))
-        twins = _Twins()
+    with with_placeholders(module, _HOST), torch.device(_HOST):
+        weights = placeholder_weights(
+            module, _HOST, lambda tried: call(module, tried, *_MetaPairs().real((args, kwargs)))
+        )
+        pairs = _MetaPairs()
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            twins.pair(tensor, weights[name])
-        output = call(module, weights, *twins.real((args, kwargs)))
+            pairs.pair(tensor, weights[name])
+        output = call(module, weights, *pairs.real((args, kwargs)))
     for buffer in module.buffers():
         torch.autograd.graph.increment_version(buffer)
-    return twins.on_meta(output)
+    return pairs.on_meta(output)
 
 
-def _stand_ins(module: torch.nn.Module, device: torch.device, local: bool) -> dict[str, torch.Tensor]:
+def _placeholder_weights(module: torch.nn.Module, device: torch.device, local: bool) -> dict[str, torch.Tensor]:
     generator = torch.Generator(device).manual_seed(0)
     made: dict[str, torch.Tensor] = {}
     for name, parameter in module.named_parameters():
@@ -132,7 +134,7 @@ def _ordinary(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.full(tensor.shape, int(ones), dtype=tensor.dtype, device=device)
 
 
-class _Twins:
+class _MetaPairs:
     """Real tensors for those on meta, and the other way round. What shares memory on one side does on the other."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from distbelief.strategies.mesh.cut.cutting import Blueprint
-from distbelief.strategies.mesh.cut.dryrun import call, in_mode, lent, stand_ins
+from distbelief.strategies.mesh.cut.dryrun import call, in_mode, placeholder_weights, with_placeholders
 from distbelief.strategies.mesh.cut.stages import Stage
 from distbelief.strategies.mesh.rules.balance import UnitCost
 
@@ -43,7 +43,7 @@ def measure(
     with torch.random.fork_rng(devices=accelerators), torch.enable_grad():
         for number in range(len(blueprint.units)):
             stage = blueprint.stage(number, number + 1)
-            with in_mode(stage.module, training=True), lent(stage.module, device):
+            with in_mode(stage.module, training=True), with_placeholders(stage.module, device):
                 kind = _kind(stage, received)
                 times, size, received = _measure_unit(stage, received, args, kwargs, device)
             seconds[kind] += times
@@ -67,7 +67,7 @@ def _measure_unit(
     def forward(weights: dict[str, torch.Tensor], inputs: Sequence[Any]) -> Any:
         return call(stage.module, weights, (tuple(inputs), args, kwargs), {})
 
-    weights = stand_ins(stage.module, device, lambda tried: forward(tried, _fresh(received)))
+    weights = placeholder_weights(stage.module, device, lambda tried: forward(tried, _fresh(received)))
     seconds, kept, output = [], 0, None
     for run in range(RUNS + 1):
         inputs = _fresh(received)

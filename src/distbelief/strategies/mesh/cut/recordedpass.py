@@ -20,14 +20,14 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from distbelief.strategies.mesh.cut.dryrun import run_alone
+from distbelief.strategies.mesh.cut.dryrun import run_on_placeholders
 from distbelief.strategies.mesh.cut.tracing import Call, Recording
 
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Part:
+class SentValue:
     """One tensor or int inside a value; `path` says where: () for the value itself, (0,) for the first of a tuple."""
 
     path: tuple[int | str, ...]
@@ -42,54 +42,54 @@ class Unsendable(Exception):
 class Facts:
     values: dict[fx.Node, Any]
     """On meta."""
-    tied: tuple[tuple[int, int], ...]
+    inseparable: tuple[tuple[int, int], ...]
     """(first, last) positions of nodes that must be in one stage, because they change and use the same memory."""
     changed: frozenset[fx.Node]
     """Nodes whose value shares memory with something that is changed in place."""
 
 
-def parts(value: Any, path: tuple[int | str, ...] = ()) -> Iterator[Part]:
+def sent_values(value: Any, path: tuple[int | str, ...] = ()) -> Iterator[SentValue]:
     """The tensors and ints of a value; what is fixed (None, a text) is not sent."""
     if isinstance(value, torch.Tensor):
-        yield Part(path, value.numel() * value.element_size())
+        yield SentValue(path, value.numel() * value.element_size())
     elif isinstance(value, int):
-        yield Part(path, 0)
+        yield SentValue(path, 0)
     elif type(value) in (tuple, list, torch.Size):
         for index, element in enumerate(value):
-            yield from parts(element, (*path, index))
+            yield from sent_values(element, (*path, index))
     elif type(value) is dict and all(isinstance(key, str) for key in value):
         for key, element in value.items():
-            yield from parts(element, (*path, key))
+            yield from sent_values(element, (*path, key))
     elif value is not None and not isinstance(value, str):
         raise Unsendable(f"a {type(value).__name__}")
 
 
-def rebuilt(value: Any, received: Iterator[Any]) -> Any:
+def rebuild(value: Any, received: Iterator[Any]) -> Any:
     """The same structure as `value`, with what was received for its parts (in the order of `parts`)."""
     if isinstance(value, torch.Tensor | int):
         return next(received)
     if type(value) in (tuple, torch.Size):
-        return tuple(rebuilt(element, received) for element in value)
+        return tuple(rebuild(element, received) for element in value)
     if type(value) is list:
-        return [rebuilt(element, received) for element in value]
+        return [rebuild(element, received) for element in value]
     if type(value) is dict:
-        return {key: rebuilt(element, received) for key, element in value.items()}
+        return {key: rebuild(element, received) for key, element in value.items()}
     return value
 
 
 def observe(model: torch.nn.Module, recording: Recording, leaves: Sequence[Any], may_look: bool = False) -> Facts:
     """`leaves`: the model's flat example inputs, on meta like the model. `may_look`: modules may look at values."""
-    watcher = _Watcher(model, recording, may_look)
+    interpreter = _MetaInterpreter(model, recording, may_look)
     state = torch.get_rng_state()
     try:
         with torch.no_grad(), torch.device("meta"):
-            watcher.run(*(leaves[recording.inputs[node]] for node in recording.inputs))
+            interpreter.run(*(leaves[recording.inputs[node]] for node in recording.inputs))
     finally:
         torch.set_rng_state(state)
-    return Facts(watcher.env, tuple(watcher.tied()), watcher.sharing_changed())
+    return Facts(interpreter.env, tuple(interpreter.inseparable()), interpreter.sharing_changed())
 
 
-class _Watcher(fx.Interpreter):
+class _MetaInterpreter(fx.Interpreter):
     def __init__(self, model: torch.nn.Module, recording: Recording, may_look: bool) -> None:
         super().__init__(model, garbage_collect_values=False, graph=recording.graph)
         self._may_look = may_look
@@ -129,7 +129,7 @@ class _Watcher(fx.Interpreter):
         except Exception:  # whatever the module's own code raises where there are no values
             if not self._may_look:
                 raise
-            return run_alone(self.fetch_attr(target), args, kwargs)
+            return run_on_placeholders(self.fetch_attr(target), args, kwargs)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         args = super().fetch_args_kwargs_from_env(n)
@@ -142,7 +142,7 @@ class _Watcher(fx.Interpreter):
             return self._constants[target].to("meta")
         return super().fetch_attr(target)
 
-    def tied(self) -> Iterator[tuple[int, int]]:
+    def inseparable(self) -> Iterator[tuple[int, int]]:
         """What a node made may go to another stage once nothing changes it; what was given stays with its uses."""
         for storage, changes in self._changes.items():
             uses = self._uses[storage]
@@ -189,7 +189,7 @@ def operation(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", ""))
 
 
-class Film:
+class RecordedPass:
     """One recording with all that a cut needs to know of it."""
 
     def __init__(self, recording: Recording, facts: Facts, modes: Mapping[str, bool]) -> None:
@@ -210,7 +210,7 @@ class Film:
             if known:
                 self.from_inputs.add(node)
 
-    def relabelled(self, calls: tuple[Call, ...]) -> Film:
+    def relabelled(self, calls: tuple[Call, ...]) -> RecordedPass:
         other = copy.copy(self)
         other.recording = dataclasses.replace(self.recording, calls=calls)
         return other

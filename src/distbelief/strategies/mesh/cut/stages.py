@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from distbelief.errors import JobError
-from distbelief.strategies.mesh.cut.recordedpass import Film, Part, operation, parts, rebuilt
+from distbelief.strategies.mesh.cut.recordedpass import RecordedPass, SentValue, operation, rebuild, sent_values
 from distbelief.strategies.mesh.cut.tracing import Recording, flat_inputs
 
 
@@ -104,14 +104,14 @@ class Stage:
         return self.module(tuple(received), args, kwargs)
 
 
-def build(model: torch.nn.Module, codes: Mapping[bool, StageCode]) -> Stage:
+def build_stage(model: torch.nn.Module, codes: Mapping[bool, StageCode]) -> Stage:
     module = StageModule(codes)
-    hold(module, model, frozenset[str]().union(*(code.targets for code in codes.values())))
+    attach(module, model, frozenset[str]().union(*(code.targets for code in codes.values())))
     module.training = model.training
     return Stage(module)
 
 
-def hold(holder: torch.nn.Module, model: torch.nn.Module, targets: Iterable[str]) -> None:
+def attach(holder: torch.nn.Module, model: torch.nn.Module, targets: Iterable[str]) -> None:
     """Put the model's own objects into `holder`, under the model's names and in the model's order."""
     modules = {path: place for place, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
     wanted: set[str] = set()  # modules to hold as they are
@@ -141,10 +141,10 @@ def hold(holder: torch.nn.Module, model: torch.nn.Module, targets: Iterable[str]
                 setattr(place, key, getattr(origin, key))  # read by this name, whatever is put there later
 
 
-def write(film: Film, first: int, end: int, name: str) -> StageCode:
+def write_stage_code(one_pass: RecordedPass, first: int, end: int, name: str) -> StageCode:
     """The code of the nodes [first, end) of a recording."""
-    recording = film.recording
-    writer = _Writer(film, first, end)
+    recording = one_pass.recording
+    writer = _Writer(one_pass, first, end)
     source = writer.graph.python_code("self")
     filename = f"<{name}>"
     linecache.cache[filename] = (len(source.src), None, source.src.splitlines(keepends=True), filename)
@@ -160,8 +160,8 @@ def write(film: Film, first: int, end: int, name: str) -> StageCode:
         constants=tuple(recording.constants[str(node.target)] for node in writer.constants),
         places_device=writer.places_device,
         targets=frozenset(writer.targets),
-        modes=film.modes,
-        output=recording.output if end == len(film.nodes) else None,
+        modes=one_pass.modes,
+        output=recording.output if end == len(one_pass.nodes) else None,
         operations=tuple(operation(node) for node in writer.graph.nodes if node.op in ("call_function", "call_method")),
     )
 
@@ -169,28 +169,30 @@ def write(film: Film, first: int, end: int, name: str) -> StageCode:
 class _Writer:
     """Copies nodes into a graph of their own, and with them whatever light work they need that was done before."""
 
-    def __init__(self, film: Film, first: int, end: int) -> None:
-        self._film = film
+    def __init__(self, one_pass: RecordedPass, first: int, end: int) -> None:
+        self._pass = one_pass
         self.graph = fx.Graph()
         self._made: dict[fx.Node, Any] = {}
         self.inputs: list[fx.Node] = []
         self.constants: list[fx.Node] = []
         self.targets: set[str] = set()
         self.places_device = False
-        body = film.nodes[first:end]
-        arriving = film.crossing(first) if first else []
-        leaving = film.crossing(end) if end < len(film.nodes) else []
-        self.receives = tuple(_names(film, arriving))
-        self.sends = tuple(_names(film, leaving))
+        body = one_pass.nodes[first:end]
+        arriving = one_pass.crossing(first) if first else []
+        leaving = one_pass.crossing(end) if end < len(one_pass.nodes) else []
+        self.receives = tuple(_names(one_pass, arriving))
+        self.sends = tuple(_names(one_pass, leaving))
         received = iter([self.graph.placeholder(name.replace(".", "_")) for name in self.receives])
         for node in arriving:
-            self._made[node] = rebuilt(film.facts.values[node], received)
+            self._made[node] = rebuild(one_pass.facts.values[node], received)
         self._declare(body, leaving, set(arriving))
         for node in body:
-            if node.op not in ("placeholder", "get_attr", "output") and node not in film.from_inputs:
+            if node.op not in ("placeholder", "get_attr", "output") and node not in one_pass.from_inputs:
                 self._copy(node)
         if leaving:
-            self.graph.output(tuple(self._part(node, part.path) for node in leaving for part in _parts(film, node)))
+            self.graph.output(
+                tuple(self._part(node, part.path) for node in leaving for part in _sent_values(one_pass, node))
+            )
         else:
             output = body[-1]
             self.graph.output(fx.map_arg(output.args[0], self._value))
@@ -199,17 +201,17 @@ class _Writer:
         """Placeholders stand before everything else, so it is found out first which inputs the stage will reach for."""
         reached: set[fx.Node] = set()
         pending = [node for node in body if node.op not in ("placeholder", "get_attr")]
-        pending = [node for node in pending if node not in self._film.from_inputs] + list(leaving)
+        pending = [node for node in pending if node not in self._pass.from_inputs] + list(leaving)
         while pending:
             node = pending.pop()
             if node not in reached and node not in known:
                 reached.add(node)
                 pending += node.all_input_nodes
-        recording = self._film.recording
-        for node in sorted(reached, key=self._film.place.__getitem__):
+        recording = self._pass.recording
+        for node in sorted(reached, key=self._pass.place.__getitem__):
             if node.op == "placeholder":
                 self.inputs.append(node)
-        for node in sorted(reached, key=self._film.place.__getitem__):
+        for node in sorted(reached, key=self._pass.place.__getitem__):
             if node.op == "get_attr" and node.target in recording.constants:
                 self.constants.append(node)
         for node in (*self.inputs, *self.constants):
@@ -224,7 +226,7 @@ class _Writer:
     def _copy(self, node: fx.Node) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)
         if self.places_device:
-            args, kwargs = _with_device((args, kwargs), self._film.recording.device, self._device)
+            args, kwargs = _with_device((args, kwargs), self._pass.recording.device, self._device)
         if node.op in ("call_module", "get_attr"):
             self.targets.add(str(node.target))
         self._made[node] = self.graph.create_node(node.op, node.target, tuple(args), dict(kwargs), name=node.name)
@@ -238,13 +240,13 @@ class _Writer:
         return value
 
 
-def _parts(film: Film, node: fx.Node) -> list[Part]:
-    return list(parts(film.facts.values[node]))
+def _sent_values(one_pass: RecordedPass, node: fx.Node) -> list[SentValue]:
+    return list(sent_values(one_pass.facts.values[node]))
 
 
-def _names(film: Film, nodes: Iterable[fx.Node]) -> Iterable[str]:
+def _names(one_pass: RecordedPass, nodes: Iterable[fx.Node]) -> Iterable[str]:
     for node in nodes:
-        for part in _parts(film, node):
+        for part in _sent_values(one_pass, node):
             yield ".".join([node.name, *map(str, part.path)])
 
 

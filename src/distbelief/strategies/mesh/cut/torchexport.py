@@ -26,7 +26,7 @@ from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from distbelief.strategies.mesh.cut.dryrun import kept
+from distbelief.strategies.mesh.cut.dryrun import restoring
 from distbelief.strategies.mesh.cut.tracing import Call, Inputs, Recording, flat_inputs
 
 _aten = torch.ops.aten
@@ -103,7 +103,7 @@ def label_calls(recording: Recording, leaves: frozenset[str]) -> tuple[Call, ...
 def _without_memory(model: torch.nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """The model's tensors stand in for ones on the CPU for a while. One tensor under two names stays one."""
     made: dict[int, torch.Tensor] = {}
-    with kept(model):
+    with restoring(model):
         for module in model.modules():
             places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
             for place in places:
@@ -130,13 +130,13 @@ def _quiet() -> Iterator[None]:
 
     shapes.addFilter(of_others)
     try:
-        with redirect_stderr(_Others(sys.stderr, thread)):
+        with redirect_stderr(_OtherThreads(sys.stderr, thread)):
             yield
     finally:
         shapes.removeFilter(of_others)
 
 
-class _Others(io.TextIOBase):
+class _OtherThreads(io.TextIOBase):
     """Passes on what other threads write."""
 
     def __init__(self, stream: TextIO, thread: int) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from distbelief.strategies.mesh.cut.dryrun import kept
+from distbelief.strategies.mesh.cut.dryrun import restoring
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -117,7 +117,7 @@ def trace(model: torch.nn.Module, inputs: Inputs, leaves: frozenset[str]) -> Rec
     """Raises whatever the model's code or the tracer raises where a value would be needed that is not there yet."""
     tracer = _Tracer(leaves, inputs)
     before = set(vars(model)) | set(model._buffers)
-    with kept(model):
+    with restoring(model):
         with _factories_recorded(tracer):
             graph = tracer.trace(model)
         for node in [node for node in graph.nodes if node.op == "get_attr" and not node.users]:
@@ -226,7 +226,7 @@ def _factories_recorded(tracer: fx.Tracer) -> Iterator[None]:
             setattr(torch, name, make)
 
 
-def met(error: BaseException) -> str:
+def failure_reason(error: BaseException) -> str:
     """What stopped a tracer, and the last line of code outside torch, Python and DistBelief that it was in."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(Path(frame.filename))]
     said = (str(error).strip() or type(error).__name__).splitlines()[0]

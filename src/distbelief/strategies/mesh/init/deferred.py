@@ -23,28 +23,28 @@ import torch
 
 from distbelief.data.seeding import seed_everything
 from distbelief.errors import JobError
-from distbelief.strategies.mesh.init.history import History, Piece, cannot_follow
-from distbelief.strategies.mesh.init.recording import Disguise, Recorder
+from distbelief.strategies.mesh.init.operationlog import OperationLog, StorageView, cannot_follow
+from distbelief.strategies.mesh.init.recording import CpuFacade, Recorder
 
 
-class Birth:
+class DeferredModel:
     """`model` is on meta, otherwise as its constructor left it, and in train mode. It may be changed: names stay valid.
 
-    >>> birth = watch_birth(lambda: torch.nn.Linear(2, 1), seed=0)
-    >>> birth.model.weight.device.type
+    >>> deferred = make_deferred(lambda: torch.nn.Linear(2, 1), seed=0)
+    >>> deferred.model.weight.device.type
     'meta'
-    >>> [name for name, value in birth.values(["bias"])]
+    >>> [name for name, value in deferred.values(["bias"])]
     ['bias']
     """
 
     def __init__(
-        self, model: torch.nn.Module, history: History, pieces: dict[str, Piece], loose: Collection[str]
+        self, model: torch.nn.Module, log: OperationLog, views: dict[str, StorageView], loose: Collection[str]
     ) -> None:
         self.model = model
         self.loose = tuple(loose)
         """Tensors that modules hold as plain attributes, neither parameter nor buffer. `values` knows them too."""
-        self._history = history
-        self._pieces = pieces
+        self._log = log
+        self._views = views
 
     def values(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """The initial values on the CPU, the same bits as in one process, each as soon as it is final.
@@ -54,33 +54,33 @@ class Birth:
         """
         names: dict[int, list[str]] = {}
         for name in wanted:
-            names.setdefault(self._pieces[name].storage, []).append(name)
-        for number, storage in self._history.replay(names.keys()):
+            names.setdefault(self._views[name].storage, []).append(name)
+        for number, storage in self._log.replay(names.keys()):
             for name in names[number]:
-                tensor = self._pieces[name].of(storage)
+                tensor = self._views[name].of(storage)
                 yield name, tensor.clone() if tensor.nbytes < storage.nbytes() else tensor
 
 
-def watch_birth(make: Callable[[], torch.nn.Module], seed: int) -> Birth:
+def make_deferred(make: Callable[[], torch.nn.Module], seed: int) -> DeferredModel:
     """Make the model under `seed`, on meta. The caller's generators are left as they were."""
     recorder = Recorder()
     with _generators_kept():
         seed_everything(seed)
         try:
-            with _explained(), recorder, Disguise(recorder):
+            with _explained(), recorder, CpuFacade(recorder):
                 model = make()
         finally:
-            recorder.streams.restore()
+            recorder.generators.restore()
     if not isinstance(model, torch.nn.Module):
         raise JobError(f"`model` made a {type(model).__name__}, not a torch.nn.Module")
     tensors = dict(_tensors(model))
-    pieces = {name: _piece(recorder, name, tensor) for name, tensor in tensors.items()}
+    views = {name: _view(recorder, name, tensor) for name, tensor in tensors.items()}
     loose = dict(_loose(model))
-    loose_pieces = {name: recorder.piece(tensor) for name, tensor in loose.items()}
-    pieces.update({name: piece for name, piece in loose_pieces.items() if piece is not None})
+    plain_views = {name: recorder.view(tensor) for name, tensor in loose.items()}
+    views.update({name: view for name, view in plain_views.items() if view is not None})
     if any(not tensor.is_meta for tensor in (tensors | loose).values()):
         model = _on_meta(model, recorder, [*tensors.values(), *loose.values()])
-    return Birth(model.train(), recorder.history, pieces, [name for name in loose if name in pieces])
+    return DeferredModel(model.train(), recorder.log, views, [name for name in loose if name in views])
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -96,35 +96,35 @@ def _loose(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{key}" if prefix else key, value
 
 
-def _piece(recorder: Recorder, name: str, tensor: torch.Tensor) -> Piece:
+def _view(recorder: Recorder, name: str, tensor: torch.Tensor) -> StorageView:
     if torch.nn.parameter.is_lazy(tensor):
         raise JobError(
             f"'{name}' has no shape before the model's first batch (a lazy module)",
             hint="give the layer its input size, for instance torch.nn.Linear(64, 10) instead of LazyLinear(10)",
         )
-    piece = recorder.piece(tensor)
-    if piece is None:
+    view = recorder.view(tensor)
+    if view is None:
         raise JobError(
             f"'{name}' was left on the meta device, without values, by the function that makes the model",
             hint="make the model without `torch.device('meta')`: DistBelief itself avoids the memory of the whole",
         )
-    return piece
+    return view
 
 
 def _on_meta(model: torch.nn.Module, recorder: Recorder, tensors: Collection[torch.Tensor]) -> torch.nn.Module:
     """A copy of the model whose tensors are on meta: the one with the real tensors may be the user's own."""
-    twins: dict[int, Any] = {id(tensor): _twin(recorder, tensor) for tensor in tensors}
-    return copy.deepcopy(model, twins)
+    on_meta: dict[int, Any] = {id(tensor): _meta_tensor(recorder, tensor) for tensor in tensors}
+    return copy.deepcopy(model, on_meta)
 
 
-def _twin(recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
+def _meta_tensor(recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_meta:
         return tensor
-    twin = recorder.on_meta(tensor.detach())
+    on_meta = recorder.on_meta(tensor.detach())
     if isinstance(tensor, torch.nn.Parameter):
-        twin = torch.nn.Parameter(twin, tensor.requires_grad)
-    twin.__dict__.update(tensor.__dict__)
-    return twin
+        on_meta = torch.nn.Parameter(on_meta, tensor.requires_grad)
+    on_meta.__dict__.update(tensor.__dict__)
+    return on_meta
 
 
 @contextlib.contextmanager

@@ -25,16 +25,24 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-from distbelief.strategies.mesh.init.history import STREAM, History, Output, Piece, Step, cannot_follow, new_storage
+from distbelief.strategies.mesh.init.operationlog import (
+    GENERATOR,
+    OperationLog,
+    Output,
+    RecordedOperation,
+    StorageView,
+    cannot_follow,
+    new_storage,
+)
 
 # --- random generators -----------------------------------------------------------------------------------------------
 
 
-class Streams:
+class GeneratorStates:
     """Which numbered state each generator is in while nothing is drawn from it."""
 
-    def __init__(self, history: History) -> None:
-        self._history = history
+    def __init__(self, log: OperationLog) -> None:
+        self._log = log
         self._marks: dict[bytes, int] = {}
         self._count = 0
         self._found: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
@@ -49,7 +57,7 @@ class Streams:
             seeded = torch.Generator().manual_seed(generator.initial_seed()).get_state()
             if _address(generator) == _address(torch.default_generator) and not torch.equal(state, seeded):
                 raise cannot_follow("random numbers drawn in another thread, or a state of the generator from outside")
-            self._marks[content] = self._history.begin_state(state)
+            self._marks[content] = self._log.begin_state(state)
         return self._marks[content]
 
     def mark(self, generator: torch.Generator, number: int) -> None:
@@ -95,37 +103,37 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.history = History()
+        self.log = OperationLog()
         self._numbers: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by address; kept, so that it stays its own
-        self._twins: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self.streams = Streams(self.history)
-        self.meta_wished = False
+        self._meta_storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self.generators = GeneratorStates(self.log)
+        self.meta_requested = False
         """Whether the user's own call, inside which we are, has to do with tensors that shall have no values."""
 
-    def piece(self, tensor: torch.Tensor) -> Piece | None:
+    def view(self, tensor: torch.Tensor) -> StorageView | None:
         """Where the history has this tensor; None for one that is on meta by the user's own wish."""
         known = self._numbers.get(self.on_meta(tensor).untyped_storage()._cdata)
-        return None if known is None else Piece.at(known[0], tensor)
+        return None if known is None else StorageView.at(known[0], tensor)
 
     def on_meta(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, or, for a real one, its twin on meta: the contents of the real one are kept as they are now."""
+        """The tensor, or, for a real one, its meta on meta: the contents of the real one are kept as they are now."""
         _expect_plain(tensor)
         if tensor.is_meta:
             return tensor
-        return Piece.at(0, tensor).of(self._twin(tensor.untyped_storage()))
+        return StorageView.at(0, tensor).of(self._meta_storage(tensor.untyped_storage()))
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether it stands for something: made here, or a real one that has been used here."""
         with torch._C.DisableTorchFunction():
             storage = tensor.untyped_storage()._cdata
-        return storage in self._numbers or storage in self._twins
+        return storage in self._numbers or storage in self._meta_storages
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
         """A real copy of what the tensor holds at this point."""
-        piece = self.piece(tensor)
-        if piece is None:
+        view = self.view(tensor)
+        if view is None:
             raise NotImplementedError(_NO_DATA)
-        copied: torch.Tensor = self.history.attempt(self._step(_aten.clone.default, (piece,), {}))
+        copied: torch.Tensor = self.log.attempt(self._operation(_aten.clone.default, (view,), {}))
         return copied
 
     @classmethod
@@ -144,19 +152,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._move_real(func, args, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         metas = [self._meta_leaf(leaf) for leaf in leaves]
-        pieces = [self._piece_leaf(leaf, meta) for leaf, meta in zip(leaves, metas, strict=True)]
+        views = [self._view_leaf(leaf, meta) for leaf, meta in zip(leaves, metas, strict=True)]
         on_meta, on_meta_kwargs = tree_unflatten(metas, spec)
         if _moves_only(func):
             return func(*on_meta, **on_meta_kwargs)
         device = self._device(func, kwargs)
-        placeless = _placeless(pieces)
+        placeless = _placeless(views)
         if func.overloadpacket in _SHAPE_ONLY:
-            placeless, pieces[0] = _placeless(pieces[1:]), metas[0].detach()
-            if device is None and self.piece(metas[0]) is None:
+            placeless, views[0] = _placeless(views[1:]), metas[0].detach()
+            if device is None and self.view(metas[0]) is None:
                 device = "meta"
-        place_args, place_kwargs = tree_unflatten(pieces, spec)
+        place_args, place_kwargs = tree_unflatten(views, spec)
         written = tree_leaves(_written_arguments(func, place_args, place_kwargs))
-        writes = frozenset(piece.storage for piece in written if isinstance(piece, Piece))
+        writes = frozenset(view.storage for view in written if isinstance(view, StorageView))
         if placeless and (writes or device == "cpu"):
             raise NotImplementedError(_NO_DATA)
         if _takes(func, "device"):
@@ -165,36 +173,40 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place_kwargs = {**place_kwargs, "device": torch.device("cpu"), **pinned}
         if placeless or device == "meta":
             return func(*on_meta, **on_meta_kwargs)
-        step = self._step(func, place_args, place_kwargs, writes)
-        return self._record(step, on_meta, on_meta_kwargs, next(filter(_is_generator, leaves), None))
+        operation = self._operation(func, place_args, place_kwargs, writes)
+        return self._record(operation, on_meta, on_meta_kwargs, next(filter(_is_generator, leaves), None))
 
     def _record(
-        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator | None
+        self,
+        operation: RecordedOperation,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        generator: torch.Generator | None,
     ) -> Any:
-        """Find the shapes of the results, and append the step if it draws, makes or writes anything."""
-        if torch.Tag.nondeterministic_seeded in step.func.tags:
+        """Find the shapes of the results, and append the operation if it draws, makes or writes anything."""
+        if torch.Tag.nondeterministic_seeded in operation.func.tags:
             generator = generator or torch.default_generator
-            step = replace(step, before=self.streams.find(generator), after=self.history.number())
-        results = self._results(step, args, kwargs)
+            operation = replace(operation, before=self.generators.find(generator), after=self.log.number())
+        results = self._results(operation, args, kwargs)
         outputs = self._outputs(tree_leaves(results))
-        if outputs or step.writes or step.before is not None:
-            self.history.append(replace(step, outputs=outputs))
-        if generator is not None and step.after is not None:
-            self.streams.mark(generator, step.after)
+        if outputs or operation.writes or operation.before is not None:
+            self.log.append(replace(operation, outputs=outputs))
+        if generator is not None and operation.after is not None:
+            self.generators.mark(generator, operation.after)
         return results
 
-    def _results(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _results(self, operation: RecordedOperation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the operation gives on meta; where only its values can tell, they are computed."""
-        if step.func.overloadpacket not in _OTHER_LAYOUT and _gives_tensors(step.func):
+        if operation.func.overloadpacket not in _OTHER_LAYOUT and _gives_tensors(operation.func):
             try:
-                return step.func(*args, **kwargs)
+                return operation.func(*args, **kwargs)
             except Exception:  # no kernel for meta; or the code's own mistake, which the attempt then shows it
                 pass
-        given = self.history.attempt(step)
-        own = _written_arguments(step.func, args, kwargs)
-        if own and step.func._schema.returns and step.func._schema.returns[0].alias_info is not None:
+        given = self.log.attempt(operation)
+        own = _written_arguments(operation.func, args, kwargs)
+        if own and operation.func._schema.returns and operation.func._schema.returns[0].alias_info is not None:
             return own[0] if isinstance(given, torch.Tensor) else own
-        return tree_map_only(torch.Tensor, _empty_twin, given)
+        return tree_map_only(torch.Tensor, _empty_on_meta, given)
 
     def _outputs(self, results: list[Any]) -> tuple[Output, ...]:
         outputs, created = [], set()
@@ -204,14 +216,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage = result.untyped_storage()
                 if storage._cdata not in self._numbers:
                     created.add(storage._cdata)
-                    self._numbers[storage._cdata] = (self.history.number(), storage)
+                    self._numbers[storage._cdata] = (self.log.number(), storage)
                 if storage._cdata in created:
-                    piece = Piece.at(self._numbers[storage._cdata][0], result)
-                    outputs.append(Output(position, piece, storage.nbytes()))
+                    view = StorageView.at(self._numbers[storage._cdata][0], result)
+                    outputs.append(Output(position, view, storage.nbytes()))
         return tuple(outputs)
 
-    def _step(self, func: Any, args: Any, kwargs: Any, writes: frozenset[int] = frozenset()) -> Step:
-        return Step(func, args, kwargs, torch.get_default_dtype(), writes, fills=func in _FILLS)
+    def _operation(self, func: Any, args: Any, kwargs: Any, writes: frozenset[int] = frozenset()) -> RecordedOperation:
+        return RecordedOperation(func, args, kwargs, torch.get_default_dtype(), writes, fills=func in _FILLS)
 
     def _device(self, func: Any, kwargs: Mapping[str, Any]) -> str | None:
         """Where the user's code wants the result. torch's own code asks for meta since our tensors are there."""
@@ -220,7 +232,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         if device.type not in ("cpu", "meta"):
             raise cannot_follow(f"{func} on {device}")
-        return "meta" if device.type == "meta" and self.meta_wished else "cpu"
+        return "meta" if device.type == "meta" and self.meta_requested else "cpu"
 
     def _move_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation that changes a real tensor's shape or storage, and no values."""
@@ -232,22 +244,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(leaf, torch.Tensor):
             return self.on_meta(leaf)
         if isinstance(leaf, torch.UntypedStorage) and leaf.device.type != "meta":
-            return self._twin(leaf)
+            return self._meta_storage(leaf)
         return None if _is_generator(leaf) else leaf
 
-    def _piece_leaf(self, leaf: Any, meta: Any) -> Any:
+    def _view_leaf(self, leaf: Any, meta: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return self.piece(meta) or meta
-        return STREAM if _is_generator(leaf) else leaf
+            return self.view(meta) or meta
+        return GENERATOR if _is_generator(leaf) else leaf
 
-    def _twin(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    def _meta_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         if storage.device.type != "cpu":
             raise cannot_follow(f"a tensor on {storage.device}")
-        if storage._cdata not in self._twins:
-            twin = new_storage(storage.nbytes(), "meta")
-            self._twins[storage._cdata] = (twin, storage)
-            self._numbers[twin._cdata] = (self.history.begin_storage(storage), twin)
-        return self._twins[storage._cdata][0]
+        if storage._cdata not in self._meta_storages:
+            meta = new_storage(storage.nbytes(), "meta")
+            self._meta_storages[storage._cdata] = (meta, storage)
+            self._numbers[meta._cdata] = (self.log.begin_storage(storage), meta)
+        return self._meta_storages[storage._cdata][0]
 
 
 def _is_generator(leaf: Any) -> bool:
@@ -262,9 +274,9 @@ def _takes(func: Any, name: str) -> bool:
     return any(argument.name == name for argument in func._schema.arguments)
 
 
-def _placeless(pieces: list[Any]) -> bool:
+def _placeless(views: list[Any]) -> bool:
     """Whether there is a tensor among them that has no values, on meta by the user's own wish."""
-    return any(isinstance(piece, torch.Tensor) for piece in pieces)
+    return any(isinstance(view, torch.Tensor) for view in views)
 
 
 def _gives_tensors(func: Any) -> bool:
@@ -286,16 +298,16 @@ def _expect_plain(tensor: torch.Tensor) -> None:
         raise cannot_follow(f"a tensor of the kind {what}")
 
 
-def _empty_twin(tensor: torch.Tensor) -> torch.Tensor:
+def _empty_on_meta(tensor: torch.Tensor) -> torch.Tensor:
     _expect_plain(tensor)
     storage = new_storage(tensor.untyped_storage().nbytes(), "meta")
-    return Piece.at(0, tensor).of(storage)
+    return StorageView.at(0, tensor).of(storage)
 
 
 # --- questions about tensors -----------------------------------------------------------------------------------------
 
 
-class Disguise(TorchFunctionMode):
+class CpuFacade(TorchFunctionMode):
     """Recorded tensors answer as the CPU tensors that they stand for: torch.nn.init skips what is on meta."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -326,17 +338,17 @@ class Disguise(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs, outer = dict(kwargs or {}), self._recorder.meta_wished
+        kwargs, outer = dict(kwargs or {}), self._recorder.meta_requested
         answer = self._answers.get(func)
         if answer is not None and self._recorder.knows(args[0]):
             return answer(func, args, kwargs)
-        self._recorder.meta_wished = any(map(self._wishes_meta, tree_leaves((args, kwargs))))
+        self._recorder.meta_requested = any(map(self._requests_meta, tree_leaves((args, kwargs))))
         try:
             return func(*args, **kwargs)
         finally:
-            self._recorder.meta_wished = outer
+            self._recorder.meta_requested = outer
 
-    def _wishes_meta(self, leaf: Any) -> bool:
+    def _requests_meta(self, leaf: Any) -> bool:
         if isinstance(leaf, torch.Tensor):
             return leaf.is_meta and not self._recorder.knows(leaf)
         return isinstance(leaf, torch.device | str) and str(leaf) == "meta"

@@ -16,12 +16,12 @@ import msgspec
 
 from distbelief.checkpoint.boxes import Box
 from distbelief.strategies.base import Applied
-from distbelief.strategies.mesh.rules.boxes import Holding, covered
+from distbelief.strategies.mesh.rules.boxes import Holding, first_incomplete
 
 Origin = Literal["members", "snapshots", "outside"]
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class CommitDecision(msgspec.Struct, frozen=True):
     """What the vote on a step has given: all that is needed to apply it."""
 
     step: int
@@ -38,13 +38,13 @@ class Verdict(msgspec.Struct, frozen=True):
     """The numbers of parameters to which no shard gave a gradient."""
 
 
-class Position(msgspec.Struct, frozen=True):
+class StateReport(msgspec.Struct, frozen=True):
     """What a member tells the others of the states that it has."""
 
     applied: int = -1
     """-1: none."""
     pending: int = -1
-    last: Verdict | None = None
+    last: CommitDecision | None = None
     boxes: dict[str, Box] = {}
     snapshots: list[tuple[int, dict[str, Box]]] = []
     reached: int = 0
@@ -55,7 +55,7 @@ class Position(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Choice:
+class StateSource:
     """Where the state comes from. The same on every member."""
 
     origin: Origin
@@ -64,33 +64,33 @@ class Choice:
     holdings: Sequence[Holding] = ()
 
 
-def choose(positions: Sequence[Position], shapes: Mapping[str, Sequence[int]]) -> Choice:
+def choose(reports: Sequence[StateReport], shapes: Mapping[str, Sequence[int]]) -> StateSource:
     """Pure. `shapes`: every tensor that the state consists of."""
-    reached = max(position.reached for position in positions)
-    steps = {position.applied for position in positions if position.applied >= 0}
-    steps |= {step for position in positions for step, _ in position.snapshots}
+    reached = max(report.reached for report in reports)
+    steps = {report.applied for report in reports if report.applied >= 0}
+    steps |= {step for report in reports for step, _ in report.snapshots}
     for step in sorted(steps, reverse=True):
-        living = [Holding(r, p.boxes) for r, p in enumerate(positions) if will_have(p, step, positions)]
-        kept = [Holding(r, boxes) for r, p in enumerate(positions) for at, boxes in p.snapshots if at == step]
+        living = [Holding(r, p.boxes) for r, p in enumerate(reports) if can_reach(p, step, reports)]
+        kept = [Holding(r, boxes) for r, p in enumerate(reports) for at, boxes in p.snapshots if at == step]
         origins: tuple[tuple[Origin, list[Holding]], ...] = ("members", living), ("snapshots", kept)
         for origin, held in origins:
-            if held and not covered([one.boxes for one in held], shapes):
-                return Choice(origin, step, reached, held)
-    return Choice("outside", 0, reached)
+            if held and not first_incomplete([one.boxes for one in held], shapes):
+                return StateSource(origin, step, reached, held)
+    return StateSource("outside", 0, reached)
 
 
-def will_have(position: Position, step: int, positions: Sequence[Position]) -> bool:
+def can_reach(report: StateReport, step: int, reports: Sequence[StateReport]) -> bool:
     """Whether a member has the state after so many steps, or can make it by itself."""
-    waits = position.applied == step - 1 and position.pending == step - 1
-    return position.applied == step or (waits and _verdict_on(step - 1, positions) is not None)
+    waits = report.applied == step - 1 and report.pending == step - 1
+    return report.applied == step or (waits and decision_on(step - 1, reports) is not None)
 
 
-def _verdict_on(step: int, positions: Sequence[Position]) -> Verdict | None:
-    """Who has applied a step keeps the verdict on it until its part is divided anew."""
-    return next((p.last for p in positions if p.last is not None and p.last.step == step), None)
+def decision_on(step: int, reports: Sequence[StateReport]) -> CommitDecision | None:
+    """Who has applied a step keeps the decision on it until its part is divided anew."""
+    return next((p.last for p in reports if p.last is not None and p.last.step == step), None)
 
 
-def merged_history(positions: Sequence[Position], applied: int) -> list[Applied]:
+def merged_history(reports: Sequence[StateReport], applied: int) -> list[Applied]:
     """What the steps before that one gave, as far as anybody knows it."""
-    known = {one.step: one for position in reversed(positions) for one in position.history if one.step < applied}
+    known = {one.step: one for report in reversed(reports) for one in report.history if one.step < applied}
     return [known[step] for step in sorted(known)]

@@ -25,12 +25,12 @@ class UnitCost:
     bytes: int
 
 
-def cut(costs: Sequence[UnitCost], stages: int, memory_weight: float = MEMORY_WEIGHT) -> list[Range]:
+def partition(costs: Sequence[UnitCost], stages: int, memory_weight: float = MEMORY_WEIGHT) -> list[Range]:
     """Ranges of units, one per stage, none empty: the least (slowest stage's share + weight × largest stage's share).
 
     Among equally good ones the faster, then the most even one.
 
-    >>> cut([UnitCost(1.0, 10), UnitCost(1.0, 10), UnitCost(2.0, 10)], 2)
+    >>> partition([UnitCost(1.0, 10), UnitCost(1.0, 10), UnitCost(2.0, 10)], 2)
     [(0, 2), (2, 3)]
     """
     if not 1 <= stages <= len(costs):

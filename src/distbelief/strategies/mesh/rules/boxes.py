@@ -89,7 +89,7 @@ def without(box: Box, other: Box) -> list[Box]:
     return found
 
 
-def covered(held: Iterable[Mapping[str, Box]], shapes: Mapping[str, Sequence[int]]) -> str:
+def first_incomplete(held: Iterable[Mapping[str, Box]], shapes: Mapping[str, Sequence[int]]) -> str:
     """The first tensor that is not there whole; nothing, when all of them are."""
     there: dict[str, set[Box]] = {}
     for boxes in held:

@@ -30,7 +30,7 @@ class Stop(Exception):
         self.needs = tuple(needs)
 
 
-def through(trace: Trace, operation: Operation, dims: Mapping[int, int], heads: set[int]) -> dict[int, int]:
+def propagate(trace: Trace, operation: Operation, dims: Mapping[int, int], heads: set[int]) -> dict[int, int]:
     """Along which dimensions the results of an operation are divided, if some of its arguments are (`dims`). Into how
     many parts the code takes a divided dimension apart is added to `heads`."""
     name = operation.name.split(".")[0]
@@ -278,7 +278,7 @@ _RULES: dict[str, Callable[[_Step], dict[int, int]]] = {
 
 
 @dataclass
-class Spread:
+class DividedRegion:
     """What a division reaches: each divided value's dimension, and the layers that take divided inputs."""
 
     dims: dict[int, int] = field(default_factory=dict)
@@ -292,9 +292,9 @@ class Spread:
         return {trace.values[number].shape[dim] for number, dim in self.dims.items()}
 
 
-def spread(trace: Trace, columns: Collection[str]) -> Spread:
+def follow_division(trace: Trace, columns: Collection[str]) -> DividedRegion:
     """Follow the outputs of these layers, divided along their last dimension, to the layers that add them up again."""
-    result = Spread()
+    result = DividedRegion()
     waiting = [index for name in columns for index in trace.calls.get(name, ())]
     heapq.heapify(waiting)
     last = -1
@@ -307,7 +307,7 @@ def spread(trace: Trace, columns: Collection[str]) -> Spread:
         if operation.layer:
             fresh = _through_layer(trace, operation, columns, result)
         else:
-            fresh = through(trace, operation, result.dims, result.heads)
+            fresh = propagate(trace, operation, result.dims, result.heads)
         result.touched.append(index)
         for number, dim in fresh.items():
             if result.dims.get(number, dim) != dim:
@@ -325,7 +325,9 @@ def spread(trace: Trace, columns: Collection[str]) -> Spread:
     return result
 
 
-def _through_layer(trace: Trace, operation: Operation, columns: Collection[str], result: Spread) -> dict[int, int]:
+def _through_layer(
+    trace: Trace, operation: Operation, columns: Collection[str], result: DividedRegion
+) -> dict[int, int]:
     taken = [(n, result.dims[n]) for n in operation.reads if n in result.dims]
     if operation.layer in columns:
         if taken:

@@ -27,8 +27,8 @@ from distbelief.errors import DistBeliefError
 from distbelief.shards import Range, Schedule, mix
 from distbelief.strategies.base import BeginFrom
 from distbelief.strategies.dataparallel.compressed import RESIDUAL
-from distbelief.strategies.mesh.run.groups import Groups
-from distbelief.strategies.mesh.run.modelpart import Local
+from distbelief.strategies.mesh.run.groups import MeshGroups
+from distbelief.strategies.mesh.run.modelpart import HeldParameter
 from distbelief.strategies.mesh.run.runner import ShardBuffers
 from distbelief.strategies.mesh.state.memberstate import Forms
 from distbelief.transport.shm.segment import Segment
@@ -41,7 +41,7 @@ Gradients = list[torch.Tensor | None]
 class TiedSum:
     """A parameter that several stages use: each has a copy, and all must get the sum of their gradients."""
 
-    def __init__(self, groups: Groups, boxes: Sequence[Mapping[str, Box]], held: Sequence[Local]) -> None:
+    def __init__(self, groups: MeshGroups, boxes: Sequence[Mapping[str, Box]], held: Sequence[HeldParameter]) -> None:
         """`boxes`: what every rank holds."""
         self._groups = groups
         self._held = held
@@ -86,7 +86,7 @@ class TiedSum:
 class DataParallelSum:
     """Gradients in one flat buffer per type, with a flag per parameter that says whether anybody gave it one."""
 
-    def __init__(self, groups: Groups, held: Sequence[Local], buffers: Sequence[ShardBuffers]) -> None:
+    def __init__(self, groups: MeshGroups, held: Sequence[HeldParameter], buffers: Sequence[ShardBuffers]) -> None:
         self._groups = groups
         self._held = held
         self._buffers = buffers
@@ -154,7 +154,7 @@ class DataParallelSum:
 _ALIGN = 64
 
 
-class KeptResiduals:
+class ResidualMemory:
     """What a worker keeps from one generation to the next."""
 
     def __init__(self) -> None:
@@ -169,10 +169,10 @@ class KeptResiduals:
         return Residuals(self._memory, elements)
 
 
-class Owing:
+class ErrorFeedback:
     """A member's own, in one generation."""
 
-    def __init__(self, groups: Groups, held: Sequence[Local], kept: KeptResiduals) -> None:
+    def __init__(self, groups: MeshGroups, held: Sequence[HeldParameter], kept: ResidualMemory) -> None:
         self._groups = groups
         self.held = [one for one in held if one.value.dtype == torch.float32 and one.value.numel()]
         self._starts, end = [], 0
@@ -185,7 +185,7 @@ class Owing:
         """By parameter, flat."""
         return [vector[first : first + one.value.numel()] for first, one in zip(self._starts, self.held, strict=True)]
 
-    def take_up(self, applied: int, begin_from: BeginFrom) -> None:
+    def load(self, applied: int, begin_from: BeginFrom) -> None:
         """Where nobody has a residual of the state that the generation begins from, it is a checkpoint's."""
         mine = self.residuals.at(applied) is not None
         if any(self._groups.world.gather(b"mine" if mine else b"")) or not applied:
@@ -219,7 +219,7 @@ class Owing:
         }
 
 
-def with_owed(
+def with_residuals(
     held: Sequence[Mapping[str, Box]], forms: Forms, rows: Iterable[int], trainable: Iterable[str]
 ) -> tuple[list[dict[str, Box]], Forms]:
     """Every member's boxes, and the forms of all tensors, with what they owe. `rows`: their data indices, by rank."""
@@ -253,29 +253,29 @@ class GradientCompression:
 class CompressedSum(DataParallelSum):
     def __init__(
         self,
-        groups: Groups,
-        held: Sequence[Local],
+        groups: MeshGroups,
+        held: Sequence[HeldParameter],
         buffers: Sequence[ShardBuffers],
-        owing: Owing,
+        feedback: ErrorFeedback,
         compression: GradientCompression,
     ) -> None:
-        mine = {one.number for one in owing.held}
+        mine = {one.number for one in feedback.held}
         super().__init__(groups, [one for one in held if one.number not in mine], buffers)
         self._is_mine = [one.number in mine for one in held]
-        self._owing = owing
+        self._feedback = feedback
         self._always = compression.always
         self._size = groups.degrees.data
         self._switch = Switch(compression.codec)
         self._on = True
         self._wire_s = 0.0
-        self._whole = torch.zeros(owing.residuals.elements)
-        self._vectors = owing.views(self._whole)
+        self._whole = torch.zeros(feedback.residuals.elements)
+        self._vectors = feedback.views(self._whole)
         sizes = [vector.numel() for vector in self._vectors]
         self._plain_bytes = 2 * (self._size - 1) * 4 * sum(sizes)
         self._coded: CodedSum | None = None
         if self._size > 1:
             # Whoever else holds the same parameter, in another group, must come to the same bits.
-            owners = [mix(one.number) % self._size for one in owing.held]
+            owners = [mix(one.number) % self._size for one in feedback.held]
             self._coded = CodedSum(codec_of(compression.codec), sizes, owners, groups.data)
             self.news.append(
                 f"gradients are compressed ({compression.codec}) between the {self._size} members "
@@ -289,11 +289,11 @@ class CompressedSum(DataParallelSum):
         return [next(found[mine]) for mine in self._is_mine]
 
     def _add_coded(self, gradients: Gradients, step: int) -> Gradients:
-        residuals = self._owing.residuals
+        residuals = self._feedback.residuals
         residuals.begin(step)
         residuals.keep(slice(None))
         there = self._agree(gradients)
-        rests = self._owing.views(residuals.after)
+        rests = self._feedback.views(residuals.after)
         kept = [(rest, rest.clone()) for rest, flag in zip(rests, there, strict=True) if not flag]
         for rest, _ in kept:  # nobody uses what is sent of a parameter without a gradient
             rest.zero_()
@@ -312,7 +312,7 @@ class CompressedSum(DataParallelSum):
         for rest, before in kept:
             rest.copy_(before)
         residuals.written()
-        shapes = [one.value.shape for one in self._owing.held]
+        shapes = [one.value.shape for one in self._feedback.held]
         return [
             vector.view(shape) if flag else None
             for vector, shape, flag in zip(self._vectors, shapes, there, strict=True)
@@ -339,7 +339,7 @@ class CompressedSum(DataParallelSum):
             started = time.perf_counter()
             dist.all_reduce(self._whole, group=self._groups.data)
             self._wire_s = time.perf_counter() - started
-        self._owing.residuals.count(coded.traffic if self._on else self._plain_bytes, self._plain_bytes)
+        self._feedback.residuals.count(coded.traffic if self._on else self._plain_bytes, self._plain_bytes)
         self._measure(coded)
 
     def _measure(self, coded: CodedSum) -> None:
@@ -357,4 +357,4 @@ class CompressedSum(DataParallelSum):
 
     @property
     def traffic(self) -> tuple[int, int]:
-        return self._owing.residuals.traffic
+        return self._feedback.residuals.traffic

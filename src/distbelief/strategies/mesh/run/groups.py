@@ -11,7 +11,7 @@ from distbelief.strategies.rules.degrees import DIMENSIONS, Degrees, Place
 from distbelief.transport.gloo.group import TorchGroup
 
 
-class Groups:
+class MeshGroups:
     """All members make them together, when a generation begins."""
 
     def __init__(self, world: TorchGroup, degrees: Degrees, generation: int) -> None:

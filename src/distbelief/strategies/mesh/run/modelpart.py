@@ -18,26 +18,26 @@ from distbelief.checkpoint.sources import MODEL
 from distbelief.job import Job
 from distbelief.strategies.flatmodel.layout import trainable
 from distbelief.strategies.flatmodel.named import tied
-from distbelief.strategies.mesh.cut.cutting import Blueprint, draw
-from distbelief.strategies.mesh.cut.stages import hold
-from distbelief.strategies.mesh.rules.balance import UnitCost, cut
+from distbelief.strategies.mesh.cut.cutting import Blueprint, make_blueprint
+from distbelief.strategies.mesh.cut.stages import attach
+from distbelief.strategies.mesh.rules.balance import UnitCost, partition
 from distbelief.strategies.mesh.rules.balance import explain as explain_stages
 from distbelief.strategies.mesh.rules.schedules import PipelineSeat
-from distbelief.strategies.mesh.run.groups import Groups
-from distbelief.strategies.mesh.run.runner import Stage, WholeModel
+from distbelief.strategies.mesh.run.groups import MeshGroups
+from distbelief.strategies.mesh.run.runner import RunnableStage, WholeModel
 from distbelief.strategies.mesh.run.sharding import gathered_blocks, shard
-from distbelief.strategies.mesh.tensor.apply import apply, held_box, whole_masks
+from distbelief.strategies.mesh.tensor.apply import apply_plan, held_box, whole_masks
 from distbelief.strategies.mesh.tensor.plan import explain as explain_tensor
 from distbelief.strategies.mesh.tensor.plan import plan
 
-Around = Callable[[], AbstractContextManager[None]]
+CallContext = Callable[[], AbstractContextManager[None]]
 
 Example = tuple[tuple[object, ...], Mapping[str, object]]
 """Inputs of the model, on meta."""
 
 
 @dataclass(frozen=True)
-class Local:
+class HeldParameter:
     """A trainable parameter as this member holds it."""
 
     name: str
@@ -51,9 +51,9 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Part:
-    stages: Mapping[int, Stage]
-    held: Sequence[Local]
+class ModelPart:
+    stages: Mapping[int, RunnableStage]
+    held: Sequence[HeldParameter]
     """Its trainable parameters."""
     others: Mapping[str, tuple[Box, torch.Tensor]]
     """`model/NAME` of its frozen parameters and buffers: the box, and the memory."""
@@ -61,9 +61,9 @@ class Part:
     """The modules' own parameters, in the order of `held`: where gradients appear."""
     lines: Sequence[str]
     """The plan, for people."""
-    around: Around
-    """Goes around every call of a stage."""
-    real: set[int] | None = None
+    call_context: CallContext
+    """Goes call_context every call of a stage."""
+    reached: set[int] | None = None
     """Which of `sources` have got a gradient of their own (by identity); None: those that have one at all."""
 
     def tensors(self) -> dict[str, tuple[Box, torch.Tensor]]:
@@ -73,10 +73,10 @@ class Part:
 
     def touched(self) -> list[bool]:
         """Whether my shards gave a parameter a gradient. Ask before `gradients`, which forgets it."""
-        if self.real is None:
+        if self.reached is None:
             return [parameter.grad is not None for parameter in self.sources]
-        found = [id(parameter) in self.real for parameter in self.sources]
-        self.real.clear()
+        found = [id(parameter) in self.reached for parameter in self.sources]
+        self.reached.clear()
         return found
 
     def gradients(self) -> list[torch.Tensor | None]:
@@ -93,9 +93,9 @@ class Part:
 
 
 def build_part(
-    model: torch.nn.Module, job: Job, groups: Groups, pipeline: PipelineSeat,
+    model: torch.nn.Module, job: Job, groups: MeshGroups, pipeline: PipelineSeat,
     example: Callable[[], Example], costs: Callable[[Blueprint], Sequence[UnitCost]],
-) -> Part:  # fmt: skip
+) -> ModelPart:  # fmt: skip
     """`model` is on meta and stays as it is. `costs` tells all members the same about the units of the model."""
     degrees = groups.degrees
     numbers = {name: number for number, (name, _) in enumerate(trainable(model))}
@@ -103,33 +103,33 @@ def build_part(
     first_name = tied(model)
     model = copy.deepcopy(model)
     lines: list[str] = []
-    around: Around = nullcontext
+    call_context: CallContext = nullcontext
     if degrees.tensor > 1:
         divided = plan(model, degrees.tensor, *example(), job.tensor_plan)
         lines += explain_tensor(divided, model)
-        masks = apply(model, divided, groups.mesh("tensor"))
+        masks = apply_plan(model, divided, groups.mesh("tensor"))
         if masks.sites:  # it looks at every call of torch, which takes time
-            around = partial(whole_masks, masks)
-    real: set[int] = set()
-    stages: dict[int, Stage] = {0: WholeModel(model)}
+            call_context = partial(whole_masks, masks)
+    reached: set[int] = set()
+    stages: dict[int, RunnableStage] = {0: WholeModel(model)}
     has_modules = True
     if degrees.pipeline > 1:
-        with around():
-            blueprint = draw(model, *example(), split=job.split, at_least=pipeline.stages)
+        with call_context():
+            blueprint = make_blueprint(model, *example(), split=job.split, at_least=pipeline.stages)
             found = costs(blueprint)
         has_modules = blueprint.way == "torch.fx"  # torch.export leaves none that could be called
-        ranges = cut(found, pipeline.stages)
+        ranges = partition(found, pipeline.stages)
         lines += explain_stages(found, ranges, [unit.name for unit in blueprint.units])
         if len(pipeline.mine) > 1:
             members = range(len(pipeline.members))
             lines += [f"member {m + 1} of a pipeline has the stages {pipeline.shown_stages(m)}" for m in members]
         stages = {number: blueprint.stage(*ranges[number]) for number in pipeline.mine}
         if 0 in stages:
-            hold(stages[0].module, model, _unused(model, blueprint.stage(0, len(blueprint.units)).module))
+            attach(stages[0].module, model, _unused(model, blueprint.stage(0, len(blueprint.units)).module))
     for stage in stages.values():
         if degrees.sharded > 1:
             gathered = list(gathered_blocks(stage.module, model)) if has_modules else []
-            shard(stage.module, gathered, groups, real)
+            shard(stage.module, gathered, groups, reached)
             lines.append(
                 f"every parameter is divided by {degrees.sharded}; members gather "
                 + (f"{len(gathered)} blocks one at a time, and the rest" if gathered else "the whole part")
@@ -138,7 +138,7 @@ def build_part(
         stage.module.to_empty(device="cpu")
         stage.module.train()
     _tie_again([stage.module for stage in stages.values()], first_name)
-    held: dict[str, tuple[Local, torch.nn.Parameter]] = {}
+    held: dict[str, tuple[HeldParameter, torch.nn.Parameter]] = {}
     others: dict[str, tuple[Box, torch.Tensor]] = {}
     for stage in stages.values():
         for any_name, parameter in stage.module.named_parameters():
@@ -148,12 +148,12 @@ def build_part(
                 others[f"{MODEL}{name}"] = (box, memory)
             elif name not in held:
                 value = torch.nn.Parameter(memory)
-                held[name] = (Local(name, numbers[name], shapes[name], box, value), parameter)
+                held[name] = (HeldParameter(name, numbers[name], shapes[name], box, value), parameter)
         for any_name, buffer in stage.module.named_buffers():
             name = first_name.get(any_name, any_name)
             others[f"{MODEL}{name}"] = (whole(buffer.shape), buffer)
     mine, sources = [one for one, _ in held.values()], [parameter for _, parameter in held.values()]
-    return Part(stages, mine, others, sources, lines, around, real if degrees.sharded > 1 else None)
+    return ModelPart(stages, mine, others, sources, lines, call_context, reached if degrees.sharded > 1 else None)
 
 
 def _unused(model: torch.nn.Module, used: torch.nn.Module) -> list[str]:

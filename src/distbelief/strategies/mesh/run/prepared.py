@@ -23,18 +23,18 @@ from distbelief.strategies.flatmodel.layout import trainable
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.mesh.cut.cutting import Blueprint
 from distbelief.strategies.mesh.cut.profile import measure
-from distbelief.strategies.mesh.init.deferred import watch_birth
+from distbelief.strategies.mesh.init.deferred import make_deferred
 from distbelief.strategies.mesh.rules.balance import UnitCost
 from distbelief.strategies.mesh.rules.schedules import DEFAULT_SCHEDULE, PipelineSchedule, PipelineSeat
-from distbelief.strategies.mesh.run.gradientsum import GradientCompression, KeptResiduals, Owing
-from distbelief.strategies.mesh.run.groups import Groups
+from distbelief.strategies.mesh.run.gradientsum import ErrorFeedback, GradientCompression, ResidualMemory
+from distbelief.strategies.mesh.run.groups import MeshGroups
 from distbelief.strategies.mesh.run.modelpart import Example, build_part
 from distbelief.strategies.mesh.run.replica import MeshReplica
-from distbelief.strategies.mesh.run.runner import Runner
-from distbelief.strategies.mesh.run.stagetransfer import Wires
-from distbelief.strategies.mesh.state.member import Seated, exchange_boxes
-from distbelief.strategies.mesh.state.memberstate import Forms, LiveState, LocalOptimizer
-from distbelief.strategies.mesh.state.restore import take_over
+from distbelief.strategies.mesh.run.runner import StageRunner
+from distbelief.strategies.mesh.run.stagetransfer import StageTransfer
+from distbelief.strategies.mesh.state.member import MeshMember, exchange_boxes
+from distbelief.strategies.mesh.state.memberstate import Forms, MemberState, PartOptimizer
+from distbelief.strategies.mesh.state.restore import restore_state
 from distbelief.strategies.mesh.state.snapshots import Snapshots
 from distbelief.strategies.ps.tables.embedding import settle
 from distbelief.strategies.rules.degrees import Degrees
@@ -76,8 +76,8 @@ class PreparedMesh:
     ) -> None:  # fmt: skip
         """`snapshots`: steps between two snapshots in memory; None: chosen by their cost; 0: none."""
         given = job.model
-        self._birth = watch_birth((lambda: given) if isinstance(given, torch.nn.Module) else given, job.seed)
-        self.model = self._birth.model.train()
+        self._deferred = make_deferred((lambda: given) if isinstance(given, torch.nn.Module) else given, job.seed)
+        self.model = self._deferred.model.train()
         settle(self.model)
         if not trainable(self.model):
             raise JobError("the model has no trainable parameters")
@@ -90,10 +90,10 @@ class PreparedMesh:
             torch.nn.Parameter(torch.zeros(1, dtype=p.dtype).expand(p.shape)) for _, p in trainable(self.model)
         ]
         self._recipe = Recipe(job.optimizer, stand_ins)
-        self._state: LiveState | None = None
+        self._state: MemberState | None = None
         self._snapshots = Snapshots(snapshots)
         self._compression = compression
-        self._owed = KeptResiduals()
+        self._residuals = ResidualMemory()
         self.shards = schedule.shards
         self._costs: dict[int, Sequence[UnitCost]] = {}
 
@@ -133,7 +133,7 @@ class PreparedMesh:
     def build(self, seat: Seat, exchange: TorchGroup, fetch: Fetch, begin_from: BeginFrom = nothing_saved) -> Replica:
         degrees = Degrees(*seat.degrees)
         return_blocks(self._block_bytes(degrees))
-        groups = Groups(exchange, degrees, seat.generation)
+        groups = MeshGroups(exchange, degrees, seat.generation)
         cut = self._pipeline_schedule if degrees.pipeline > 1 else DEFAULT_SCHEDULE
         pipeline = PipelineSeat(groups.pipeline, groups.place.pipeline, cut)
 
@@ -150,19 +150,21 @@ class PreparedMesh:
 
         part = build_part(self.model, self._job, groups, pipeline, example, costs)
         whole_parts = degrees.tensor == degrees.sharded == 1
-        wires = Wires(exchange, self._same_shapes)
+        transfer = StageTransfer(exchange, self._same_shapes)
         halves = cut == "zbv" and whole_parts
-        runner = Runner(self._job, part.stages, pipeline, wires, halves, part.around)
-        state = LiveState(self._job, part, LocalOptimizer(self._recipe, part.held), runner.buffers)
+        runner = StageRunner(self._job, part.stages, pipeline, transfer, halves, part.call_context)
+        state = MemberState(self._job, part, PartOptimizer(self._recipe, part.held), runner.buffers)
         held = exchange_boxes(groups, state.boxes())
-        owing = Owing(groups, part.held, self._owed) if self._compression else None
-        seated = Seated(self._job, groups, state, self._recipe, self.model, self._forms, held, self._compression, owing)
-        rolled_back = take_over(seated, self._state, self._snapshots, begin_from, self._birth)
-        if owing:
-            owing.take_up(state.applied, begin_from)
+        feedback = ErrorFeedback(groups, part.held, self._residuals) if self._compression else None
+        member = MeshMember(
+            self._job, groups, state, self._recipe, self.model, self._forms, held, self._compression, feedback
+        )
+        rolled_back = restore_state(member, self._state, self._snapshots, begin_from, self._deferred)
+        if feedback:
+            feedback.load(state.applied, begin_from)
         self._state = state
-        self._snapshots.begin(state, seated.has_single_holders())
-        return MeshReplica(seated, self._schedule, seat, runner, self._snapshots, fetch, rolled_back)
+        self._snapshots.begin(state, member.has_single_holders())
+        return MeshReplica(member, self._schedule, seat, runner, self._snapshots, fetch, rolled_back)
 
     def let_go(self) -> None:
         """What it keeps is wanted in the next generation."""

@@ -21,13 +21,13 @@ from distbelief.strategies.base import Applied, Fetch, RolledBack, Seat, StepRes
 from distbelief.strategies.flatmodel.copying import Copy
 from distbelief.strategies.flatmodel.layout import trainable
 from distbelief.strategies.flatmodel.verdict import judge
-from distbelief.strategies.mesh.rules.agreement import Verdict
+from distbelief.strategies.mesh.rules.agreement import CommitDecision
 from distbelief.strategies.mesh.run.gradientsum import CompressedSum, DataParallelSum, TiedSum
-from distbelief.strategies.mesh.run.groups import Groups
-from distbelief.strategies.mesh.run.runner import Outcome, Runner
-from distbelief.strategies.mesh.state.member import Seated
-from distbelief.strategies.mesh.state.memberstate import LiveState
-from distbelief.strategies.mesh.state.saving import MeshPortion, WholeTensors, copy_of, portions
+from distbelief.strategies.mesh.run.groups import MeshGroups
+from distbelief.strategies.mesh.run.runner import Outcome, StageRunner
+from distbelief.strategies.mesh.state.member import MeshMember
+from distbelief.strategies.mesh.state.memberstate import MemberState
+from distbelief.strategies.mesh.state.saving import MeshPortion, WholeWeights, copy_of, portions
 from distbelief.strategies.mesh.state.snapshots import Snapshots
 from distbelief.strategies.rules.degrees import Degrees
 from distbelief.transport.shm.segment import Segment
@@ -39,38 +39,38 @@ class MeshReplica:
     """See `Replica`."""
 
     def __init__(
-        self, seated: Seated, schedule: Schedule, seat: Seat, runner: Runner, snapshots: Snapshots, fetch: Fetch,
-        rolled_back: RolledBack | None,
+        self, member: MeshMember, schedule: Schedule, seat: Seat, runner: StageRunner, snapshots: Snapshots,
+        fetch: Fetch, rolled_back: RolledBack | None,
     ) -> None:  # fmt: skip
-        self.exchange = seated.groups.world
+        self.exchange = member.groups.world
         self.comm_s = 0.0
-        self._seated = seated
-        self._state: LiveState = seated.state
-        self._job = seated.job
+        self._member = member
+        self._state: MemberState = member.state
+        self._job = member.job
         self._schedule = schedule
         self._seat = seat
-        self._degrees: Degrees = seated.groups.degrees
-        self._groups: Groups = seated.groups
+        self._degrees: Degrees = member.groups.degrees
+        self._groups: MeshGroups = member.groups
         self._runner = runner
         self._snapshots = snapshots
         self._fetch = fetch
         self._rolled_back = rolled_back
         self._outcome = Outcome()
-        self._parameters = len(trainable(seated.model))
+        self._parameters = len(trainable(member.model))
         # Where my parameters' marks are among the votes.
-        numbers = [one.number for one in seated.state.optimizer.held]
+        numbers = [one.number for one in member.state.optimizer.held]
         self._marks = 3 * schedule.shards + torch.tensor(numbers, dtype=torch.int64)
         self._touched: list[bool] = []
         self._waited_s = 0.0
-        self._shares = seated.shares()
-        self._tied = TiedSum(self._groups, seated.held, self._state.optimizer.held)
+        self._shares = member.shares()
+        self._tied = TiedSum(self._groups, member.held, self._state.optimizer.held)
         given = self._groups, self._state.optimizer.held, list(runner.buffers.values())
-        self._owing = seated.owing
+        self._feedback = member.feedback
         self._sum = DataParallelSum(*given)
-        if self._owing and seated.compression:
-            self._sum = CompressedSum(*given, self._owing, seated.compression)
-        self._wholes = WholeTensors(seated)
-        self._portions = portions(*(seated.with_owed() if self._owing else (seated.held, seated.forms)))
+        if self._feedback and member.compression:
+            self._sum = CompressedSum(*given, self._feedback, member.compression)
+        self._weights = WholeWeights(member)
+        self._portions = portions(*(member.with_residuals() if self._feedback else (member.held, member.forms)))
         self._copies: list[Copy] = []
         self._news = list(self._state.part.lines)
         if snapshots.is_due(self._state.applied):
@@ -111,18 +111,18 @@ class MeshReplica:
             gradients = self._sum.add(gradients, self._schedule, self._seat.ranges, step)
             self._state.ready(step, gradients)
             votes = self._vote()
-        verdict = self._judge(step, votes)
+        decision = self._judge(step, votes)
         self.comm_s += time.perf_counter() - started + self._waited()
         for copying in self._copies:
             copying.finish_before_a_write()
         self._copies.clear()
-        if not self._seated.recipe.elementwise:
+        if not self._member.recipe.elementwise:
             seed_everything(mix(self._job.seed, 4, step, self._seat.rank) >> 1)
-        self._state.apply(verdict)
+        self._state.apply(decision)
         self._runner.carries_random_state = len(self._groups.pipeline) > 1 and bool(votes[-1])
         if self._snapshots.is_due(self._state.applied) and self._state.applied < self._seat.steps:
             self._take_snapshot()
-        return StepResult(verdict.loss, verdict.samples, verdict.fingerprint)
+        return StepResult(decision.loss, decision.samples, decision.fingerprint)
 
     def _vote(self) -> torch.Tensor:
         """(loss, weight, samples) of every shard, then how many have touched each parameter, then the square of the
@@ -141,7 +141,7 @@ class MeshReplica:
             dist.all_reduce(votes)
         return votes
 
-    def _judge(self, step: int, votes: torch.Tensor) -> Verdict:
+    def _judge(self, step: int, votes: torch.Tensor) -> CommitDecision:
         """The same on every member: all have the same votes."""
         shards = self._schedule.shards
         rows = votes[: 3 * shards].view(-1, 3).numpy()
@@ -152,7 +152,9 @@ class MeshReplica:
         if self._job.clip_norm is not None:
             factor *= min(1.0, self._job.clip_norm / (math.sqrt(float(votes[-2])) * factor + 1e-6))
         occupied, generation, now = self._schedule.occupied(step), self._seat.generation, time.time()
-        return Verdict(step, told.loss, told.samples, told.fingerprint, generation, now, factor, occupied, untouched)
+        return CommitDecision(
+            step, told.loss, told.samples, told.fingerprint, generation, now, factor, occupied, untouched
+        )
 
     def _waited(self) -> float:
         """For other stages, since it was last asked."""
@@ -160,7 +162,7 @@ class MeshReplica:
         return self._waited_s - before
 
     def _take_snapshot(self) -> None:
-        self._snapshots.take(self._groups.world, self._state, self._seated.held, self._seated.forms)
+        self._snapshots.take(self._groups.world, self._state, self._member.held, self._member.forms)
         self._news += self._snapshots.news()
 
     # --- what it is asked for ----------------------------------------------------------------------------------------
@@ -184,8 +186,8 @@ class MeshReplica:
         return self._portions
 
     def copy_portion(self, applied: int, into: Segment) -> Copy:
-        owed = self._owing.tensors(applied) if self._owing else {}
-        copying = copy_of(self._portions[self._seat.rank], self._state, owed, into)
+        residuals = self._feedback.tensors(applied) if self._feedback else {}
+        copying = copy_of(self._portions[self._seat.rank], self._state, residuals, into)
         self._copies.append(copying)
         return copying
 
@@ -210,10 +212,10 @@ class MeshReplica:
             self._state.restore_buffers()
 
     def save_weights(self, path: Path) -> None:
-        self._wholes.save(path)
+        self._weights.save(path)
 
     def weights_sha256(self) -> str:
-        return self._wholes.sha256()
+        return self._weights.sha256()
 
     def waits(self) -> Mapping[int, float]:
         return self._runner.waited_s

@@ -38,7 +38,7 @@ from distbelief.strategies.mesh.rules.schedules import (
     joined,
     one_forward_one_backward,
 )
-from distbelief.strategies.mesh.run.stagetransfer import Wires
+from distbelief.strategies.mesh.run.stagetransfer import StageTransfer
 
 # --- buffers ---------------------------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ def _left(owner: torch.nn.Module, key: str, buffer: torch.Tensor) -> torch.Tenso
 # --- stages ----------------------------------------------------------------------------------------------------------
 
 
-class Stage(Protocol):
+class RunnableStage(Protocol):
     """A part of the model (cutting.py), or all of it."""
 
     @property
@@ -156,7 +156,7 @@ class WholeModel:
 
 
 @dataclass
-class _Passage:
+class _ShardPass:
     """A shard on its way through one stage."""
 
     inputs: list[torch.Tensor]
@@ -177,26 +177,26 @@ class Outcome:
     """Whether one of my stages has used the random generator."""
 
 
-class Runner:
+class StageRunner:
     """Runs this member's stages. `split_backward`: whether a backward pass may come in two halves (zero bubble);
-    `around`: what goes around every call of a stage."""
+    `call_context`: what goes call_context every call of a stage."""
 
     def __init__(
-        self, job: Job, stages: Mapping[int, Stage], pipeline: PipelineSeat, wires: Wires, split_backward: bool,
-        around: Callable[[], AbstractContextManager[None]],
+        self, job: Job, stages: Mapping[int, RunnableStage], pipeline: PipelineSeat, transfer: StageTransfer,
+        split_backward: bool, call_context: Callable[[], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         self.stages = stages
         self.buffers = {number: ShardBuffers(stage.module) for number, stage in stages.items()}
         self.carries_random_state = len(pipeline.members) > 1
         self._job = job
         self._pipeline = pipeline
-        self._wires = wires
+        self._transfer = transfer
         self._split = split_backward
-        self._around = around
+        self._call_context = call_context
         self._last = pipeline.stages - 1
-        self._passages: dict[tuple[int, int], _Passage] = {}
-        self._handed: dict[tuple[int, int], list[Any]] = {}
-        self._handed_back: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._shard_passes: dict[tuple[int, int], _ShardPass] = {}
+        self._local_activations: dict[tuple[int, int], list[Any]] = {}
+        self._local_gradients: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._batches: dict[int, Any] = {}
 
     def train(self, tasks: Sequence[Task]) -> Outcome:
@@ -218,12 +218,12 @@ class Runner:
                 self._backward_input(action)
             else:
                 self._backward_weight(action)
-        self._wires.settle()
+        self._transfer.settle()
         return outcome
 
     def measure(self, tasks: Sequence[Task], measure: Callable[[Task, Any, Any], None]) -> None:
         """Forward only; `measure` is given (task, output, target) where the last stage is."""
-        waited = dict.fromkeys(self._pipeline.members, 0.0) | self._wires.waited_s
+        waited = dict.fromkeys(self._pipeline.members, 0.0) | self._transfer.waited_s
         actions = actions_of(self._pipeline.schedule, len(self._pipeline.members), self._pipeline.me, len(tasks))
         for action in actions:
             if action.kind == "forward":
@@ -238,8 +238,8 @@ class Runner:
                         measure(task, output, target)
                 else:
                     self._pass_on(action, task, list(output), training=False)
-        self._wires.settle()
-        self._wires.waited_s.update(waited)  # what counts is the waiting in steps
+        self._transfer.settle()
+        self._transfer.waited_s.update(waited)  # what counts is the waiting in steps
 
     def _keep_gathered(self, stage: int, keep: bool) -> None:
         """What a sharded stage has outside of its blocks is needed until the end of each pass: let go of it only after
@@ -271,35 +271,35 @@ class Runner:
                 outcome.rows[task.number] = (total.item(), float(weight), task.samples)
             else:
                 total = total * 0.0
-            self._passages[stage, action.shard] = _Passage(inputs, [total])
+            self._shard_passes[stage, action.shard] = _ShardPass(inputs, [total])
             return
         outputs = list(output)
         if self._split:  # its halves detach outputs in place, which views refuse
             outputs = [o.clone() if isinstance(o, torch.Tensor) and o._is_view() else o for o in outputs]
         wanted = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
-        self._passages[stage, action.shard] = _Passage(inputs, wanted)
+        self._shard_passes[stage, action.shard] = _ShardPass(inputs, wanted)
         self._pass_on(action, task, outputs, training=True)
 
     def _values_for(self, action: Action, task: Task, training: bool) -> list[Any]:
         if action.stage == 0:
             return []
-        handed = self._handed.pop((action.stage, action.shard), None)
+        handed = self._local_activations.pop((action.stage, action.shard), None)
         if handed is not None:
             return handed
         source = self._pipeline.rank_of(action.stage - 1)
-        return self._wires.receive(source, action.stage - 1, action.shard, self._kind(task, training))
+        return self._transfer.receive(source, action.stage - 1, action.shard, self._kind(task, training))
 
     def _pass_on(self, action: Action, task: Task, outputs: list[Any], training: bool) -> None:
         """To the next stage, with the state of the generator."""
         values = [*outputs, torch.get_rng_state()] if training and self.carries_random_state else outputs
         if action.stage + 1 in self.stages:
-            self._handed[action.stage + 1, action.shard] = [
+            self._local_activations[action.stage + 1, action.shard] = [
                 value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
                 for value in values
             ]
         else:
             to = self._pipeline.rank_of(action.stage + 1)
-            self._wires.send(values, to, action.stage, action.shard, self._kind(task, training))
+            self._transfer.send(values, to, action.stage, action.shard, self._kind(task, training))
 
     def _kind(self, task: Task, training: bool) -> int:
         return task.samples * 4 + 2 * training + self.carries_random_state
@@ -318,7 +318,7 @@ class Runner:
         target = None
         if stage.needs_batch or action.stage == self._last:
             args, kwargs, target = split_batch(self._batch(action, task))
-        with self._around():
+        with self._call_context():
             return stage(values, args, kwargs), target
 
     def _batch(self, action: Action, task: Task) -> Any:
@@ -331,70 +331,70 @@ class Runner:
     def _look_ahead(self, actions: Sequence[Action], tasks: Sequence[Task]) -> None:
         """Ask for what the next passes need, so that it arrives while this one is computed."""
         for action in actions:
-            passage = self._passages.get((action.stage, action.shard))
-            if action.kind in ("backward", "backward_input") and passage and action.stage < self._last:
+            shard_pass = self._shard_passes.get((action.stage, action.shard))
+            if action.kind in ("backward", "backward_input") and shard_pass and action.stage < self._last:
                 if action.stage + 1 not in self.stages:
                     source = self._pipeline.rank_of(action.stage + 1)
-                    self._wires.expect_gradients(passage.outputs, source, action.stage, action.shard)
+                    self._transfer.expect_gradients(shard_pass.outputs, source, action.stage, action.shard)
             elif action.kind == "forward" and action.stage > 0 and action.stage - 1 not in self.stages:
                 source = self._pipeline.rank_of(action.stage - 1)
                 kind = self._kind(tasks[action.shard], True)
-                self._wires.expect(source, action.stage - 1, action.shard, kind)
+                self._transfer.expect(source, action.stage - 1, action.shard, kind)
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    def _gradients_for(self, action: Action, passage: _Passage) -> list[torch.Tensor] | None:
+    def _gradients_for(self, action: Action, shard_pass: _ShardPass) -> list[torch.Tensor] | None:
         if action.stage == self._last:
             return None
-        handed = self._handed_back.pop((action.stage, action.shard), None)
+        handed = self._local_gradients.pop((action.stage, action.shard), None)
         if handed is not None:
             return handed
         source = self._pipeline.rank_of(action.stage + 1)
-        return self._wires.receive_gradients(passage.outputs, source, action.stage, action.shard)
+        return self._transfer.receive_gradients(shard_pass.outputs, source, action.stage, action.shard)
 
-    def _pass_back(self, action: Action, passage: _Passage) -> None:
+    def _pass_back(self, action: Action, shard_pass: _ShardPass) -> None:
         if action.stage == 0:
             return
-        gradients = [t.grad if t.grad is not None else torch.zeros_like(t) for t in passage.inputs]
+        gradients = [t.grad if t.grad is not None else torch.zeros_like(t) for t in shard_pass.inputs]
         if action.stage - 1 in self.stages:
-            self._handed_back[action.stage - 1, action.shard] = gradients
+            self._local_gradients[action.stage - 1, action.shard] = gradients
         else:
             to = self._pipeline.rank_of(action.stage - 1)
-            self._wires.send_gradients(gradients, to, action.stage - 1, action.shard)
+            self._transfer.send_gradients(gradients, to, action.stage - 1, action.shard)
 
     def _backward(self, action: Action) -> None:
-        passage = self._passages.pop((action.stage, action.shard))
-        gradients = self._gradients_for(action, passage)
-        torch.autograd.backward(passage.outputs, gradients)
-        self._pass_back(action, passage)
+        shard_pass = self._shard_passes.pop((action.stage, action.shard))
+        gradients = self._gradients_for(action, shard_pass)
+        torch.autograd.backward(shard_pass.outputs, gradients)
+        self._pass_back(action, shard_pass)
 
     def _backward_input(self, action: Action) -> None:
         """Only what the stage before waits for; the parameters' gradients come later, when there is nothing to do."""
         if not self._split:
             self._backward(action)
             return
-        passage = self._passages[action.stage, action.shard]
-        gradients = self._gradients_for(action, passage)
-        if not passage.inputs:  # nobody waits: all of it later
-            passage.waiting = gradients
+        shard_pass = self._shard_passes[action.stage, action.shard]
+        gradients = self._gradients_for(action, shard_pass)
+        if not shard_pass.inputs:  # nobody waits: all of it later
+            shard_pass.waiting = gradients
             return
         weights = self.stages[action.stage].module.parameters()
-        _, passage.waiting = stage_backward_input(passage.outputs, gradients, list(passage.inputs), weights)
-        self._pass_back(action, passage)
+        _, shard_pass.waiting = stage_backward_input(shard_pass.outputs, gradients, list(shard_pass.inputs), weights)
+        self._pass_back(action, shard_pass)
 
     def _backward_weight(self, action: Action) -> None:
         if not self._split:
             return
-        passage = self._passages.pop((action.stage, action.shard))
-        if passage.inputs:
-            stage_backward_weight(self.stages[action.stage].module.parameters(), passage.waiting)
+        shard_pass = self._shard_passes.pop((action.stage, action.shard))
+        if shard_pass.inputs:
+            stage_backward_weight(self.stages[action.stage].module.parameters(), shard_pass.waiting)
         else:
-            torch.autograd.backward(passage.outputs, passage.waiting)
+            torch.autograd.backward(shard_pass.outputs, shard_pass.waiting)
 
     @property
     def waited_s(self) -> Mapping[int, float]:
         """By the rank that was waited for."""
-        return self._wires.waited_s
+        return self._transfer.waited_s
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from distbelief.strategies.mesh.run.groups import Groups
+from distbelief.strategies.mesh.run.groups import MeshGroups
 
 _SMALLEST_BLOCK = 1 / 64  # of the model's parameters: what is smaller is not worth a collective of its own
 _SMALLEST_MAPPING_BYTES = 1 << 20
@@ -29,7 +29,7 @@ Network = Callable[[], AbstractContextManager[None]]
 """What to do all waiting in: see `TorchGroup.network`."""
 
 
-class Scratch:
+class ScratchBuffer:
     """One piece of memory for message after message: as long as the longest so far, and never let go."""
 
     def __init__(self) -> None:
@@ -43,10 +43,10 @@ class Scratch:
         return self._memory[:size_bytes].view(dtype)
 
 
-class Gather(AllGather):
+class ScratchGather(AllGather):
     """Everybody's piece, to everybody."""
 
-    def __init__(self, scratch: Scratch, network: Network) -> None:
+    def __init__(self, scratch: ScratchBuffer, network: Network) -> None:
         self._scratch = scratch
         self._network = network
 
@@ -61,10 +61,10 @@ class Gather(AllGather):
             _exchange(group, lambda _: input_tensor, output_tensor.chunk(group.size()).__getitem__)
 
 
-class SumOfPieces(ReduceScatter):
+class ScratchReduceScatter(ReduceScatter):
     """Everybody's piece number k, on member k: added up in the order of the members."""
 
-    def __init__(self, scratch: Scratch, network: Network) -> None:
+    def __init__(self, scratch: ScratchBuffer, network: Network) -> None:
         self._scratch = scratch
         self._network = network
         self._has_input = False
@@ -116,8 +116,8 @@ def _exchange(
             work.wait()
 
 
-def shard(module: torch.nn.Module, blocks: Sequence[torch.nn.Module], groups: Groups, real: set[int]) -> None:
-    mesh, scratch = groups.mesh("sharded"), Scratch()
+def shard(module: torch.nn.Module, blocks: Sequence[torch.nn.Module], groups: MeshGroups, reached: set[int]) -> None:
+    mesh, scratch = groups.mesh("sharded"), ScratchBuffer()
     for number, block in enumerate(blocks):
         # The last one is needed again at once, for its backward pass.
         fully_shard(block, mesh=mesh, reshard_after_forward=number + 1 < len(blocks))
@@ -128,22 +128,22 @@ def shard(module: torch.nn.Module, blocks: Sequence[torch.nn.Module], groups: Gr
             wrapped.set_force_sum_reduction_for_comms(True)
             # A parameter that only some shards use gets zeros of the others, else members would add up different sets.
             wrapped.set_reduce_scatter_unused_params(True, recurse=False)
-            wrapped.set_custom_all_gather(Gather(scratch, groups.world.network))
-            wrapped.set_custom_reduce_scatter(SumOfPieces(scratch, groups.world.network))
+            wrapped.set_custom_all_gather(ScratchGather(scratch, groups.world.network))
+            wrapped.set_custom_reduce_scatter(ScratchReduceScatter(scratch, groups.world.network))
             # Not the next one ahead of time, which is the default: gloo does nothing meanwhile, and it takes memory.
             wrapped.set_modules_to_backward_prefetch([wrapped])
             for group in wrapped._get_fsdp_state()._fsdp_param_groups:
-                _note_real(group, real)
+                _note_reached(group, reached)
 
 
-def _note_real(group: Any, real: set[int]) -> None:
+def _note_reached(group: Any, reached: set[int]) -> None:
     """Those zeros are no gradient: what nobody has touched is left alone by the optimizer."""
     post_backward = group.post_backward
 
     def noting(*unused: Any) -> None:
         for one in group.fsdp_params:
             if hasattr(one, "_unsharded_param") and one.unsharded_param.grad is not None:
-                real.add(id(one.sharded_param))
+                reached.add(id(one.sharded_param))
         post_backward(*unused)
 
     group.post_backward = noting

@@ -18,9 +18,9 @@ from distbelief.strategies.flatmodel.layout import trainable
 from distbelief.strategies.flatmodel.named import tied
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.mesh.rules.boxes import Move
-from distbelief.strategies.mesh.run.gradientsum import GradientCompression, Owing, with_owed
-from distbelief.strategies.mesh.run.groups import Groups
-from distbelief.strategies.mesh.state.memberstate import Forms, LiveState, Pieces
+from distbelief.strategies.mesh.run.gradientsum import ErrorFeedback, GradientCompression, with_residuals
+from distbelief.strategies.mesh.run.groups import MeshGroups
+from distbelief.strategies.mesh.state.memberstate import Forms, MemberState, Pieces
 from distbelief.transport.gloo.group import TorchGroup
 
 _WINDOW_BYTES = 64 << 20  # that many are under way at once: the copies that sending needs stay small
@@ -88,10 +88,10 @@ def _finish(group: TorchGroup, works: list[tuple[dist.Work | None, torch.Tensor,
 
 
 @dataclass(frozen=True)
-class Seated:
+class MeshMember:
     job: Job
-    groups: Groups
-    state: LiveState
+    groups: MeshGroups
+    state: MemberState
     recipe: Recipe
     model: torch.nn.Module
     """On meta: for names."""
@@ -100,13 +100,13 @@ class Seated:
     held: Sequence[Mapping[str, Box]]
     """What every member holds, by rank."""
     compression: GradientCompression | None
-    owing: Owing | None = None
+    feedback: ErrorFeedback | None = None
     """Where gradients are compressed: what this member has not sent of them."""
 
-    def with_owed(self) -> tuple[list[dict[str, Box]], Forms]:
+    def with_residuals(self) -> tuple[list[dict[str, Box]], Forms]:
         """What every member holds and owes; and all of these tensors."""
         rows = [self.groups.degrees.place(rank).data for rank in range(self.groups.world.size)]
-        return with_owed(self.held, self.forms, rows, [name for name, _ in trainable(self.model)])
+        return with_residuals(self.held, self.forms, rows, [name for name, _ in trainable(self.model)])
 
     def shares(self) -> dict[str, float]:
         """Parameter of mine -> 1 / how many members hold the same of it."""
@@ -133,6 +133,6 @@ class Seated:
         return self.groups.world.size > 1 and 1 in count.values()
 
 
-def exchange_boxes(groups: Groups, boxes: Mapping[str, Box]) -> list[dict[str, Box]]:
+def exchange_boxes(groups: MeshGroups, boxes: Mapping[str, Box]) -> list[dict[str, Box]]:
     decoder = msgspec.msgpack.Decoder(dict[str, Box])
     return [decoder.decode(theirs) for theirs in groups.world.gather(msgspec.msgpack.encode(boxes))]

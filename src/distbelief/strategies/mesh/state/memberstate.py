@@ -18,17 +18,17 @@ from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.strategies.base import Applied
 from distbelief.strategies.flatmodel.tileoptimizer import Field, Recipe
-from distbelief.strategies.mesh.rules.agreement import Verdict
-from distbelief.strategies.mesh.run.modelpart import Local, Part
+from distbelief.strategies.mesh.rules.agreement import CommitDecision
+from distbelief.strategies.mesh.run.modelpart import HeldParameter, ModelPart
 from distbelief.strategies.mesh.run.runner import ShardBuffers
 
 # --- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-class LocalOptimizer:
+class PartOptimizer:
     """One torch optimizer over all of them. Optimizers that look at whole parameters are given whole ones only."""
 
-    def __init__(self, recipe: Recipe, held: Sequence[Local]) -> None:
+    def __init__(self, recipe: Recipe, held: Sequence[HeldParameter]) -> None:
         for one in held:
             if tuple(one.value.shape) != sizes(one.box):  # a fused kernel would write beyond its state
                 raise RuntimeError(f"'{one.name}' is held as {tuple(one.value.shape)}, and not as the box {one.box}")
@@ -73,10 +73,10 @@ class LocalOptimizer:
                 yield f"optimizer/{field.key}/{one.name}", field.dtype, shape, box
             yield f"begun/{one.name}", torch.uint8, (), ()
 
-    def _fields(self, one: Local) -> list[Field]:
+    def _fields(self, one: HeldParameter) -> list[Field]:
         return self._recipe.fields(one.number, one.value.numel())
 
-    def _place(self, one: Local, field: Field) -> tuple[tuple[int, ...], Box]:
+    def _place(self, one: HeldParameter, field: Field) -> tuple[tuple[int, ...], Box]:
         if self._recipe.elementwise and field.shape:
             return one.shape, one.box
         return field.shape, whole(field.shape)
@@ -120,12 +120,14 @@ Pieces = Mapping[str, tuple[Box, torch.Tensor]]
 REMEMBERED = 1024  # steps: many more than are committed between two heartbeats
 
 
-class LiveState:
-    def __init__(self, job: Job, part: Part, optimizer: LocalOptimizer, buffers: Mapping[int, ShardBuffers]) -> None:
+class MemberState:
+    def __init__(
+        self, job: Job, part: ModelPart, optimizer: PartOptimizer, buffers: Mapping[int, ShardBuffers]
+    ) -> None:
         self.part = part
         self.optimizer = optimizer
         self.applied = 0
-        self.last: Verdict | None = None
+        self.last: CommitDecision | None = None
         """On the last step that was applied."""
         self.history: deque[Applied] = deque(maxlen=REMEMBERED)
         self.note: tuple[int, bytes] = (-1, b"")
@@ -149,29 +151,31 @@ class LiveState:
         norms = torch.stack(torch._foreach_norm([gradient for gradient, _ in given], 2, torch.float64))
         return float(norms.square() @ torch.tensor([share for _, share in given], dtype=torch.float64))
 
-    def apply(self, verdict: Verdict) -> None:
+    def apply(self, decision: CommitDecision) -> None:
         """Apply the pending step. It needs nobody else."""
-        assert self.pending == verdict.step
+        assert self.pending == decision.step
         gradients = self._gradients
-        if verdict.factor == 0:  # nothing to learn from: as if no parameter had a gradient; buffers have seen samples
+        if decision.factor == 0:  # nothing to learn from: as if no parameter had a gradient; buffers have seen samples
             gradients = [None] * len(gradients)
-        if verdict.untouched:
-            skipped = set(verdict.untouched)
+        if decision.untouched:
+            skipped = set(decision.untouched)
             held = zip(self.optimizer.held, gradients, strict=True)
             gradients = [None if one.number in skipped else gradient for one, gradient in held]
         given = [gradient for gradient in gradients if gradient is not None]
         if given:
-            torch._foreach_mul_(given, verdict.factor)
-        rate = self._job.schedule(verdict.step) if self._job.schedule else 1.0
+            torch._foreach_mul_(given, decision.factor)
+        rate = self._job.schedule(decision.step) if self._job.schedule else 1.0
         self.optimizer.step(gradients, rate)
         for buffers in self._buffers.values():
-            buffers.commit(verdict.shards)
+            buffers.commit(decision.shards)
         self._gradients = []
         self.pending = -1
-        self.applied = verdict.step + 1
-        self.last = verdict
+        self.applied = decision.step + 1
+        self.last = decision
         self.history.append(
-            Applied(verdict.step, verdict.loss, verdict.samples, verdict.fingerprint, verdict.generation, verdict.at)
+            Applied(
+                decision.step, decision.loss, decision.samples, decision.fingerprint, decision.generation, decision.at
+            )
         )
 
     def keep_buffers(self) -> None:

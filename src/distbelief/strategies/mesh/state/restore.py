@@ -16,61 +16,63 @@ from distbelief.checkpoint.parts import dtype_name
 from distbelief.checkpoint.sources import MODEL
 from distbelief.strategies.base import BeginFrom, RolledBack, Saved
 from distbelief.strategies.flatmodel.named import require_fit, tied, transient
-from distbelief.strategies.mesh.init.deferred import Birth
+from distbelief.strategies.mesh.init.deferred import DeferredModel
 from distbelief.strategies.mesh.rules import agreement
-from distbelief.strategies.mesh.rules.agreement import Choice, Position, _verdict_on
+from distbelief.strategies.mesh.rules.agreement import StateReport, StateSource, decision_on
 from distbelief.strategies.mesh.rules.boxes import moves
-from distbelief.strategies.mesh.state.member import Seated, move_all
-from distbelief.strategies.mesh.state.memberstate import Forms, LiveState, Pieces
+from distbelief.strategies.mesh.state.member import MeshMember, move_all
+from distbelief.strategies.mesh.state.memberstate import Forms, MemberState, Pieces
 from distbelief.strategies.mesh.state.snapshots import Snapshots
 from distbelief.transport.gloo.group import TorchGroup
 
 _TOLD = 64  # steps that members tell each other of when they meet: more than are committed between two heartbeats
 
 
-def tell(group: TorchGroup, position: Position) -> list[Position]:
-    decoder = msgspec.msgpack.Decoder(Position)
-    return [decoder.decode(theirs) for theirs in group.gather(msgspec.msgpack.encode(position))]
+def exchange_reports(group: TorchGroup, report: StateReport) -> list[StateReport]:
+    decoder = msgspec.msgpack.Decoder(StateReport)
+    return [decoder.decode(theirs) for theirs in group.gather(msgspec.msgpack.encode(report))]
 
 
-def position_of(old: LiveState | None, snapshots: Snapshots) -> Position:
+def report_of(old: MemberState | None, snapshots: Snapshots) -> StateReport:
     kept = [(one.step, dict(one.boxes)) for one in snapshots.kept]
     reached = max([one.step for one in snapshots.kept], default=0)
     if old is None:
-        return Position(snapshots=kept, reached=reached)
+        return StateReport(snapshots=kept, reached=reached)
     history = list(old.history)[-_TOLD:]
-    return Position(old.applied, old.pending, old.last, old.boxes(), kept, max(reached, old.applied), history, old.note)
+    return StateReport(
+        old.applied, old.pending, old.last, old.boxes(), kept, max(reached, old.applied), history, old.note
+    )
 
 
-def take_over(
-    seated: Seated, old: LiveState | None, snapshots: Snapshots, begin_from: BeginFrom, birth: Birth
+def restore_state(
+    member: MeshMember, old: MemberState | None, snapshots: Snapshots, begin_from: BeginFrom, deferred: DeferredModel
 ) -> RolledBack | None:
     """Give the new part its values: from the members, from snapshots, from a checkpoint, or as the job makes them."""
-    world, state = seated.groups.world, seated.state
-    positions = tell(world, position_of(old, snapshots))
-    choice = agreement.choose(positions, {name: shape for name, (_, shape) in seated.forms.items()})
+    world, state = member.groups.world, member.state
+    reports = exchange_reports(world, report_of(old, snapshots))
+    choice = agreement.choose(reports, {name: shape for name, (_, shape) in member.forms.items()})
     into = dict(state.part.tensors())
     kept = {name: torch.zeros(sizes(box), dtype=dtype) for name, dtype, _, box in state.optimizer.forms()}
     into.update({name: (box, kept[name]) for name, _, _, box in state.optimizer.forms()})
     rolled_back = None
     step = choice.step
     if choice.origin == "outside":
-        step = _from_outside(seated, into, begin_from, birth)
+        step = _from_outside(member, into, begin_from, deferred)
         if choice.reached > step:
             rolled_back = RolledBack(choice.reached, step, "checkpoint")
     else:
         own: list[Mapping[str, tuple[Box, torch.Tensor]]] = []
         if choice.origin == "members" and old is not None:
-            catch_up(old, positions, choice.step)
+            catch_up(old, reports, choice.step)
             own = [old.tensors()] if old.applied == choice.step else []
         elif choice.origin == "snapshots":
             own = [one.pieces for one in snapshots.kept if one.step == choice.step]
             if choice.reached > choice.step:
                 rolled_back = RolledBack(choice.reached, choice.step, "snapshots")
-        fetch(world, choice, own, seated.held, into)
-        state.history.extend(agreement.merged_history(positions, choice.step))
-        state.note = max((p.note for p in positions if p.note[0] <= choice.step), default=state.note)
-    _fill_loose(seated, birth)
+        fetch_boxes(world, choice, own, member.held, into)
+        state.history.extend(agreement.merged_history(reports, choice.step))
+        state.note = max((p.note for p in reports if p.note[0] <= choice.step), default=state.note)
+    _fill_loose(member, deferred)
     state.optimizer.load(kept)
     state.keep_buffers()
     state.applied = step
@@ -78,34 +80,34 @@ def take_over(
 
 
 def _from_outside(
-    seated: Seated, into: Mapping[str, tuple[Box, torch.Tensor]], begin_from: BeginFrom, birth: Birth
+    member: MeshMember, into: Mapping[str, tuple[Box, torch.Tensor]], begin_from: BeginFrom, deferred: DeferredModel
 ) -> int:
     """From a checkpoint, or from the job's own initial values. Rank 0 looks first, so that all take the same one."""
-    world, state = seated.groups.world, seated.state
+    world, state = member.groups.world, member.state
     saved = begin_from() if world.rank == 0 else None
     told = int(world.gather(str(saved.step if saved else -1).encode())[0])
     if told < 0:
-        _fill(into, birth.values([name.removeprefix(MODEL) for name in into if name.startswith(MODEL)]))
+        _fill(into, deferred.values([name.removeprefix(MODEL) for name in into if name.startswith(MODEL)]))
         return 0
     if world.rank != 0:
         saved = begin_from(told)
     assert saved is not None
     if saved.step != told:
         raise RuntimeError(f"rank 0 has found a checkpoint of step {told}, and this member one of step {saved.step}")
-    _require_fit(seated, saved)
+    _require_fit(member, saved)
     born = [name for name in into if name.startswith(MODEL) and name not in saved.tensors]  # transient buffers
-    _fill(into, birth.values([name.removeprefix(MODEL) for name in born]))
+    _fill(into, deferred.values([name.removeprefix(MODEL) for name in born]))
     _load(into, saved)
     state.history.extend(saved.history)
     state.note = (saved.step, saved.note) if saved.note else state.note
     return saved.step
 
 
-def _fill_loose(seated: Seated, birth: Birth) -> None:
+def _fill_loose(member: MeshMember, deferred: DeferredModel) -> None:
     """Tensors that modules keep as plain attributes: no state, but they must have their values."""
-    for name, value in birth.values(birth.loose):
+    for name, value in deferred.values(deferred.loose):
         owner, _, key = name.rpartition(".")
-        for stage in seated.state.part.stages.values():
+        for stage in member.state.part.stages.values():
             if owner in (one for one, _ in stage.module.named_modules()):
                 setattr(stage.module.get_submodule(owner), key, value)
 
@@ -126,14 +128,14 @@ def _load(into: Mapping[str, tuple[Box, torch.Tensor]], saved: Saved) -> None:
         into[name][1].copy_(saved.tensors[name][tuple(slice(start, end) for start, end in box)])
 
 
-def _require_fit(seated: Seated, saved: Saved) -> None:
+def _require_fit(member: MeshMember, saved: Saved) -> None:
     """Every name and shape, before anything is written."""
     weights_alone = all(name.startswith(MODEL) for name in saved.tensors)
-    others = {f"{MODEL}{name}" for name in tied(seated.model)}
-    passing = {f"{MODEL}{name}" for name in transient(seated.model)} if weights_alone else set()
+    others = {f"{MODEL}{name}" for name in tied(member.model)}
+    passing = {f"{MODEL}{name}" for name in transient(member.model)} if weights_alone else set()
     wanted = {
         name: form
-        for name, form in seated.forms.items()
+        for name, form in member.forms.items()
         if not (weights_alone and not name.startswith(MODEL)) and not (name in passing and name not in saved.tensors)
     }
     given = {name: outline for name, outline in outlines_of(saved.tensors).items() if name not in others}
@@ -144,15 +146,15 @@ def _in_words(forms: Forms) -> dict[str, str]:
     return {name: form(dtype_name(dtype), shape) for name, (dtype, shape) in forms.items()}
 
 
-def catch_up(state: LiveState, positions: Sequence[Position], top: int) -> None:
+def catch_up(state: MemberState, reports: Sequence[StateReport], top: int) -> None:
     """Apply the step that others have applied and this member was called away from."""
-    verdict = _verdict_on(top - 1, positions)
-    if verdict is not None and state.applied == top - 1 and state.pending == top - 1:
-        state.apply(verdict)
+    decision = decision_on(top - 1, reports)
+    if decision is not None and state.applied == top - 1 and state.pending == top - 1:
+        state.apply(decision)
 
 
-def fetch(
-    group: TorchGroup, choice: Choice, own: Sequence[Pieces], wanted: Sequence[Mapping[str, Box]], into: Pieces
+def fetch_boxes(
+    group: TorchGroup, choice: StateSource, own: Sequence[Pieces], wanted: Sequence[Mapping[str, Box]], into: Pieces
 ) -> None:
     """Move the chosen state to where it is wanted. `own`: what this member has of it, in the order that it told."""
     numbers = [number for number, holding in enumerate(choice.holdings) if holding.rank == group.rank]

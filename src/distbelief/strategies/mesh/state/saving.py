@@ -20,8 +20,8 @@ from distbelief.checkpoint.weights import weights_sha256_of, write_weights
 from distbelief.strategies.flatmodel.copying import Copy
 from distbelief.strategies.flatmodel.named import OWED
 from distbelief.strategies.mesh.rules.boxes import Holding, moves, writers
-from distbelief.strategies.mesh.state.member import Seated, move_all
-from distbelief.strategies.mesh.state.memberstate import Forms, LiveState
+from distbelief.strategies.mesh.state.member import MeshMember, move_all
+from distbelief.strategies.mesh.state.memberstate import Forms, MemberState
 from distbelief.transport.shm.segment import Segment
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
@@ -78,10 +78,10 @@ def _is_large(name: str, forms: Forms) -> bool:
     return name.startswith(("optimizer/", OWED)) and bool(forms[name][1])
 
 
-def copy_of(portion: MeshPortion, state: LiveState, owed: Mapping[str, torch.Tensor], into: Segment) -> Copy:
+def copy_of(portion: MeshPortion, state: MemberState, residuals: Mapping[str, torch.Tensor], into: Segment) -> Copy:
     """A copy of the present state, to be made while the next step is computed."""
     tensors = {name: values for name, (_, values) in state.tensors().items() if name in portion.boxes}
-    tensors |= {name: values for name, values in owed.items() if name in portion.boxes}
+    tensors |= {name: values for name, values in residuals.items() if name in portion.boxes}
     names = list(portion.starts)
 
     def copy(number: int, into: Segment, at_bytes: int) -> None:
@@ -95,19 +95,19 @@ def copy_of(portion: MeshPortion, state: LiveState, owed: Mapping[str, torch.Ten
 # --- whole weights ---------------------------------------------------------------------------------------------------
 
 
-class WholeTensors:
+class WholeWeights:
     """Every member calls these at the same time; the one of rank 0 gets what the others give."""
 
-    def __init__(self, seated: Seated) -> None:
-        self._seated = seated
+    def __init__(self, member: MeshMember) -> None:
+        self._member = member
         self._known: tuple[int, str] = (-1, "")
 
     def save(self, path: Path) -> None:
-        state = self._seated.state
+        state = self._member.state
         outlines = {
-            name: self._seated.forms[f"{MODEL}{first}"] for name, first in self._seated.names(persistent=True).items()
+            name: self._member.forms[f"{MODEL}{first}"] for name, first in self._member.names(persistent=True).items()
         }
-        if self._seated.groups.world.rank == 0:
+        if self._member.groups.world.rank == 0:
             digest = write_weights(path, outlines, self._stream())
         else:
             digest = ""
@@ -116,25 +116,25 @@ class WholeTensors:
         self._known = (state.applied, digest)
 
     def sha256(self) -> str:
-        state = self._seated.state
+        state = self._member.state
         if self._known[0] != state.applied:
             stream = self._stream()
-            digest = weights_sha256_of(stream) if self._seated.groups.world.rank == 0 else "" * sum(1 for _ in stream)
+            digest = weights_sha256_of(stream) if self._member.groups.world.rank == 0 else "" * sum(1 for _ in stream)
             self._known = (state.applied, digest)
         return self._known[1]
 
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """In name order, a tied tensor under each of its names. On other members than rank 0 the tensors are empty."""
-        seated = self._seated
-        world = seated.groups.world
-        seated.state.restore_buffers()
-        mine = seated.state.part.tensors()
-        for name, first in sorted(seated.names(persistent=False).items()):
+        member = self._member
+        world = member.groups.world
+        member.state.restore_buffers()
+        mine = member.state.part.tensors()
+        for name, first in sorted(member.names(persistent=False).items()):
             key = f"{MODEL}{first}"
-            dtype, shape = seated.forms[key]
+            dtype, shape = member.forms[key]
             box = whole(shape)
             into = torch.empty(shape, dtype=dtype) if world.rank == 0 else torch.empty(0)
-            held = [Holding(rank, {key: boxes[key]}) for rank, boxes in enumerate(seated.held) if key in boxes]
+            held = [Holding(rank, {key: boxes[key]}) for rank, boxes in enumerate(member.held) if key in boxes]
             numbers = [number for number, holding in enumerate(held) if holding.rank == world.rank]
             wanted = [{key: box}] + [{} for _ in range(world.size - 1)]
             move_all(world, moves(held, wanted), dict.fromkeys(numbers, mine), {key: (box, into)})

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distbelief.checkpoint.boxes import Box, sizes, volume
-from distbelief.strategies.mesh.state.memberstate import Forms, LiveState
+from distbelief.strategies.mesh.state.memberstate import Forms, MemberState
 from distbelief.transport.gloo.group import TorchGroup
 
 PRICE = 0.01
@@ -67,7 +67,7 @@ class Snapshots:
         self._next = -1
         self._since = (0, 0.0)
 
-    def begin(self, state: LiveState, needed: bool) -> None:
+    def begin(self, state: MemberState, needed: bool) -> None:
         """A generation begins. `needed`: some part is held by one member only."""
         wanted = needed and self._every != 0
         self._next = state.applied if wanted else -1
@@ -78,7 +78,7 @@ class Snapshots:
     def is_due(self, applied: int) -> bool:
         return applied == self._next
 
-    def take(self, group: TorchGroup, state: LiveState, held: Sequence[Mapping[str, Box]], forms: Forms) -> None:
+    def take(self, group: TorchGroup, state: MemberState, held: Sequence[Mapping[str, Box]], forms: Forms) -> None:
         """All members at once, between two steps. What was kept before is kept until all of the new one is there."""
         first, since = self._since
         steps = state.applied - first

@@ -30,19 +30,18 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from distbelief.checkpoint.boxes import Box
-from distbelief.strategies.mesh.tensor import apply as headdropout
 from distbelief.strategies.mesh.tensor.plan import TensorPlan
-from distbelief.strategies.mesh.tensor.search import Site, Style
+from distbelief.strategies.mesh.tensor.search import DropoutSite, Style
 
 # --- dropout ---------------------------------------------------------------------------------------------------------
 
 Key = tuple[str, int]
 
 
-class Masks:
+class DropoutMasks:
     """The random numbers of one member: `rank` among `degree` that divide the model."""
 
-    def __init__(self, sites: Mapping[Key, Site], degree: int, rank: int) -> None:
+    def __init__(self, sites: Mapping[Key, DropoutSite], degree: int, rank: int) -> None:
         self.sites, self.degree, self.rank = sites, degree, rank
         self._here = threading.local()
         self._before: dict[str, set[Key]] = {}
@@ -53,7 +52,7 @@ class Masks:
         """From now on calls are counted from here."""
         self._here.last, self._here.count = layer, 0
 
-    def next_site(self) -> Site | None:
+    def next_site(self) -> DropoutSite | None:
         """Where in the plan the call of dropout or attention is that happens now."""
         key = (getattr(self._here, "last", ""), getattr(self._here, "count", 0))
         self._here.count = key[1] + 1
@@ -83,7 +82,7 @@ class Masks:
         passed: set[Key] = self._here.__dict__.setdefault("passed", set())
         return passed
 
-    def noise(self, like: torch.Tensor, site: Site, p: float) -> torch.Tensor:
+    def noise(self, like: torch.Tensor, site: DropoutSite, p: float) -> torch.Tensor:
         """My part of a mask of 0 and 1. The whole is laid out in memory as one process has it: torch may draw in that
         order."""
         dim, order = site.dim, site.order
@@ -94,14 +93,14 @@ class Masks:
 
 
 @contextlib.contextmanager
-def whole_masks(masks: Masks) -> Iterator[None]:
+def whole_masks(masks: DropoutMasks) -> Iterator[None]:
     """Around every call of a model, or a part of it, whose layers are divided; the backward too if it computes anew."""
     with masks.entered() as outermost, _Masking(masks) if outermost else contextlib.nullcontext():
         yield
 
 
 class _Masking(TorchFunctionMode):
-    def __init__(self, masks: Masks) -> None:
+    def __init__(self, masks: DropoutMasks) -> None:
         super().__init__()
         self._masks = masks
 
@@ -114,8 +113,8 @@ class _Masking(TorchFunctionMode):
 
 
 def _dropout(
-    masks: Masks,
-    site: Site,
+    masks: DropoutMasks,
+    site: DropoutSite,
     func: Any,
     input: torch.Tensor,  # noqa: A002, torch's name for it
     p: float = 0.5,
@@ -131,8 +130,8 @@ def _dropout(
 
 
 def _attention(
-    masks: Masks,
-    site: Site,
+    masks: DropoutMasks,
+    site: DropoutSite,
     func: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -174,9 +173,9 @@ _RULES: dict[Any, Callable[..., torch.Tensor]] = {
 }
 
 
-def watch(model: nn.Module, plan: TensorPlan, rank: int) -> Masks:
+def count_dropout_calls(model: nn.Module, plan: TensorPlan, rank: int) -> DropoutMasks:
     """Have the layers of a model say when they are called."""
-    masks = Masks(plan.sites, plan.degree, rank)
+    masks = DropoutMasks(plan.sites, plan.degree, rank)
     rows = {site.row for site in plan.sites.values()}
     for name, module in model.named_modules():
         if plan.sites and plan.styles.get(name) in ("column", "row"):
@@ -189,9 +188,9 @@ def watch(model: nn.Module, plan: TensorPlan, rank: int) -> Masks:
 # --- dividing a model ------------------------------------------------------------------------------------------------
 
 
-def apply(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> headdropout.Masks:
+def apply_plan(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> DropoutMasks:
     """Divide the layers of a model in place over a mesh of one dimension. What is returned goes around every call of
-    the model, or a part of it (`headdropout.whole_masks`)."""
+    the model, or a part of it (`whole_masks`)."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -205,7 +204,7 @@ def apply(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> headdropout.M
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):  # its fused way for evaluation cannot take parts
             module.activation_relu_or_gelu = 0
-    return headdropout.watch(model, plan, mesh.get_local_rank())
+    return count_dropout_calls(model, plan, mesh.get_local_rank())
 
 
 def _parallel(style: Style) -> ParallelStyle:

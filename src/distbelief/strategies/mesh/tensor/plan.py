@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from distbelief.errors import JobError
-from distbelief.strategies.mesh.tensor.search import Search, Site, Style, kind_of
+from distbelief.strategies.mesh.tensor.search import DropoutSite, Search, Style, kind_of
 from distbelief.strategies.mesh.tensor.trace import Trace, TraceFailed, is_layer, trace
 
 
@@ -30,7 +30,7 @@ class TensorPlan:
     styles: Mapping[str, Style]
     whole: Mapping[str, str]
     """The modules with parameters that every member keeps whole, and why."""
-    sites: Mapping[tuple[str, int], Site] = field(default_factory=dict)
+    sites: Mapping[tuple[str, int], DropoutSite] = field(default_factory=dict)
     """Where dropout meets divided values: the n-th time after this layer of a group was called (headdropout.py)."""
 
 
@@ -54,7 +54,7 @@ def plan(
     if degree == 1:
         return TensorPlan(1, {}, {})
     args, kwargs = _several_samples(args, kwargs or {})
-    traces = [_followed(model, args, kwargs, training) for training in (True, False)]
+    traces = [_traced(model, args, kwargs, training) for training in (True, False)]
     search = Search(model, degree, traces, wishes)
     search.find_groups()
     search.try_groups(lambda training, shapes: trace(model, args, kwargs, training=training, shapes=shapes))
@@ -68,7 +68,7 @@ def plan(
     if not styles:
         raise JobError(
             f"tensor:{degree} cannot divide any layer of this model"
-            + "".join(f"\n  {name}: {reason}" for name, reason in _folded(search.whole).items()),
+            + "".join(f"\n  {name}: {reason}" for name, reason in _fold_blocks(search.whole).items()),
             hint="use pipeline:K or sharded, or say what to divide: Job(tensor_plan={'a pattern of names': 'column'})",
         )
     return TensorPlan(degree, styles, search.whole, search.sites())
@@ -114,7 +114,7 @@ def _several_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[
     return doubled
 
 
-def _followed(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Trace:
+def _traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Trace:
     try:
         return trace(model, args, kwargs, training=training)
     except TraceFailed as error:
@@ -140,7 +140,7 @@ def explain(plan: TensorPlan, model: nn.Module) -> list[str]:
     told = {name: _WORDS[style] for name, style in plan.styles.items()}
     told |= {name: f"whole: {reason}" for name, reason in plan.whole.items()}
     ordered = {name: f"{_form(modules[name])}\n{told[name]}" for name in modules if name in told}
-    rows = [(name, *text.split("\n")) for name, text in _folded(ordered).items()]
+    rows = [(name, *text.split("\n")) for name, text in _fold_blocks(ordered).items()]
     wide, wider = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
     lines = [f"{name:<{wide}}  {form:<{wider}}  {text}" for name, form, text in rows]
     divided = {id(p): p.numel() for name in plan.styles for p in modules[name].parameters(recurse=False)}
@@ -165,10 +165,10 @@ def _form(module: nn.Module) -> str:
     return type(module).__name__
 
 
-def _folded(told: Mapping[str, str]) -> dict[str, str]:
+def _fold_blocks(told: Mapping[str, str]) -> dict[str, str]:
     """Repeated blocks in one: names that differ in numbers only, and have the same text.
 
-    >>> _folded({"a.0.x": "one", "a.1.x": "one", "a.3.x": "one", "b": "two"})
+    >>> _fold_blocks({"a.0.x": "one", "a.1.x": "one", "a.3.x": "one", "b": "two"})
     {'a.0–1,3.x': 'one', 'b': 'two'}
     """
     kinds: dict[tuple[str, str], list[str]] = {}

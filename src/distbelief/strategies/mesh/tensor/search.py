@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, NoReturn
 from torch import nn
 
 from distbelief.errors import JobError
-from distbelief.strategies.mesh.rules.propagation import Spread, Stop, spread
+from distbelief.strategies.mesh.rules.propagation import DividedRegion, Stop, follow_division
 from distbelief.strategies.mesh.tensor.trace import RANDOM, Trace, TraceFailed, is_layer
 
 # --- the trial of a division -----------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ Style = Literal["column", "row", "column_gather", "row_split", "vocabulary"]
 puts its whole output together, `row_split` takes a whole input; an embedding's `vocabulary` is divided by rows."""
 
 
-class Site(NamedTuple):
+class DropoutSite(NamedTuple):
     """Random numbers for a divided value."""
 
     dim: int
@@ -77,17 +77,17 @@ Run = Callable[[bool, Mapping[str, tuple[int, ...]]], Trace]
 
 
 @dataclass
-class Group:
+class LayerGroup:
     columns: frozenset[str]
-    spreads: list[Spread]
+    regions: list[DividedRegion]
 
     @property
     def layers(self) -> frozenset[str]:
-        return self.columns | self.spreads[0].rows
+        return self.columns | self.regions[0].rows
 
     def end(self, trace: Trace) -> str:
         """The layer that is called last."""
-        return trace.operations[max(self.spreads[0].touched)].layer
+        return trace.operations[max(self.regions[0].touched)].layer
 
 
 class Search:
@@ -97,7 +97,7 @@ class Search:
         self.degree, self.traces, self.wishes = degree, traces, wishes
         self.modules = dict(model.named_modules())
         self.styles: dict[str, Style] = {}
-        self.groups: list[Group] = []
+        self.groups: list[LayerGroup] = []
         self._elements = sum(p.numel() for p in model.parameters())
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._owners: dict[int, list[str]] = {}
@@ -105,14 +105,14 @@ class Search:
             for parameter in module.parameters(recurse=False):
                 self._owners.setdefault(id(parameter), []).append(name)
         self._direct = {t.parameters[n] for t in traces for o in t.operations for n in o.reads if n in t.parameters}
-        self._bars = {
-            name: self._bar(name, module)
+        self._obstacles = {
+            name: self._obstacle(name, module)
             for name, module in self.modules.items()
             if next(module.parameters(recurse=False), None) is not None
         }
-        self.whole = dict(self._bars)
+        self.whole = dict(self._obstacles)
 
-    def _bar(self, name: str, module: nn.Module) -> str:
+    def _obstacle(self, name: str, module: nn.Module) -> str:
         """Why a module cannot be divided whatever its surroundings; "" if it can."""
         if self.wishes.get(name) == "whole":
             return "the job says so"
@@ -142,7 +142,7 @@ class Search:
     def _free(self, name: str) -> bool:
         """May be at either end of a group."""
         module = self.modules[name]
-        able = self._bars.get(name) == "" and isinstance(module, nn.Linear)
+        able = self._obstacles.get(name) == "" and isinstance(module, nn.Linear)
         return able and name not in self.styles and not self._tied(name)
 
     # --- groups -----------------------------------------------------------------------------------------------------
@@ -156,31 +156,31 @@ class Search:
             except Stop as stop:
                 self.whole[name] = stop.reason
 
-    def _grow(self, name: str) -> Group:
+    def _grow(self, name: str) -> LayerGroup:
         """The group that begins with this layer; others join it whose outputs meet its own (query, key and value)."""
         columns = {name}
         while True:
             try:
-                spreads = [spread(t, columns) for t in self.traces]
+                regions = [follow_division(t, columns) for t in self.traces]
                 break
             except Stop as stop:
                 more = {source for number in stop.needs for source in self.traces[0].sources(number)} - columns
                 if not more or not all(self._free(o) and self.wishes.get(o) != "row" for o in more):
                     raise
                 columns |= more
-        rows = spreads[0].rows
-        if any(s.rows != rows for s in spreads):
+        rows = regions[0].rows
+        if any(s.rows != rows for s in regions):
             raise Stop("training and evaluation use it in different ways")
         if not rows:
             raise Stop("no layer takes its output")
         for row in rows:
             if not self._free(row) or self.wishes.get(row) == "column":
                 raise Stop(f"{row} takes its output, and is not divided")
-        return Group(frozenset(columns), spreads)
+        return LayerGroup(frozenset(columns), regions)
 
-    def _take(self, group: Group) -> None:
-        heads = group.spreads[0].heads
-        uneven = sorted(n for n in group.spreads[0].counts(self.traces[0]) if n % self.degree)
+    def _take(self, group: LayerGroup) -> None:
+        heads = group.regions[0].heads
+        uneven = sorted(n for n in group.regions[0].counts(self.traces[0]) if n % self.degree)
         if any(n % self.degree for n in heads):
             self._refuse_heads(group)
         if uneven:
@@ -190,8 +190,8 @@ class Search:
             self.styles[name] = "column" if name in group.columns else "row"
             del self.whole[name]
 
-    def _refuse_heads(self, group: Group) -> NoReturn:
-        heads = sorted(group.spreads[0].heads)
+    def _refuse_heads(self, group: LayerGroup) -> NoReturn:
+        heads = sorted(group.regions[0].heads)
         names = [name for name in self.modules if name in group.columns]
         fit = math.gcd(*heads)
         degrees = [f"tensor:{n}" for n in range(2, fit + 1) if fit % n == 0]
@@ -213,29 +213,29 @@ class Search:
             for other in [g for g in self.groups if {kind_of(name) for name in g.columns} == kind]:
                 self._drop(other, reason)
 
-    def _drop(self, group: Group, reason: str) -> None:
+    def _drop(self, group: LayerGroup, reason: str) -> None:
         self.groups.remove(group)
         for name in group.layers:
             del self.styles[name]
             self.whole[name] = reason
 
-    def _trial(self, run: Run) -> tuple[Group, str] | None:
+    def _trial(self, run: Run) -> tuple[LayerGroup, str] | None:
         for mode, whole in enumerate(self.traces):
             reason = "with a part of its output the code would do something else"
             try:
                 part = run(mode == 0, self._local_shapes())
             except TraceFailed as failure:
                 part, reason = failure.trace, f"the code does not fit a part of its output ({failure})"
-            dims = {number: dim for group in self.groups for number, dim in group.spreads[mode].dims.items()}
+            dims = {number: dim for group in self.groups for number, dim in group.regions[mode].dims.items()}
             index = first_difference(whole, part, dims, self.degree)
             if index is not None:
                 return self._at(index, mode), reason
         return None
 
-    def _at(self, index: int, mode: int) -> Group:
+    def _at(self, index: int, mode: int) -> LayerGroup:
         """The group that was under way when this operation came."""
         return max(
-            self.groups, key=lambda group: max((i for i in group.spreads[mode].touched if i <= index), default=-1)
+            self.groups, key=lambda group: max((i for i in group.regions[mode].touched if i <= index), default=-1)
         )
 
     def _local_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -253,7 +253,7 @@ class Search:
     def add_single_layers(self) -> None:
         """Embeddings, output heads, and what the job wishes: right in any surroundings, at the price of a gather."""
         ends = {source for number in self.traces[0].outputs for source in self._only_source(number)}
-        for name in [name for name, bar in self._bars.items() if bar == "" and name not in self.styles]:
+        for name in [name for name, obstacle in self._obstacles.items() if obstacle == "" and name not in self.styles]:
             style = self._alone(name, name in ends)
             if style is None:
                 continue
@@ -297,11 +297,11 @@ class Search:
 
     # --- dropout ----------------------------------------------------------------------------------------------------
 
-    def sites(self) -> dict[tuple[str, int], Site]:
+    def sites(self) -> dict[tuple[str, int], DropoutSite]:
         """Where random numbers are drawn for divided values, counted from the last layer of a group."""
-        groups = {number: group for group in self.groups for number in group.spreads[0].dims}
+        groups = {number: group for group in self.groups for number in group.regions[0].dims}
         grouped = {name for group in self.groups for name in group.layers}
-        found: dict[tuple[str, int], Site | None] = {}
+        found: dict[tuple[str, int], DropoutSite | None] = {}
         last, count = "", 0
         for operation in self.traces[0].operations:
             if operation.layer in grouped:
@@ -311,7 +311,7 @@ class Search:
                 if group := groups.get(number):
                     order = self.traces[0].values[number].order
                     order = order if operation.name == "dropout" else tuple(range(len(order)))
-                    site = Site(group.spreads[0].dims[number], order, group.end(self.traces[0]))
+                    site = DropoutSite(group.regions[0].dims[number], order, group.end(self.traces[0]))
                 if found.setdefault((last, count), site) != site:
                     raise JobError(
                         f"{last} is called several times, and dropout after it meets different values",

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distbelief.strategies.mesh.cut.cutting import draw
+from distbelief.strategies.mesh.cut.cutting import make_blueprint
 from distbelief.strategies.mesh.cut.profile import measure
 from tests.support.mesh import models
 from tests.support.mesh.models import on_meta, without_memory
@@ -38,7 +38,7 @@ def wide(width: int = 256, layers: int = 6) -> nn.Module:
 def test_every_unit_of_a_model_is_measured_and_the_model_stays_on_meta() -> None:
     model = without_memory(models.GPT())
     ids = torch.randint(0, 20, (4, 8))
-    cut = draw(model, (ids.to("meta"),), {})
+    cut = make_blueprint(model, (ids.to("meta"),), {})
     model.eval()
     state = torch.get_rng_state()
     costs = measure(cut, (ids,), {}, "cpu")
@@ -54,7 +54,7 @@ def test_every_unit_of_a_model_is_measured_and_the_model_stays_on_meta() -> None
 def test_bytes_are_parameters_and_what_backward_needs() -> None:
     model = without_memory(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Sigmoid(), nn.Linear(64, 32, bias=False)))
     x = torch.randn(10, 64)
-    costs = measure(draw(model, on_meta((x,)), {}), (x,), {}, "cpu")
+    costs = measure(make_blueprint(model, on_meta((x,)), {}), (x,), {}, "cpu")
     assert costs[0].bytes == 4 * 64 * 64 + x.nbytes
     assert costs[1].bytes == 4 * 10 * 64
     assert costs[2].bytes == 4 * 64 * 32 + 4 * 10 * 64
@@ -63,7 +63,7 @@ def test_bytes_are_parameters_and_what_backward_needs() -> None:
 def test_the_whole_model_is_never_in_memory() -> None:
     model = without_memory(wide())
     x = torch.randn(2, 256)
-    cut = draw(model, on_meta((x,)), {})
+    cut = make_blueprint(model, on_meta((x,)), {})
     whole = sum(parameter.nbytes for parameter in model.parameters())
     with Peak() as peak:
         measure(cut, (x,), {}, "cpu")
@@ -80,7 +80,7 @@ def test_modules_that_look_at_values_are_run_one_at_a_time() -> None:
     x = torch.randn(2, 256)
     whole = sum(parameter.nbytes for parameter in model.parameters())
     with Peak() as peak:
-        cut = draw(model, on_meta((x,)), {}, split=["1", "2", "3", "4", "5"])
+        cut = make_blueprint(model, on_meta((x,)), {}, split=["1", "2", "3", "4", "5"])
         costs = measure(cut, (x,), {}, "cpu")
     assert whole / 6 < peak.most < whole / 2
     assert len(costs) == 6
@@ -90,13 +90,14 @@ def test_modules_that_look_at_values_are_run_one_at_a_time() -> None:
 def test_what_modules_keep_in_attributes_is_left_as_it_was() -> None:
     x = torch.randn(4, 8)
     model = without_memory(models.Routed())
-    measure(draw(model, on_meta((x,)), {}, split=["blocks.1"]), (x,), {}, "cpu")
+    measure(make_blueprint(model, on_meta((x,)), {}, split=["blocks.1"]), (x,), {}, "cpu")
     assert all(block.table is None for block in model.blocks)
     other = without_memory(models.PlainAttributes())
     kept = other.offset
     for at_least in (2, 7):
         assert all(
-            cost.seconds > 0 for cost in measure(draw(other, on_meta((x,)), {}, at_least=at_least), (x,), {}, "cpu")
+            cost.seconds > 0
+            for cost in measure(make_blueprint(other, on_meta((x,)), {}, at_least=at_least), (x,), {}, "cpu")
         )
     assert other.offset is kept
     assert all(block.shared is kept for block in other.blocks)
@@ -105,7 +106,7 @@ def test_what_modules_keep_in_attributes_is_left_as_it_was() -> None:
 def test_more_work_takes_longer() -> None:
     model = without_memory(nn.Sequential(nn.Linear(64, 2048), nn.Linear(2048, 2048), nn.Linear(2048, 8)))
     x = torch.randn(64, 64)
-    costs = measure(draw(model, on_meta((x,)), {}), (x,), {}, "cpu")
+    costs = measure(make_blueprint(model, on_meta((x,)), {}), (x,), {}, "cpu")
     assert costs[1].seconds > costs[2].seconds
 
 
@@ -120,7 +121,7 @@ def test_models_of_all_kinds_can_be_measured(make) -> None:  # type: ignore[no-u
         args = (torch.randn(4, 5, 8),)
     else:
         args = (torch.randn(4, 4 if make is models.Python else 8),)
-    cut = draw(without_memory(make()), on_meta(args), on_meta(kwargs))
+    cut = make_blueprint(without_memory(make()), on_meta(args), on_meta(kwargs))
     costs = measure(cut, args, kwargs, "cpu")
     assert len(costs) == len(cut.units)
     assert all(cost.bytes > 0 for cost, unit in zip(costs, cut.units, strict=True) if unit.parameters)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distbelief.strategies.mesh.run.sharding import Scratch, SumOfPieces, mapped
+from distbelief.strategies.mesh.run.sharding import ScratchBuffer, ScratchReduceScatter, mapped
 from tests.support.mesh.gathering import whole
 from tests.support.stage import Stage
 
@@ -30,7 +30,7 @@ def test_everybody_gets_all_pieces_and_the_sum_of_its_own(stage: Stage, size: in
 
 
 def test_a_scratch_grows_to_the_longest_and_is_used_again() -> None:
-    scratch = Scratch()
+    scratch = ScratchBuffer()
     scratch.take(10, torch.float32)
     longest = scratch.take(300_000, torch.float32)
     assert scratch.take(20, torch.int64).data_ptr() == longest.data_ptr()
@@ -48,4 +48,4 @@ def test_mapped_memory_is_ordinary_memory(count: int) -> None:
 def test_a_sum_into_its_own_pieces_is_refused() -> None:
     pieces = torch.zeros(4)
     with pytest.raises(RuntimeError, match="another order"):
-        SumOfPieces(Scratch(), nullcontext)(pieces[:2], pieces, None, dist.ReduceOp.SUM)  # type: ignore[arg-type]
+        ScratchReduceScatter(ScratchBuffer(), nullcontext)(pieces[:2], pieces, None, dist.ReduceOp.SUM)  # type: ignore[arg-type]

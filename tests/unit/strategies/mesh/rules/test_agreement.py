@@ -6,7 +6,7 @@ from typing import Any
 
 from distbelief.checkpoint.boxes import Box
 from distbelief.strategies.base import Applied
-from distbelief.strategies.mesh.rules.agreement import Position, Verdict, choose, merged_history
+from distbelief.strategies.mesh.rules.agreement import CommitDecision, StateReport, choose, merged_history
 
 SHAPES = {"w": (4,), "b": ()}
 FIRST: dict[str, Box] = {"w": ((0, 2),)}
@@ -15,13 +15,13 @@ ALL: dict[str, Box] = {"w": ((0, 4),), "b": ()}
 THIRDS: list[dict[str, Box]] = [{"w": ((0, 1),), "b": ()}, {"w": ((1, 3),)}, {"w": ((3, 4),)}]
 
 
-def verdict(step: int) -> Verdict:
-    return Verdict(step, 0.5, 8, "", 1, 0.0, 0.125, 2)
+def verdict(step: int) -> CommitDecision:
+    return CommitDecision(step, 0.5, 8, "", 1, 0.0, 0.125, 2)
 
 
-def at(applied: int, boxes: dict[str, Box], pending: int = -1, **more: Any) -> Position:
+def at(applied: int, boxes: dict[str, Box], pending: int = -1, **more: Any) -> StateReport:
     last = verdict(applied - 1) if applied else None
-    return Position(applied, pending, **{"last": last, "boxes": boxes, "reached": applied, **more})
+    return StateReport(applied, pending, **{"last": last, "boxes": boxes, "reached": applied, **more})
 
 
 def holders(choice: Any) -> list[tuple[int, dict[str, Box]]]:
@@ -46,7 +46,7 @@ def test_nobody_has_applied_the_step_and_it_is_done_again() -> None:
 
 
 def test_a_newcomer_has_nothing_to_give() -> None:
-    choice = choose([Position(), at(3, ALL)], SHAPES)
+    choice = choose([StateReport(), at(3, ALL)], SHAPES)
     assert (choice.origin, choice.step, [one.rank for one in choice.holdings]) == ("members", 3, [1])
 
 
@@ -65,7 +65,7 @@ def test_a_lost_part_comes_from_the_newest_snapshots() -> None:
 
 
 def test_reached_is_what_anybody_knows_of() -> None:
-    positions = [Position(snapshots=[(4, ALL)], reached=4), Position(applied=5, boxes=FIRST, reached=11)]
+    positions = [StateReport(snapshots=[(4, ALL)], reached=4), StateReport(applied=5, boxes=FIRST, reached=11)]
     choice = choose(positions, SHAPES)
     assert (choice.origin, choice.step, choice.reached) == ("snapshots", 4, 11)
 
@@ -82,10 +82,10 @@ def test_a_death_while_a_snapshot_was_taken_leaves_the_older_one() -> None:
 
 
 def test_nothing_that_is_whole_means_outside() -> None:
-    positions = [at(8, FIRST, snapshots=[(4, FIRST)]), Position(snapshots=[(3, SECOND)], reached=3)]
+    positions = [at(8, FIRST, snapshots=[(4, FIRST)]), StateReport(snapshots=[(3, SECOND)], reached=3)]
     choice = choose(positions, SHAPES)
     assert (choice.origin, choice.step, choice.reached, list(choice.holdings)) == ("outside", 0, 8, [])
-    assert choose([Position(), Position()], SHAPES).origin == "outside"
+    assert choose([StateReport(), StateReport()], SHAPES).origin == "outside"
 
 
 def test_parts_of_an_old_and_a_new_plan_are_not_counted_twice() -> None:
@@ -120,5 +120,9 @@ def test_history_is_put_together_from_all_and_ends_with_the_state() -> None:
     def steps(*numbers: int) -> list[Applied]:
         return [Applied(number, float(number), 8, "", 1, 0.0) for number in numbers]
 
-    positions = [Position(history=steps(2, 3)), Position(history=steps(0, 1, 2)), Position(history=steps(3, 4, 5))]
+    positions = [
+        StateReport(history=steps(2, 3)),
+        StateReport(history=steps(0, 1, 2)),
+        StateReport(history=steps(3, 4, 5)),
+    ]
     assert merged_history(positions, 5) == steps(0, 1, 2, 3, 4)

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from distbelief.job import Job
-from distbelief.strategies.mesh.rules.agreement import Position, Verdict
-from distbelief.strategies.mesh.state.memberstate import LiveState
+from distbelief.strategies.mesh.rules.agreement import CommitDecision, StateReport
+from distbelief.strategies.mesh.state.memberstate import MemberState
 from distbelief.strategies.mesh.state.restore import catch_up
 from tests.support.mesh.member import live_state, momentum, pieces_of
 
@@ -31,7 +31,7 @@ def job() -> Job:
     )
 
 
-def fresh(**options: object) -> tuple[LiveState, nn.Module]:
+def fresh(**options: object) -> tuple[MemberState, nn.Module]:
     made = replace(job(), **options)  # type: ignore[arg-type]
     torch.manual_seed(0)
     assert not isinstance(made.model, nn.Module)
@@ -39,11 +39,11 @@ def fresh(**options: object) -> tuple[LiveState, nn.Module]:
     return live_state(made, model), model
 
 
-def verdict(step: int = 0, factor: float = 0.5) -> Verdict:
-    return Verdict(step, 1.5, 8, "print", 3, 12.0, factor, 2)
+def verdict(step: int = 0, factor: float = 0.5) -> CommitDecision:
+    return CommitDecision(step, 1.5, 8, "print", 3, 12.0, factor, 2)
 
 
-def compute(state: LiveState, model: nn.Module, step: int = 0) -> list[torch.Tensor]:
+def compute(state: MemberState, model: nn.Module, step: int = 0) -> list[torch.Tensor]:
     """Two shards; the gradients as they were, since a state may write into them."""
     buffers = state._buffers[0]
     buffers.begin()
@@ -128,7 +128,7 @@ def test_who_was_called_away_catches_up_with_the_verdict_of_the_others() -> None
     compute(other, theirs)
     one.apply(verdict())
     theirs[1].running_mean.fill_(7.0)  # a shard of the step after that, which was given up
-    positions = [Position(applied=1, last=one.last), Position(applied=0, pending=0)]
+    positions = [StateReport(applied=1, last=one.last), StateReport(applied=0, pending=0)]
     catch_up(other, positions, 1)
     assert (other.applied, other.pending) == (1, -1)
     mine, others = pieces_of(one), pieces_of(other)
@@ -137,10 +137,10 @@ def test_who_was_called_away_catches_up_with_the_verdict_of_the_others() -> None
 
 def test_who_has_nothing_pending_or_knows_no_verdict_stays_where_it_is() -> None:
     state, model = fresh()
-    catch_up(state, [Position(applied=1, last=verdict())], 1)
+    catch_up(state, [StateReport(applied=1, last=verdict())], 1)
     assert state.applied == 0
     compute(state, model)
-    catch_up(state, [Position(applied=1, last=None), Position(applied=0, pending=0)], 1)
+    catch_up(state, [StateReport(applied=1, last=None), StateReport(applied=0, pending=0)], 1)
     assert (state.applied, state.pending) == (0, 0)
 
 

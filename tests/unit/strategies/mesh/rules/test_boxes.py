@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distbelief.checkpoint.boxes import inside, sizes, volume, whole
-from distbelief.strategies.mesh.rules.boxes import Holding, Missing, Move, covered, moves, writers
+from distbelief.strategies.mesh.rules.boxes import Holding, Missing, Move, first_incomplete, moves, writers
 from tests.support.mesh.divisions import SHAPES, Held, divisions
 
 WHOLE = {name: torch.arange(prod(shape), dtype=torch.float32).view(shape) + 1 for name, shape in SHAPES.items()}
@@ -46,7 +46,7 @@ def check(held: Sequence[Holding], wanted: Sequence[Held]) -> list[Move]:
 def test_any_division_becomes_any_other(both: tuple[list[Held], list[Held]]) -> None:
     before, after = both
     held = [Holding(rank, boxes) for rank, boxes in enumerate(before)]
-    assert covered(before, SHAPES) == ""
+    assert first_incomplete(before, SHAPES) == ""
     plan = check(held, after)
     for move in plan:
         mine = before[move.target].get(move.tensor)
@@ -75,7 +75,7 @@ def test_parts_of_two_plans_may_overlap(case: tuple[list[Held], list[Held], list
         for name, box in boxes.items():
             every[name][tuple(slice(*one) for one in box)] = 1
     missing = {name for name, there in every.items() if not bool(there.all())}
-    assert (covered(mixed, SHAPES) == "") is (not missing)
+    assert (first_incomplete(mixed, SHAPES) == "") is (not missing)
     held = [Holding(rank, boxes) for rank, boxes in enumerate(mixed)]
     lacking = {
         name
@@ -94,9 +94,11 @@ def test_parts_of_two_plans_may_overlap(case: tuple[list[Held], list[Held], list
 @given(st.integers(1, 5).flatmap(divisions), st.data())
 def test_what_nobody_holds_is_named(held: list[Held], data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["matrix", "vector", "number", "cube"]))
-    lost = data.draw(st.sampled_from([boxes[name] for boxes in held if name in boxes and volume(boxes[name])]))
+    lost = data.draw(
+        st.sampled_from([boxes[name] for boxes in held if name in boxes and volume(boxes[name])])
+    )
     left: list[Held] = [{k: box for k, box in boxes.items() if k != name or box != lost} for boxes in held]
-    assert covered(left, SHAPES) == name
+    assert first_incomplete(left, SHAPES) == name
     with pytest.raises(Missing) as caught:
         moves([Holding(rank, boxes) for rank, boxes in enumerate(left)], [{name: whole(SHAPES[name])}])
     assert caught.value.tensor == name

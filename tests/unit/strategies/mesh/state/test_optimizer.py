@@ -13,8 +13,8 @@ from torch import nn, optim
 from distbelief.checkpoint.boxes import Box, sizes, whole
 from distbelief.errors import JobError
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
-from distbelief.strategies.mesh.run.modelpart import Local
-from distbelief.strategies.mesh.state.memberstate import LocalOptimizer
+from distbelief.strategies.mesh.run.modelpart import HeldParameter
+from distbelief.strategies.mesh.state.memberstate import PartOptimizer
 
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 
@@ -42,12 +42,12 @@ def gradients(step: int) -> list[torch.Tensor | None]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
 
 
-def held(boxes: dict[str, Box]) -> list[Local]:
+def held(boxes: dict[str, Box]) -> list[HeldParameter]:
     found = []
     for number, (name, value) in enumerate(zip(SHAPES, parameters(), strict=True)):
         if name in boxes:
             piece = value.detach()[cut(boxes[name])].clone()
-            found.append(Local(name, number, SHAPES[name], boxes[name], nn.Parameter(piece)))
+            found.append(HeldParameter(name, number, SHAPES[name], boxes[name], nn.Parameter(piece)))
     return found
 
 
@@ -62,7 +62,7 @@ PARTS: list[dict[str, Box]] = [
 ]
 
 
-def mine(local: Iterable[Local], of_all: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def mine(local: Iterable[HeldParameter], of_all: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     found: list[torch.Tensor | None] = []
     for one in local:
         gradient = of_all[one.number]
@@ -86,7 +86,7 @@ class Plain:
         self.optimizer.step()
 
 
-def check(plain: Plain, local: Iterable[Local]) -> None:
+def check(plain: Plain, local: Iterable[HeldParameter]) -> None:
     for one in local:
         torch.testing.assert_close(one.value.detach(), plain.parameters[one.number].detach()[cut(one.box)])
 
@@ -94,7 +94,7 @@ def check(plain: Plain, local: Iterable[Local]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_are_updated_as_the_whole_would_be(kind: str) -> None:
     plain, recipe = Plain(KINDS[kind]), Recipe(KINDS[kind], parameters())
-    members = [LocalOptimizer(recipe, held(boxes)) for boxes in PARTS]
+    members = [PartOptimizer(recipe, held(boxes)) for boxes in PARTS]
     for step in range(4):
         factor = 1.0 / (1 + step)
         plain.step(gradients(step), factor)
@@ -108,7 +108,7 @@ def test_pieces_are_updated_as_the_whole_would_be(kind: str) -> None:
 def test_a_parameter_without_a_gradient_waits_and_may_begin_later(kind: str) -> None:
     """torch's fused SGD wants a first step for all that it is given, or for none."""
     plain, recipe = Plain(KINDS[kind]), Recipe(KINDS[kind], parameters())
-    member = LocalOptimizer(recipe, held({name: whole(shape) for name, shape in SHAPES.items()}))
+    member = PartOptimizer(recipe, held({name: whole(shape) for name, shape in SHAPES.items()}))
     for step, there in enumerate([(True, False, True), (False, False, False), (True, True, False), (True, True, True)]):
         given = [g if flag else None for g, flag in zip(gradients(step), there, strict=True)]
         plain.step(given)
@@ -124,7 +124,7 @@ def test_a_parameter_without_a_gradient_waits_and_may_begin_later(kind: str) -> 
 def test_state_under_names_goes_on_in_other_pieces(kind: str) -> None:
     """Two steps on one division, then the state is put together, divided anew, and two more steps follow."""
     plain, recipe = Plain(KINDS[kind]), Recipe(KINDS[kind], parameters())
-    old = [LocalOptimizer(recipe, held(boxes)) for boxes in PARTS]
+    old = [PartOptimizer(recipe, held(boxes)) for boxes in PARTS]
     for step in range(2):
         given = [*gradients(step)[:2], None]  # the last one has not begun
         plain.step(given)
@@ -149,7 +149,7 @@ def test_state_under_names_goes_on_in_other_pieces(kind: str) -> None:
         for one in local:
             with torch.no_grad():
                 one.value.copy_(plain.parameters[one.number][cut(one.box)])
-        member = LocalOptimizer(recipe, local)
+        member = PartOptimizer(recipe, local)
         member.load({name: together[name][cut(box)].clone() for name, _, _, box in member.forms()})
         later = Plain(KINDS[kind])
         for parameter, value in zip(later.parameters, plain.parameters, strict=True):
@@ -177,7 +177,7 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_given_no_pieces() -> Non
     make = lambda p: Lars(p, lr=0.1, momentum=0.9)  # noqa: E731
     recipe = Recipe(make, parameters())
     with pytest.raises(JobError, match="'matrix'") as caught:
-        LocalOptimizer(recipe, held(PARTS[0]))
+        PartOptimizer(recipe, held(PARTS[0]))
     assert "Lars" in str(caught.value)
     assert "pipeline" in caught.value.hint
 
@@ -185,12 +185,12 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_given_no_pieces() -> Non
 def test_whole_parameters_are_fine_for_it_and_its_state_has_names() -> None:
     make = lambda p: Lars(p, lr=0.1, momentum=0.9)  # noqa: E731
     plain, recipe = Plain(make), Recipe(make, parameters())
-    member = LocalOptimizer(recipe, held({"matrix": whole((6, 4)), "number": ()}))
+    member = PartOptimizer(recipe, held({"matrix": whole((6, 4)), "number": ()}))
     for step in range(2):
         plain.step(gradients(step))
         member.step(mine(member.held, gradients(step)), 1.0)
     check(plain, member.held)
-    again = LocalOptimizer(recipe, member.held)
+    again = PartOptimizer(recipe, member.held)
     again.load({name: value.clone() for name, value in member.tensors().items()})
     plain.step(gradients(2))
     again.step(mine(again.held, gradients(2)), 1.0)
@@ -198,7 +198,7 @@ def test_whole_parameters_are_fine_for_it_and_its_state_has_names() -> None:
 
 
 def test_a_member_without_parameters_has_nothing_to_do() -> None:
-    member = LocalOptimizer(Recipe(KINDS["Adam"], parameters()), [])
+    member = PartOptimizer(Recipe(KINDS["Adam"], parameters()), [])
     member.step([], 1.0)
     member.load({})
     assert member.tensors() == {}

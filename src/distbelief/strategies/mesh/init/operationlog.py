@@ -24,15 +24,15 @@ _REMEMBERED = 1 << 20
 """A generator's state (5 kB) is kept about once in so many numbers drawn: later replays go on from there."""
 
 
-class _Stream:
-    """Stands in the arguments of a step for a generator that the operation was given."""
+class _GeneratorPlaceholder:
+    """Stands in the arguments of a operation for a generator that the operation was given."""
 
 
-STREAM = _Stream()
+GENERATOR = _GeneratorPlaceholder()
 
 
 @dataclass(frozen=True)
-class Piece:
+class StorageView:
     """A tensor as a place in a storage."""
 
     storage: int
@@ -44,7 +44,7 @@ class Piece:
     negative: bool = False
 
     @classmethod
-    def at(cls, storage: int, tensor: torch.Tensor) -> Piece:
+    def at(cls, storage: int, tensor: torch.Tensor) -> StorageView:
         size, stride, offset = tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
         return cls(storage, tensor.dtype, size, stride, offset, tensor.is_conj(), tensor.is_neg())
 
@@ -61,16 +61,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Output:
-    """A result of a step that has a storage of its own: the how many-th, where it lies, and the storage's size."""
+    """A result of a operation that has a storage of its own: the how many-th, where it lies, and the storage's size."""
 
     position: int
-    piece: Piece
+    view: StorageView
     size_bytes: int
 
 
 @dataclass(frozen=True)
-class Step:
-    """One operation. Its arguments hold pieces for tensors, and STREAM for a generator."""
+class RecordedOperation:
+    """One operation. Its arguments hold views for tensors, and GENERATOR for a generator."""
 
     func: torch._ops.OpOverload[Any, Any]
     args: tuple[Any, ...]
@@ -86,12 +86,12 @@ class Step:
 
     @cached_property
     def touches(self) -> frozenset[int]:
-        read = {leaf.storage for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Piece)}
+        read = {leaf.storage for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, StorageView)}
         return frozenset(read | self.creates)
 
     @cached_property
     def creates(self) -> frozenset[int]:
-        return frozenset(output.piece.storage for output in self.outputs)
+        return frozenset(output.view.storage for output in self.outputs)
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ class _Constant:
     checksum: int
 
 
-class History:
+class OperationLog:
     """Steps in their order, with the real tensors and the states of generators that they began from."""
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.operations: list[RecordedOperation] = []
         self._constants: dict[int, _Constant] = {}
         self._written: set[int] = set()
         self._sizes: dict[int, int] = {}
@@ -117,7 +117,7 @@ class History:
         return next(self._numbers)
 
     def begin_storage(self, storage: torch.UntypedStorage) -> int:
-        """A storage with contents of its own, made before or outside of the steps. It is kept, not copied."""
+        """A storage with contents of its own, made before or outside of the operations. It is kept, not copied."""
         number = self.number()
         self._constants[number] = _Constant(storage, _checksum(storage))
         return number
@@ -127,43 +127,47 @@ class History:
         self._states[number] = state
         return number
 
-    def append(self, step: Step) -> None:
-        self.steps.append(step)
-        self._written |= step.writes
-        self._sizes.update({output.piece.storage: output.size_bytes for output in step.outputs})
+    def append(self, operation: RecordedOperation) -> None:
+        self.operations.append(operation)
+        self._written |= operation.writes
+        self._sizes.update({output.view.storage: output.size_bytes for output in operation.outputs})
 
-    def attempt(self, step: Step) -> Any:
-        """What `step` would give if it were the next one. Nothing is changed by it."""
+    def attempt(self, operation: RecordedOperation) -> Any:
+        """What `operation` would give if it were the next one. Nothing is changed by it."""
         passing: dict[int, torch.Tensor] = {}
-        states = frozenset() if step.before is None else frozenset([step.before])
-        live = dict(self._replay(step.touches, states, passing))
-        return self._run(step, live, passing)
+        states = frozenset() if operation.before is None else frozenset([operation.before])
+        live = dict(self._replay(operation.touches, states, passing))
+        return self._run(operation, live, passing)
 
     def replay(self, wanted: Set[int]) -> Iterator[tuple[int, torch.UntypedStorage]]:
-        """The storages `wanted` with their contents after the last step, each as soon as nothing needs it any more."""
+        """Yields the storages `wanted` with their final contents, each as soon as no other operation needs it."""
         return self._replay(wanted, frozenset(), {})
 
     def _replay(
         self, wanted: Set[int], wanted_states: Set[int], passing: dict[int, torch.Tensor]
     ) -> Iterator[tuple[int, torch.UntypedStorage]]:
         plan = self._plan(wanted, wanted_states)
-        last_use = {number: i for i, scratch in plan for number in (() if scratch else self.steps[i].touches)}
-        last_draw = {self.steps[i].before: i for i, _ in plan}
+        last_use = {number: i for i, scratch in plan for number in (() if scratch else self.operations[i].touches)}
+        last_draw = {self.operations[i].before: i for i, _ in plan}
         for number in wanted - last_use.keys():
             yield number, _copy(self._constant(number))
         live: dict[int, torch.UntypedStorage] = {}
         for i, scratch in plan:
-            step = self.steps[i]
+            operation = self.operations[i]
             if scratch:
-                filled = step.args[0].scratch()
-                self._call(step, (filled, *step.args[1:]), step.kwargs, passing)
+                filled = operation.args[0].scratch()
+                self._call(operation, (filled, *operation.args[1:]), operation.kwargs, passing)
                 del filled
                 done: list[int] = []
             else:
-                self._run(step, live, passing)
-                done = [number for number in step.touches if last_use[number] == i]
-            if step.before is not None and last_draw[step.before] == i and step.before not in wanted_states:
-                passing.pop(step.before, None)
+                self._run(operation, live, passing)
+                done = [number for number in operation.touches if last_use[number] == i]
+            if (
+                operation.before is not None
+                and last_draw[operation.before] == i
+                and operation.before not in wanted_states
+            ):
+                passing.pop(operation.before, None)
             for number in done:
                 storage = live.pop(number)
                 if number in wanted:
@@ -171,79 +175,85 @@ class History:
                 del storage
 
     def _plan(self, wanted: Set[int], wanted_states: Set[int]) -> list[tuple[int, bool]]:
-        """The steps to execute, in order, and whether only the numbers that a step draws are wanted of it."""
+        """The operations to execute, in order, and whether only the numbers that a operation draws are wanted of it."""
         storages = set(wanted)
         states = {state for state in wanted_states if state not in self._states}
-        overwritten: set[int] = set()  # a later step fills all of it: until then only its memory is wanted
+        overwritten: set[int] = set()  # a later operation fills all of it: until then only its memory is wanted
         plan = []
-        for i in range(len(self.steps) - 1, -1, -1):
-            step = self.steps[i]
-            contents = any(number in storages and number not in overwritten for number in step.writes)
-            changes = contents or not storages.isdisjoint(step.creates)
-            if not changes and (step.after is None or step.after not in states):
+        for i in range(len(self.operations) - 1, -1, -1):
+            operation = self.operations[i]
+            contents = any(number in storages and number not in overwritten for number in operation.writes)
+            changes = contents or not storages.isdisjoint(operation.creates)
+            if not changes and (operation.after is None or operation.after not in states):
                 continue
-            scratch = step.fills and not changes
+            scratch = operation.fills and not changes
             plan.append((i, scratch))
             if not scratch:
-                storages |= step.touches
-                storages -= step.creates
-                overwritten -= step.touches
-                if step.fills and self._is_whole(step.args[0]):
-                    overwritten.add(step.args[0].storage)
-            if step.before is not None and step.before not in self._states:
-                states.add(step.before)
+                storages |= operation.touches
+                storages -= operation.creates
+                overwritten -= operation.touches
+                if operation.fills and self._is_whole(operation.args[0]):
+                    overwritten.add(operation.args[0].storage)
+            if operation.before is not None and operation.before not in self._states:
+                states.add(operation.before)
         return plan[::-1]
 
-    def _is_whole(self, piece: Piece) -> bool:
-        return torch.Size(piece.size).numel() * piece.dtype.itemsize == self._sizes.get(piece.storage)
+    def _is_whole(self, view: StorageView) -> bool:
+        return torch.Size(view.size).numel() * view.dtype.itemsize == self._sizes.get(view.storage)
 
-    def _run(self, step: Step, live: dict[int, torch.UntypedStorage], passing: dict[int, torch.Tensor]) -> Any:
+    def _run(
+        self, operation: RecordedOperation, live: dict[int, torch.UntypedStorage], passing: dict[int, torch.Tensor]
+    ) -> Any:
         def real(leaf: Any) -> Any:
-            if not isinstance(leaf, Piece):
+            if not isinstance(leaf, StorageView):
                 return leaf
             if leaf.storage not in live:
                 live[leaf.storage] = self._constant(leaf.storage)
             return leaf.of(live[leaf.storage])
 
-        given = {number: live[number]._cdata for number in step.touches if number in live}
-        result = self._call(step, tree_map(real, step.args), tree_map(real, step.kwargs), passing)
+        given = {number: live[number]._cdata for number in operation.touches if number in live}
+        result = self._call(operation, tree_map(real, operation.args), tree_map(real, operation.kwargs), passing)
         results = tree_leaves(result)
-        for output in step.outputs:
+        for output in operation.outputs:
             _keep(output, results[output.position], live, set(given.values()))
         return result
 
     def _call(
-        self, step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any], passing: dict[int, torch.Tensor]
+        self,
+        operation: RecordedOperation,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        passing: dict[int, torch.Tensor],
     ) -> Any:
         """The operation itself, without gradients and untouched by modes; the caller's generators are left alone."""
         default_dtype = torch.get_default_dtype()
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            torch.set_default_dtype(step.default_dtype)
+            torch.set_default_dtype(operation.default_dtype)
             try:
-                if step.before is None or step.after is None:
-                    return step.func(*args, **kwargs)
-                state = passing[step.before] if step.before in passing else self._states[step.before]
-                result, passing[step.after] = _draw(step.func, args, kwargs, state)
+                if operation.before is None or operation.after is None:
+                    return operation.func(*args, **kwargs)
+                state = passing[operation.before] if operation.before in passing else self._states[operation.before]
+                result, passing[operation.after] = _draw(operation.func, args, kwargs, state)
             finally:
                 torch.set_default_dtype(default_dtype)
-        self._remember(step, passing[step.after])
+        self._remember(operation, passing[operation.after])
         return result
 
-    def _remember(self, step: Step, state: torch.Tensor) -> None:
-        if step.after is None or step.after in self._states:
+    def _remember(self, operation: RecordedOperation, state: torch.Tensor) -> None:
+        if operation.after is None or operation.after in self._states:
             return
-        pieces = [leaf for leaf in tree_leaves(step.args) if isinstance(leaf, Piece)]
-        pieces += [output.piece for output in step.outputs]
-        self._drawn += max((torch.Size(piece.size).numel() for piece in pieces), default=1)
+        views = [leaf for leaf in tree_leaves(operation.args) if isinstance(leaf, StorageView)]
+        views += [output.view for output in operation.outputs]
+        self._drawn += max((torch.Size(view.size).numel() for view in views), default=1)
         if self._drawn >= _REMEMBERED:
             self._drawn = 0
-            self._states[step.after] = state
+            self._states[operation.after] = state
 
     def _is_constant(self, number: int) -> bool:
         return number in self._constants and number not in self._written
 
     def _constant(self, number: int) -> torch.UntypedStorage:
-        """The contents that a storage began with: a copy if steps write to it."""
+        """The contents that a storage began with: a copy if operations write to it."""
         constant = self._constants[number]
         if _checksum(constant.storage) != constant.checksum:
             raise JobError(
@@ -255,10 +265,10 @@ class History:
 
 def _draw(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """Call `func` with its generator in `state`; the result, and the generator's state after it."""
-    if any(leaf is STREAM for leaf in tree_leaves((args, dict(kwargs)))):
+    if any(leaf is GENERATOR for leaf in tree_leaves((args, dict(kwargs)))):
         own = torch.Generator()
         own.set_state(state)
-        args, kwargs = tree_map(lambda leaf: own if leaf is STREAM else leaf, (args, dict(kwargs)))
+        args, kwargs = tree_map(lambda leaf: own if leaf is GENERATOR else leaf, (args, dict(kwargs)))
         return func(*args, **kwargs), own.get_state()
     shared = torch.default_generator
     callers = shared.get_state()
@@ -271,14 +281,14 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: to
 
 def _keep(output: Output, result: torch.Tensor, live: dict[int, torch.UntypedStorage], given: Set[int]) -> None:
     """Take a result's storage over as it is; where the kernel laid it out otherwise than recorded, copy it."""
-    storage, piece = result.untyped_storage(), output.piece
-    as_recorded = Piece.at(piece.storage, result) == piece and storage.nbytes() == output.size_bytes
-    if as_recorded and piece.storage not in live and storage._cdata not in given:
-        live[piece.storage] = storage
+    storage, view = result.untyped_storage(), output.view
+    as_recorded = StorageView.at(view.storage, result) == view and storage.nbytes() == output.size_bytes
+    if as_recorded and view.storage not in live and storage._cdata not in given:
+        live[view.storage] = storage
         return
-    if piece.storage not in live:
-        live[piece.storage] = new_storage(output.size_bytes, "cpu")
-    piece.of(live[piece.storage]).copy_(result)
+    if view.storage not in live:
+        live[view.storage] = new_storage(output.size_bytes, "cpu")
+    view.of(live[view.storage]).copy_(result)
 
 
 def new_storage(size_bytes: int, device: str) -> torch.UntypedStorage:

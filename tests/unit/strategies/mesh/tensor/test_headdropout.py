@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from distbelief.strategies.mesh.tensor.apply import Masks, whole_masks
-from distbelief.strategies.mesh.tensor.search import Site
+from distbelief.strategies.mesh.tensor.apply import DropoutMasks, whole_masks
+from distbelief.strategies.mesh.tensor.search import DropoutSite
 
-SITE = Site(1, (0, 1, 2, 3), "out")
+SITE = DropoutSite(1, (0, 1, 2, 3), "out")
 
 
-def parts(compute: Callable[[int], torch.Tensor], dim: int, degree: int, site: Site) -> torch.Tensor:
+def parts(compute: Callable[[int], torch.Tensor], dim: int, degree: int, site: DropoutSite) -> torch.Tensor:
     """What the members of a group give, one after the other from the same seed, put together."""
     given, states = [], []
     for rank in range(degree):
-        masks = Masks({("layer", 0): site}, degree, rank)
+        masks = DropoutMasks({("layer", 0): site}, degree, rank)
         torch.manual_seed(4)
         with whole_masks(masks):
             masks.called("layer")
@@ -127,7 +127,7 @@ def test_dropout_in_any_layout_of_memory(dim: int, order: tuple[int, ...], inpla
     def mine(rank: int) -> torch.Tensor:
         return F.dropout(whole.narrow(dim, rank * size, size).clone(), 0.4, True, inplace)
 
-    result = parts(mine, dim, 2, Site(dim, order, "out"))
+    result = parts(mine, dim, 2, DropoutSite(dim, order, "out"))
     with from_the_same_seed():
         expected = F.dropout(whole, 0.4, True)
     assert torch.equal(result, expected)
@@ -136,14 +136,16 @@ def test_dropout_in_any_layout_of_memory(dim: int, order: tuple[int, ...], inpla
 @pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.4, False), (1.0, True)])
 def test_dropout_that_draws_nothing(p: float, training: bool) -> None:
     whole = random(4, 6)
-    result = parts(lambda rank: F.dropout(whole[:, 3 * rank : 3 * rank + 3], p, training), 1, 2, Site(1, (0, 1), "out"))
+    result = parts(
+        lambda rank: F.dropout(whole[:, 3 * rank : 3 * rank + 3], p, training), 1, 2, DropoutSite(1, (0, 1), "out")
+    )
     with from_the_same_seed():
         expected = F.dropout(whole, p, training)
     assert torch.equal(result, expected)
 
 
 def test_other_dropout_is_left_alone() -> None:
-    masks = Masks({("layer", 1): Site(1, (0, 1), "out")}, 2, 0)
+    masks = DropoutMasks({("layer", 1): DropoutSite(1, (0, 1), "out")}, 2, 0)
     whole = random(4, 6)
     torch.manual_seed(4)
     with whole_masks(masks):
@@ -155,7 +157,7 @@ def test_other_dropout_is_left_alone() -> None:
 
 
 def test_a_place_that_is_missed_is_an_error() -> None:
-    masks = Masks({("layer", 0): Site(1, (0, 1), "out")}, 2, 0)
+    masks = DropoutMasks({("layer", 0): DropoutSite(1, (0, 1), "out")}, 2, 0)
     masks.called("layer")
     F.dropout(random(4, 3), 0.4)
     with pytest.raises(RuntimeError, match="between layer and out ran outside of whole_masks"):
@@ -164,7 +166,7 @@ def test_a_place_that_is_missed_is_an_error() -> None:
 
 
 def test_entered_twice_it_counts_once() -> None:
-    masks = Masks({("layer", 1): Site(1, (0, 1), "out")}, 2, 0)
+    masks = DropoutMasks({("layer", 1): DropoutSite(1, (0, 1), "out")}, 2, 0)
     with whole_masks(masks), whole_masks(masks):
         masks.called("layer")
         F.dropout(random(4, 6), 0.4)

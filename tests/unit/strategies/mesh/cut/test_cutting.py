@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distbelief.errors import JobError
-from distbelief.strategies.mesh.cut.cutting import Blueprint, draw
+from distbelief.strategies.mesh.cut.cutting import Blueprint, make_blueprint
 from distbelief.strategies.mesh.cut.profile import measure
 from distbelief.strategies.mesh.cut.stages import Stage
 from distbelief.strategies.mesh.run.runner import ShardBuffers
@@ -61,7 +61,7 @@ def test_a_gpt_is_cut_into_embedding_blocks_and_the_rest() -> None:
 
 def test_a_stage_holds_the_very_modules_of_the_model() -> None:
     model = models.GPT().to("meta")
-    stage = draw(model, (torch.zeros(2, 8, dtype=torch.long, device="meta"),), {}).stage(0, 2)
+    stage = make_blueprint(model, (torch.zeros(2, 8, dtype=torch.long, device="meta"),), {}).stage(0, 2)
     assert stage.module.get_submodule("blocks.0") is model.blocks[0]
     assert stage.module.get_submodule("places") is model.places
 
@@ -223,7 +223,7 @@ def test_layers_of_torch_itself_are_opened_if_need_be() -> None:
 def test_hooks_of_layers_run_in_the_stages() -> None:
     model = models.GPT().to("meta")
     model.blocks[1].mlp[0].register_forward_hook(lambda module, args, output: output * 0)
-    cut = draw(model, (torch.zeros(2, 8, dtype=torch.long, device="meta"),), {}, at_least=8)
+    cut = make_blueprint(model, (torch.zeros(2, 8, dtype=torch.long, device="meta"),), {}, at_least=8)
     number = next(n for n, unit in enumerate(cut.units) if "blocks.1.mlp.0.weight" in unit.parameters)
     stage = cut.stage(number, number + 1)
     stage.module.to_empty(device="cpu")
@@ -257,7 +257,7 @@ def divided_gpt(mesh: DeviceMesh) -> nn.Module:
 @pytest.mark.parametrize("at_least", [2, 8])
 def test_divided_layers_stay_divided(two_members: DeviceMesh, at_least: int) -> None:
     ids = torch.randint(0, 20, (4, 8))
-    cut = draw(divided_gpt(two_members), (ids.to("meta"),), {}, at_least=at_least)
+    cut = make_blueprint(divided_gpt(two_members), (ids.to("meta"),), {}, at_least=at_least)
     stage = cut.stage(0, 3)
     inner = dict(stage.module.named_parameters())["blocks.0.mlp.0.weight"]
     assert isinstance(inner, DTensor)
@@ -286,7 +286,7 @@ def test_divided_layers_inside_a_module_that_looks_at_values(two_members: Device
         styles |= {f"{number}.one": ColwiseParallel(), f"{number}.two": RowwiseParallel()}
     parallelize_module(model, two_members, styles)
     args, _ = rows(4)
-    cut = draw(model, on_meta(args), {}, split=["1"])
+    cut = make_blueprint(model, on_meta(args), {}, split=["1"])
     assert names(cut) == ["0", "1"]
     assert len(measure(cut, args, {}, "cpu")) == 2
     assert model[0].one._forward_pre_hooks
@@ -297,7 +297,7 @@ def test_divided_layers_are_measured_with_the_part_held_here(two_members: Device
     ids = torch.randint(0, 20, (4, 8))
     whole = measure(blueprint_of(models.GPT(), (ids,)), (ids,), {}, "cpu")
     model = divided_gpt(two_members)
-    mine = measure(draw(model, (ids.to("meta"),), {}), (ids,), {}, "cpu")
+    mine = measure(make_blueprint(model, (ids.to("meta"),), {}), (ids,), {}, "cpu")
     assert mine[1].bytes < whole[1].bytes
     assert model.blocks[0].mlp[0]._forward_pre_hooks
     assert isinstance(model.symbols.weight, DTensor)
@@ -308,7 +308,7 @@ def test_the_model_is_left_as_it_was() -> None:
     model.b.eval()
     args = on_meta(rows(4)[0])
     before = list(vars(model)), [module.training for module in model.modules()], torch.get_rng_state()
-    draw(model, args, {})
+    make_blueprint(model, args, {})
     assert before[0] == list(vars(model))
     assert before[1] == [module.training for module in model.modules()]
     assert torch.equal(before[2], torch.get_rng_state())

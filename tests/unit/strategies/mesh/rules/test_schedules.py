@@ -71,7 +71,7 @@ def test_every_stage_does_every_shard_once_and_nobody_waits_forever(schedule: Pi
 @pytest.mark.parametrize("members", SIZES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_stage_takes_shards_in_their_order(schedule: PipelineSchedule, members: int) -> None:
-    """Wires tell shapes ahead of the first shard of a size: both ends must agree on which one is the first."""
+    """StageTransfer tell shapes ahead of the first shard of a size: both ends must agree on which one is the first."""
     for shards in SHARDS:
         for member in range(members):
             for stage in stages_of(schedule, members, member):

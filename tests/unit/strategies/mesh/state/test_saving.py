@@ -9,19 +9,19 @@ from torch.nn import functional as F
 
 from distbelief.checkpoint.boxes import sizes
 from distbelief.strategies.flatmodel.copying import Copy
-from distbelief.strategies.mesh.rules.agreement import Verdict
-from distbelief.strategies.mesh.state.memberstate import Forms, LiveState
+from distbelief.strategies.mesh.rules.agreement import CommitDecision
+from distbelief.strategies.mesh.state.memberstate import Forms, MemberState
 from distbelief.strategies.mesh.state.saving import MeshPortion, copy_of, portions
 from distbelief.transport.shm.segment import Segment
 from tests.support.mesh.divisions import SHAPES, Held, divisions
 from tests.support.mesh.member import JOBS, live_state, pieces_of
 
 
-def forms_of(state: LiveState) -> Forms:
+def forms_of(state: MemberState) -> Forms:
     return {name: (value.dtype, tuple(value.shape)) for name, (_, value) in state.tensors().items()}
 
 
-def trained(case: str, steps: int) -> LiveState:
+def trained(case: str, steps: int) -> MemberState:
     job = JOBS[case]()
     torch.manual_seed(0)
     assert not isinstance(job.model, torch.nn.Module)
@@ -31,12 +31,12 @@ def trained(case: str, steps: int) -> LiveState:
     return state
 
 
-def apply_one(state: LiveState, case: str, step: int) -> None:
+def apply_one(state: MemberState, case: str, step: int) -> None:
     compute(state, case, step)
-    state.apply(Verdict(step, 0.0, 4, "", 1, 0.0, 0.1, 1))
+    state.apply(CommitDecision(step, 0.0, 4, "", 1, 0.0, 0.1, 1))
 
 
-def compute(state: LiveState, case: str, step: int) -> None:
+def compute(state: MemberState, case: str, step: int) -> None:
     x, target = JOBS[case]().data
     state._buffers[0].begin()
     output = state.part.stages[0].module(x[:4] + step)
@@ -59,7 +59,7 @@ def test_entries_of_all_ranks_cover_everything_once(held: list[Held]) -> None:
     assert all(bool((one == 1).all()) for one in count.values())
 
 
-def begun(state: LiveState) -> tuple[MeshPortion, Segment, dict[str, torch.Tensor]]:
+def begun(state: MemberState) -> tuple[MeshPortion, Segment, dict[str, torch.Tensor]]:
     portion = portions([state.boxes()], forms_of(state))[0]
     return portion, Segment.private(portion.size_bytes), pieces_of(state)
 
@@ -78,7 +78,7 @@ def test_a_copy_is_of_one_step_although_the_next_one_changes_everything() -> Non
         copying = copy_of(portion, state, {}, memory)
         compute(state, case, 2)  # buffers change while shards are computed, before anything is applied
         copying.finish_before_a_write()
-        state.apply(Verdict(2, 0.0, 4, "", 1, 0.0, 0.1, 1))
+        state.apply(CommitDecision(2, 0.0, 4, "", 1, 0.0, 0.1, 1))
         check(portion, memory, copying, kept)
         later = pieces_of(state)
         moved = [name for name, value in kept.items() if not torch.equal(value, later[name])]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from distbelief.strategies.mesh.cut.dryrun import in_mode, kept
+from distbelief.strategies.mesh.cut.dryrun import in_mode, restoring
 
 
 class Remembering(nn.Module):
@@ -31,7 +31,7 @@ class Remembering(nn.Module):
 def test_attributes_containers_buffers_and_modules_are_as_they_were() -> None:
     model = Remembering()
     mean, by_size, seen, names = model.inner.running_mean, model.by_size, model.seen, list(model.state_dict())
-    with pytest.raises(ValueError, match="more than 1 value"), kept(model):
+    with pytest.raises(ValueError, match="more than 1 value"), restoring(model):
         model(torch.randn(1, 3))  # fails when it has left its traces
     assert model.table is None
     assert not hasattr(model, "fresh")

@@ -1,4 +1,4 @@
-"""Birth: any part of a model gets the bits of one process, whatever its constructor does, in little memory."""
+"""DeferredModel: any part of a model gets the bits of one process, whatever its constructor does, in little memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from distbelief.data.seeding import seed_everything
 from distbelief.errors import JobError
-from distbelief.strategies.mesh.init.deferred import Birth, watch_birth
+from distbelief.strategies.mesh.init.deferred import DeferredModel, make_deferred
 from tests.support.mesh.constructors import MODELS, OUTSIDE, default_types, gpt_like, holding
 
 SEED = 11
@@ -66,7 +66,7 @@ def test_every_value_has_the_bits_of_one_process(make: Callable[[], nn.Module]) 
     tensors = all_tensors(expected)
     seed_everything(99)
     before = streams()
-    birth = watch_birth(make, SEED)
+    birth = make_deferred(make, SEED)
     assert streams() == before
     for _ in range(2):
         values = dict(birth.values(tensors))
@@ -89,7 +89,7 @@ def test_every_value_has_the_bits_of_one_process(make: Callable[[], nn.Module]) 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_each_one_alone_has_them_too_in_any_order(make: Callable[[], nn.Module]) -> None:
     tensors = all_tensors(made_plainly(make))
-    birth = watch_birth(make, SEED)
+    birth = make_deferred(make, SEED)
     for name in random.Random(5).sample(list(tensors), len(tensors)):
         ((given, value),) = birth.values([name])
         assert given == name
@@ -97,7 +97,7 @@ def test_each_one_alone_has_them_too_in_any_order(make: Callable[[], nn.Module])
 
 
 def test_the_callers_stream_is_its_own_between_two_values() -> None:
-    birth = watch_birth(MODELS["attention"], SEED)
+    birth = make_deferred(MODELS["attention"], SEED)
     tensors = all_tensors(made_plainly(MODELS["attention"]))
     torch.manual_seed(1)
     alone = [torch.rand(3).tolist() for _ in tensors]
@@ -156,7 +156,7 @@ def test_any_program_gives_any_part_the_bits_of_one_process(
     program: list[tuple[str, int, int]], part: set[int]
 ) -> None:
     tensors = all_tensors(made_plainly(lambda: interpret(program)))
-    birth = watch_birth(lambda: interpret(program), SEED)
+    birth = make_deferred(lambda: interpret(program), SEED)
     for wanted in ({str(number % len(tensors)) for number in part}, tensors.keys()):
         values = dict(birth.values(wanted))
         assert values.keys() == wanted
@@ -165,7 +165,7 @@ def test_any_program_gives_any_part_the_bits_of_one_process(
 
 def test_what_the_caller_has_set_does_not_matter() -> None:
     tensors = all_tensors(made_plainly(default_types))
-    birth = watch_birth(default_types, SEED)
+    birth = make_deferred(default_types, SEED)
     torch.set_default_dtype(torch.float16)
     try:
         with torch.device("meta"), torch.inference_mode():
@@ -204,7 +204,7 @@ LAYER_BYTES = 4 * 64 * 64 + 4 * 64
 
 def test_making_takes_no_memory_and_a_part_takes_that_part_and_one_temporary() -> None:
     with LiveBytes() as making:
-        birth = watch_birth(lambda: layers(40), SEED)
+        birth = make_deferred(lambda: layers(40), SEED)
     assert making.peak < LAYER_BYTES
     wanted = [name for name, _ in birth.model.named_parameters() if name.startswith(("20.", "21."))]
     for _ in range(2):
@@ -215,7 +215,7 @@ def test_making_takes_no_memory_and_a_part_takes_that_part_and_one_temporary() -
 
 
 def test_values_that_are_not_kept_take_no_memory() -> None:
-    birth = watch_birth(lambda: layers(20), SEED)
+    birth = make_deferred(lambda: layers(20), SEED)
     with LiveBytes() as one_by_one:
         for name, value in birth.values([name for name, _ in birth.model.named_parameters()]):
             assert value.any(), name
@@ -235,7 +235,7 @@ def test_the_second_time_starts_from_states_that_are_known() -> None:
                 self.numbers += result.numel()
             return result
 
-    birth = watch_birth(lambda: nn.Sequential(*(nn.Linear(1024, 512) for _ in range(8))), SEED)
+    birth = make_deferred(lambda: nn.Sequential(*(nn.Linear(1024, 512) for _ in range(8))), SEED)
     tensors = all_tensors(made_plainly(lambda: nn.Sequential(*(nn.Linear(1024, 512) for _ in range(8)))))
     drawn = []
     for _ in range(2):
@@ -248,7 +248,7 @@ def test_the_second_time_starts_from_states_that_are_known() -> None:
 
 
 def test_tied_parameters_stay_one_and_have_both_names() -> None:
-    birth = watch_birth(gpt_like, SEED)
+    birth = make_deferred(gpt_like, SEED)
     assert birth.model.head.weight is birth.model.token.weight
     values = dict(birth.values(["head.weight", "token.weight"]))
     assert values["head.weight"].data_ptr() == values["token.weight"].data_ptr()
@@ -258,7 +258,7 @@ def test_a_model_that_is_made_already_is_left_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model.add_module("again", model[0])
     model[0].bias.requires_grad_(False)
-    birth = watch_birth(lambda: model, SEED)
+    birth = make_deferred(lambda: model, SEED)
     tensors = {name: tensor.clone() for name, tensor in all_tensors(model).items()}
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
     assert all(tensor.is_meta for tensor in birth.model.state_dict().values())
@@ -279,7 +279,7 @@ def test_a_model_that_is_made_already_may_be_initialised_again_without_changing_
         nn.init.normal_(model.bias)
         return model
 
-    birth = watch_birth(reset, SEED)
+    birth = make_deferred(reset, SEED)
     assert same_bits(model.weight.detach(), before)
     seed_everything(SEED)
     values = dict(birth.values(["weight", "bias"]))
@@ -293,7 +293,7 @@ def test_tensors_in_plain_attributes_are_known_by_name() -> None:
             super().__init__(3, 3)
             self.scale = torch.rand(3)
 
-    birth = watch_birth(lambda: nn.Sequential(Scaled()), SEED)
+    birth = make_deferred(lambda: nn.Sequential(Scaled()), SEED)
     assert birth.loose == ("0.scale",)
     ((_, value),) = birth.values(birth.loose)
     assert same_bits(value, made_plainly(Scaled).scale)
@@ -352,18 +352,18 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch its
 def test_what_cannot_be_followed_is_said_in_one_message(make: Callable[[], nn.Module], words: str) -> None:
     before = streams()
     with pytest.raises(JobError, match=words):
-        watch_birth(make, SEED)
+        make_deferred(make, SEED)
     assert streams() == before
 
 
 def test_a_mistake_in_the_constructor_is_shown_as_it_is() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        watch_birth(lambda: nn.Linear(3, 4)(torch.rand(2, 5)), SEED)
+        make_deferred(lambda: nn.Linear(3, 4)(torch.rand(2, 5)), SEED)
 
 
 def test_an_array_that_changes_after_the_model_was_made_from_it_is_noticed() -> None:
     array = np.ones(3, np.float32)
-    birth = watch_birth(lambda: holding(x=torch.from_numpy(array)), SEED)
+    birth = make_deferred(lambda: holding(x=torch.from_numpy(array)), SEED)
     array[0] = 2
     with pytest.raises(JobError, match="changed since"):
         list(birth.values(["x"]))
@@ -407,7 +407,7 @@ def test_models_of_transformers_made_from_a_config(family: str) -> None:
 
     plain = made_plainly(make)
     tensors = all_tensors(plain)
-    birth: Birth = watch_birth(make, SEED)
+    birth: DeferredModel = make_deferred(make, SEED)
     values = dict(birth.values(tensors))
     assert [name for name in tensors if not same_bits(values[name], tensors[name])] == []
     tied = [name for name in tensors if name not in dict(plain.named_parameters()) | dict(plain.named_buffers())]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range
-from distbelief.strategies.mesh.rules.balance import UnitCost, cut, explain
+from distbelief.strategies.mesh.rules.balance import UnitCost, explain, partition
 
 patient = settings(deadline=None)  # a noisy machine is no failure
 costs = st.lists(
@@ -39,7 +39,7 @@ def test_no_cut_is_better(units: list[UnitCost], stages: int, weight: float) -> 
         slowest, largest = worst(units, ranges)
         return slowest / seconds + weight * largest / size
 
-    ranges = cut(units, stages, memory_weight=weight)
+    ranges = partition(units, stages, memory_weight=weight)
     assert len(ranges) == stages
     assert ranges[0][0] == 0
     assert ranges[-1][1] == len(units)
@@ -52,24 +52,24 @@ def test_no_cut_is_better(units: list[UnitCost], stages: int, weight: float) -> 
 @given(costs, st.integers(1, 9))
 def test_memory_decides_among_equally_fast_cuts(units: list[UnitCost], stages: int) -> None:
     stages = min(stages, len(units))
-    found = worst(units, cut(units, stages, memory_weight=1e-9))
+    found = worst(units, partition(units, stages, memory_weight=1e-9))
     assert found == min(worst(units, ranges) for ranges in every_cut(len(units), stages))
 
 
 def test_among_equal_cuts_the_most_even_one() -> None:
     units = [UnitCost(5.0, 1), UnitCost(1.0, 1), UnitCost(1.0, 1), UnitCost(1.0, 1), UnitCost(1.0, 1)]
-    assert cut(units, 3) == [(0, 1), (1, 3), (3, 5)]
+    assert partition(units, 3) == [(0, 1), (1, 3), (3, 5)]
 
 
 def test_a_large_model_is_cut_at_once() -> None:
     units = [UnitCost(1.0 + (n * 7919 % 13) / 10, 1000 + n * 104729 % 977) for n in range(120)]
-    ranges = cut(units, 8)
+    ranges = partition(units, 8)
     assert worst(units, ranges)[0] < 1.1 * sum(unit.seconds for unit in units) / 8
 
 
 def test_more_stages_than_units_is_refused() -> None:
     with pytest.raises(DistBeliefError, match="2 units cannot be cut into 3 stages"):
-        cut([UnitCost(1.0, 1)] * 2, 3)
+        partition([UnitCost(1.0, 1)] * 2, 3)
 
 
 def test_every_stage_has_a_line() -> None:
