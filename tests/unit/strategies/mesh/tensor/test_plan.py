@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from distbelief.errors import JobError
 from distbelief.strategies.mesh.tensor.plan import TensorPlan, explain, plan
 
-EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[3] / "examples" / "gpt.py"))
+EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[5] / "examples" / "gpt.py"))
 
 
 def gpt(layers: int = 2, heads: int = 4, dropout: float = 0.1) -> nn.Module:
