@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from distbelief.strategies.mesh.tensor.trace import Operation, Ref, Trace
+from distbelief.strategies.mesh.rules.modeltrace import Operation, Ref, Trace
 
 # --- one operation ---------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-RANDOM = ("attention", "dropout")
+from distbelief.strategies.mesh.rules.modeltrace import Operation, Ref, Trace, Value
+
 _NAMES: dict[Any, tuple[str, tuple[str, ...]]] = {
     F.scaled_dot_product_attention: ("attention", ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")),
     F.dropout: ("dropout", ("input", "p", "training", "inplace")),
@@ -39,92 +38,12 @@ _NAMES: dict[Any, tuple[str, tuple[str, ...]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Ref:
-    """A tensor among an operation's arguments."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Value:
-    """A tensor that appeared. `trained`: gradients flow back through it. `order`: its dimensions as memory has them."""
-
-    shape: tuple[int, ...]
-    trained: bool
-    order: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Operation:
-    name: str  # "layer", "attention", "dropout", "matmul", "einsum", or torch's own, e.g. "transpose.int"
-    arguments: Mapping[str, Any]
-    reads: tuple[int, ...]
-    gives: tuple[int, ...]
-    layer: str = ""
-    pointwise: bool = False
-    random: bool = False
-
-    def plain_arguments(self) -> list[str]:
-        """Everything but the tensors."""
-        return [str(leaf) for leaf in tree_leaves(dict(self.arguments)) if not isinstance(leaf, Ref)]
-
-
 class TraceFailed(Exception):
     """The forward ended with an error; `trace` is what came before it."""
 
     def __init__(self, error: Exception, trace: Trace) -> None:
         super().__init__(str(error).splitlines()[0] if str(error) else type(error).__name__)
         self.trace = trace
-
-
-@dataclass
-class Trace:
-    operations: list[Operation] = field(default_factory=list)
-    values: dict[int, Value] = field(default_factory=dict)
-    parameters: dict[int, str] = field(default_factory=dict)
-    called: set[str] = field(default_factory=set)
-    by_keyword: set[str] = field(default_factory=set)
-    """Layers that were called with anything but one positional tensor."""
-    outputs: set[int] = field(default_factory=set)
-
-    @cached_property
-    def readers(self) -> dict[int, list[int]]:
-        """For each value, the operations that read it."""
-        found: dict[int, list[int]] = {}
-        for index, operation in enumerate(self.operations):
-            for number in operation.reads:
-                found.setdefault(number, []).append(index)
-        return found
-
-    @cached_property
-    def calls(self) -> dict[str, list[int]]:
-        """For each layer, the operations that are calls of it."""
-        found: dict[str, list[int]] = {}
-        for index, operation in enumerate(self.operations):
-            if operation.layer:
-                found.setdefault(operation.layer, []).append(index)
-        return found
-
-    @cached_property
-    def _makers(self) -> dict[int, list[Operation]]:
-        found: dict[int, list[Operation]] = {}
-        for operation in self.operations:
-            for given in operation.gives:
-                found.setdefault(given, []).append(operation)
-        return found
-
-    def sources(self, number: int) -> frozenset[str]:
-        """The layers whose outputs this value is made of."""
-        found, seen, waiting = set(), {number}, [number]
-        while waiting:
-            for maker in self._makers.get(waiting.pop(), ()):
-                if maker.layer:
-                    found.add(maker.layer)
-                    continue
-                waiting += [read for read in maker.reads if read not in seen]
-                seen.update(maker.reads)
-        return frozenset(found)
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -201,7 +120,8 @@ class _Recorder:
         kept = {key: tree_map(refer, argument) for key, argument in arguments.items()}
         trained = name != "detach.default" and (name == "layer" or any(self.trace.values[r].trained for r in reads))
         gives = [self.note(t, trained=trained) for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
-        self.trace.operations.append(Operation(name, kept, tuple(reads), tuple(gives), **more))
+        plain = tuple(str(leaf) for leaf in tree_leaves(kept) if not isinstance(leaf, Ref))
+        self.trace.operations.append(Operation(name, kept, plain, tuple(reads), tuple(gives), **more))
 
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:

@@ -94,9 +94,7 @@ def test_parts_of_two_plans_may_overlap(case: tuple[list[Held], list[Held], list
 @given(st.integers(1, 5).flatmap(divisions), st.data())
 def test_what_nobody_holds_is_named(held: list[Held], data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["matrix", "vector", "number", "cube"]))
-    lost = data.draw(
-        st.sampled_from([boxes[name] for boxes in held if name in boxes and volume(boxes[name])])
-    )
+    lost = data.draw(st.sampled_from([boxes[name] for boxes in held if name in boxes and volume(boxes[name])]))
     left: list[Held] = [{k: box for k, box in boxes.items() if k != name or box != lost} for boxes in held]
     assert first_incomplete(left, SHAPES) == name
     with pytest.raises(Missing) as caught:
