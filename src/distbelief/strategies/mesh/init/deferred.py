@@ -28,7 +28,9 @@ from distbelief.strategies.mesh.init.recording import CpuFacade, Recorder
 
 
 class DeferredModel:
-    """`model` is on meta, otherwise as its constructor left it, and in train mode. It may be changed: names stay valid.
+    """A model on the meta device whose initial values can be computed tensor by tensor.
+
+    `model` is in train mode and otherwise as its constructor left it. Callers may change it: names stay valid.
 
     >>> deferred = make_deferred(lambda: torch.nn.Linear(2, 1), seed=0)
     >>> deferred.model.weight.device.type
@@ -38,19 +40,24 @@ class DeferredModel:
     """
 
     def __init__(
-        self, model: torch.nn.Module, log: OperationLog, views: dict[str, StorageView], loose: Collection[str]
+        self,
+        model: torch.nn.Module,
+        log: OperationLog,
+        views: dict[str, StorageView],
+        plain_attributes: Collection[str],
     ) -> None:
         self.model = model
-        self.loose = tuple(loose)
-        """Tensors that modules hold as plain attributes, neither parameter nor buffer. `values` knows them too."""
+        self.plain_attributes = tuple(plain_attributes)
+        """Names of tensors that modules keep as plain attributes, neither parameters nor buffers. `values` takes these
+        names too."""
         self._log = log
         self._views = views
 
     def values(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The initial values on the CPU, the same bits as in one process, each as soon as it is final.
+        """Yields initial values on the CPU, the same bits as in one process, each as soon as it is final.
 
-        What is yielded belongs to the caller: nothing here keeps or reads it any more. Tensors that share memory in
-        the model (tied under two names) share it here too.
+        The yielded tensors belong to the caller. Tensors that share memory in the model (tied under two names) share it
+        here too.
         """
         names: dict[int, list[str]] = {}
         for name in wanted:
@@ -62,7 +69,7 @@ class DeferredModel:
 
 
 def make_deferred(make: Callable[[], torch.nn.Module], seed: int) -> DeferredModel:
-    """Make the model under `seed`, on meta. The caller's generators are left as they were."""
+    """Make the model on meta under `seed`. The caller's random generators keep their states."""
     recorder = Recorder()
     with _generators_kept():
         seed_everything(seed)
@@ -75,12 +82,12 @@ def make_deferred(make: Callable[[], torch.nn.Module], seed: int) -> DeferredMod
         raise JobError(f"`model` made a {type(model).__name__}, not a torch.nn.Module")
     tensors = dict(_tensors(model))
     views = {name: _view(recorder, name, tensor) for name, tensor in tensors.items()}
-    loose = dict(_loose(model))
-    plain_views = {name: recorder.view(tensor) for name, tensor in loose.items()}
+    plain = dict(_plain_attributes(model))
+    plain_views = {name: recorder.view(tensor) for name, tensor in plain.items()}
     views.update({name: view for name, view in plain_views.items() if view is not None})
-    if any(not tensor.is_meta for tensor in (tensors | loose).values()):
-        model = _on_meta(model, recorder, [*tensors.values(), *loose.values()])
-    return DeferredModel(model.train(), recorder.log, views, [name for name in loose if name in views])
+    if any(not tensor.is_meta for tensor in (tensors | plain).values()):
+        model = _on_meta(model, recorder, [*tensors.values(), *plain.values()])
+    return DeferredModel(model.train(), recorder.log, views, [name for name in plain if name in views])
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -89,7 +96,7 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _loose(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _plain_attributes(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor):
@@ -112,7 +119,7 @@ def _view(recorder: Recorder, name: str, tensor: torch.Tensor) -> StorageView:
 
 
 def _on_meta(model: torch.nn.Module, recorder: Recorder, tensors: Collection[torch.Tensor]) -> torch.nn.Module:
-    """A copy of the model whose tensors are on meta: the one with the real tensors may be the user's own."""
+    """A copy of the model whose tensors are on meta. The model with the real tensors may belong to the user."""
     on_meta: dict[int, Any] = {id(tensor): _meta_tensor(recorder, tensor) for tensor in tensors}
     return copy.deepcopy(model, on_meta)
 
@@ -145,7 +152,7 @@ def _generators_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """torch's own complaint about a tensor on meta would make no sense to someone who has used none."""
+    """Replaces torch's errors about meta tensors: users who never used the meta device could not understand them."""
     try:
         yield
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:

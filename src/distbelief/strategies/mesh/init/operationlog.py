@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from distbelief.errors import JobError
 
 _REMEMBERED = 1 << 20
-"""A generator's state (5 kB) is kept about once in so many numbers drawn: later replays go on from there."""
+"""After about this many numbers drawn, the log keeps a generator's state (5 kB): later replays continue from there."""
 
 
 class _GeneratorPlaceholder:
-    """Stands in the arguments of a operation for a generator that the operation was given."""
+    """Stands for a random generator among the arguments of a recorded operation."""
 
 
 GENERATOR = _GeneratorPlaceholder()
@@ -33,7 +33,7 @@ GENERATOR = _GeneratorPlaceholder()
 
 @dataclass(frozen=True)
 class StorageView:
-    """A tensor as a place in a storage."""
+    """A tensor as a place in a numbered storage."""
 
     storage: int
     dtype: torch.dtype
@@ -55,13 +55,13 @@ class StorageView:
         return torch._neg_view(tensor) if self.negative else tensor
 
     def scratch(self, device: str = "cpu") -> torch.Tensor:
-        """Memory of the same shape that belongs to nothing."""
+        """Fresh memory of the same shape."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
 class Output:
-    """A result of a operation that has a storage of its own: the how many-th, where it lies, and the storage's size."""
+    """A result of an operation, with its own storage: its position among the results, its place, the storage's size."""
 
     position: int
     view: StorageView
@@ -70,7 +70,7 @@ class Output:
 
 @dataclass(frozen=True)
 class RecordedOperation:
-    """One operation. Its arguments hold views for tensors, and GENERATOR for a generator."""
+    """One operation. Among its arguments a `StorageView` stands for a tensor, and GENERATOR for a random generator."""
 
     func: torch._ops.OpOverload[Any, Any]
     args: tuple[Any, ...]
@@ -78,10 +78,12 @@ class RecordedOperation:
     default_dtype: torch.dtype
     writes: frozenset[int] = frozenset()
     before: int | None = None
-    """The state of the generator that it draws from; None: it draws nothing."""
+    """The number of the generator's state that the operation draws from; None: it draws nothing."""
     after: int | None = None
+    """The number of the generator's state afterwards."""
     fills: bool = False
-    """It only fills its first argument with random numbers, whatever was there: any memory of that shape will do."""
+    """Whether the operation only fills its first argument with random numbers, so that any memory of that shape will
+    do."""
     outputs: tuple[Output, ...] = ()
 
     @cached_property
@@ -101,7 +103,7 @@ class _Constant:
 
 
 class OperationLog:
-    """Steps in their order, with the real tensors and the states of generators that they began from."""
+    """Operations in order, with the real tensors and the generator states that they started from."""
 
     def __init__(self) -> None:
         self.operations: list[RecordedOperation] = []
@@ -113,11 +115,11 @@ class OperationLog:
         self._numbers = itertools.count()
 
     def number(self) -> int:
-        """A number for a storage or a state that is new."""
+        """A new number for a storage or a generator state."""
         return next(self._numbers)
 
     def begin_storage(self, storage: torch.UntypedStorage) -> int:
-        """A storage with contents of its own, made before or outside of the operations. It is kept, not copied."""
+        """Number a real storage that was made before or outside of the log. The log keeps it without a copy."""
         number = self.number()
         self._constants[number] = _Constant(storage, _checksum(storage))
         return number
@@ -133,7 +135,7 @@ class OperationLog:
         self._sizes.update({output.view.storage: output.size_bytes for output in operation.outputs})
 
     def attempt(self, operation: RecordedOperation) -> Any:
-        """What `operation` would give if it were the next one. Nothing is changed by it."""
+        """The result that `operation` would have as the next one. Changes nothing."""
         passing: dict[int, torch.Tensor] = {}
         states = frozenset() if operation.before is None else frozenset([operation.before])
         live = dict(self._replay(operation.touches, states, passing))
@@ -175,10 +177,11 @@ class OperationLog:
                 del storage
 
     def _plan(self, wanted: Set[int], wanted_states: Set[int]) -> list[tuple[int, bool]]:
-        """The operations to execute, in order, and whether only the numbers that a operation draws are wanted of it."""
+        """The operations to execute, in order; True: the operation is needed only for the random numbers that it
+        draws."""
         storages = set(wanted)
         states = {state for state in wanted_states if state not in self._states}
-        overwritten: set[int] = set()  # a later operation fills all of it: until then only its memory is wanted
+        overwritten: set[int] = set()  # a later operation fills the whole storage, so its contents before do not matter
         plan = []
         for i in range(len(self.operations) - 1, -1, -1):
             operation = self.operations[i]
@@ -225,7 +228,8 @@ class OperationLog:
         kwargs: Mapping[str, Any],
         passing: dict[int, torch.Tensor],
     ) -> Any:
-        """The operation itself, without gradients and untouched by modes; the caller's generators are left alone."""
+        """Call the operation without gradients and outside of modes. The caller's random generators keep their
+        states."""
         default_dtype = torch.get_default_dtype()
         with torch._C.DisableTorchFunction(), torch.no_grad():
             torch.set_default_dtype(operation.default_dtype)
@@ -253,7 +257,7 @@ class OperationLog:
         return number in self._constants and number not in self._written
 
     def _constant(self, number: int) -> torch.UntypedStorage:
-        """The contents that a storage began with: a copy if operations write to it."""
+        """The first contents of a real storage: a copy if operations write to it."""
         constant = self._constants[number]
         if _checksum(constant.storage) != constant.checksum:
             raise JobError(
@@ -280,7 +284,7 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: to
 
 
 def _keep(output: Output, result: torch.Tensor, live: dict[int, torch.UntypedStorage], given: Set[int]) -> None:
-    """Take a result's storage over as it is; where the kernel laid it out otherwise than recorded, copy it."""
+    """Take over the storage of a result; copy the result if the kernel chose another layout than the recorded one."""
     storage, view = result.untyped_storage(), output.view
     as_recorded = StorageView.at(view.storage, result) == view and storage.nbytes() == output.size_bytes
     if as_recorded and view.storage not in live and storage._cdata not in given:

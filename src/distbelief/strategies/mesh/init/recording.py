@@ -39,7 +39,7 @@ from distbelief.strategies.mesh.init.operationlog import (
 
 
 class GeneratorStates:
-    """Which numbered state each generator is in while nothing is drawn from it."""
+    """Tells which numbered state each random generator is in, though nothing is drawn from it."""
 
     def __init__(self, log: OperationLog) -> None:
         self._log = log
@@ -61,7 +61,7 @@ class GeneratorStates:
         return self._marks[content]
 
     def mark(self, generator: torch.Generator, number: int) -> None:
-        """Put it, under its own seed, where no other mark is: so many numbers on as there are marks."""
+        """Put the generator, under its own seed, into a state that no other mark has: `_count` draws further."""
         self._count += 1
         generator.manual_seed(generator.initial_seed())
         torch.empty(self._count, device="cpu").random_(generator=generator)
@@ -73,7 +73,7 @@ class GeneratorStates:
 
 
 def _address(generator: torch.Generator) -> int:
-    """Python has a new object for the same generator in every call."""
+    """The identity of the generator: Python makes a new object for the same generator in every call."""
     return int(generator._cdata)  # type: ignore[attr-defined]
 
 
@@ -85,45 +85,47 @@ _SHAPE_ONLY = {
     *(_aten.rand_like, _aten.randn_like, _aten.randint_like),
     *(_aten.new_empty, _aten.new_empty_strided, _aten.new_zeros, _aten.new_ones, _aten.new_full),
 }
-"""Of their first argument they need the shape, not the values."""
+"""Operations that need the shape of their first argument, not its values."""
 _FILLS = {
     *(_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float, _aten.exponential_.default),
     *(_aten.random_.default, _aten.random_.to, getattr(_aten.random_, "from")),
     *(_aten.geometric_.default, _aten.log_normal_.default, _aten.cauchy_.default),
 }
 _OTHER_LAYOUT = {_aten._linalg_svd}
-"""Their results on meta have other strides than the real ones: the shape is found by executing them."""
+"""Operations whose results on meta have other strides than real results: executing them finds the shape."""
 _UNDECLARED = {_aten.native_batch_norm.default: ("running_mean", "running_var")}
-"""What an operation writes to without saying so in its schema."""
+"""Arguments that an operation writes to, though its schema does not say so."""
 _NO_DATA = "Cannot copy out of meta tensor; no data!"  # torch's own words, which torch.nn.Module.to looks for
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Appends what happens while it is entered to its history."""
+    """Appends every tensor operation that runs inside its `with` block to `log`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = OperationLog()
-        self._numbers: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by address; kept, so that it stays its own
+        self._numbers: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by address, which stays unique while kept
         self._meta_storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self.generators = GeneratorStates(self.log)
         self.meta_requested = False
-        """Whether the user's own call, inside which we are, has to do with tensors that shall have no values."""
+        """Whether the present call in the user's code asks for the meta device itself, so for tensors without
+        values."""
 
     def view(self, tensor: torch.Tensor) -> StorageView | None:
-        """Where the history has this tensor; None for one that is on meta by the user's own wish."""
+        """The place of this tensor in the log; None if the user's code itself put the tensor on meta."""
         known = self._numbers.get(self.on_meta(tensor).untyped_storage()._cdata)
         return None if known is None else StorageView.at(known[0], tensor)
 
     def on_meta(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, or, for a real one, its meta on meta: the contents of the real one are kept as they are now."""
+        """The tensor itself if it is on meta; else a tensor on meta that stands for it. The log keeps the present
+        values."""
         _expect_plain(tensor)
         if tensor.is_meta:
             return tensor
         return StorageView.at(0, tensor).of(self._meta_storage(tensor.untyped_storage()))
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether it stands for something: made here, or a real one that has been used here."""
+        """Whether the log has the tensor: recorded code made it or used it."""
         with torch._C.DisableTorchFunction():
             storage = tensor.untyped_storage()._cdata
         return storage in self._numbers or storage in self._meta_storages
@@ -138,7 +140,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would import all of its compiler for that (measured: 2.5 s of every worker's start)."""
+        """The default would make torch import its whole compiler (measured: 2.5 s of every worker's start)."""
         return False
 
     def __torch_dispatch__(
@@ -183,7 +185,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any],
         generator: torch.Generator | None,
     ) -> Any:
-        """Find the shapes of the results, and append the operation if it draws, makes or writes anything."""
+        """Find the shapes of the results; append the operation if it draws random numbers, makes a tensor or writes
+        one."""
         if torch.Tag.nondeterministic_seeded in operation.func.tags:
             generator = generator or torch.default_generator
             operation = replace(operation, before=self.generators.find(generator), after=self.log.number())
@@ -196,11 +199,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def _results(self, operation: RecordedOperation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the operation gives on meta; where only its values can tell, they are computed."""
+        """The results on meta. If the shape depends on values, the operation is executed for real."""
         if operation.func.overloadpacket not in _OTHER_LAYOUT and _gives_tensors(operation.func):
             try:
                 return operation.func(*args, **kwargs)
-            except Exception:  # no kernel for meta; or the code's own mistake, which the attempt then shows it
+            except Exception:  # no kernel for meta; or a mistake in the user's code, which the attempt then raises
                 pass
         given = self.log.attempt(operation)
         own = _written_arguments(operation.func, args, kwargs)
@@ -226,7 +229,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return RecordedOperation(func, args, kwargs, torch.get_default_dtype(), writes, fills=func in _FILLS)
 
     def _device(self, func: Any, kwargs: Mapping[str, Any]) -> str | None:
-        """Where the user's code wants the result. torch's own code asks for meta since our tensors are there."""
+        """The device where the user's code wants the result. torch's own code asks for meta because our tensors are
+        there."""
         device = kwargs.get("device")
         if device is None:
             return None
@@ -235,7 +239,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return "meta" if device.type == "meta" and self.meta_requested else "cpu"
 
     def _move_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation that changes a real tensor's shape or storage, and no values."""
+        """Do an operation that changes a real tensor's shape or storage, but no values."""
         if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in args):
             raise cannot_follow(f"{func} on a tensor that was made outside of it")
         return func(*args, **kwargs)
@@ -275,7 +279,7 @@ def _takes(func: Any, name: str) -> bool:
 
 
 def _placeless(views: list[Any]) -> bool:
-    """Whether there is a tensor among them that has no values, on meta by the user's own wish."""
+    """Whether some tensor has no values, because the user's code itself put it on meta."""
     return any(isinstance(view, torch.Tensor) for view in views)
 
 
@@ -308,7 +312,7 @@ def _empty_on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class CpuFacade(TorchFunctionMode):
-    """Recorded tensors answer as the CPU tensors that they stand for: torch.nn.init skips what is on meta."""
+    """Makes recorded tensors answer like the CPU tensors that they stand for: torch.nn.init skips tensors on meta."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -361,7 +365,7 @@ class CpuFacade(TorchFunctionMode):
         with _disable_current_modes():
             content = func(self._recorder.value(args[0]), *args[1:], **kwargs)
         if isinstance(content, np.ndarray):
-            content.flags.writeable = False  # what is written there would not reach the tensor
+            content.flags.writeable = False  # a write to the array would not reach the tensor
         return content
 
     def _new_tensor(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

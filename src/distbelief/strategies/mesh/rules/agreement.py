@@ -22,7 +22,7 @@ Origin = Literal["members", "snapshots", "outside"]
 
 
 class CommitDecision(msgspec.Struct, frozen=True):
-    """What the vote on a step has given: all that is needed to apply it."""
+    """The result of the vote on a step: all that a member needs to apply the step."""
 
     step: int
     loss: float
@@ -31,32 +31,36 @@ class CommitDecision(msgspec.Struct, frozen=True):
     generation: int
     at: float
     factor: float
-    """On every gradient: one over the batch's weight, and clipping. 0: no parameter is touched."""
+    """The factor for every gradient: one over the batch's weight, times the clipping. 0: the step changes no
+    parameter."""
     shards: int
-    """That had samples: buffers are averaged over them."""
+    """The number of shards that had samples: buffers are averaged over them."""
     untouched: list[int] = []
     """The numbers of parameters to which no shard gave a gradient."""
 
 
 class StateReport(msgspec.Struct, frozen=True):
-    """What a member tells the others of the states that it has."""
+    """The states that a member has, as it tells the others."""
 
     applied: int = -1
-    """-1: none."""
+    """Steps applied to the member's state of the last generation; -1: it has none."""
     pending: int = -1
+    """The step whose gradients are complete but not applied; -1: none."""
     last: CommitDecision | None = None
+    """The decision on the last applied step."""
     boxes: dict[str, Box] = {}
     snapshots: list[tuple[int, dict[str, Box]]] = []
+    """(step, boxes) of each snapshot in the worker's memory."""
     reached: int = 0
-    """The most steps that this member knows of."""
+    """The highest number of applied steps that this member knows of."""
     history: list[Applied] = []
-    """What its last steps gave."""
+    """The results of the last steps."""
     note: tuple[int, bytes] = (-1, b"")
 
 
 @dataclass(frozen=True)
 class StateSource:
-    """Where the state comes from. The same on every member."""
+    """Where the state comes from: the same on every member."""
 
     origin: Origin
     step: int
@@ -65,7 +69,7 @@ class StateSource:
 
 
 def choose(reports: Sequence[StateReport], shapes: Mapping[str, Sequence[int]]) -> StateSource:
-    """Pure. `shapes`: every tensor that the state consists of."""
+    """Choose the newest complete state. `shapes`: every tensor that a state consists of."""
     reached = max(report.reached for report in reports)
     steps = {report.applied for report in reports if report.applied >= 0}
     steps |= {step for report in reports for step, _ in report.snapshots}
@@ -80,17 +84,17 @@ def choose(reports: Sequence[StateReport], shapes: Mapping[str, Sequence[int]]) 
 
 
 def can_reach(report: StateReport, step: int, reports: Sequence[StateReport]) -> bool:
-    """Whether a member has the state after so many steps, or can make it by itself."""
+    """Whether a member has the state after `step` steps, or can make it by applying its pending step."""
     waits = report.applied == step - 1 and report.pending == step - 1
     return report.applied == step or (waits and decision_on(step - 1, reports) is not None)
 
 
 def decision_on(step: int, reports: Sequence[StateReport]) -> CommitDecision | None:
-    """Who has applied a step keeps the decision on it until its part is divided anew."""
+    """The decision on a step. A member that has applied the step keeps the decision until its part is divided anew."""
     return next((p.last for p in reports if p.last is not None and p.last.step == step), None)
 
 
 def merged_history(reports: Sequence[StateReport], applied: int) -> list[Applied]:
-    """What the steps before that one gave, as far as anybody knows it."""
+    """The results of the steps before `applied`, as far as any member knows them."""
     known = {one.step: one for report in reversed(reports) for one in report.history if one.step < applied}
     return [known[step] for step in sorted(known)]

@@ -39,10 +39,10 @@ Gradients = list[torch.Tensor | None]
 
 
 class TiedSum:
-    """A parameter that several stages use: each has a copy, and all must get the sum of their gradients."""
+    """The sum of a parameter's gradients over the stages that share the parameter: each stage has a copy."""
 
     def __init__(self, groups: MeshGroups, boxes: Sequence[Mapping[str, Box]], held: Sequence[HeldParameter]) -> None:
-        """`boxes`: what every rank holds."""
+        """`boxes`: the boxes that every rank holds."""
         self._groups = groups
         self._held = held
         self._sharers = {
@@ -52,7 +52,7 @@ class TiedSum:
         }
 
     def add(self, gradients: Gradients) -> None:
-        """In place. All add in the same order, so that all have the same bits."""
+        """Add in place. All members add in the same order, so all have the same bits."""
         me, world = self._groups.world.rank, self._groups.world
         if not self._sharers:
             return
@@ -84,14 +84,15 @@ class TiedSum:
 
 
 class DataParallelSum:
-    """Gradients in one flat buffer per type, with a flag per parameter that says whether anybody gave it one."""
+    """The sum over the members with other data: one flat buffer per type, with a flag per parameter that tells whether
+    any member has a gradient for it."""
 
     def __init__(self, groups: MeshGroups, held: Sequence[HeldParameter], buffers: Sequence[ShardBuffers]) -> None:
         self._groups = groups
         self._held = held
         self._buffers = buffers
         self.news: list[str] = []
-        """What people should know."""
+        """Messages for people."""
         self._flat: list[tuple[list[int], torch.Tensor, list[torch.Tensor]]] = []
         if groups.degrees.data > 1:
             for dtype in dict.fromkeys(one.value.dtype for one in held):
@@ -105,7 +106,7 @@ class DataParallelSum:
                 self._flat.append((numbers, flat, views))
 
     def add(self, gradients: Gradients, schedule: Schedule, ranges: Sequence[Range], step: int) -> Gradients:
-        """The sums over all members that have other data; and the buffers', into them."""
+        """Returns the sums over all members with other data. Adds up the sums of the buffers in place."""
         found = list(gradients)
         for numbers, flat, views in self._flat:
             there = [gradients[number] for number in numbers]
@@ -126,7 +127,7 @@ class DataParallelSum:
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Where gradients are compressed: bytes sent, and what they would have been."""
+        """Where gradients are compressed: (bytes sent, bytes without compression)."""
         return 0, 0
 
     def _add_buffers(self, occupied: int, ranges: Sequence[Range]) -> None:
@@ -142,7 +143,7 @@ class DataParallelSum:
             for one in self._buffers:
                 one.changed, flags = flags[: len(one.changed)], flags[len(one.changed) :]
         integers = [after for one in self._buffers for after in one.after]
-        if integers and any(first >= occupied for first, _ in ranges):  # some had no samples, and so no new values
+        if integers and any(first >= occupied for first, _ in ranges):  # members without samples have no new values
             source = dist.get_global_rank(self._groups.samples, 0)
             with self._groups.world.network():
                 for after in integers:
@@ -155,14 +156,14 @@ _ALIGN = 64
 
 
 class ResidualMemory:
-    """What a worker keeps from one generation to the next."""
+    """The residuals that a worker keeps from one generation to the next."""
 
     def __init__(self) -> None:
         self._memory: dict[str, Segment] = {}
         self._boxes: list[tuple[str, Box]] = []
 
     def of(self, boxes: Sequence[tuple[str, Box]], elements: int) -> Residuals:
-        """Those of a part that consists of these boxes. Of another one nothing can be used."""
+        """The residuals of a part with these boxes. Residuals of another part are dropped."""
         if boxes != self._boxes:
             self._memory = {}
             self._boxes = list(boxes)
@@ -170,7 +171,7 @@ class ResidualMemory:
 
 
 class ErrorFeedback:
-    """A member's own, in one generation."""
+    """One member's residuals in one generation."""
 
     def __init__(self, groups: MeshGroups, held: Sequence[HeldParameter], kept: ResidualMemory) -> None:
         self._groups = groups
@@ -182,17 +183,18 @@ class ErrorFeedback:
         self.residuals = kept.of([(one.name, one.box) for one in self.held], end)
 
     def views(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """By parameter, flat."""
+        """Flat views of `vector`, one per parameter."""
         return [vector[first : first + one.value.numel()] for first, one in zip(self._starts, self.held, strict=True)]
 
     def load(self, applied: int, begin_from: BeginFrom) -> None:
-        """Where nobody has a residual of the state that the generation begins from, it is a checkpoint's."""
+        """If no member has a residual of the step that the generation begins from, load the residuals of a
+        checkpoint."""
         mine = self.residuals.at(applied) is not None
         if any(self._groups.world.gather(b"mine" if mine else b"")) or not applied:
             return
         try:
             saved = begin_from(applied)
-        except DistBeliefError:  # none of exactly that step
+        except DistBeliefError:  # there is no checkpoint of exactly that step
             saved = None
         if saved is None or saved.step != applied:
             return
@@ -208,7 +210,7 @@ class ErrorFeedback:
         self.residuals.put(applied, vector)
 
     def tensors(self, applied: int) -> dict[str, torch.Tensor]:
-        """Under their names in a checkpoint."""
+        """The residuals under their names in a checkpoint."""
         vector = self.residuals.at(applied)
         if vector is None:
             vector = torch.zeros_like(self.residuals.before)
@@ -222,7 +224,8 @@ class ErrorFeedback:
 def with_residuals(
     held: Sequence[Mapping[str, Box]], forms: Forms, rows: Iterable[int], trainable: Iterable[str]
 ) -> tuple[list[dict[str, Box]], Forms]:
-    """Every member's boxes, and the forms of all tensors, with what they owe. `rows`: their data indices, by rank."""
+    """Returns every member's boxes and the forms of all tensors, with the residuals added. `rows`: the members' data
+    indices, by rank."""
     names = [name for name in trainable if forms[f"{MODEL}{name}"][0] == torch.float32]
     more: list[dict[str, Box]] = []
     known = dict(forms)
@@ -251,6 +254,9 @@ class GradientCompression:
 
 
 class CompressedSum(DataParallelSum):
+    """The sum over the members with other data, with compressed float32 gradients. The first member of each group
+    measures whether compression pays, and tells the others with the flags of a step."""
+
     def __init__(
         self,
         groups: MeshGroups,
@@ -274,7 +280,7 @@ class CompressedSum(DataParallelSum):
         self._plain_bytes = 2 * (self._size - 1) * 4 * sum(sizes)
         self._coded: CodedSum | None = None
         if self._size > 1:
-            # Whoever else holds the same parameter, in another group, must come to the same bits.
+            # Members of other groups that hold the same parameter must get the same bits.
             owners = [mix(one.number) % self._size for one in feedback.held]
             self._coded = CodedSum(codec_of(compression.codec), sizes, owners, groups.data)
             self.news.append(
@@ -295,7 +301,7 @@ class CompressedSum(DataParallelSum):
         there = self._agree(gradients)
         rests = self._feedback.views(residuals.after)
         kept = [(rest, rest.clone()) for rest, flag in zip(rests, there, strict=True) if not flag]
-        for rest, _ in kept:  # nobody uses what is sent of a parameter without a gradient
+        for rest, _ in kept:  # the sum of a parameter without any gradient is not used
             rest.zero_()
         for vector, gradient in zip(self._vectors, gradients, strict=True):
             if gradient is None:
@@ -319,7 +325,8 @@ class CompressedSum(DataParallelSum):
         ]
 
     def _agree(self, gradients: Gradients) -> list[bool]:
-        """Which parameters anybody in the group has a gradient for; and whether this step is compressed."""
+        """For each parameter, whether any member of the group has a gradient for it. Also agrees whether this step is
+        compressed."""
         if self._coded is None:
             return [gradient is not None for gradient in gradients]
         leads = self._groups.place.data == 0

@@ -25,15 +25,16 @@ from distbelief.strategies.mesh.rules.balance import explain as explain_stages
 from distbelief.strategies.mesh.rules.schedules import PipelineSeat
 from distbelief.strategies.mesh.run.groups import MeshGroups
 from distbelief.strategies.mesh.run.runner import RunnableStage, WholeModel
-from distbelief.strategies.mesh.run.sharding import gathered_blocks, shard
+from distbelief.strategies.mesh.run.sharding import gathered_blocks, shard_stage
 from distbelief.strategies.mesh.tensor.apply import apply_plan, held_box, whole_masks
 from distbelief.strategies.mesh.tensor.plan import explain as explain_tensor
 from distbelief.strategies.mesh.tensor.plan import plan
 
 CallContext = Callable[[], AbstractContextManager[None]]
+"""Makes the context in which every call of a stage must run."""
 
 Example = tuple[tuple[object, ...], Mapping[str, object]]
-"""Inputs of the model, on meta."""
+"""Inputs of the model (args, kwargs), on meta."""
 
 
 @dataclass(frozen=True)
@@ -42,37 +43,40 @@ class HeldParameter:
 
     name: str
     number: int
-    """Among the model's trainable parameters."""
+    """Its index among the model's trainable parameters."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """The shape of the whole parameter."""
     box: Box
     value: torch.nn.Parameter
-    """My piece. It shares its memory with the module's own parameter."""
+    """This member's piece. It shares memory with the module's own parameter."""
 
 
 @dataclass(frozen=True)
 class ModelPart:
+    """What one member holds of the model, and runs."""
+
     stages: Mapping[int, RunnableStage]
     held: Sequence[HeldParameter]
-    """Its trainable parameters."""
+    """The trainable parameters."""
     others: Mapping[str, tuple[Box, torch.Tensor]]
-    """`model/NAME` of its frozen parameters and buffers: the box, and the memory."""
+    """The frozen parameters and buffers: for each `model/NAME` the box and the memory."""
     sources: Sequence[torch.nn.Parameter]
-    """The modules' own parameters, in the order of `held`: where gradients appear."""
+    """The modules' own parameters, in the order of `held`: the backward pass leaves gradients there."""
     lines: Sequence[str]
-    """The plan, for people."""
+    """How the model is divided, as text for people."""
     call_context: CallContext
-    """Goes call_context every call of a stage."""
+    """The context for every call of a stage."""
     reached: set[int] | None = None
-    """Which of `sources` have got a gradient of their own (by identity); None: those that have one at all."""
+    """The ids of the `sources` that a shard gave a gradient; None: every source that has a gradient at all."""
 
     def tensors(self) -> dict[str, tuple[Box, torch.Tensor]]:
-        """All of the model's tensors that this member has."""
+        """All tensors of the model that this member has."""
         mine = {f"{MODEL}{one.name}": (one.box, one.value.detach()) for one in self.held}
         return {**mine, **self.others}
 
     def touched(self) -> list[bool]:
-        """Whether my shards gave a parameter a gradient. Ask before `gradients`, which forgets it."""
+        """For each parameter, whether this member's shards gave it a gradient. Call it before `gradients`, which clears
+        that."""
         if self.reached is None:
             return [parameter.grad is not None for parameter in self.sources]
         found = [id(parameter) in self.reached for parameter in self.sources]
@@ -80,12 +84,12 @@ class ModelPart:
         return found
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """What the backward passes have left, piece by piece; and forget it."""
+        """Take the gradients that the backward passes left, piece by piece, and clear them."""
         found: list[torch.Tensor | None] = []
         for parameter in self.sources:
             gradient, parameter.grad = parameter.grad, None
             if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-                if gradient.placements != parameter.placements:  # torch leaves some of them whole, or not added up
+                if gradient.placements != parameter.placements:  # torch leaves some gradients whole, or not summed
                     gradient = gradient.redistribute(placements=parameter.placements)
                 gradient = gradient._local_tensor
             found.append(gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient)
@@ -96,7 +100,7 @@ def build_part(
     model: torch.nn.Module, job: Job, groups: MeshGroups, pipeline: PipelineSeat,
     example: Callable[[], Example], costs: Callable[[Blueprint], Sequence[UnitCost]],
 ) -> ModelPart:  # fmt: skip
-    """`model` is on meta and stays as it is. `costs` tells all members the same about the units of the model."""
+    """`model` is on meta and stays unchanged. `costs` gives the same costs of the model's units on all members."""
     degrees = groups.degrees
     numbers = {name: number for number, (name, _) in enumerate(trainable(model))}
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -108,7 +112,7 @@ def build_part(
         divided = plan(model, degrees.tensor, *example(), job.tensor_plan)
         lines += explain_tensor(divided, model)
         masks = apply_plan(model, divided, groups.mesh("tensor"))
-        if masks.sites:  # it looks at every call of torch, which takes time
+        if masks.sites:  # the context looks at every call of torch, which takes time: only where needed
             call_context = partial(whole_masks, masks)
     reached: set[int] = set()
     stages: dict[int, RunnableStage] = {0: WholeModel(model)}
@@ -117,7 +121,7 @@ def build_part(
         with call_context():
             blueprint = make_blueprint(model, *example(), split=job.split, at_least=pipeline.stages)
             found = costs(blueprint)
-        has_modules = blueprint.way == "torch.fx"  # torch.export leaves none that could be called
+        has_modules = blueprint.way == "torch.fx"  # a stage made by torch.export calls no modules
         ranges = partition(found, pipeline.stages)
         lines += explain_stages(found, ranges, [unit.name for unit in blueprint.units])
         if len(pipeline.mine) > 1:
@@ -129,7 +133,7 @@ def build_part(
     for stage in stages.values():
         if degrees.sharded > 1:
             gathered = list(gathered_blocks(stage.module, model)) if has_modules else []
-            shard(stage.module, gathered, groups, reached)
+            shard_stage(stage.module, gathered, groups, reached)
             lines.append(
                 f"every parameter is divided by {degrees.sharded}; members gather "
                 + (f"{len(gathered)} blocks one at a time, and the rest" if gathered else "the whole part")
@@ -157,7 +161,7 @@ def build_part(
 
 
 def _unused(model: torch.nn.Module, used: torch.nn.Module) -> list[str]:
-    """What no stage uses is part of the state all the same: somebody must keep it."""
+    """Names of tensors that no stage uses. They are part of the state, so the first stage keeps them."""
     there = {id(tensor) for tensor in (*used.parameters(), *used.buffers())}
     every = (*model.named_parameters(), *model.named_buffers())
     return [name for name, tensor in every if id(tensor) not in there]
@@ -168,7 +172,8 @@ def _memory(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _tie_again(modules: Sequence[torch.nn.Module], first_name: Mapping[str, str]) -> None:
-    """Giving memory to modules one by one makes two of a tensor that has two names, or is in two stages."""
+    """Tie shared tensors again: giving memory to modules one by one makes two of a tensor with two names or in two
+    stages."""
     parameters: dict[str, torch.nn.Parameter] = {}
     buffers: dict[str, torch.Tensor] = {}
     for module in modules:

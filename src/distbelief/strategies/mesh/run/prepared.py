@@ -62,13 +62,12 @@ def return_blocks(size_bytes: int) -> None:
 
 _SMALL_MODEL_BYTES = 64 << 20
 _SMALL_MODELS_BLOCK_BYTES, _BLOCK_BYTES, _SHARDED_BLOCK_BYTES = 4 << 20, 1 << 20, 288 << 10
-"""Memory of this size goes back to the system as soon as it is let go, which takes time: it is worth little in a small
-model. A sharded member lets all of its layers go, time and again, and not only what it computes: there smaller pieces
-count too."""
+"""Freed memory of this size goes back to the system at once. That takes time and gains little in a small model. A
+sharded member frees all of its layers again and again, not only activations, so smaller pieces count there."""
 
 
 class PreparedMesh:
-    """See `Prepared`. It keeps this worker's state from one generation to the next."""
+    """See `Prepared`. Keeps this worker's state from one generation to the next."""
 
     def __init__(
         self, job: Job, schedule: Schedule, pipeline_schedule: PipelineSchedule, snapshots: int | None,
@@ -85,11 +84,11 @@ class PreparedMesh:
         self._schedule = schedule
         self._pipeline_schedule = pipeline_schedule
         self._same_shapes = isinstance(as_source(job.data, job.collate), InMemory)
-        # An optimizer looks at shapes when it is made: these have the shapes, and no memory.
-        stand_ins = [
+        # An optimizer looks at shapes when it is made. These parameters have the shapes but no memory.
+        placeholders = [
             torch.nn.Parameter(torch.zeros(1, dtype=p.dtype).expand(p.shape)) for _, p in trainable(self.model)
         ]
-        self._recipe = Recipe(job.optimizer, stand_ins)
+        self._recipe = Recipe(job.optimizer, placeholders)
         self._state: MemberState | None = None
         self._snapshots = Snapshots(snapshots)
         self._compression = compression
@@ -102,7 +101,7 @@ class PreparedMesh:
         return sum(p.numel() for _, p in trainable(self.model))
 
     def least_bytes(self) -> int:
-        """What a part takes is known when there is one."""
+        """0: the size of a part is not known before it is built."""
         return 0
 
     def facts(self) -> dict[str, str]:
@@ -115,7 +114,7 @@ class PreparedMesh:
         }
 
     def canary(self, fetch: Fetch) -> str:
-        """Nothing to compare: members add in other orders, so that their bits differ anyway."""
+        """Empty: members add in different orders, so their bits differ anyway."""
         return ""
 
     def groups(self, mine: Range) -> list[list[Range]]:
@@ -125,10 +124,10 @@ class PreparedMesh:
         return None
 
     def frozen(self) -> list[str]:
-        return []  # they are part of the state
+        return []  # frozen parameters are part of the state
 
     def set_frozen(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """There are none outside of the state."""
+        """Does nothing: frozen parameters are part of the state."""
 
     def build(self, seat: Seat, exchange: TorchGroup, fetch: Fetch, begin_from: BeginFrom = nothing_saved) -> Replica:
         degrees = Degrees(*seat.degrees)
@@ -167,7 +166,7 @@ class PreparedMesh:
         return MeshReplica(member, self._schedule, seat, runner, self._snapshots, fetch, rolled_back)
 
     def let_go(self) -> None:
-        """What it keeps is wanted in the next generation."""
+        """Does nothing: the next generation needs the state."""
 
     def _block_bytes(self, degrees: Degrees) -> int:
         if sum(p.nbytes for p in self.model.parameters()) < _SMALL_MODEL_BYTES:
@@ -175,7 +174,7 @@ class PreparedMesh:
         return _SHARDED_BLOCK_BYTES if degrees.sharded > 1 else _BLOCK_BYTES
 
     def _agreed_costs(self, group: TorchGroup, blueprint: Blueprint, batch: Any) -> Sequence[UnitCost]:
-        """Rank 0 measures, once in its life; everybody cuts by the same numbers."""
+        """The costs of the units. Rank 0 measures them once per process; all members use the same numbers."""
         units = len(blueprint.units)
         if group.rank == 0 and units not in self._costs:
             args, kwargs, _ = split_batch(batch())
@@ -186,7 +185,7 @@ class PreparedMesh:
 
     @cached_property
     def _forms(self) -> Forms:
-        """The names of a whole state, with types and shapes."""
+        """The names of a whole state's tensors, with types and shapes."""
         found = {f"{MODEL}{name}": (p.dtype, tuple(p.shape)) for name, p in self.model.named_parameters()}
         found |= {f"{MODEL}{name}": (b.dtype, tuple(b.shape)) for name, b in self.model.named_buffers()}
         for number, (name, parameter) in enumerate(trainable(self.model)):

@@ -57,7 +57,7 @@ class MeshReplica:
         self._rolled_back = rolled_back
         self._outcome = Outcome()
         self._parameters = len(trainable(member.model))
-        # Where my parameters' marks are among the votes.
+        # Where the marks of this member's parameters are among the votes.
         numbers = [one.number for one in member.state.optimizer.held]
         self._marks = 3 * schedule.shards + torch.tensor(numbers, dtype=torch.int64)
         self._touched: list[bool] = []
@@ -87,7 +87,7 @@ class MeshReplica:
         first, end = self._seat.ranges[self._seat.rank]
         numbers = list(range(first, min(end, occupied)))
         tasks = [self._task(step, number) for number in numbers]
-        if self._degrees.sharded > 1:  # its collectives want as many passes of everybody
+        if self._degrees.sharded > 1:  # its collectives require equally many passes on every member
             most = max(min(last, occupied) - low for low, last in self._seat.ranges)
             spare = numbers[0] if numbers else 0
             tasks += [self._task(step, spare, counts=False)] * (most - len(tasks))
@@ -125,9 +125,8 @@ class MeshReplica:
         return StepResult(decision.loss, decision.samples, decision.fingerprint)
 
     def _vote(self) -> torch.Tensor:
-        """(loss, weight, samples) of every shard, then how many have touched each parameter, then the square of the
-        gradient's norm, then whether anybody has drawn random numbers. The last thing that members of a step do
-        together."""
+        """The vote, the last collective of a step: (loss, weight, samples) of every shard; then for each parameter how
+        many members touched it; then the square of the gradient's norm; then whether any member drew random numbers."""
         shards = self._schedule.shards
         votes = torch.zeros(3 * shards + self._parameters + 2, dtype=torch.float64)
         votes[self._marks] = torch.tensor(self._touched, dtype=torch.float64)
@@ -142,7 +141,7 @@ class MeshReplica:
         return votes
 
     def _judge(self, step: int, votes: torch.Tensor) -> CommitDecision:
-        """The same on every member: all have the same votes."""
+        """Decide from the votes; the same on every member."""
         shards = self._schedule.shards
         rows = votes[: 3 * shards].view(-1, 3).numpy()
         untouched = (votes[3 * shards : -2] == 0).nonzero().flatten().tolist()
@@ -157,7 +156,7 @@ class MeshReplica:
         )
 
     def _waited(self) -> float:
-        """For other stages, since it was last asked."""
+        """Seconds of waiting for other stages since the last call."""
         before, self._waited_s = self._waited_s, math.fsum(self._runner.waited_s.values())
         return self._waited_s - before
 
@@ -165,7 +164,7 @@ class MeshReplica:
         self._snapshots.take(self._groups.world, self._state, self._member.held, self._member.forms)
         self._news += self._snapshots.news()
 
-    # --- what it is asked for ----------------------------------------------------------------------------------------
+    # --- questions ---------------------------------------------------------------------------------------------------
 
     def steps_applied(self) -> int:
         return self._state.applied

@@ -44,6 +44,8 @@ from distbelief.strategies.mesh.run.stagetransfer import StageTransfer
 
 
 class ShardBuffers:
+    """The buffers of one stage: committed tensors, a copy per shard, and the sum over the shards of a step."""
+
     def __init__(self, module: torch.nn.Module) -> None:
         self._places = [
             (owner, key, buffer)
@@ -62,12 +64,12 @@ class ShardBuffers:
         self.keep()
 
     def keep(self) -> None:
-        """The committed tensors have been given their values from elsewhere."""
+        """Take over new values of the committed tensors."""
         self.restore()
         self._after = [buffer.clone() for _, _, buffer in self._integers]
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         for total in self.sums:
             total.zero_()
         self.changed = [False] * len(self._floats)
@@ -82,7 +84,7 @@ class ShardBuffers:
             owner._buffers[key] = copies[id(buffer)]
 
     def collect(self) -> None:
-        """Take in what a shard has left, whether it has written to a buffer or replaced it."""
+        """Add the values that a shard left, whether it has written to a buffer or replaced it."""
         for number, (owner, key, buffer) in enumerate(self._floats):
             left = _left(owner, key, buffer)
             self.sums[number] += left
@@ -107,8 +109,8 @@ class ShardBuffers:
             owner._buffers[key] = buffer
 
     def commit(self, shards: int) -> None:
-        """`sums` and `changed` are now those of all members, over so many shards: their average counts."""
-        # The average of equal numbers is not always that number: what nobody changed is left alone.
+        """Commit the average. `sums` and `changed` are now those of all members over `shards` shards."""
+        # The average of equal numbers is not always that number, so a buffer that no shard changed stays.
         for (_, _, buffer), total, changed in zip(self._floats, self.sums, self.changed, strict=True):
             if changed:
                 buffer.copy_(total / shards)
@@ -133,7 +135,7 @@ def _left(owner: torch.nn.Module, key: str, buffer: torch.Tensor) -> torch.Tenso
 
 
 class RunnableStage(Protocol):
-    """A part of the model (cutting.py), or all of it."""
+    """A stage of the model (`cut/stages.py`), or the whole model."""
 
     @property
     def module(self) -> torch.nn.Module: ...
@@ -160,26 +162,26 @@ class _ShardPass:
     """A shard on its way through one stage."""
 
     inputs: list[torch.Tensor]
-    """What was received and wants a gradient."""
+    """The received tensors that need a gradient."""
     outputs: list[torch.Tensor]
-    """What was sent and gets one; the loss, on the last stage."""
+    """The sent tensors that get a gradient; on the last stage, the loss."""
     waiting: Any = None
-    """Between the two halves of a backward pass."""
+    """The state between the two halves of a backward pass."""
 
 
 @dataclass
 class Outcome:
-    """What a member has to tell of a step."""
+    """A member's results of a step."""
 
     rows: dict[int, tuple[float, float, int]] = field(default_factory=dict)
-    """Shard -> loss as a sum, its weight, samples; on the member that has the last stage."""
+    """For each shard: the sum of the loss, its weight, samples. Only on the member with the last stage."""
     drew: bool = False
-    """Whether one of my stages has used the random generator."""
+    """Whether one of this member's stages drew random numbers."""
 
 
 class StageRunner:
     """Runs this member's stages. `split_backward`: whether a backward pass may come in two halves (zero bubble);
-    `call_context`: what goes call_context every call of a stage."""
+    `call_context`: the context for every call of a stage."""
 
     def __init__(
         self, job: Job, stages: Mapping[int, RunnableStage], pipeline: PipelineSeat, transfer: StageTransfer,
@@ -239,11 +241,11 @@ class StageRunner:
                 else:
                     self._pass_on(action, task, list(output), training=False)
         self._transfer.settle()
-        self._transfer.waited_s.update(waited)  # what counts is the waiting in steps
+        self._transfer.waited_s.update(waited)  # only waiting in training steps counts
 
     def _keep_gathered(self, stage: int, keep: bool) -> None:
-        """What a sharded stage has outside of its blocks is needed until the end of each pass: let go of it only after
-        the last one of the step, and save its gathering for the others."""
+        """Keep the parameters that a sharded stage has outside of its blocks gathered until the last pass of the step:
+        gathering them again for every pass would take time."""
         module = self.stages[stage].module
         if isinstance(module, FSDPModule):
             module.set_reshard_after_backward(not keep, recurse=False)
@@ -274,7 +276,7 @@ class StageRunner:
             self._shard_passes[stage, action.shard] = _ShardPass(inputs, [total])
             return
         outputs = list(output)
-        if self._split:  # its halves detach outputs in place, which views refuse
+        if self._split:  # the two halves detach outputs in place, which torch refuses for views
             outputs = [o.clone() if isinstance(o, torch.Tensor) and o._is_view() else o for o in outputs]
         wanted = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
         self._shard_passes[stage, action.shard] = _ShardPass(inputs, wanted)
@@ -290,7 +292,7 @@ class StageRunner:
         return self._transfer.receive(source, action.stage - 1, action.shard, self._kind(task, training))
 
     def _pass_on(self, action: Action, task: Task, outputs: list[Any], training: bool) -> None:
-        """To the next stage, with the state of the generator."""
+        """Send the outputs to the next stage, with the state of the generator."""
         values = [*outputs, torch.get_rng_state()] if training and self.carries_random_state else outputs
         if action.stage + 1 in self.stages:
             self._local_activations[action.stage + 1, action.shard] = [
@@ -305,8 +307,8 @@ class StageRunner:
         return task.samples * 4 + 2 * training + self.carries_random_state
 
     def _seed(self, stage: int, task: Task, state: torch.Tensor | None) -> None:
-        # Where nothing travels along, nobody has drawn a number so far; should a stage do so now, it is at least a
-        # function of the shard.
+        # If no state travels along, no stage has drawn a random number so far. A stage that draws one now uses a
+        # seed that depends on the shard.
         seed_everything(task.seed if stage == 0 or state is not None else mix(task.seed, stage) >> 1)
         if state is not None:
             torch.set_rng_state(state)
@@ -322,14 +324,14 @@ class StageRunner:
             return stage(values, args, kwargs), target
 
     def _batch(self, action: Action, task: Task) -> Any:
-        """A member that has several stages fetches a batch once."""
+        """The batch of a shard. A member with several stages fetches it once."""
         later = [s for s in self.stages if s > action.stage and (self.stages[s].needs_batch or s == self._last)]
         if action.shard not in self._batches:
             self._batches[action.shard] = task.fetch()[0]
         return self._batches[action.shard] if later else self._batches.pop(action.shard)
 
     def _look_ahead(self, actions: Sequence[Action], tasks: Sequence[Task]) -> None:
-        """Ask for what the next passes need, so that it arrives while this one is computed."""
+        """Post receives for the next passes, so that the values arrive while this pass is computed."""
         for action in actions:
             shard_pass = self._shard_passes.get((action.stage, action.shard))
             if action.kind in ("backward", "backward_input") and shard_pass and action.stage < self._last:
@@ -369,13 +371,14 @@ class StageRunner:
         self._pass_back(action, shard_pass)
 
     def _backward_input(self, action: Action) -> None:
-        """Only what the stage before waits for; the parameters' gradients come later, when there is nothing to do."""
+        """The half that the stage before waits for; the parameters' gradients come later, when this member would be
+        idle."""
         if not self._split:
             self._backward(action)
             return
         shard_pass = self._shard_passes[action.stage, action.shard]
         gradients = self._gradients_for(action, shard_pass)
-        if not shard_pass.inputs:  # nobody waits: all of it later
+        if not shard_pass.inputs:  # no stage waits: do all of it later
             shard_pass.waiting = gradients
             return
         weights = self.stages[action.stage].module.parameters()
@@ -393,7 +396,7 @@ class StageRunner:
 
     @property
     def waited_s(self) -> Mapping[int, float]:
-        """By the rank that was waited for."""
+        """Seconds of waiting, by the rank that this member waited for."""
         return self._transfer.waited_s
 
 

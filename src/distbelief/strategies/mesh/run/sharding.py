@@ -22,21 +22,21 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from distbelief.strategies.mesh.run.groups import MeshGroups
 
-_SMALLEST_BLOCK = 1 / 64  # of the model's parameters: what is smaller is not worth a collective of its own
+_SMALLEST_BLOCK = 1 / 64  # of the model's parameters: a smaller block does not pay for a collective of its own
 _SMALLEST_MAPPING_BYTES = 1 << 20
 
 Network = Callable[[], AbstractContextManager[None]]
-"""What to do all waiting in: see `TorchGroup.network`."""
+"""The context for all waiting: see `TorchGroup.network`."""
 
 
 class ScratchBuffer:
-    """One piece of memory for message after message: as long as the longest so far, and never let go."""
+    """One piece of memory for message after message: as long as the longest message so far, and never freed."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Whoever took it before has no use for it any more."""
+        """Returns the memory. The caller before must have no more use for it."""
         size_bytes = count * dtype.itemsize
         if self._memory.numel() < size_bytes:
             self._memory = mapped(size_bytes, torch.uint8)
@@ -44,7 +44,7 @@ class ScratchBuffer:
 
 
 class ScratchGather(AllGather):
-    """Everybody's piece, to everybody."""
+    """All-gather into the scratch buffer."""
 
     def __init__(self, scratch: ScratchBuffer, network: Network) -> None:
         self._scratch = scratch
@@ -56,13 +56,13 @@ class ScratchGather(AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """`input_tensor` is my piece of `output_tensor`."""
+        """`input_tensor` is this member's piece of `output_tensor`."""
         with self._network():
             _exchange(group, lambda _: input_tensor, output_tensor.chunk(group.size()).__getitem__)
 
 
 class ScratchReduceScatter(ReduceScatter):
-    """Everybody's piece number k, on member k: added up in the order of the members."""
+    """Reduce-scatter: member k gets the sum of all members' pieces k, added in the order of the members."""
 
     def __init__(self, scratch: ScratchBuffer, network: Network) -> None:
         self._scratch = scratch
@@ -70,7 +70,8 @@ class ScratchReduceScatter(ReduceScatter):
         self._has_input = False
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """For the pieces, which are of no use afterwards; then for the sum, which stays until the end of the step."""
+        """Memory for the pieces, which are not needed afterwards; then memory for the sum, which stays until the end of
+        the step."""
         if not self._has_input:
             self._has_input = True
             return self._scratch.take(_count(size), dtype)
@@ -93,7 +94,7 @@ class ScratchReduceScatter(ReduceScatter):
 
 
 def mapped(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory that lies outside of the heap, if it is long: what stays for a while leaves no holes there later."""
+    """Memory outside of the heap if it is long, so that memory kept for a while leaves no holes in the heap."""
     size_bytes = count * dtype.itemsize
     if size_bytes < _SMALLEST_MAPPING_BYTES:
         return torch.empty(count, dtype=dtype)
@@ -107,7 +108,8 @@ def _count(size: Sequence[int | torch.SymInt]) -> int:
 def _exchange(
     group: dist.ProcessGroup, give: Callable[[int], torch.Tensor], take: Callable[[int], torch.Tensor]
 ) -> None:
-    """With all others at once, the next one first: else all of them would turn to the same one."""
+    """Exchange with all other members at once. Each member begins with the next one, or all would turn to the same
+    member."""
     me, size = group.rank(), group.size()
     works = [dist.irecv(take((me - k) % size), group=group, group_src=(me - k) % size) for k in range(1, size)]
     works += [dist.isend(give((me + k) % size), group=group, group_dst=(me + k) % size) for k in range(1, size)]
@@ -116,28 +118,31 @@ def _exchange(
             work.wait()
 
 
-def shard(module: torch.nn.Module, blocks: Sequence[torch.nn.Module], groups: MeshGroups, reached: set[int]) -> None:
+def shard_stage(
+    module: torch.nn.Module, blocks: Sequence[torch.nn.Module], groups: MeshGroups, reached: set[int]
+) -> None:
     mesh, scratch = groups.mesh("sharded"), ScratchBuffer()
     for number, block in enumerate(blocks):
-        # The last one is needed again at once, for its backward pass.
+        # The last block is needed again at once, for its backward pass.
         fully_shard(block, mesh=mesh, reshard_after_forward=number + 1 < len(blocks))
     fully_shard(module, mesh=mesh)
     for wrapped in module.modules():
         if isinstance(wrapped, FSDPModule):
             wrapped.set_gradient_divide_factor(1.0)  # shards' gradients are sums; the whole batch's weight divides them
             wrapped.set_force_sum_reduction_for_comms(True)
-            # A parameter that only some shards use gets zeros of the others, else members would add up different sets.
+            # If only some shards use a parameter, the others add zeros; else members would add up different sets.
             wrapped.set_reduce_scatter_unused_params(True, recurse=False)
             wrapped.set_custom_all_gather(ScratchGather(scratch, groups.world.network))
             wrapped.set_custom_reduce_scatter(ScratchReduceScatter(scratch, groups.world.network))
-            # Not the next one ahead of time, which is the default: gloo does nothing meanwhile, and it takes memory.
+            # By default torch gathers the next block early. With gloo that gains nothing and takes memory.
             wrapped.set_modules_to_backward_prefetch([wrapped])
             for group in wrapped._get_fsdp_state()._fsdp_param_groups:
                 _note_reached(group, reached)
 
 
 def _note_reached(group: Any, reached: set[int]) -> None:
-    """Those zeros are no gradient: what nobody has touched is left alone by the optimizer."""
+    """Note which parameters got a gradient from this member's shards. The zeros do not count: the optimizer must leave
+    untouched parameters alone."""
     post_backward = group.post_backward
 
     def noting(*unused: Any) -> None:
@@ -150,7 +155,8 @@ def _note_reached(group: Any, reached: set[int]) -> None:
 
 
 def gathered_blocks(module: torch.nn.Module, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The elements of the model's lists and sequences of modules: each is gathered when it is needed, and let go."""
+    """Yields the elements of the model's lists and sequences of modules: each is gathered when needed and freed
+    afterwards."""
     total = sum(p.numel() for p in module.parameters())
     present = {id(one) for one in module.modules()}
     users: dict[int, int] = {}
@@ -162,7 +168,7 @@ def gathered_blocks(module: torch.nn.Module, model: torch.nn.Module) -> Iterator
         if isinstance(container, torch.nn.ModuleList | torch.nn.Sequential) and id(container) not in taken:
             for element in container:
                 parameters = list(element.parameters())
-                shared = any(users.get(id(p), 0) > 1 for p in parameters)  # it belongs to something outside as well
+                shared = any(users.get(id(p), 0) > 1 for p in parameters)  # a module outside of the block uses it too
                 large = sum(p.numel() for p in parameters) >= total * _SMALLEST_BLOCK
                 if id(element) in present and id(element) not in taken and large and not shared:
                     taken.update(id(one) for one in element.modules())

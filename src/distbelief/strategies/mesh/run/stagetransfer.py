@@ -22,17 +22,18 @@ _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
 )  # fmt: skip
-_NUMBER = -1  # in place of a type: a whole number, not a tensor
+_NUMBER = -1  # in place of a type: the value is an integer, not a tensor
 
 TensorHeader = tuple[int, ...]
-"""(type, whether it wants a gradient, sizes…) of a tensor, or (_NUMBER, value)."""
+"""(type, whether it needs a gradient, sizes…) of a tensor, or (_NUMBER, value) of an integer."""
 
 
 class StageTransfer:
-    """This member's connections to the stages before and after its own. One for each generation."""
+    """Sends and receives between this member and the members with the stages before and after its own, for one
+    generation."""
 
     def __init__(self, group: TorchGroup, same_shapes: bool) -> None:
-        """`same_shapes`: all samples have the same shapes, so shards of one size have."""
+        """`same_shapes`: all samples have the same shapes, so all shards with equally many samples do."""
         self._group = group
         self._same_shapes = same_shapes
         self._told: set[tuple[int, int, int]] = set()
@@ -41,11 +42,11 @@ class StageTransfer:
         self._early: dict[tuple[int, int], tuple[list[dist.Work | None], list[Any]]] = {}
         self._early_gradients: dict[tuple[int, int], tuple[list[dist.Work | None], list[torch.Tensor]]] = {}
         self.waited_s: dict[int, float] = {}
-        """By the rank that was waited for, since the generation's start."""
+        """Seconds of waiting since the generation began, by the rank that this member waited for."""
 
     def send(self, values: Sequence[Any], to: int, stage: int, shard: int, kind: int) -> None:
-        """The values that a stage makes of a shard, to the member that has the next stage. Shards of one kind (as many
-        samples, training or not) have the same shapes."""
+        """Send a stage's values of a shard to the member with the next stage. Shards of one kind (equally many samples,
+        training or not) have the same shapes."""
         headers = [_header_of(value) for value in values]
         key = (stage, kind, to)
         if not self._same_shapes or key not in self._told:
@@ -56,13 +57,13 @@ class StageTransfer:
                 self._post_send(value.detach().contiguous(), to, _tag(stage, shard, 2 + number))
 
     def expect(self, source: int, stage: int, shard: int, kind: int) -> None:
-        """Ask early for what `receive` will want, where its shapes are known."""
+        """Post the receives of `receive` early, if the shapes are known."""
         known = self._known.get((stage, kind, source)) if self._same_shapes else None
         if known is not None and (stage, shard) not in self._early:
             self._early[stage, shard] = self._post_receives(known, source, stage, shard)
 
     def receive(self, source: int, stage: int, shard: int, kind: int) -> list[Any]:
-        """What `stage`, which is on another member, has made of a shard."""
+        """The values that `stage`, on another member, made of a shard."""
         if (stage, shard) not in self._early:
             key = (stage, kind, source)
             if not self._same_shapes or key not in self._known:
@@ -75,7 +76,7 @@ class StageTransfer:
         return values
 
     def send_gradients(self, gradients: Sequence[torch.Tensor], to: int, stage: int, shard: int) -> None:
-        """The gradients of what was received from `stage`."""
+        """Send the gradients of the values that came from `stage`."""
         for number, gradient in enumerate(gradients):
             self._post_send(gradient.contiguous(), to, _tag(stage, shard, 128 + number))
 
@@ -88,14 +89,14 @@ class StageTransfer:
         return found
 
     def expect_gradients(self, like: Sequence[torch.Tensor], source: int, stage: int, shard: int) -> None:
-        """Ask early for what `receive_gradients` will want."""
+        """Post the receives of `receive_gradients` early."""
         if (stage, shard) not in self._early_gradients:
             found = [torch.empty(t.shape, dtype=t.dtype) for t in like]
             works = [self._post_receive(t, source, _tag(stage, shard, 128 + n)) for n, t in enumerate(found)]
             self._early_gradients[stage, shard] = (works, found)
 
     def settle(self) -> None:
-        """Return when everything that was sent has been taken."""
+        """Wait until all sends are complete."""
         with self._group.network():
             for work, _ in self._sent:
                 if work is not None:

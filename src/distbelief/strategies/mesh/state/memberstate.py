@@ -26,7 +26,8 @@ from distbelief.strategies.mesh.run.runner import ShardBuffers
 
 
 class PartOptimizer:
-    """One torch optimizer over all of them. Optimizers that look at whole parameters are given whole ones only."""
+    """The job's torch optimizer over the parameters, or pieces of parameters, that this member holds. Optimizers that
+    look at whole parameters get whole parameters only."""
 
     def __init__(self, recipe: Recipe, held: Sequence[HeldParameter]) -> None:
         for one in held:
@@ -45,8 +46,8 @@ class PartOptimizer:
         self._rates = [float(group["lr"]) if "lr" in group else None for group in groups]
 
     def step(self, gradients: Sequence[torch.Tensor | None], rate_factor: float) -> None:
-        """One step on the parameters that have a gradient. Those that have one for the first time go last, by
-        themselves: torch's fused SGD wants a first step for all that it is given, or for none."""
+        """One step on the parameters that have a gradient. Parameters with their first gradient go last, in a step of
+        their own: torch's fused SGD requires a first step for all its parameters or for none."""
         if self._optimizer is None:
             return
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
@@ -63,10 +64,10 @@ class PartOptimizer:
         for one in self.held:
             one.value.grad = None
 
-    # --- its state under names ---------------------------------------------------------------------------------------
+    # --- the optimizer's state under names ---------------------------------------------------------------------------
 
     def forms(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], Box]]:
-        """(name, type, shape of the whole, my box) of everything that it may keep."""
+        """Yields (name, type, shape of the whole, this member's box) of every tensor that the optimizer may keep."""
         for one in self.held:
             for field in self._fields(one):
                 shape, box = self._place(one, field)
@@ -82,7 +83,7 @@ class PartOptimizer:
         return field.shape, whole(field.shape)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What it keeps now; zeros for what it has not begun to keep."""
+        """The tensors that the optimizer keeps, with zeros for tensors that it has not begun to keep."""
         found: dict[str, torch.Tensor] = {}
         for one in self.held:
             state = self._optimizer.state.get(one.value, {}) if self._optimizer else {}
@@ -97,7 +98,7 @@ class PartOptimizer:
         return found
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The tensors become its own memory."""
+        """Make the tensors the optimizer's own memory."""
         for one in self.held:
             if self._optimizer is None or not int(tensors[f"begun/{one.name}"]):
                 continue
@@ -112,15 +113,17 @@ class PartOptimizer:
 # --- the state -------------------------------------------------------------------------------------------------------
 
 Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Tensor -> its type, and the shape of the whole."""
+"""For each tensor's name, its type and the shape of the whole tensor."""
 
 Pieces = Mapping[str, tuple[Box, torch.Tensor]]
-"""Tensors of which somebody has a part: the part, and its values."""
+"""For each tensor's name, a box of the tensor and the values in it."""
 
 REMEMBERED = 1024  # steps: many more than are committed between two heartbeats
 
 
 class MemberState:
+    """The parameters, buffers and optimizer state of one member's part, with the step that it has reached."""
+
     def __init__(
         self, job: Job, part: ModelPart, optimizer: PartOptimizer, buffers: Mapping[int, ShardBuffers]
     ) -> None:
@@ -128,22 +131,23 @@ class MemberState:
         self.optimizer = optimizer
         self.applied = 0
         self.last: CommitDecision | None = None
-        """On the last step that was applied."""
+        """The decision on the last applied step."""
         self.history: deque[Applied] = deque(maxlen=REMEMBERED)
         self.note: tuple[int, bytes] = (-1, b"")
         self.pending = -1
-        """The step whose gradients are complete and not applied."""
+        """The step whose gradients are complete but not applied; -1: none."""
         self._gradients: list[torch.Tensor | None] = []
         self._job = job
         self._buffers = buffers
 
     def ready(self, step: int, gradients: list[torch.Tensor | None]) -> None:
-        """The gradients of this step are complete, over all members."""
+        """Take the complete gradients of a step, summed over all members."""
         self._gradients = gradients
         self.pending = step
 
     def squares(self, shares: Mapping[str, float]) -> float:
-        """My contribution to the square of the gradient's norm. `shares`: parameter -> 1 / how many members hold it."""
+        """This member's contribution to the square of the gradient's norm. `shares`: for each parameter, one over the
+        number of its holders."""
         held = zip(self.optimizer.held, self._gradients, strict=True)
         given = [(gradient, shares[one.name]) for one, gradient in held if gradient is not None]
         if not given:
@@ -152,10 +156,10 @@ class MemberState:
         return float(norms.square() @ torch.tensor([share for _, share in given], dtype=torch.float64))
 
     def apply(self, decision: CommitDecision) -> None:
-        """Apply the pending step. It needs nobody else."""
+        """Apply the pending step, without any other member."""
         assert self.pending == decision.step
         gradients = self._gradients
-        if decision.factor == 0:  # nothing to learn from: as if no parameter had a gradient; buffers have seen samples
+        if decision.factor == 0:  # no gradient counts, but buffers have seen samples
             gradients = [None] * len(gradients)
         if decision.untouched:
             skipped = set(decision.untouched)
@@ -179,17 +183,17 @@ class MemberState:
         )
 
     def keep_buffers(self) -> None:
-        """The buffers have been given their values from elsewhere."""
+        """Take over the buffers' present values as the committed ones."""
         for buffers in self._buffers.values():
             buffers.keep()
 
     def restore_buffers(self) -> None:
-        """To the committed values: a step that was given up may have left others."""
+        """Give the modules the committed buffers again: an abandoned step may have left other values."""
         for buffers in self._buffers.values():
             buffers.restore()
 
     def tensors(self) -> dict[str, tuple[Box, torch.Tensor]]:
-        """Everything that it consists of, under the names of a checkpoint."""
+        """Every tensor of the state, under the names of a checkpoint."""
         self.restore_buffers()
         found = self.part.tensors()
         kept = self.optimizer.tensors()
@@ -198,5 +202,6 @@ class MemberState:
         return found
 
     def boxes(self) -> dict[str, Box]:
+        """The boxes of `tensors`, without the values."""
         found = {name: box for name, (box, _) in self.part.tensors().items()}
         return {**found, **{name: box for name, _, _, box in self.optimizer.forms()}}

@@ -20,20 +20,22 @@ from distbelief.strategies.mesh.init.deferred import DeferredModel
 from distbelief.strategies.mesh.rules import agreement
 from distbelief.strategies.mesh.rules.agreement import StateReport, StateSource, decision_on
 from distbelief.strategies.mesh.rules.boxes import moves
-from distbelief.strategies.mesh.state.member import MeshMember, move_all
+from distbelief.strategies.mesh.state.member import MeshMember, transfer_boxes
 from distbelief.strategies.mesh.state.memberstate import Forms, MemberState, Pieces
 from distbelief.strategies.mesh.state.snapshots import Snapshots
 from distbelief.transport.gloo.group import TorchGroup
 
-_TOLD = 64  # steps that members tell each other of when they meet: more than are committed between two heartbeats
+_TOLD = 64  # the last steps that members report to each other: more than are committed between two heartbeats
 
 
 def exchange_reports(group: TorchGroup, report: StateReport) -> list[StateReport]:
+    """Collective: returns every member's report, by rank."""
     decoder = msgspec.msgpack.Decoder(StateReport)
     return [decoder.decode(theirs) for theirs in group.gather(msgspec.msgpack.encode(report))]
 
 
 def report_of(old: MemberState | None, snapshots: Snapshots) -> StateReport:
+    """The report about the state of the last generation (if any) and the snapshots in this worker's memory."""
     kept = [(one.step, dict(one.boxes)) for one in snapshots.kept]
     reached = max([one.step for one in snapshots.kept], default=0)
     if old is None:
@@ -47,7 +49,7 @@ def report_of(old: MemberState | None, snapshots: Snapshots) -> StateReport:
 def restore_state(
     member: MeshMember, old: MemberState | None, snapshots: Snapshots, begin_from: BeginFrom, deferred: DeferredModel
 ) -> RolledBack | None:
-    """Give the new part its values: from the members, from snapshots, from a checkpoint, or as the job makes them."""
+    """Collective: give every member's new part its values. Returns the rollback if committed steps were lost."""
     world, state = member.groups.world, member.state
     reports = exchange_reports(world, report_of(old, snapshots))
     choice = agreement.choose(reports, {name: shape for name, (_, shape) in member.forms.items()})
@@ -72,7 +74,7 @@ def restore_state(
         fetch_boxes(world, choice, own, member.held, into)
         state.history.extend(agreement.merged_history(reports, choice.step))
         state.note = max((p.note for p in reports if p.note[0] <= choice.step), default=state.note)
-    _fill_loose(member, deferred)
+    _fill_plain_attributes(member, deferred)
     state.optimizer.load(kept)
     state.keep_buffers()
     state.applied = step
@@ -82,7 +84,8 @@ def restore_state(
 def _from_outside(
     member: MeshMember, into: Mapping[str, tuple[Box, torch.Tensor]], begin_from: BeginFrom, deferred: DeferredModel
 ) -> int:
-    """From a checkpoint, or from the job's own initial values. Rank 0 looks first, so that all take the same one."""
+    """Load a checkpoint, or else the job's initial values. Rank 0 looks first, so that all members take the same
+    one."""
     world, state = member.groups.world, member.state
     saved = begin_from() if world.rank == 0 else None
     told = int(world.gather(str(saved.step if saved else -1).encode())[0])
@@ -95,17 +98,17 @@ def _from_outside(
     if saved.step != told:
         raise RuntimeError(f"rank 0 has found a checkpoint of step {told}, and this member one of step {saved.step}")
     _require_fit(member, saved)
-    born = [name for name in into if name.startswith(MODEL) and name not in saved.tensors]  # transient buffers
-    _fill(into, deferred.values([name.removeprefix(MODEL) for name in born]))
+    not_saved = [name for name in into if name.startswith(MODEL) and name not in saved.tensors]  # transient buffers
+    _fill(into, deferred.values([name.removeprefix(MODEL) for name in not_saved]))
     _load(into, saved)
     state.history.extend(saved.history)
     state.note = (saved.step, saved.note) if saved.note else state.note
     return saved.step
 
 
-def _fill_loose(member: MeshMember, deferred: DeferredModel) -> None:
-    """Tensors that modules keep as plain attributes: no state, but they must have their values."""
-    for name, value in deferred.values(deferred.loose):
+def _fill_plain_attributes(member: MeshMember, deferred: DeferredModel) -> None:
+    """Give values to tensors that modules keep as plain attributes. They are not part of the state."""
+    for name, value in deferred.values(deferred.plain_attributes):
         owner, _, key = name.rpartition(".")
         for stage in member.state.part.stages.values():
             if owner in (one for one, _ in stage.module.named_modules()):
@@ -129,7 +132,7 @@ def _load(into: Mapping[str, tuple[Box, torch.Tensor]], saved: Saved) -> None:
 
 
 def _require_fit(member: MeshMember, saved: Saved) -> None:
-    """Every name and shape, before anything is written."""
+    """Check every name and shape before writing anything."""
     weights_alone = all(name.startswith(MODEL) for name in saved.tensors)
     others = {f"{MODEL}{name}" for name in tied(member.model)}
     passing = {f"{MODEL}{name}" for name in transient(member.model)} if weights_alone else set()
@@ -139,15 +142,15 @@ def _require_fit(member: MeshMember, saved: Saved) -> None:
         if not (weights_alone and not name.startswith(MODEL)) and not (name in passing and name not in saved.tensors)
     }
     given = {name: outline for name, outline in outlines_of(saved.tensors).items() if name not in others}
-    require_fit(_in_words(given), _in_words(wanted))
+    require_fit(_as_text(given), _as_text(wanted))
 
 
-def _in_words(forms: Forms) -> dict[str, str]:
+def _as_text(forms: Forms) -> dict[str, str]:
     return {name: form(dtype_name(dtype), shape) for name, (dtype, shape) in forms.items()}
 
 
 def catch_up(state: MemberState, reports: Sequence[StateReport], top: int) -> None:
-    """Apply the step that others have applied and this member was called away from."""
+    """Apply the pending step if other members have applied it: this member was interrupted inside the vote."""
     decision = decision_on(top - 1, reports)
     if decision is not None and state.applied == top - 1 and state.pending == top - 1:
         state.apply(decision)
@@ -156,7 +159,8 @@ def catch_up(state: MemberState, reports: Sequence[StateReport], top: int) -> No
 def fetch_boxes(
     group: TorchGroup, choice: StateSource, own: Sequence[Pieces], wanted: Sequence[Mapping[str, Box]], into: Pieces
 ) -> None:
-    """Move the chosen state to where it is wanted. `own`: what this member has of it, in the order that it told."""
+    """Transfer the chosen state to the members that want it. `own`: this member's holdings, in the order of its
+    report."""
     numbers = [number for number, holding in enumerate(choice.holdings) if holding.rank == group.rank]
     mine = dict(zip(numbers, own, strict=True))
-    move_all(group, moves(choice.holdings, wanted), mine, into)
+    transfer_boxes(group, moves(choice.holdings, wanted), mine, into)

@@ -20,7 +20,7 @@ from distbelief.checkpoint.weights import weights_sha256_of, write_weights
 from distbelief.strategies.flatmodel.copying import Copy
 from distbelief.strategies.flatmodel.named import OWED
 from distbelief.strategies.mesh.rules.boxes import Holding, moves, writers
-from distbelief.strategies.mesh.state.member import MeshMember, move_all
+from distbelief.strategies.mesh.state.member import MeshMember, transfer_boxes
 from distbelief.strategies.mesh.state.memberstate import Forms, MemberState
 from distbelief.transport.shm.segment import Segment
 
@@ -36,7 +36,7 @@ class MeshPortion:
     boxes: Mapping[str, Box]
     forms: Forms
     starts: Mapping[str, int]
-    """Tensor -> the byte of the copy at which it starts; the others are small, and go beside it."""
+    """For each large tensor, the byte of the copy at which it starts. Small tensors are kept beside the copy."""
     size_bytes: int
 
     def entries(self) -> list[PartEntry]:
@@ -58,7 +58,7 @@ class MeshPortion:
 
 
 def portions(held: Sequence[Mapping[str, Box]], forms: Forms) -> list[MeshPortion]:
-    """By rank."""
+    """Every member's portion, by rank."""
     found = []
     for boxes, mine in zip(held, writers(held), strict=True):
         starts: dict[str, int] = {}
@@ -72,14 +72,15 @@ def portions(held: Sequence[Mapping[str, Box]], forms: Forms) -> list[MeshPortio
 
 
 def _is_large(name: str, forms: Forms) -> bool:
-    """Parameters and their state: these are written to only when a step is applied. Buffers change before that."""
+    """Whether a tensor is a parameter or its optimizer state. Those change only when a step is applied; buffers change
+    earlier."""
     if name.startswith(MODEL):
         return f"begun/{name.removeprefix(MODEL)}" in forms
     return name.startswith(("optimizer/", OWED)) and bool(forms[name][1])
 
 
 def copy_of(portion: MeshPortion, state: MemberState, residuals: Mapping[str, torch.Tensor], into: Segment) -> Copy:
-    """A copy of the present state, to be made while the next step is computed."""
+    """A copy of the present state, made while the next step is computed."""
     tensors = {name: values for name, (_, values) in state.tensors().items() if name in portion.boxes}
     tensors |= {name: values for name, values in residuals.items() if name in portion.boxes}
     names = list(portion.starts)
@@ -96,7 +97,7 @@ def copy_of(portion: MeshPortion, state: MemberState, residuals: Mapping[str, to
 
 
 class WholeWeights:
-    """Every member calls these at the same time; the one of rank 0 gets what the others give."""
+    """Collective: every member calls these methods at the same time; rank 0 gets the others' boxes and writes."""
 
     def __init__(self, member: MeshMember) -> None:
         self._member = member
@@ -124,7 +125,8 @@ class WholeWeights:
         return self._known[1]
 
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """In name order, a tied tensor under each of its names. On other members than rank 0 the tensors are empty."""
+        """Yields tensors in the order of names, a tied tensor under each of its names. On other members than rank 0
+        they are empty."""
         member = self._member
         world = member.groups.world
         member.state.restore_buffers()
@@ -137,5 +139,5 @@ class WholeWeights:
             held = [Holding(rank, {key: boxes[key]}) for rank, boxes in enumerate(member.held) if key in boxes]
             numbers = [number for number, holding in enumerate(held) if holding.rank == world.rank]
             wanted = [{key: box}] + [{} for _ in range(world.size - 1)]
-            move_all(world, moves(held, wanted), dict.fromkeys(numbers, mine), {key: (box, into)})
+            transfer_boxes(world, moves(held, wanted), dict.fromkeys(numbers, mine), {key: (box, into)})
             yield name, into

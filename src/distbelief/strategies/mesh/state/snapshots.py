@@ -19,8 +19,8 @@ from distbelief.strategies.mesh.state.memberstate import Forms, MemberState
 from distbelief.transport.gloo.group import TorchGroup
 
 PRICE = 0.01
-"""The share of the time that snapshots may take, where the user does not say how often."""
-FIRST_INTERVAL = 10  # steps, before anything is known about how long they take
+"""The share of the time that snapshots may take if the user does not set the interval."""
+FIRST_INTERVAL = 10  # steps, before the cost of a snapshot is known
 LONGEST_INTERVAL = 1000
 _CHUNK_BYTES = 64 << 20
 _ALIGN = 64
@@ -28,7 +28,7 @@ _ALIGN = 64
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state, or a part of one, in one block of memory."""
+    """The boxes of one member's state, in one block of memory."""
 
     step: int
     boxes: Mapping[str, Box]
@@ -52,23 +52,23 @@ class Snapshot:
 
 
 class Snapshots:
-    """What a worker keeps from one generation to the next."""
+    """The snapshots that a worker keeps from one generation to the next."""
 
     def __init__(self, every: int | None) -> None:
-        """`every`: steps; None: by their cost; 0: never."""
+        """`every`: steps between snapshots; None: chosen by their cost; 0: no snapshots."""
         self.kept: list[Snapshot] = []
-        """My own, and my neighbour's, of one step."""
+        """This member's own snapshot and its neighbour's, of the same step."""
         self._every = every
         self._took_s = 0.0
         self._interval = 0
         self._measured = False
         self._told = 0
-        """The interval that people have been told of."""
+        """The interval in the last message for people."""
         self._next = -1
         self._since = (0, 0.0)
 
     def begin(self, state: MemberState, needed: bool) -> None:
-        """A generation begins. `needed`: some part is held by one member only."""
+        """Begin a generation. `needed`: some part has one holder only."""
         wanted = needed and self._every != 0
         self._next = state.applied if wanted else -1
         if not wanted:
@@ -79,7 +79,7 @@ class Snapshots:
         return applied == self._next
 
     def take(self, group: TorchGroup, state: MemberState, held: Sequence[Mapping[str, Box]], forms: Forms) -> None:
-        """All members at once, between two steps. What was kept before is kept until all of the new one is there."""
+        """Collective, between two steps. The old snapshots are kept until the new ones are complete."""
         first, since = self._since
         steps = state.applied - first
         step_s = (time.perf_counter() - since) / steps if steps else 0.0
@@ -100,18 +100,18 @@ class Snapshots:
         told = [
             one.split() for one in group.gather(f"{took_s} {step_s} {self._interval} {int(self._measured)}".encode())
         ]
-        self.kept = [mine, theirs]  # everybody has what it needs: before, others may have nothing but the older one
+        self.kept = [mine, theirs]  # the exchange shows that every member has its new snapshots
         self._took_s = max(float(one[0]) for one in told)
-        # Rank 0 is right: newcomers know less, and all must take the next one at the same step.
+        # Rank 0 decides: newcomers know less, and all members must take the next snapshot at the same step.
         step_s, known, measured = float(told[0][1]), int(told[0][2]), bool(int(told[0][3]))
-        goes_on = measured and step_s == 0  # a new generation, with what the last one has found out
+        goes_on = measured and step_s == 0  # a new generation, which uses what the last one measured
         self._interval = self._every or (known if goes_on else interval(self._took_s, step_s))
         self._measured = measured or step_s > 0
         self._next = state.applied + self._interval
         self._since = (state.applied, time.perf_counter())
 
     def news(self) -> list[str]:
-        """A line for people, when there is a first figure to tell, or a very different one."""
+        """A line for people when the interval is first known or has changed much."""
         settled = self._every is not None or self._measured
         if not settled or self._told / 2 < self._interval < self._told * 2:
             return []
@@ -125,7 +125,8 @@ class Snapshots:
 
 
 def interval(took_s: float, step_s: float) -> int:
-    """How many steps to the next one.
+    """The number of steps to the next snapshot.
+
 
     >>> interval(0.03, 0.1), interval(0.01, 0.0)
     (30, 10)

@@ -110,7 +110,7 @@ class Search:
         able = self._obstacles.get(name) == "" and isinstance(module, nn.Linear)
         return able and name not in self.styles and not self._tied(name)
 
-    # --- groups -----------------------------------------------------------------------------------------------------
+    # --- groups ------------------------------------------------------------------------------------------------------
 
     def find_groups(self) -> None:
         for name in dict.fromkeys(o.layer for o in self.traces[0].operations if o.layer):
@@ -168,7 +168,7 @@ class Search:
             + f"; or keep them whole: Job(tensor_plan={{{patterns}}})",
         )
 
-    # --- the trial --------------------------------------------------------------------------------------------------
+    # --- the trial ---------------------------------------------------------------------------------------------------
 
     def try_groups(self, run: Run) -> None:
         """Forwards with the sizes of one member, until all groups that are left pass."""
@@ -213,7 +213,7 @@ class Search:
                 shapes[self._names[id(parameter)]] = tuple(shape)
         return shapes
 
-    # --- what stands alone ------------------------------------------------------------------------------------------
+    # --- what stands alone -------------------------------------------------------------------------------------------
 
     def add_single_layers(self) -> None:
         """Embeddings, output heads, and what the job wishes: right in any surroundings, at the price of a gather."""
@@ -260,7 +260,7 @@ class Search:
                 others = ", ".join(o for o in owners if o != owner)
                 self.whole[owner] = f"its weight is also that of {others}, which cannot be divided in the same way"
 
-    # --- dropout ----------------------------------------------------------------------------------------------------
+    # --- dropout -----------------------------------------------------------------------------------------------------
 
     def sites(self) -> dict[tuple[str, int], DropoutSite]:
         """Where random numbers are drawn for divided values, counted from the last layer of a group."""

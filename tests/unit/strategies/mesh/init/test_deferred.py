@@ -66,44 +66,44 @@ def test_every_value_has_the_bits_of_one_process(make: Callable[[], nn.Module]) 
     tensors = all_tensors(expected)
     seed_everything(99)
     before = streams()
-    birth = make_deferred(make, SEED)
+    deferred = make_deferred(make, SEED)
     assert streams() == before
     for _ in range(2):
-        values = dict(birth.values(tensors))
+        values = dict(deferred.values(tensors))
         assert values.keys() == tensors.keys()
         assert [name for name in tensors if not same_bits(values[name], tensors[name])] == []
         for value in values.values():
             value.fill_(1)  # it is the caller's: the next time is not changed by this
     assert streams() == before
 
-    born = dict(birth.model.named_parameters()) | dict(birth.model.named_buffers())
+    born = dict(deferred.model.named_parameters()) | dict(deferred.model.named_buffers())
     assert all(tensor.is_meta for tensor in born.values())
     assert list(born) == [n for n, _ in expected.named_parameters()] + [n for n, _ in expected.named_buffers()]
     for name, parameter in expected.named_parameters():
         assert (born[name].shape, born[name].dtype) == (parameter.shape, parameter.dtype)
         assert born[name].requires_grad == parameter.requires_grad
-    assert str(birth.model) == str(expected)
-    assert birth.model.training
+    assert str(deferred.model) == str(expected)
+    assert deferred.model.training
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_each_one_alone_has_them_too_in_any_order(make: Callable[[], nn.Module]) -> None:
     tensors = all_tensors(made_plainly(make))
-    birth = make_deferred(make, SEED)
+    deferred = make_deferred(make, SEED)
     for name in random.Random(5).sample(list(tensors), len(tensors)):
-        ((given, value),) = birth.values([name])
+        ((given, value),) = deferred.values([name])
         assert given == name
         assert same_bits(value, tensors[name]), name
 
 
 def test_the_callers_stream_is_its_own_between_two_values() -> None:
-    birth = make_deferred(MODELS["attention"], SEED)
+    deferred = make_deferred(MODELS["attention"], SEED)
     tensors = all_tensors(made_plainly(MODELS["attention"]))
     torch.manual_seed(1)
     alone = [torch.rand(3).tolist() for _ in tensors]
     torch.manual_seed(1)
     between = []
-    for name, value in birth.values(tensors):
+    for name, value in deferred.values(tensors):
         between.append(torch.rand(3).tolist())
         assert same_bits(value, tensors[name])
     assert between == alone
@@ -156,20 +156,20 @@ def test_any_program_gives_any_part_the_bits_of_one_process(
     program: list[tuple[str, int, int]], part: set[int]
 ) -> None:
     tensors = all_tensors(made_plainly(lambda: interpret(program)))
-    birth = make_deferred(lambda: interpret(program), SEED)
+    deferred = make_deferred(lambda: interpret(program), SEED)
     for wanted in ({str(number % len(tensors)) for number in part}, tensors.keys()):
-        values = dict(birth.values(wanted))
+        values = dict(deferred.values(wanted))
         assert values.keys() == wanted
         assert [name for name in wanted if not same_bits(values[name], tensors[name])] == []
 
 
 def test_what_the_caller_has_set_does_not_matter() -> None:
     tensors = all_tensors(made_plainly(default_types))
-    birth = make_deferred(default_types, SEED)
+    deferred = make_deferred(default_types, SEED)
     torch.set_default_dtype(torch.float16)
     try:
         with torch.device("meta"), torch.inference_mode():
-            values = dict(birth.values(tensors))
+            values = dict(deferred.values(tensors))
         assert torch.get_default_dtype() is torch.float16
     finally:
         torch.set_default_dtype(torch.float32)
@@ -204,20 +204,20 @@ LAYER_BYTES = 4 * 64 * 64 + 4 * 64
 
 def test_making_takes_no_memory_and_a_part_takes_that_part_and_one_temporary() -> None:
     with LiveBytes() as making:
-        birth = make_deferred(lambda: layers(40), SEED)
+        deferred = make_deferred(lambda: layers(40), SEED)
     assert making.peak < LAYER_BYTES
-    wanted = [name for name, _ in birth.model.named_parameters() if name.startswith(("20.", "21."))]
+    wanted = [name for name, _ in deferred.model.named_parameters() if name.startswith(("20.", "21."))]
     for _ in range(2):
         with LiveBytes() as part:
-            values = dict(birth.values(wanted))
+            values = dict(deferred.values(wanted))
         assert 2 * LAYER_BYTES <= part.peak <= 3 * LAYER_BYTES
         del values
 
 
 def test_values_that_are_not_kept_take_no_memory() -> None:
-    birth = make_deferred(lambda: layers(20), SEED)
+    deferred = make_deferred(lambda: layers(20), SEED)
     with LiveBytes() as one_by_one:
-        for name, value in birth.values([name for name, _ in birth.model.named_parameters()]):
+        for name, value in deferred.values([name for name, _ in deferred.model.named_parameters()]):
             assert value.any(), name
             del value
     assert one_by_one.peak <= 2 * LAYER_BYTES
@@ -235,12 +235,12 @@ def test_the_second_time_starts_from_states_that_are_known() -> None:
                 self.numbers += result.numel()
             return result
 
-    birth = make_deferred(lambda: nn.Sequential(*(nn.Linear(1024, 512) for _ in range(8))), SEED)
+    deferred = make_deferred(lambda: nn.Sequential(*(nn.Linear(1024, 512) for _ in range(8))), SEED)
     tensors = all_tensors(made_plainly(lambda: nn.Sequential(*(nn.Linear(1024, 512) for _ in range(8)))))
     drawn = []
     for _ in range(2):
         with Draws() as draws:
-            ((_, value),) = birth.values(["7.weight"])
+            ((_, value),) = deferred.values(["7.weight"])
         drawn.append(draws.numbers)
         assert same_bits(value, tensors["7.weight"])
     assert drawn[0] == sum(tensors[name].numel() for name in tensors if name != "7.bias")
@@ -248,9 +248,9 @@ def test_the_second_time_starts_from_states_that_are_known() -> None:
 
 
 def test_tied_parameters_stay_one_and_have_both_names() -> None:
-    birth = make_deferred(gpt_like, SEED)
-    assert birth.model.head.weight is birth.model.token.weight
-    values = dict(birth.values(["head.weight", "token.weight"]))
+    deferred = make_deferred(gpt_like, SEED)
+    assert deferred.model.head.weight is deferred.model.token.weight
+    values = dict(deferred.values(["head.weight", "token.weight"]))
     assert values["head.weight"].data_ptr() == values["token.weight"].data_ptr()
 
 
@@ -258,16 +258,16 @@ def test_a_model_that_is_made_already_is_left_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model.add_module("again", model[0])
     model[0].bias.requires_grad_(False)
-    birth = make_deferred(lambda: model, SEED)
+    deferred = make_deferred(lambda: model, SEED)
     tensors = {name: tensor.clone() for name, tensor in all_tensors(model).items()}
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
-    assert all(tensor.is_meta for tensor in birth.model.state_dict().values())
-    assert birth.model.again is birth.model[0]
-    assert not birth.model[0].bias.requires_grad
-    values = dict(birth.values(tensors))
+    assert all(tensor.is_meta for tensor in deferred.model.state_dict().values())
+    assert deferred.model.again is deferred.model[0]
+    assert not deferred.model[0].bias.requires_grad
+    values = dict(deferred.values(tensors))
     values["0.weight"].zero_()
     assert all(same_bits(tensor, tensors[name]) for name, tensor in all_tensors(model).items())
-    assert all(same_bits(value, tensors[name]) for name, value in birth.values(tensors))
+    assert all(same_bits(value, tensors[name]) for name, value in deferred.values(tensors))
 
 
 def test_a_model_that_is_made_already_may_be_initialised_again_without_changing_it() -> None:
@@ -279,10 +279,10 @@ def test_a_model_that_is_made_already_may_be_initialised_again_without_changing_
         nn.init.normal_(model.bias)
         return model
 
-    birth = make_deferred(reset, SEED)
+    deferred = make_deferred(reset, SEED)
     assert same_bits(model.weight.detach(), before)
     seed_everything(SEED)
-    values = dict(birth.values(["weight", "bias"]))
+    values = dict(deferred.values(["weight", "bias"]))
     assert same_bits(values["weight"], before * 2)
     assert same_bits(values["bias"], torch.randn(4))
 
@@ -293,9 +293,9 @@ def test_tensors_in_plain_attributes_are_known_by_name() -> None:
             super().__init__(3, 3)
             self.scale = torch.rand(3)
 
-    birth = make_deferred(lambda: nn.Sequential(Scaled()), SEED)
-    assert birth.loose == ("0.scale",)
-    ((_, value),) = birth.values(birth.loose)
+    deferred = make_deferred(lambda: nn.Sequential(Scaled()), SEED)
+    assert deferred.plain_attributes == ("0.scale",)
+    ((_, value),) = deferred.values(deferred.plain_attributes)
     assert same_bits(value, made_plainly(Scaled).scale)
 
 
@@ -363,10 +363,10 @@ def test_a_mistake_in_the_constructor_is_shown_as_it_is() -> None:
 
 def test_an_array_that_changes_after_the_model_was_made_from_it_is_noticed() -> None:
     array = np.ones(3, np.float32)
-    birth = make_deferred(lambda: holding(x=torch.from_numpy(array)), SEED)
+    deferred = make_deferred(lambda: holding(x=torch.from_numpy(array)), SEED)
     array[0] = 2
     with pytest.raises(JobError, match="changed since"):
-        list(birth.values(["x"]))
+        list(deferred.values(["x"]))
 
 
 TRANSFORMERS = {
@@ -407,12 +407,12 @@ def test_models_of_transformers_made_from_a_config(family: str) -> None:
 
     plain = made_plainly(make)
     tensors = all_tensors(plain)
-    birth: DeferredModel = make_deferred(make, SEED)
-    values = dict(birth.values(tensors))
+    deferred: DeferredModel = make_deferred(make, SEED)
+    values = dict(deferred.values(tensors))
     assert [name for name in tensors if not same_bits(values[name], tensors[name])] == []
     tied = [name for name in tensors if name not in dict(plain.named_parameters()) | dict(plain.named_buffers())]
     assert tied == [
         name
-        for name in all_tensors(birth.model)
-        if name not in dict(birth.model.named_parameters()) | dict(birth.model.named_buffers())
+        for name in all_tensors(deferred.model)
+        if name not in dict(deferred.model.named_parameters()) | dict(deferred.model.named_buffers())
     ]
