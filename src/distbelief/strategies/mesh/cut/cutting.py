@@ -55,9 +55,10 @@ class _CutPlace:
 
 
 def anchors_at(model: torch.nn.Module, modes: Sequence[Sequence[Call]], every_call: bool) -> list[Anchor]:
-    """Where units may begin: at every block, and where what is between blocks begins; or at every call there is.
+    """Calls of modules at which units may begin: every block, and the first call between blocks. With `every_call`,
+    every call. In a model without blocks, every layer with parameters.
 
-    Without blocks, at every layer that has parameters. What comes first belongs to the first unit anyhow.
+    Everything before the first such call belongs to the first unit.
     """
     numbered = list(_numbered(modes[0]))
     if every_call:
@@ -79,9 +80,10 @@ def anchors_at(model: torch.nn.Module, modes: Sequence[Sequence[Call]], every_ca
 def cut_positions(
     passes: Mapping[bool, RecordedPass], anchors: Sequence[Anchor], at_least: int | None = None
 ) -> tuple[dict[bool, list[int]], list[str]]:
-    """Per mode the positions of the cuts (the same number in each), and the places that cannot be cut, with reasons.
+    """Returns, per mode, the positions of the cuts (equally many in each mode), and the places that cannot be cut, with
+    reasons.
 
-    With `at_least`, not all of them: none that more values cross than is needed for so many units.
+    If `at_least` is set, leaves out cuts that many values cross, as long as this many units remain.
     """
     found: list[tuple[Anchor, dict[bool, _CutPlace]]] = []
     refused: list[str] = []
@@ -110,7 +112,7 @@ def cut_positions(
 def _fewer_values(
     found: list[tuple[Anchor, dict[bool, _CutPlace]]], at_least: int
 ) -> list[tuple[Anchor, dict[bool, _CutPlace]]]:
-    """Only the cuts that the fewest values cross, as far as enough of them are left."""
+    """The cuts that the fewest values cross, if enough of them are left."""
     counts = [max(place.crossing for place in places.values()) for _, places in found]
     for most in sorted(set(counts)):
         low = [one for one, count in zip(found, counts, strict=True) if count <= most]
@@ -120,7 +122,7 @@ def _fewer_values(
 
 
 def _best_place(one_pass: RecordedPass, call: Call) -> _CutPlace:
-    """The best cut between the call before and this one. Raises with the reason where there is none."""
+    """The best cut between this call and the call before. Raises the reason if no cut is possible."""
     before = max((other.end for other in one_pass.recording.calls if other.end <= call.first), default=0)
     places, reasons = [], []
     for position in range(call.first, before - 1, -1):
@@ -169,7 +171,8 @@ _SPLIT_HINT = (
 
 @dataclass(frozen=True)
 class Unit:
-    """What is never cut. `name` is for people; `parameters` are the model's names, the first of each."""
+    """A piece of the model that is never cut. `name` is for people; `parameters` are the first names of its
+    parameters."""
 
     name: str
     parameters: tuple[str, ...]
@@ -190,11 +193,11 @@ class Blueprint:
         self._cuts = {mode: [0, *cuts[mode], len(one_pass.nodes)] for mode, one_pass in passes.items()}
         self.way = "torch.fx" if passes[True].recording.device is None else "torch.export"
         self.refused = tuple(refused)
-        """Where else it could have been cut, and why it was not."""
+        """Other places where the model could be cut, and why it was not."""
         self.units = tuple(self._unit(number) for number in range(len(cuts[True]) + 1))
 
     def stage(self, first: int, end: int) -> Stage:
-        """The units [first, end)."""
+        """The units [first, end) as one stage."""
         if not 0 <= first < end <= len(self.units):
             raise IndexError(f"units {first} to {end} of {len(self.units)}")
         codes = {}
@@ -227,7 +230,7 @@ def make_blueprint(
     split: Sequence[str] = (),
     at_least: int = 1,
 ) -> Blueprint:
-    """Where `model` may be cut: at least at `at_least` - 1 places. Model and example inputs are on meta.
+    """Find where `model` may be cut, at `at_least` - 1 places or more. Model and example inputs are on meta.
 
     >>> with torch.device("meta"):
     ...     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -323,9 +326,9 @@ def _too_few(found: Blueprint, attempt: _Attempt, at_least: int, named: bool) ->
 
 
 class _Attempt:
-    """The model and its example inputs, followed in one way or another; remembers why a way failed.
+    """Records the model's forward pass with torch.fx or torch.export, and remembers why a way failed.
 
-    Where the user has named modules, these may do whatever they want inside, also look at values.
+    If the user has named modules, the code inside these modules may do anything, for example look at values.
     """
 
     def __init__(self, model: torch.nn.Module, inputs: Inputs, named: bool) -> None:
@@ -355,7 +358,7 @@ class _Attempt:
                 try:
                     recording = record()
                     facts = observe(self.model, recording, flat_inputs(*self._inputs)[0], self._named)
-                except Exception as error:  # whatever the model's own code raises when it is followed
+                except Exception as error:  # any error that the model's own code raises while it is traced
                     self.failures.append(f"{way}: {failure_reason(error)}")
                     return None
                 modes = {path: module.training for path, module in self.model.named_modules(remove_duplicate=False)}

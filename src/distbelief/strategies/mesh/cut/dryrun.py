@@ -26,7 +26,7 @@ _CONTAINERS = (dict, OrderedDict, list, set)
 
 @contextmanager
 def restoring(model: torch.nn.Module) -> Iterator[None]:
-    """Afterwards every module has the attributes it had, and lists and dicts among them hold what they held.
+    """On exit every module has its former attributes again, and lists and dicts among them have their former contents.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> with restoring(model):
@@ -52,7 +52,7 @@ def restoring(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
-    """The model in training or evaluation mode for a while; afterwards each of its modules is as it was."""
+    """The model in training or evaluation mode inside the block; on exit every module is as before."""
     with restoring(model):
         model.train(training)
         yield
@@ -65,7 +65,8 @@ _HOST = torch.device("cpu")
 
 @contextmanager
 def with_placeholders(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Ordinary values for the tensors on meta that modules keep as plain attributes; and no communication."""
+    """Inside the block, tensors on meta that modules keep as plain attributes have placeholder values, and divided
+    layers do not communicate."""
     made: dict[int, torch.Tensor] = {}
     with restoring(module):
         for one in module.modules():
@@ -80,9 +81,9 @@ def with_placeholders(module: torch.nn.Module, device: torch.device) -> Iterator
 def placeholder_weights(
     module: torch.nn.Module, device: torch.device, works: Callable[[dict[str, torch.Tensor]], object]
 ) -> dict[str, torch.Tensor]:
-    """Random weights that keep values at an ordinary size, so that no time goes into tiny or infinite numbers.
+    """Random weights that keep values at an ordinary size: tiny or infinite numbers would take extra time.
 
-    `works` is called where it is uncertain whether the module runs with its own part of divided layers.
+    `works` is called if it is uncertain whether the module runs with this member's part of divided layers.
     """
     weights = _placeholder_weights(module, device, local=True)
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
@@ -98,10 +99,11 @@ def call(module: torch.nn.Module, weights: Mapping[str, torch.Tensor], args: Any
 
 
 def run_on_placeholders(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run a module that is on meta for real, for code in it that looks at values; the result is on meta again.
+    """Run a module that is on meta with real placeholder values, because its code looks at values; the result is on
+    meta again.
 
-    Tensors on meta share memory and have been changed in place exactly as the real ones. Its buffers count as changed
-    in any case: with other values it might take the branch that does.
+    Afterwards tensors on meta share memory, and count as changed in place, exactly as the real tensors do. The module's
+    buffers count as changed in any case: with other values the module might take a branch that changes them.
     """
     with with_placeholders(module, _HOST), torch.device(_HOST):
         weights = placeholder_weights(
@@ -130,12 +132,15 @@ def _placeholder_weights(module: torch.nn.Module, device: torch.device, local: b
 
 
 def _ordinary(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    ones = tensor.is_floating_point() or tensor.dtype is torch.bool  # integers are indices as a rule: 0 is one
+    ones = (
+        tensor.is_floating_point() or tensor.dtype is torch.bool
+    )  # integers are indices as a rule, and 0 is a valid index
     return torch.full(tensor.shape, int(ones), dtype=tensor.dtype, device=device)
 
 
 class _MetaPairs:
-    """Real tensors for those on meta, and the other way round. What shares memory on one side does on the other."""
+    """Pairs of real tensors and tensors on meta, made in both directions. Tensors that share memory on one side do so
+    on the other."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor, int]] = []
@@ -153,7 +158,7 @@ class _MetaPairs:
         return pytree.tree_map_only(torch.Tensor, self._made_real, value)
 
     def on_meta(self, value: Any) -> Any:
-        """Once the module has run."""
+        """The same value with tensors on meta. Call it after the module has run."""
         for tensor, real, version in self._pairs:
             if real._version != version:
                 torch.autograd.graph.increment_version(tensor)
@@ -177,7 +182,7 @@ class _MetaPairs:
         if storage._cdata not in self._meta:
             fresh = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
             self._meta[storage._cdata] = fresh.untyped_storage()
-            self._pairs.append((fresh, tensor, tensor._version))  # lives on, so that its address stays its own
+            self._pairs.append((fresh, tensor, tensor._version))  # keeps the tensor, so that its address stays unique
         return _over(self._meta[storage._cdata], tensor, torch.device("meta"))
 
 

@@ -22,15 +22,15 @@ from distbelief.strategies.mesh.cut.stages import Stage
 from distbelief.strategies.mesh.rules.balance import UnitCost
 
 RUNS = 3
-"""Timed runs per unit, after one to warm up; the median over all units of the same kind counts."""
+"""Timed runs per unit, after one warm-up run. The median over all units of the same kind is used."""
 
 
 def measure(
     blueprint: Blueprint, batch_args: tuple[Any, ...], batch_kwargs: Mapping[str, Any], device: torch.device | str
 ) -> list[UnitCost]:
-    """Seconds of forward and backward, and bytes of parameters and of what is kept for backward, of every unit.
+    """Measure every unit: seconds of forward and backward, bytes of parameters and of tensors kept for backward.
 
-    Neither the model, nor its gradients, nor the state of the random generators is changed.
+    The model, its gradients and the states of the random generators stay unchanged.
     """
     device = torch.device(device)
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), (batch_args, dict(batch_kwargs)))
@@ -52,7 +52,7 @@ def measure(
 
 
 def _kind(stage: Stage, received: Sequence[Any]) -> Any:
-    """Units that are equal in this take the same time: the same layers of the same shapes on the same values."""
+    """Units with an equal kind take the same time: the same layers of the same shapes on the same values."""
     layers = tuple(type(module) for module in stage.module.modules())
     tensors = (*stage.module.parameters(), *stage.module.buffers(), *received)
     shapes = tuple((tuple(t.shape), t.dtype) for t in tensors if isinstance(t, torch.Tensor))
@@ -62,7 +62,7 @@ def _kind(stage: Stage, received: Sequence[Any]) -> Any:
 def _measure_unit(
     stage: Stage, received: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
 ) -> tuple[list[float], int, tuple[Any, ...]]:
-    """Seconds of each run, bytes, and what it sends."""
+    """Returns the seconds of each run, the bytes, and the values that the unit sends."""
 
     def forward(weights: dict[str, torch.Tensor], inputs: Sequence[Any]) -> Any:
         return call(stage.module, weights, (tuple(inputs), args, kwargs), {})
@@ -94,7 +94,7 @@ def _backward(output: Any) -> None:
 
 
 def _fresh(received: Sequence[Any]) -> list[Any]:
-    """The values as a stage gets them: of no history, but wanting a gradient."""
+    """Copies of the values as a stage receives them: without history, but needing a gradient."""
 
     def fresh(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -106,7 +106,7 @@ def _fresh(received: Sequence[Any]) -> list[Any]:
 
 @contextmanager
 def _kept_for_backward(weights: Mapping[str, torch.Tensor]) -> Iterator[dict[int, int]]:
-    """Storage -> bytes of what autograd keeps meanwhile, weights apart."""
+    """Yields, for each storage that autograd keeps inside the block, its bytes. Weights do not count."""
     own = {weight.untyped_storage().data_ptr() for weight in weights.values()}
     kept: dict[int, int] = {}
 

@@ -28,28 +28,31 @@ from distbelief.strategies.mesh.cut.tracing import Call, Recording
 
 @dataclass(frozen=True)
 class SentValue:
-    """One tensor or int inside a value; `path` says where: () for the value itself, (0,) for the first of a tuple."""
+    """One tensor or int inside a value. `path` tells where: () is the value itself, (0,) the first element of a
+    tuple."""
 
     path: tuple[int | str, ...]
     size_bytes: int
 
 
 class Unsendable(Exception):
-    """A value with something in it that is neither a tensor nor an int; the text says what."""
+    """A value contains something that is neither a tensor nor an int; the text tells what."""
 
 
 @dataclass(frozen=True)
 class Facts:
+    """What `observe` finds out about the values of a recorded graph."""
+
     values: dict[fx.Node, Any]
-    """On meta."""
+    """The value of each node, on meta."""
     inseparable: tuple[tuple[int, int], ...]
     """(first, last) positions of nodes that must be in one stage, because they change and use the same memory."""
     changed: frozenset[fx.Node]
-    """Nodes whose value shares memory with something that is changed in place."""
+    """Nodes whose value shares memory with a tensor that is changed in place."""
 
 
 def sent_values(value: Any, path: tuple[int | str, ...] = ()) -> Iterator[SentValue]:
-    """The tensors and ints of a value; what is fixed (None, a text) is not sent."""
+    """The tensors and ints of a value. Fixed contents (None, a text) are not sent."""
     if isinstance(value, torch.Tensor):
         yield SentValue(path, value.numel() * value.element_size())
     elif isinstance(value, int):
@@ -65,7 +68,7 @@ def sent_values(value: Any, path: tuple[int | str, ...] = ()) -> Iterator[SentVa
 
 
 def rebuild(value: Any, received: Iterator[Any]) -> Any:
-    """The same structure as `value`, with what was received for its parts (in the order of `parts`)."""
+    """Returns the same structure as `value`, with the received tensors and ints in the order of `sent_values`."""
     if isinstance(value, torch.Tensor | int):
         return next(received)
     if type(value) in (tuple, torch.Size):
@@ -78,7 +81,8 @@ def rebuild(value: Any, received: Iterator[Any]) -> Any:
 
 
 def observe(model: torch.nn.Module, recording: Recording, leaves: Sequence[Any], may_look: bool = False) -> Facts:
-    """`leaves`: the model's flat example inputs, on meta like the model. `may_look`: modules may look at values."""
+    """Run the recorded graph once on meta. `leaves`: the model's flat example inputs, on meta; `may_look`: whether
+    modules may look at values."""
     interpreter = _MetaInterpreter(model, recording, may_look)
     state = torch.get_rng_state()
     try:
@@ -126,7 +130,7 @@ class _MetaInterpreter(fx.Interpreter):
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return super().call_module(target, args, kwargs)
-        except Exception:  # whatever the module's own code raises where there are no values
+        except Exception:  # any error that the module's own code raises without values
             if not self._may_look:
                 raise
             return run_on_placeholders(self.fetch_attr(target), args, kwargs)
@@ -143,7 +147,8 @@ class _MetaInterpreter(fx.Interpreter):
         return super().fetch_attr(target)
 
     def inseparable(self) -> Iterator[tuple[int, int]]:
-        """What a node made may go to another stage once nothing changes it; what was given stays with its uses."""
+        """Yields the ranges that must stay in one stage. A value that a node made may go to another stage after its
+        last change; a given value (input, parameter, buffer) stays with all of its uses."""
         for storage, changes in self._changes.items():
             uses = self._uses[storage]
             yield min(uses), max(uses) if storage in self._given else max(changes)
@@ -181,7 +186,7 @@ _ATTRIBUTES = frozenset(["getattr", "size", "sym_size", "dim", "numel", "getitem
 
 
 def operation(node: fx.Node) -> str:
-    """The bare name of what a node does, however it is called."""
+    """The bare name of the operation that a node does, however it is called."""
     if isinstance(node.target, str):
         return node.target
     if isinstance(node.target, torch._ops.OpOverload):
@@ -190,13 +195,13 @@ def operation(node: fx.Node) -> str:
 
 
 class RecordedPass:
-    """One recording with all that a cut needs to know of it."""
+    """One recording of a forward pass, with the facts that a cut needs."""
 
     def __init__(self, recording: Recording, facts: Facts, modes: Mapping[str, bool]) -> None:
         self.recording = recording
         self.facts = facts
         self.modes = modes
-        """Which modules were in training mode: a model may see to it that some never are."""
+        """Which modules were in training mode: a model may keep some in evaluation mode."""
         self.nodes = list(recording.graph.nodes)
         self.place = {node: place for place, node in enumerate(self.nodes)}
         self.last_use = {node: max((self.place[user] for user in node.users), default=-1) for node in self.nodes}
@@ -222,7 +227,7 @@ class RecordedPass:
         return found | {str(one.target) for node in body for one in node.all_input_nodes if one.op == "get_attr"}
 
     def crossing(self, place: int) -> list[fx.Node]:
-        """What must be sent where the pass is cut before the node at `place`."""
+        """The nodes whose values must be sent if the pass is cut before the node at `place`."""
         used = [node for node in self.nodes[:place] if self.last_use[node] >= place and node.op != "get_attr"]
         needed = [node for node in used if node not in self.from_inputs]
         values = {node for node in needed if not self.is_attribute(node)}
@@ -234,7 +239,7 @@ class RecordedPass:
         )
 
     def is_attribute(self, node: fx.Node) -> bool:
-        """A size, a device, a type: told by the value itself, wherever that is. Never a tensor."""
+        """Whether a node gives a size, a device or a type, which the next stage can read from the value itself."""
         value = self.facts.values.get(node)
         return operation(node) in _ATTRIBUTES and not any(
             isinstance(v, torch.Tensor) for v in pytree.tree_leaves(value)

@@ -23,7 +23,8 @@ from distbelief.strategies.mesh.cut.tracing import Recording, flat_inputs
 
 
 class StageModule(torch.nn.Module):
-    """Holds what a stage uses of the model, at the same places, and runs the code of its present mode."""
+    """Holds the modules and tensors that a stage uses, at the model's own paths, and runs the code of its present
+    mode."""
 
     def __init__(self, codes: Mapping[bool, StageCode]) -> None:
         super().__init__()
@@ -31,11 +32,11 @@ class StageModule(torch.nn.Module):
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """What it does in training, by name: the same for stages that do the same with other weights."""
+        """The names of the operations in training. Stages that do the same with other weights have equal names."""
         return self._codes[True].operations
 
     def train(self, mode: bool = True) -> StageModule:
-        """Each module in the mode in which the model's own `train` puts it."""
+        """Put each module into the mode that the model's own `train` gives it."""
         super().train(mode)
         for path, module in self.named_modules():
             if path:
@@ -59,28 +60,30 @@ class StageModule(torch.nn.Module):
 
 @dataclass(frozen=True)
 class StageCode:
+    """The code of a stage in one mode."""
+
     run: Callable[..., Any]
     receives: tuple[str, ...]
     sends: tuple[str, ...]
     inputs: tuple[int, ...]
-    """Which leaves of the model's inputs it reads."""
+    """Which leaves of the model's inputs the stage reads."""
     input_count: int
     shapes: tuple[tuple[int | None, ...] | None, ...]
-    """Of these inputs: sizes that are fixed."""
+    """For each of these inputs, its fixed sizes."""
     constants: tuple[torch.Tensor, ...]
     places_device: bool
     targets: frozenset[str]
-    """Modules, parameters and buffers of the model that it uses."""
+    """Modules, parameters and buffers of the model that the stage uses."""
     modes: Mapping[str, bool]
     """Which of the model's modules are in training mode."""
     output: pytree.TreeSpec | None
-    """The structure of the model's output; None unless it is the last stage."""
+    """The structure of the model's output; None unless this is the last stage."""
     operations: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Some consecutive units of a model. Called with what the stage before sent and the model's own inputs."""
+    """Some consecutive units of a model. Called with the values from the stage before and the model's own inputs."""
 
     module: StageModule
 
@@ -96,11 +99,11 @@ class Stage:
 
     @property
     def needs_batch(self) -> bool:
-        """Whether it reads the model's own inputs (in any mode)."""
+        """Whether the stage reads the model's own inputs (in any mode)."""
         return any(code.inputs for code in self.module._codes.values())
 
     def __call__(self, received: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """A tuple of the values in `sends`; from the last stage, the model's own output."""
+        """Returns a tuple of the values in `sends`; the last stage returns the model's own output."""
         return self.module(tuple(received), args, kwargs)
 
 
@@ -114,8 +117,8 @@ def build_stage(model: torch.nn.Module, codes: Mapping[bool, StageCode]) -> Stag
 def attach(holder: torch.nn.Module, model: torch.nn.Module, targets: Iterable[str]) -> None:
     """Put the model's own objects into `holder`, under the model's names and in the model's order."""
     modules = {path: place for place, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    wanted: set[str] = set()  # modules to hold as they are
-    loose: set[str] = set()  # parameters, buffers and other tensors of modules that are not held
+    wanted: set[str] = set()  # modules to attach as a whole
+    single: set[str] = set()  # parameters, buffers and other tensors of modules that are not attached
     for target in targets:
         owner, _, key = target.rpartition(".")
         if target in modules:
@@ -123,11 +126,11 @@ def attach(holder: torch.nn.Module, model: torch.nn.Module, targets: Iterable[st
         elif owner and key not in vars(origin := model.get_submodule(owner)) and not any(origin.children()):
             wanted.add(owner)
         else:
-            loose.add(target)
+            single.add(target)
     for path in sorted(wanted, key=modules.__getitem__):
         if not any(path.startswith(f"{other}.") for other in wanted):
             _parent(holder, path).add_module(path.rpartition(".")[2], model.get_submodule(path))
-    for path in sorted(loose):
+    for path in sorted(single):
         if not any(path.startswith(f"{other}.") for other in wanted):
             origin, key = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
             place = _parent(holder, path)
@@ -138,7 +141,7 @@ def attach(holder: torch.nn.Module, model: torch.nn.Module, targets: Iterable[st
                     key, origin._buffers[key], persistent=key not in origin._non_persistent_buffers_set
                 )
             else:
-                setattr(place, key, getattr(origin, key))  # read by this name, whatever is put there later
+                setattr(place, key, getattr(origin, key))  # code reads it by this name, also after a replacement
 
 
 def write_stage_code(one_pass: RecordedPass, first: int, end: int, name: str) -> StageCode:
@@ -167,7 +170,7 @@ def write_stage_code(one_pass: RecordedPass, first: int, end: int, name: str) ->
 
 
 class _Writer:
-    """Copies nodes into a graph of their own, and with them whatever light work they need that was done before."""
+    """Copies nodes into a new graph, with the light work that they need from earlier nodes."""
 
     def __init__(self, one_pass: RecordedPass, first: int, end: int) -> None:
         self._pass = one_pass
@@ -198,7 +201,7 @@ class _Writer:
             self.graph.output(fx.map_arg(output.args[0], self._value))
 
     def _declare(self, body: Sequence[fx.Node], leaving: Sequence[fx.Node], known: set[fx.Node]) -> None:
-        """Placeholders stand before everything else, so it is found out first which inputs the stage will reach for."""
+        """Declare placeholders, which must precede everything else: first find out which inputs the stage will need."""
         reached: set[fx.Node] = set()
         pending = [node for node in body if node.op not in ("placeholder", "get_attr")]
         pending = [node for node in pending if node not in self._pass.from_inputs] + list(leaving)
@@ -272,7 +275,7 @@ def _check_shapes(given: Sequence[Any], shapes: Sequence[tuple[int | None, ...] 
 
 
 def _device_of(values: Sequence[Any], module: torch.nn.Module) -> torch.device:
-    """Where the stage computes: where its parameters are, or its values."""
+    """The device of the stage's parameters, or else of its values."""
     tensors = [*module.parameters(), *(value for value in values if isinstance(value, torch.Tensor))]
     return tensors[0].device if tensors else torch.device("cpu")
 

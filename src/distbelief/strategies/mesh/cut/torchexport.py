@@ -37,7 +37,8 @@ _HOST = torch.device("cpu")
 
 
 def export(model: torch.nn.Module, inputs: Inputs) -> Recording:
-    """Raises whatever export or the model raises. The calls are not yet known: see `label_calls`."""
+    """Record one forward pass. Raises any error of export or of the model. The recording has no calls yet: see
+    `label_calls`."""
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise RuntimeError("torch.export does not follow layers that are divided by tensor parallelism")
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -84,7 +85,7 @@ def export(model: torch.nn.Module, inputs: Inputs) -> Recording:
 
 
 def label_calls(recording: Recording, leaves: frozenset[str]) -> tuple[Call, ...]:
-    """Runs of operations that were done inside the same leaf module."""
+    """The calls of leaf modules: runs of operations inside the same leaf."""
     calls: list[Call] = []
     for place, node in enumerate(recording.graph.nodes):
         stack = node.meta.get("nn_module_stack") or {}
@@ -101,7 +102,8 @@ def label_calls(recording: Recording, leaves: frozenset[str]) -> tuple[Call, ...
 
 @contextmanager
 def _without_memory(model: torch.nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """The model's tensors stand in for ones on the CPU for a while. One tensor under two names stays one."""
+    """Inside the block the model's tensors claim to be on the CPU, without memory. A tensor with two names stays one
+    tensor."""
     made: dict[int, torch.Tensor] = {}
     with restoring(model):
         for module in model.modules():
@@ -121,7 +123,8 @@ def _without_memory(model: torch.nn.Module, mode: FakeTensorMode) -> Iterator[No
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Export prints its graph when it fails, and logs a warning; what it raises says enough. Only for this thread."""
+    """Silence export in this thread: it prints its graph when it fails and logs a warning, but its exception says
+    enough."""
     thread = threading.get_ident()
     shapes = logging.getLogger("torch.fx.experimental.symbolic_shapes")
 
@@ -137,7 +140,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _OtherThreads(io.TextIOBase):
-    """Passes on what other threads write."""
+    """Passes on the output of other threads only."""
 
     def __init__(self, stream: TextIO, thread: int) -> None:
         self._stream = stream
@@ -152,7 +155,8 @@ class _OtherThreads(io.TextIOBase):
 
 @contextmanager
 def _plain_output(model: torch.nn.Module) -> Iterator[None]:
-    """What a model gives besides tensors and numbers (a cache of a language model, say) comes back as None."""
+    """Inside the block the model returns None in place of outputs other than tensors and numbers, such as a cache of a
+    language model."""
     forward = model.forward
 
     @functools.wraps(forward)
@@ -172,7 +176,8 @@ def _plain_output(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _example(inputs: Inputs, mode: FakeTensorMode) -> Inputs:
-    """Inputs like the given ones. A batch of another size, since 1 and sizes that other dimensions have are special."""
+    """Inputs like the given ones, with another batch size: 1 and sizes of other dimensions are special cases for
+    export."""
     leaves, spec = flat_inputs(*inputs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     sizes = {size for tensor in tensors for size in tensor.shape}
@@ -203,7 +208,8 @@ def _open_shapes(bound: dict[str, Any]) -> dict[str, Any]:
 
 
 def _simplify(graph: fx.Graph) -> None:
-    """Take out what holds for the trace only: checks, moves to the device it ran on, copies of a buffer onto itself."""
+    """Remove nodes that only matter for the trace: checks, moves to the trace's device, copies of a buffer onto
+    itself."""
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
@@ -218,14 +224,16 @@ def _simplify(graph: fx.Graph) -> None:
 
 
 def _changes_nothing(node: fx.Node) -> bool:
-    """Under autocast another type may come in than in the trace: a move that kept the type must go on to keep it."""
+    """Whether a move of a tensor changes nothing. Under autocast the input may have another type than in the trace; a
+    move that kept the type must then keep it too."""
     source, result = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
     copies = bool(node.kwargs.get("copy", False)) or True in node.args
     return source is not None and result is not None and source.dtype == result.dtype and not copies
 
 
 def _earlier(graph: fx.Graph, copy: fx.Node) -> None:
-    """Export writes changed buffers at the end; there they would keep all that came after from being cut off."""
+    """Move a buffer's update from the end, where export puts it, to just behind the last use; at the end it would
+    prevent every cut before it."""
     buffer, value = copy.all_input_nodes
     in_place = isinstance(value.target, torch._ops.OpOverload) and value.target._schema.is_mutable
     if in_place and value.args[0] is buffer:

@@ -44,12 +44,12 @@ _FACTORIES = (
 _TORCH, _HERE, _PYTHON = Path(torch.__file__).parent, Path(__file__).parent, Path(operator.__file__).parent
 _MISSING = re.compile("meta tensor|register_meta|meta device type", re.IGNORECASE)
 EVERYTHING = 1 << 10
-"""A depth that opens blocks inside blocks, and torch's own layers where they are made of others."""
+"""A depth that opens blocks inside blocks, and torch's own layers if they contain other layers."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a module that the cut treats as one thing: `first` and `end` are positions in the graph's nodes."""
+    """One call of a leaf module: `first` and `end` are positions among the graph's nodes."""
 
     path: str
     first: int
@@ -58,29 +58,30 @@ class Call:
 
 @dataclass(frozen=True)
 class Recording:
-    """What one forward pass does. `inputs`: the placeholders, and which leaf of the model's own inputs each one is."""
+    """One recorded forward pass. `inputs`: the placeholders, and which leaf of the model's inputs each of them is."""
 
     graph: fx.Graph
     inputs: Mapping[fx.Node, int]
     input_count: int
     calls: tuple[Call, ...]
     output: pytree.TreeSpec
-    """The graph gives the leaves of the model's output; this is its structure."""
+    """The structure of the model's output; the graph gives its leaves."""
     constants: Mapping[str, torch.Tensor]
-    """Tensors that the code made and that are no part of the model, by the graph's names for them."""
+    """Tensors that the code made and that are not part of the model, by their names in the graph."""
     device: torch.device | None = None
-    """Written into the graph wherever the model's device is meant; None where no device is written down."""
+    """The device that stands in the graph for the model's device; None if the graph names no device."""
     shapes: Mapping[fx.Node, tuple[int | None, ...]] = field(default_factory=dict)
-    """Sizes of inputs for which alone the graph is right; None where any size will do."""
+    """The sizes of inputs that the graph requires; None where any size is right."""
 
 
 def flat_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of the model's inputs, in an order that does not depend on how the keywords were written."""
+    """The leaves of the model's inputs, in an order that does not depend on the order of the keyword arguments."""
     return pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
 
 
 def leaves_at(model: torch.nn.Module, depth: int) -> frozenset[str]:
-    """Names of the modules to keep whole: torch's own layers and, below `depth` opened ones, elements of containers."""
+    """Names of the leaf modules: torch's own layers and, below `depth` opened containers, the elements of
+    containers."""
     leaves = set()
 
     def visit(module: torch.nn.Module, path: str, opened: int) -> None:
@@ -100,7 +101,8 @@ def leaves_at(model: torch.nn.Module, depth: int) -> frozenset[str]:
 
 
 def leaves_around(model: torch.nn.Module, named: Sequence[str]) -> frozenset[str]:
-    """As `leaves_at`, but the named modules and all others of their classes are whole, and what is around them open."""
+    """As `leaves_at`, but the named modules and all modules of the same classes are leaves, and modules around them are
+    not."""
     modules = dict(model.named_modules(remove_duplicate=False))
     classes = {type(modules[name]) for name in named}
     around = {name[:end] for name in named for end, letter in enumerate(name) if letter == "."}
@@ -114,7 +116,8 @@ def is_block(model: torch.nn.Module, path: str) -> bool:
 
 
 def trace(model: torch.nn.Module, inputs: Inputs, leaves: frozenset[str]) -> Recording:
-    """Raises whatever the model's code or the tracer raises where a value would be needed that is not there yet."""
+    """Record one forward pass. Raises any error of the model's code or of the tracer, for example where the code needs
+    a value."""
     tracer = _Tracer(leaves, inputs)
     before = set(vars(model)) | set(model._buffers)
     with restoring(model):
@@ -134,7 +137,7 @@ def trace(model: torch.nn.Module, inputs: Inputs, leaves: frozenset[str]) -> Rec
 
 
 class _Value(fx.Proxy):
-    """A value that is not there yet. What is done to it in place is written down as such."""
+    """A value that is not known yet. In-place changes of it are recorded as such."""
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
@@ -159,9 +162,9 @@ class _Tracer(fx.Tracer):
         self._leaves = leaves
         self._inputs = inputs
         self.numbers: dict[str, int] = {}
-        """Names of placeholders, and which leaf of the inputs each one is."""
+        """For each placeholder's name, which leaf of the inputs it is."""
         self.spec: pytree.TreeSpec
-        """Of the output, once it is traced."""
+        """The structure of the output, after the trace."""
 
     def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name in self._leaves
@@ -170,7 +173,7 @@ class _Tracer(fx.Tracer):
         return _Value(node, self)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """Tensors and numbers among the inputs become values; what else there is (None, a flag) is fixed."""
+        """Tensors and numbers among the inputs become unknown values; other inputs (None, a flag) are fixed."""
         leaves, spec = flat_inputs(*self._inputs)
         values: list[Any] = []
         for number, leaf in enumerate(leaves):
@@ -189,7 +192,7 @@ class _Tracer(fx.Tracer):
         return flat, [self.root]
 
     def _read_attributes_by_name(self) -> None:
-        """Tensors that modules keep as plain attributes have no values yet, so nothing can be worked out from them."""
+        """Make tensors that modules keep as plain attributes unknown too: they have no values yet."""
         made: dict[int, fx.Proxy] = {}
         for path, module in self.root.named_modules():
             for key, value in list(vars(module).items()):
@@ -202,9 +205,10 @@ class _Tracer(fx.Tracer):
 
 @contextmanager
 def _factories_recorded(tracer: fx.Tracer) -> Iterator[None]:
-    """Tensors that the model's code makes out of nothing are made anew in every pass; random ones must be.
+    """Record calls of torch's factory functions: the model's code must make such tensors in every pass, above all
+    random ones.
 
-    Like fx's own patch of `Module.__call__` this holds for a moment; other threads do not notice it.
+    Like fx's own patch of `Module.__call__` this lasts a moment; other threads do not notice it.
     """
     thread = threading.get_ident()
 
@@ -227,10 +231,10 @@ def _factories_recorded(tracer: fx.Tracer) -> Iterator[None]:
 
 
 def failure_reason(error: BaseException) -> str:
-    """What stopped a tracer, and the last line of code outside torch, Python and DistBelief that it was in."""
+    """The error that stopped a tracer, and the last line of the user's code that it was in."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(Path(frame.filename))]
     said = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if _MISSING.search(said):  # meta is nothing that the user knows of
+    if _MISSING.search(said):  # users do not know the meta device
         said = "values are needed, and a model is cut before there are any"
     return f"{said} ({own[-1].filename}:{own[-1].lineno}: {own[-1].line})" if own else said
 

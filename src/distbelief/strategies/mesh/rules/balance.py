@@ -14,21 +14,22 @@ from distbelief.errors import DistBeliefError
 from distbelief.shards import Range
 
 MEMORY_WEIGHT = 0.1
-"""A cut may be slower by this much of the step for each share of the memory that it saves."""
+"""How much a share of the memory weighs against the same share of the step's time."""
 
 
 @dataclass(frozen=True)
 class UnitCost:
-    """What one unit takes: seconds of forward and backward for a shard, bytes of parameters and kept activations."""
+    """The cost of a unit: seconds of forward and backward for one shard, bytes of parameters and kept activations."""
 
     seconds: float
     bytes: int
 
 
 def partition(costs: Sequence[UnitCost], stages: int, memory_weight: float = MEMORY_WEIGHT) -> list[Range]:
-    """Ranges of units, one per stage, none empty: the least (slowest stage's share + weight × largest stage's share).
+    """Ranges of units, one per stage, none empty, with the least (slowest stage's share + weight × largest stage's
+    share).
 
-    Among equally good ones the faster, then the most even one.
+    Among equally good divisions, the faster one and then the most even one.
 
     >>> partition([UnitCost(1.0, 10), UnitCost(1.0, 10), UnitCost(2.0, 10)], 2)
     [(0, 2), (2, 3)]
@@ -59,7 +60,7 @@ def explain(costs: Sequence[UnitCost], ranges: Sequence[Range], names: Sequence[
 
 
 def _limits(seconds: Sequence[float], sizes: Sequence[int], stages: int, weight: float) -> tuple[float, int]:
-    """The best pair (slowest, largest): as one limit rises the other falls, so one walk along that stair is enough."""
+    """The best pair (slowest, largest). As one limit rises the other falls, so one walk along all pairs is enough."""
     units = len(seconds) - 1
     times = sorted({seconds[end] - seconds[first] for first in range(units) for end in range(first + 1, units + 1)})
     bulks = sorted({sizes[end] - sizes[first] for first in range(units) for end in range(first + 1, units + 1)})
@@ -95,7 +96,8 @@ def _fits(seconds: Sequence[float], sizes: Sequence[int], stages: int, slowest: 
 def _most_even(
     seconds: Sequence[float], sizes: Sequence[int], stages: int, slowest: float, largest: int
 ) -> list[Range]:
-    """Within the limits, the least sum of squared seconds. best[s][e]: of the first e units in s stages."""
+    """The division within the limits that has the least sum of squared seconds. best[s][e]: of the first e units in s
+    stages."""
     units = len(seconds) - 1
     best = [[float("inf")] * (units + 1) for _ in range(stages + 1)]
     came = [[0] * (units + 1) for _ in range(stages + 1)]

@@ -15,26 +15,27 @@ from distbelief.checkpoint.boxes import Box, common, volume, whole
 
 @dataclass(frozen=True)
 class Move:
-    """A box of a tensor goes from one member to another, or stays with the same one."""
+    """A transfer of a box of a tensor from one member to another, or to the same member."""
 
     tensor: str
     box: Box
     holding: int
-    """The number of the holding that it is taken from."""
+    """The number of the holding that gives the box."""
     source: int
     target: int
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What a member has of the tensors of one state. It may have several: its own, and a copy of a neighbour's."""
+    """The boxes that a member has of one state. A member may have several holdings: its own, and a copy of its
+    neighbour's."""
 
     rank: int
     boxes: Mapping[str, Box]
 
 
 class Missing(Exception):
-    """Nobody holds this part of this tensor."""
+    """No member holds this part of this tensor."""
 
     def __init__(self, tensor: str) -> None:
         super().__init__(tensor)
@@ -42,11 +43,11 @@ class Missing(Exception):
 
 
 def moves(held: Sequence[Holding], wanted: Sequence[Mapping[str, Box]]) -> list[Move]:
-    """Who gives what to whom, so that every member has what it wants (`wanted` is by rank). Raises Missing.
+    """The transfers after which every member has the boxes that it wants (`wanted` is by rank). Raises Missing.
 
-    A member takes from itself what it holds; for the rest, several members that hold the same take turns in giving.
-    Boxes of one plan are the same or apart; they may overlap where some members have their parts of a new plan already,
-    and others were called away with those of the old.
+    A member takes boxes from itself first; for the rest, members that hold the same box take turns in giving. Boxes of
+    one plan are equal or disjoint. They may overlap if some members have their parts of a new plan already, and others
+    still have the parts of the old plan.
 
     >>> for move in moves([Holding(0, {"w": ((0, 2),)}), Holding(1, {"w": ((2, 4),)})], [{"w": ((1, 4),)}, {}]):
     ...     print(move.box, "from", move.source, "to", move.target)
@@ -74,7 +75,7 @@ def moves(held: Sequence[Holding], wanted: Sequence[Mapping[str, Box]]) -> list[
 
 
 def without(box: Box, other: Box) -> list[Box]:
-    """What is left of a box outside of another one, as boxes.
+    """The rest of a box outside of another box, as boxes.
 
     >>> without(((0, 4), (0, 4)), ((1, 2), (2, 9)))
     [((0, 1), (0, 4)), ((2, 4), (0, 4)), ((1, 2), (0, 2))]
@@ -90,7 +91,7 @@ def without(box: Box, other: Box) -> list[Box]:
 
 
 def first_incomplete(held: Iterable[Mapping[str, Box]], shapes: Mapping[str, Sequence[int]]) -> str:
-    """The first tensor that is not there whole; nothing, when all of them are."""
+    """The name of the first incomplete tensor; "" if all tensors are complete."""
     there: dict[str, set[Box]] = {}
     for boxes in held:
         for name, box in boxes.items():
@@ -105,8 +106,7 @@ def first_incomplete(held: Iterable[Mapping[str, Box]], shapes: Mapping[str, Seq
 
 
 def writers(held: Sequence[Mapping[str, Box]]) -> list[set[str]]:
-    """By rank: the tensors whose boxes this member writes to a checkpoint. Of those that hold the same box one does;
-    they take turns.
+    """The tensors whose boxes each member writes to a checkpoint, by rank. Members that hold the same box take turns.
 
     >>> writers([{"a": ((0, 2),), "b": ()}, {"a": ((0, 2),), "b": ()}])
     [{'a'}, {'b'}]

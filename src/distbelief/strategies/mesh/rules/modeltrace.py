@@ -24,7 +24,8 @@ class Ref:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor that appeared. `trained`: gradients flow back through it. `order`: its dimensions as memory has them."""
+    """A tensor of the trace. `trained`: gradients flow back through it. `order`: its dimensions in the order of
+    memory."""
 
     shape: tuple[int, ...]
     trained: bool
@@ -33,6 +34,8 @@ class Value:
 
 @dataclass(frozen=True)
 class Operation:
+    """One operation, with the numbers of the values that it reads and gives."""
+
     name: str  # "layer", "attention", "dropout", "matmul", "einsum", or torch's own, e.g. "transpose.int"
     arguments: Mapping[str, Any]
     plain: tuple[str, ...]
@@ -46,6 +49,8 @@ class Operation:
 
 @dataclass
 class Trace:
+    """The operations of one forward pass, and the values between them."""
+
     operations: list[Operation] = field(default_factory=list)
     values: dict[int, Value] = field(default_factory=dict)
     parameters: dict[int, str] = field(default_factory=dict)
@@ -56,7 +61,7 @@ class Trace:
 
     @cached_property
     def readers(self) -> dict[int, list[int]]:
-        """For each value, the operations that read it."""
+        """For each value, the indices of the operations that read it."""
         found: dict[int, list[int]] = {}
         for index, operation in enumerate(self.operations):
             for number in operation.reads:
@@ -65,7 +70,7 @@ class Trace:
 
     @cached_property
     def calls(self) -> dict[str, list[int]]:
-        """For each layer, the operations that are calls of it."""
+        """For each layer, the indices of the operations that are calls of it."""
         found: dict[str, list[int]] = {}
         for index, operation in enumerate(self.operations):
             if operation.layer:
@@ -81,7 +86,7 @@ class Trace:
         return found
 
     def sources(self, number: int) -> frozenset[str]:
-        """The layers whose outputs this value is made of."""
+        """The layers whose outputs contribute to this value."""
         found, seen, waiting = set(), {number}, [number]
         while waiting:
             for maker in self._makers.get(waiting.pop(), ()):
@@ -94,11 +99,12 @@ class Trace:
 
 
 RESHAPING = ("view", "_unsafe_view", "reshape", "expand")
-"""Their arguments are sizes, which a member's part has others of."""
+"""Operations whose arguments are sizes, which differ for a member's part."""
 
 
 def first_difference(whole: Trace, part: Trace, dims: Mapping[int, int], degree: int) -> int | None:
-    """Where a member's forward stops doing what the whole one does, with its part of each divided value."""
+    """The index of the first operation at which a member's forward pass, with its part of each divided value, differs
+    from the whole one; None if it does not."""
     same: dict[int, set[int]] = {}
     for index, (one, other) in enumerate(zip(whole.operations, part.operations, strict=False)):
         if (one.name, one.layer, len(one.reads), len(one.gives)) != (

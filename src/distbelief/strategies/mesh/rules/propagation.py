@@ -22,7 +22,7 @@ from distbelief.strategies.mesh.rules.modeltrace import Operation, Ref, Trace
 
 
 class Stop(Exception):
-    """The division cannot pass. `needs`: values that would have to be divided too."""
+    """The division cannot pass an operation. `needs`: values that would have to be divided too."""
 
     def __init__(self, reason: str, needs: Sequence[int] = ()) -> None:
         super().__init__(reason)
@@ -31,8 +31,8 @@ class Stop(Exception):
 
 
 def propagate(trace: Trace, operation: Operation, dims: Mapping[int, int], heads: set[int]) -> dict[int, int]:
-    """Along which dimensions the results of an operation are divided, if some of its arguments are (`dims`). Into how
-    many parts the code takes a divided dimension apart is added to `heads`."""
+    """The dimensions along which an operation's results are divided, if some of its arguments are (`dims`). Adds to
+    `heads` into how many parts the code splits a divided dimension."""
     name = operation.name.split(".")[0]
     if operation.random:
         raise Stop(f"random numbers ({name}) are drawn for its output")
@@ -61,7 +61,7 @@ class _Step:
         return self.operation.arguments.get(name, default)
 
     def one(self, name: str = "self") -> tuple[int, int]:
-        """An operation on a single divided value: its rank and the dimension it is divided along."""
+        """For an operation on a single divided value: the value's rank and the dimension along which it is divided."""
         number = self.given(name).number
         others = [n for n in self.operation.reads if n != number]
         if number not in self.dims:
@@ -70,7 +70,7 @@ class _Step:
         return len(self.shape(number)), self.dims[number]
 
     def whole(self, numbers: Sequence[int]) -> None:
-        """These stand beside divided values as they are."""
+        """Check values that stay whole beside divided values."""
         for number in numbers:
             if number in self.dims:
                 raise Stop(f"its output meets another divided value in {self.operation.name.split('.')[0]}")
@@ -81,7 +81,8 @@ class _Step:
         return dict.fromkeys(self.operation.gives, dim)
 
     def aligned(self, numbers: Sequence[int]) -> dict[int, int]:
-        """Element by element, shapes aligned at their ends: divided at one place, and nobody else extends there."""
+        """Element by element, with shapes aligned at their ends: divided values must be divided at one place, and no
+        other value may extend there."""
         places = {len(self.shape(n)) - self.dims[n] for n in numbers if n in self.dims}
         if len(places) != 1:
             raise Stop("its output meets a value that is divided along another dimension")
@@ -95,7 +96,7 @@ class _Step:
 
 
 def _view(step: _Step) -> dict[int, int]:
-    """A dimension keeps its division if it is the outermost of those that it is joined with, and so in the result."""
+    """A dimension keeps its division if it is the outermost of the dimensions that are joined, before and after."""
     _, dim = step.one()
     before, after = step.shape(step.given("self").number), step.shape(step.operation.gives[0])
     for place, size in enumerate(after):
@@ -279,12 +280,13 @@ _RULES: dict[str, Callable[[_Step], dict[int, int]]] = {
 
 @dataclass
 class DividedRegion:
-    """What a division reaches: each divided value's dimension, and the layers that take divided inputs."""
+    """The values and layers that a division reaches: each divided value's dimension, and the layers that take divided
+    inputs."""
 
     dims: dict[int, int] = field(default_factory=dict)
     rows: set[str] = field(default_factory=set)
     heads: set[int] = field(default_factory=set)
-    """Into how many parts the code itself takes divided values apart."""
+    """Into how many parts the model's code splits divided values."""
     touched: list[int] = field(default_factory=list)
 
     def counts(self, trace: Trace) -> set[int]:

@@ -127,7 +127,6 @@ class Snapshots:
 def interval(took_s: float, step_s: float) -> int:
     """The number of steps to the next snapshot.
 
-
     >>> interval(0.03, 0.1), interval(0.01, 0.0)
     (30, 10)
     """

@@ -39,7 +39,7 @@ Key = tuple[str, int]
 
 
 class DropoutMasks:
-    """The random numbers of one member: `rank` among `degree` that divide the model."""
+    """Draws the dropout masks of one member: `rank` among the `degree` members that divide the model."""
 
     def __init__(self, sites: Mapping[Key, DropoutSite], degree: int, rank: int) -> None:
         self.sites, self.degree, self.rank = sites, degree, rank
@@ -49,11 +49,11 @@ class DropoutMasks:
             self._before.setdefault(site.row, set()).add(key)
 
     def called(self, layer: str) -> None:
-        """From now on calls are counted from here."""
+        """Count dropouts and attentions from this call of a layer on."""
         self._here.last, self._here.count = layer, 0
 
     def next_site(self) -> DropoutSite | None:
-        """Where in the plan the call of dropout or attention is that happens now."""
+        """The place in the plan of the dropout or attention that is called now."""
         key = (getattr(self._here, "last", ""), getattr(self._here, "count", 0))
         self._here.count = key[1] + 1
         if key in self.sites:
@@ -61,7 +61,7 @@ class DropoutMasks:
         return self.sites.get(key)
 
     def end(self, row: str, *, training: bool) -> None:
-        """A group ends with this layer: all places between must have been seen."""
+        """Check, at the last layer of a group, that all places of dropout in the group were seen."""
         keys = self._before.get(row, set())
         missed = keys - self._passed()
         self._passed().difference_update(keys)
@@ -70,7 +70,7 @@ class DropoutMasks:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[bool]:
-        """Whether this is the outermost time: a call must be counted once."""
+        """Yields whether this is the outermost context: a call must be counted once."""
         depth = getattr(self._here, "depth", 0)
         self._here.depth = depth + 1
         try:
@@ -83,8 +83,8 @@ class DropoutMasks:
         return passed
 
     def noise(self, like: torch.Tensor, site: DropoutSite, p: float) -> torch.Tensor:
-        """My part of a mask of 0 and 1. The whole is laid out in memory as one process has it: torch may draw in that
-        order."""
+        """This member's part of a mask of 0 and 1. The whole mask is laid out in memory as one process lays it out:
+        torch may draw in that order."""
         dim, order = site.dim, site.order
         shape = list(like.shape)
         shape[dim] *= self.degree
@@ -94,7 +94,8 @@ class DropoutMasks:
 
 @contextlib.contextmanager
 def whole_masks(masks: DropoutMasks) -> Iterator[None]:
-    """Around every call of a model, or a part of it, whose layers are divided; the backward too if it computes anew."""
+    """The context for every call of a divided model or a part of it, also for a backward pass that computes the forward
+    again."""
     with masks.entered() as outermost, _Masking(masks) if outermost else contextlib.nullcontext():
         yield
 
@@ -174,7 +175,7 @@ _RULES: dict[Any, Callable[..., torch.Tensor]] = {
 
 
 def count_dropout_calls(model: nn.Module, plan: TensorPlan, rank: int) -> DropoutMasks:
-    """Have the layers of a model say when they are called."""
+    """Register hooks on the model's layers that report their calls to the returned masks."""
     masks = DropoutMasks(plan.sites, plan.degree, rank)
     rows = {site.row for site in plan.sites.values()}
     for name, module in model.named_modules():
@@ -189,8 +190,8 @@ def count_dropout_calls(model: nn.Module, plan: TensorPlan, rank: int) -> Dropou
 
 
 def apply_plan(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> DropoutMasks:
-    """Divide the layers of a model in place over a mesh of one dimension. What is returned goes around every call of
-    the model, or a part of it (`whole_masks`)."""
+    """Divide the layers of a model in place over a mesh of one dimension. Every call of the model must run inside
+    `whole_masks` of the result."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -199,10 +200,10 @@ def apply_plan(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> DropoutM
         parallelize_module(model.get_submodule(name), mesh, _parallel(style), src_data_rank=None)
     for sharing in owners.values():
         first, name = sharing[0]
-        for other, attribute in sharing[1:]:  # one tensor stays one tensor
+        for other, attribute in sharing[1:]:  # tied parameters stay one tensor
             other.register_parameter(attribute, first.get_parameter(name))
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer):  # its fused way for evaluation cannot take parts
+        if isinstance(module, nn.TransformerEncoderLayer):  # its fused code for evaluation does not work with parts
             module.activation_relu_or_gelu = 0
     return count_dropout_calls(model, plan, mesh.get_local_rank())
 
@@ -220,10 +221,10 @@ def _parallel(style: Style) -> ParallelStyle:
 
 
 def held_box(parameter: torch.Tensor) -> Box:
-    """Which part of the whole parameter this member holds.
+    """The box of the whole parameter that this member holds.
 
-    Each division takes equal pieces and leaves the last ones short, or empty, as torch.chunk does. Where one dimension
-    is divided twice, FSDP2 divides what tensor parallelism had divided already, and torch marks its piece as strided.
+    Each division makes equal pieces and leaves the last ones short or empty, as torch.chunk does. If one dimension is
+    divided twice, FSDP2 divides the pieces of tensor parallelism, and torch marks them as strided.
     """
     box = [(0, size) for size in parameter.shape]
     if not isinstance(parameter, DTensor):

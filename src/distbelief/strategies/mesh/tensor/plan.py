@@ -27,12 +27,14 @@ from distbelief.strategies.mesh.tensor.trace import TraceFailed, is_layer, trace
 
 @dataclass(frozen=True)
 class TensorPlan:
+    """How a group of `degree` members divides a model: a style for each divided layer."""
+
     degree: int
     styles: Mapping[str, Style]
     whole: Mapping[str, str]
-    """The modules with parameters that every member keeps whole, and why."""
+    """The modules with parameters that stay whole on every member, and why."""
     sites: Mapping[tuple[str, int], DropoutSite] = field(default_factory=dict)
-    """Where dropout meets divided values: the n-th time after this layer of a group was called (headdropout.py)."""
+    """Where dropout meets divided values: the n-th dropout or attention after a call of this layer (`apply.py`)."""
 
 
 def plan(
@@ -42,7 +44,7 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     overrides: Mapping[str, str] | None = None,
 ) -> TensorPlan:
-    """How `degree` members divide this model. The arguments are those of its forward, for any small batch.
+    """Plan how `degree` members divide this model. The arguments are those of its forward, for any small batch.
 
     >>> mlp = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8), nn.LayerNorm(8))
     >>> found = plan(mlp, 2, (torch.empty(3, 8, device="meta"),))
@@ -76,7 +78,7 @@ def plan(
 
 
 def read_overrides(model: nn.Module, overrides: Mapping[str, str]) -> dict[str, str]:
-    """Which layers the job speaks of: name -> column, row or whole. The last pattern that matches counts."""
+    """The layers that the job's `tensor_plan` names: name -> column, row or whole. The last matching pattern counts."""
     modules = {name: module for name, module in model.named_modules() if name}
     wishes: dict[str, str] = {}
     for pattern, style in overrides.items():
@@ -105,7 +107,8 @@ def read_overrides(model: nn.Module, overrides: Mapping[str, str]) -> dict[str, 
 
 
 def _several_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Two samples for one: of a single one, a dimension can seem to be the outermost that in other batches is not."""
+    """Two samples in place of one: with a single sample a dimension can seem to be the outermost, though it is not in
+    other batches."""
     tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
     if not tensors or any(tensor.ndim == 0 or len(tensor) != 1 for tensor in tensors):
         return args, kwargs
@@ -127,7 +130,7 @@ def _traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
 
 
 def explain(plan: TensorPlan, model: nn.Module) -> list[str]:
-    """One line for each kind of layer, and how much of the model is divided; for people.
+    """One line for each kind of layer, and the share of the model that is divided; for people.
 
     >>> mlp = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8), nn.LayerNorm(8))
     >>> for line in explain(plan(mlp, 2, (torch.empty(3, 8, device="meta"),)), mlp):
@@ -167,7 +170,7 @@ def _form(module: nn.Module) -> str:
 
 
 def _fold_blocks(told: Mapping[str, str]) -> dict[str, str]:
-    """Repeated blocks in one: names that differ in numbers only, and have the same text.
+    """Join the entries of repeated blocks: names that differ in numbers only, and have the same text.
 
     >>> _fold_blocks({"a.0.x": "one", "a.1.x": "one", "a.3.x": "one", "b": "two"})
     {'a.0–1,3.x': 'one', 'b': 'two'}

@@ -22,27 +22,29 @@ from distbelief.strategies.mesh.rules.propagation import DividedRegion, Stop, fo
 from distbelief.strategies.mesh.tensor.trace import TraceFailed, is_layer
 
 Style = Literal["column", "row", "column_gather", "row_split", "vocabulary"]
-"""By columns with a divided output, and by rows with a divided input, are the two ends of a group. `column_gather`
-puts its whole output together, `row_split` takes a whole input; an embedding's `vocabulary` is divided by rows."""
+"""`column` (with a divided output) and `row` (with a divided input) are the two ends of a group. `column_gather`
+gathers its output, `row_split` splits a whole input; an embedding's `vocabulary` is divided by rows."""
 
 
 class DropoutSite(NamedTuple):
-    """Random numbers for a divided value."""
+    """A place where random numbers are drawn for a divided value."""
 
     dim: int
-    order: tuple[int, ...]  # as memory has the dimensions of the whole value
+    order: tuple[int, ...]  # the whole value's dimensions in the order of memory
     row: str  # the layer that its group ends with
 
 
 SMALL = 0.01
-"""A layer that stands alone costs a gather or a sum at each call: less than this share of the model does not pay."""
+"""The smallest share of the model at which a single layer is divided: it costs a gather or a sum at each call."""
 
 Run = Callable[[bool, Mapping[str, tuple[int, ...]]], Trace]
-"""A forward, in training or not, with these shapes of parameters."""
+"""Traces a forward pass, in training or not, with these shapes of parameters."""
 
 
 @dataclass
 class LayerGroup:
+    """Layers that are divided together."""
+
     columns: frozenset[str]
     regions: list[DividedRegion]
 
@@ -56,7 +58,7 @@ class LayerGroup:
 
 
 class Search:
-    """The layers of one model, on their way into groups."""
+    """Sorts the layers of one model into groups, single divided layers, and whole layers."""
 
     def __init__(self, model: nn.Module, degree: int, traces: list[Trace], wishes: Mapping[str, str]) -> None:
         self.degree, self.traces, self.wishes = degree, traces, wishes
@@ -78,7 +80,7 @@ class Search:
         self.whole = dict(self._obstacles)
 
     def _obstacle(self, name: str, module: nn.Module) -> str:
-        """Why a module cannot be divided whatever its surroundings; "" if it can."""
+        """The reason why a module cannot be divided in any surroundings; "" if it can."""
         if self.wishes.get(name) == "whole":
             return "the job says so"
         if isinstance(module, nn.modules.conv._ConvNd):
@@ -105,7 +107,7 @@ class Search:
         return sorted(owners - {name})
 
     def _free(self, name: str) -> bool:
-        """May be at either end of a group."""
+        """Whether a layer may be at either end of a group."""
         module = self.modules[name]
         able = self._obstacles.get(name) == "" and isinstance(module, nn.Linear)
         return able and name not in self.styles and not self._tied(name)
@@ -122,7 +124,8 @@ class Search:
                 self.whole[name] = stop.reason
 
     def _grow(self, name: str) -> LayerGroup:
-        """The group that begins with this layer; others join it whose outputs meet its own (query, key and value)."""
+        """The group that begins with this layer. Layers join it if their outputs meet its output (query, key and
+        value)."""
         columns = {name}
         while True:
             try:
@@ -171,7 +174,7 @@ class Search:
     # --- the trial ---------------------------------------------------------------------------------------------------
 
     def try_groups(self, run: Run) -> None:
-        """Forwards with the sizes of one member, until all groups that are left pass."""
+        """Trace forward passes with the sizes of one member, dropping groups until all that remain pass."""
         while self.groups and (failure := self._trial(run)):
             group, reason = failure
             kind = {kind_of(name) for name in group.columns}
@@ -198,7 +201,7 @@ class Search:
         return None
 
     def _at(self, index: int, mode: int) -> LayerGroup:
-        """The group that was under way when this operation came."""
+        """The group that was the last to be reached before this operation."""
         return max(
             self.groups, key=lambda group: max((i for i in group.regions[mode].touched if i <= index), default=-1)
         )
@@ -216,7 +219,8 @@ class Search:
     # --- what stands alone -------------------------------------------------------------------------------------------
 
     def add_single_layers(self) -> None:
-        """Embeddings, output heads, and what the job wishes: right in any surroundings, at the price of a gather."""
+        """Divide single layers (embeddings, output heads, layers that the job names): right in any surroundings, at the
+        price of a gather."""
         ends = {source for number in self.traces[0].outputs for source in self._only_source(number)}
         for name in [name for name, obstacle in self._obstacles.items() if obstacle == "" and name not in self.styles]:
             style = self._alone(name, name in ends)
@@ -250,7 +254,7 @@ class Search:
         return sources if len(sources) == 1 else frozenset()
 
     def _keep_tie(self, name: str) -> None:
-        """One tensor has one division: all who share it agree, or all keep it whole."""
+        """Keep tied layers alike: all layers that share a tensor divide it in the same way, or all keep it whole."""
         owners = [name, *self._tied(name)]
         dims = {dim_of(self.modules[o], self.styles[o]) if o in self.styles else None for o in owners}
         if len(dims) == 1 and None not in dims:
@@ -263,7 +267,8 @@ class Search:
     # --- dropout -----------------------------------------------------------------------------------------------------
 
     def sites(self) -> dict[tuple[str, int], DropoutSite]:
-        """Where random numbers are drawn for divided values, counted from the last layer of a group."""
+        """The places where random numbers are drawn for divided values, counted from the last call of a layer of a
+        group."""
         groups = {number: group for group in self.groups for number in group.regions[0].dims}
         grouped = {name for group in self.groups for name in group.layers}
         found: dict[tuple[str, int], DropoutSite | None] = {}
@@ -287,14 +292,15 @@ class Search:
 
 
 def dim_of(module: nn.Module, style: Style) -> int:
-    """Along which dimension of its weight a layer is divided. Linear layers keep their outputs in the first one."""
+    """The dimension of its weight along which a layer is divided. Linear layers have their outputs in the first
+    dimension."""
     if isinstance(module, nn.Embedding):
         return 0 if style == "vocabulary" else 1
     return 0 if style in ("column", "column_gather") else 1
 
 
 def kind_of(name: str) -> str:
-    """A name without the numbers in it: what repeated blocks have in common.
+    """A name without its numbers: equal for repeated blocks.
 
     >>> kind_of("blocks.11.mlp.0")
     'blocks.*.mlp.0'

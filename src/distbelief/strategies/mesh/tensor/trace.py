@@ -29,7 +29,7 @@ _NAMES: dict[Any, tuple[str, tuple[str, ...]]] = {
     torch.Tensor.matmul: ("matmul", ("self", "other")),
     torch.Tensor.bmm: ("matmul", ("self", "other")),
     torch.Tensor.__matmul__: ("matmul", ("self", "other")),
-    # Whether these copy depends on the strides, which a member's part may have others of.
+    # Whether these copy depends on strides, which may differ for a member's part.
     torch.reshape: ("reshape", ("self",)),
     torch.flatten: ("reshape", ("self",)),
     torch.Tensor.reshape: ("reshape", ("self",)),
@@ -39,7 +39,7 @@ _NAMES: dict[Any, tuple[str, tuple[str, ...]]] = {
 
 
 class TraceFailed(Exception):
-    """The forward ended with an error; `trace` is what came before it."""
+    """The forward pass raised an error; `trace` has the operations before it."""
 
     def __init__(self, error: Exception, trace: Trace) -> None:
         super().__init__(str(error).splitlines()[0] if str(error) else type(error).__name__)
@@ -59,7 +59,8 @@ def trace(
     training: bool,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Trace:
-    """One forward of `model` on meta, perhaps with other `shapes` of some parameters. The model is left as it was."""
+    """Trace one forward pass of `model` on meta, with other `shapes` for some parameters if given. The model stays
+    unchanged."""
     swapped = {
         name: torch.empty((shapes or {}).get(name, p.shape), dtype=p.dtype, device="meta")
         for name, p in model.named_parameters()
@@ -91,7 +92,7 @@ class _Recorder:
     def __init__(self) -> None:
         self.trace = Trace()
         self.muted = 0
-        self._kept: list[torch.Tensor] = []  # so that no identity is used twice
+        self._kept: list[torch.Tensor] = []  # keeps tensors, so that no id is used twice
         self._numbers: dict[int, int] = {}
 
     def number(self, tensor: torch.Tensor) -> int:
@@ -133,7 +134,7 @@ class _Recorder:
 
     @contextlib.contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Layers become single entries, and every module that is called is known."""
+        """Inside the block, a call of a layer is recorded as one operation, and every called module is noted."""
         handles = []
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(self._begin(name), with_kwargs=True))
@@ -184,7 +185,7 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Functions(TorchFunctionMode):
-    """Writes those functions down as one entry that torch would take apart."""
+    """Records functions as one operation that torch would take apart."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
