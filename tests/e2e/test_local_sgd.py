@@ -17,6 +17,7 @@ from tests.e2e.jobs import plain
 from tests.support.runs.command import JOBS, Outcome, Run
 from tests.support.runs.plainloop import samples_of, seed_all, tree_sum
 from tests.support.runs.reference import undisturbed
+from tests.support.runs.saved import sealed
 from tests.support.runs.watched import Watched
 
 Start = Callable[..., Run]
@@ -181,15 +182,14 @@ def test_all_workers_of_the_host_killed_at_once(watched: Callable[..., Watched])
 def test_two_neighbours_without_shared_memory_go_back_to_a_checkpoint(watched: Callable[..., Watched]) -> None:
     """They alone had a replica's optimizer state."""
     how = ["--strategy", "local_sgd:8:nesterov:gloo", "--workers", 3, "--save-every", 16]
-    run = watched(*SMALL, *how)
-    run.after(50)  # in the middle between two checkpoints: rounds are of 8 steps
-    members = run.members()
-    for worker in sorted(members)[:2]:
-        run.signal(worker, signal.SIGKILL)
+    run = watched(*SMALL, "--set", "hold_step=59", *how)
+    run.after(56)  # the members are in a round that began after a checkpoint was made, and stay in it
+    run.wait_until(lambda: 48 in sealed(run.folder))
+    run.kill(sorted(run.members())[:2])
     result = run.result()
     assert result["weights_sha256"] == undisturbed(*SMALL, strategy="local_sgd:8:nesterov")
     (back,) = run.metrics("rollback")
-    assert (back["source"], back["step"] % 16) == ("checkpoint", 0)
+    assert (back["source"], back["step"], back["reached"]) == ("checkpoint", 48, 56)
 
 
 def test_without_copies_one_death_goes_back_and_says_so(watched: Callable[..., Watched]) -> None:

@@ -23,7 +23,10 @@ def job(
     batch: int = 16,
     precision: str = "fp32",
     width: int = 16,
+    hold_step: int = -1,
 ) -> Job:
+    """While there is a file `brake`: every shard takes `brake_s` longer, and no member gets beyond step `hold_step`."""
+
     def loss(output, target):
         time.sleep(nap_s)
         if brake_s and os.path.exists("brake"):  # slow for as long as the test needs time, then quick
@@ -31,6 +34,11 @@ def job(
             if os.path.exists("slow") and pathlib.Path("slow").read_text() == str(os.getpid()):
                 time.sleep(20 * brake_s)
         return F.cross_entropy(output, target)
+
+    def hold(step):
+        while step >= hold_step and os.path.exists("brake"):
+            time.sleep(0.01)
+        return 1.0
 
     return Job(
         model=lambda: nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 2)),
@@ -40,5 +48,6 @@ def job(
         global_batch=batch,
         shards=shards,
         steps=steps,
+        schedule=hold if hold_step >= 0 else None,
         precision=precision,
     )

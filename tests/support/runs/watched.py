@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ class Watched:
         self._brake = tmp_path / "brake"
         self._brake.touch()
         self.run = start("train", *arguments, "--run-dir", "run", "--json")
-        self._wait_until = wait_until
+        self.wait_until = wait_until
 
     def journal(self, kind: str) -> list[dict[str, Any]]:
         return self._lines("journal.jsonl", kind)
@@ -40,7 +40,7 @@ class Watched:
         return steps_of(self.folder)
 
     def after(self, steps: int) -> None:
-        self._wait_until(lambda: self.step() >= steps or self.has_ended())
+        self.wait_until(lambda: self.step() >= steps or self.has_ended())
         assert self.step() >= steps, f"it has ended: {self.run.wait()}"
 
     def has_ended(self) -> bool:
@@ -57,8 +57,8 @@ class Watched:
 
     def has_members(self, count: int) -> None:
         """That many, and they have committed a step together."""
-        self._wait_until(lambda: len(self.members()) == count)
-        self._wait_until(lambda: self.metrics("step")[-1]["generation"] == self.journal("generation")[-1]["generation"])
+        self.wait_until(lambda: len(self.members()) == count)
+        self.wait_until(lambda: self.metrics("step")[-1]["generation"] == self.journal("generation")[-1]["generation"])
 
     def signal(self, worker: int, number: signal.Signals) -> None:
         pid = self.members()[worker]
@@ -66,8 +66,12 @@ class Watched:
         os.kill(pid, number)
 
     def kill_all(self) -> None:
-        """All members in one moment: no replacement of the first may be there before the last is gone."""
-        pids = list(self.members().values())
+        self.kill(self.members())
+
+    def kill(self, workers: Iterable[int]) -> None:
+        """These members, in one moment: nobody has time to take over from the first before the last is gone."""
+        members = self.members()
+        pids = [members[worker] for worker in workers]
         for pid in pids:
             expect_ours(pid)
         for pid in pids:
