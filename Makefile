@@ -10,8 +10,9 @@ export PYTHONDONTWRITEBYTECODE :=
 
 SEEDS ?= 1-1000
 FRAMES ?= 1000000
+N ?= 20
 
-.PHONY: setup setup-dev launchers demo test test-gpu lint sim fuzz bench bench-quick clean
+.PHONY: setup setup-dev launchers demo test test-quick test-repeat test-gpu lint sim fuzz bench bench-quick clean
 
 setup: .venv/.core
 setup-dev: .venv/.dev
@@ -45,6 +46,10 @@ lint: setup-dev
 # In the order of their names, so that whole runs come first and the short files even out at the end.
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Every test that starts processes N times beside a busy loop per core. Hours; goes on where it was, by its log.
+test-repeat: setup-dev
+	$(BIN)/python -m tests.repeat --times $(N) $(ONLY)
 
 # For a machine with a CUDA device. Whatever Python has torch there will do: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python

@@ -1,4 +1,5 @@
-"""What all tests share: where child processes find `tests.support`, and the time until the first test runs."""
+"""What all tests share: where child processes find `tests.support`, which signals they start with, how soon the first
+test runs, and a list of what was skipped."""
 
 from __future__ import annotations
 
@@ -44,3 +45,13 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Every skipped test by its name, and why."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    if skipped:
+        terminalreporter.section(f"{len(skipped)} skipped", sep="-")
+    for report in skipped:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        terminalreporter.line(f"{report.nodeid}: {reason.removeprefix('Skipped: ')}")

@@ -1,4 +1,4 @@
-"""Tests for a machine with a CUDA device, torch and our core dependencies: `make test-gpu`. Skipped elsewhere."""
+"""Tests for a machine with a CUDA device, torch and our core dependencies: `make test-gpu`. Not collected elsewhere."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ import torch
 
 from tests.support.runs.gpu import JOB, Command
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if Path(__file__).parent in item.path.parents:
-                item.add_marker(pytest.mark.skip(reason="there is no CUDA device here"))
+collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 
 
 @pytest.fixture

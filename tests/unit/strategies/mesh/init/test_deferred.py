@@ -331,9 +331,6 @@ def by_address() -> nn.Module:
     return layer
 
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch itself refuses it")
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -343,7 +340,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch its
         (by_address, "data_ptr"),
         (copies_a_state, "RNG state"),
         (lambda: pickle.loads(pickle.dumps(nn.Linear(3, 3))), "untyped_storage"),
-        pytest.param(lambda: nn.Linear(3, 3, device="cuda"), "cuda", marks=needs_cuda),
+        *([(lambda: nn.Linear(3, 3, device="cuda"), "cuda")] if torch.cuda.is_available() else []),
         (lambda: nn.Sequential(nn.LazyLinear(3)), "lazy"),
         (lambda: [nn.Linear(3, 3)], "made a list, not a torch.nn.Module"),
         (lambda: holding(x=torch.rand(3, 3).to_sparse()), "sparse"),
