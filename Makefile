@@ -32,7 +32,7 @@ setup-dev: .venv/.dev
 
 # Other people's launchers, for tests that are skipped without them. As root, on Debian and its kin.
 launchers:
-	apt-get install -y --no-install-recommends slurm-wlm shellcheck
+	apt-get install -y --no-install-recommends slurm-wlm
 
 demo: setup
 	$(BIN)/distbelief train examples/digits.py --workers 2
