@@ -11,8 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from distbelief.shards import Program, Range, program
-from distbelief.strategies.dataparallel.takeover import StepWork, _runs, _together, plan_step, plan_takeover
-from distbelief.strategies.flatmodel.partials import Partials, partial_sums
+from distbelief.strategies.flatmodel.rules.stepwork import (
+    Partials,
+    StepWork,
+    _runs,
+    _together,
+    partial_sums,
+    plan_step,
+    plan_takeover,
+)
 from distbelief.transport.exchange import PublishedSum, Source
 from distbelief.worker.rules.control import TrainGeneration
 from tests.sim.invariants import Broken, Invariants
@@ -78,7 +85,7 @@ class Ledger:
         return len(self.announced.get(key, ())) == self.size
 
     def plan(self, occupied: int) -> Plan:
-        """An ordinary step, by the rules of strategies/dataparallel/takeover.py."""
+        """An ordinary step, by the rules of strategies/flatmodel/rules/stepwork.py."""
         if occupied not in self._plans:
             everybody = [partial_sums(self.shards, occupied, mine) for mine in self.ranges]
             found = _found(everybody, [])
@@ -180,7 +187,7 @@ def trusted(ledger: Ledger, rank: int, stamp: int) -> bool:
 
 
 def takeover(ledger: Ledger, occupied: int, held: Sequence[PublishedSum]) -> Plan:
-    """By the rules of strategies/dataparallel/takeover.py; computed once for all members instead of by each."""
+    """By the rules of strategies/flatmodel/rules/stepwork.py; computed once for all members instead of by each."""
     there = {shard for one in held for shard in range(*one.node)}
     missing = [shard for shard in range(occupied) if shard not in there]
     size = ledger.size

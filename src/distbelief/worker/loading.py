@@ -26,7 +26,7 @@ from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies import parse
 from distbelief.strategies.base import Prepared, ServerJob, Strategy
-from distbelief.strategies.flatmodel.named import tied, transient
+from distbelief.strategies.flatmodel.namedtensors import tied, transient
 from distbelief.transport.shm.memfd import require_memory
 from distbelief.transport.shm.segment import SegmentClient
 from distbelief.version import __version__

@@ -2,7 +2,7 @@
 
 from small import job as right_job
 
-from distbelief.strategies.dataparallel import takeover
+from distbelief.strategies.flatmodel.rules import stepwork as takeover
 
 
 def left_to_right(shards, occupied, sources):

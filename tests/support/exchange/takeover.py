@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from distbelief.shards import cover, mix
-from distbelief.strategies.dataparallel.takeover import plan_takeover
+from distbelief.strategies.flatmodel.rules.stepwork import plan_takeover
 from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.exchange import Contribution, PublishedSum, Source, StepPlan
 from distbelief.transport.shm.controlblock import ARRIVED, EarlierGeneration

@@ -24,7 +24,7 @@ from distbelief.shards import Schedule
 from distbelief.strategies import parse
 from distbelief.strategies.base import Seat
 from distbelief.strategies.flatmodel.layout import trainable
-from distbelief.strategies.flatmodel.named import tied
+from distbelief.strategies.flatmodel.namedtensors import tied
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.mesh.run.modelpart import HeldParameter, ModelPart
 from distbelief.strategies.mesh.run.prepared import PreparedMesh

@@ -10,7 +10,7 @@ import numpy as np
 
 from distbelief.coordinator.rules.servers import placement
 from distbelief.shards import Range
-from distbelief.strategies.dataparallel.takeover import plan_step, plan_takeover
+from distbelief.strategies.flatmodel.rules.stepwork import plan_step, plan_takeover
 from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.protocol.messages import RUN, Acknowledged, ApplyStep, Inspect, MeasureStep, Push
 from distbelief.strategies.ps.rules.gathering import shards_on_all_slices

@@ -21,7 +21,7 @@ from distbelief.coordinator.rules.servers import placement
 from distbelief.coordinator.rules.servers.placement import Slice
 from distbelief.coordinator.rules.servers.roles import Decision, Placement
 from distbelief.shards import Range
-from distbelief.strategies.dataparallel.takeover import plan_step, plan_takeover
+from distbelief.strategies.flatmodel.rules.stepwork import plan_step, plan_takeover
 from distbelief.strategies.ps.protocol.messages import VALUES_AT, ApplyStep, Inspect, MeasureStep, PullValues, values_at
 from distbelief.strategies.ps.rules.gathering import shards_on_all_slices
 from distbelief.strategies.ps.server.node import Outgoing, ServerNode

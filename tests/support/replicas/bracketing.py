@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distbelief.shards import Range, split
-from distbelief.strategies.flatmodel.partials import Partials
+from distbelief.strategies.flatmodel.rules.stepwork import Partials
 
 Bracketing = int | tuple["Bracketing", "Bracketing"]
 

@@ -20,9 +20,9 @@ from distbelief.data.sources import as_source
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule, shard_seed, split
 from distbelief.strategies.base import Seat
-from distbelief.strategies.dataparallel import takeover
 from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
 from distbelief.strategies.flatmodel import compute, tileoptimizer
+from distbelief.strategies.flatmodel.rules import stepwork as takeover
 from distbelief.transport.abort import Abort
 from distbelief.transport.exchange import Exchange
 from distbelief.transport.gloo.exchange import TorchExchange

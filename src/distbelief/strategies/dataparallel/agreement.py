@@ -8,7 +8,7 @@ import torch
 
 from distbelief.strategies.base import BeginFrom
 from distbelief.strategies.flatmodel.compute import ShardComputer
-from distbelief.strategies.flatmodel.named import put_back
+from distbelief.strategies.flatmodel.namedtensors import put_back
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.transport.exchange import Exchange
@@ -94,3 +94,27 @@ def _write_initial(state: ReplicaState, computer: ShardComputer) -> None:
     computer.write_values(state.memory, state.values_at)
     state.write_integers(0, computer.integer_bytes())
     state.begin_at(0)
+
+
+_BEFORE = b" before"
+"""Said by a member whose last generation was mixed: some may have died in it while all were to take one state."""
+
+
+class MixedDevices:
+    """Of one generation. All members make one, at the same moment."""
+
+    def __init__(self, computer: ShardComputer, state: ReplicaState, exchange: Exchange) -> None:
+        self._state = state
+        self._exchange = exchange
+        self.mixed = False
+        if exchange.shares_state:
+            return
+        kinds = exchange.gather(computer.device.type.encode() + (_BEFORE if computer.was_mixed else b""))
+        self.mixed = any(kind.endswith(_BEFORE) for kind in kinds)
+        self.take_one_state()
+        self.mixed = computer.was_mixed = len({kind.removesuffix(_BEFORE) for kind in kinds}) > 1
+
+    def take_one_state(self) -> None:
+        """After each step."""
+        if self.mixed:
+            self._exchange.transfer(self._state.blocks()[0], 0, range(1, self._exchange.size))

@@ -29,7 +29,7 @@ from distbelief.strategies.dataparallel.replica import DataParallelReplica
 from distbelief.strategies.flatmodel.compute import ShardComputer
 from distbelief.strategies.flatmodel.copying import CopyPiece
 from distbelief.strategies.flatmodel.layout import Layout
-from distbelief.strategies.flatmodel.named import OWED, TilePortion
+from distbelief.strategies.flatmodel.namedtensors import OWED, TilePortion
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.transport.exchange import CompressedParameter, Compression, Exchange
 from distbelief.transport.shm.segment import Segment

@@ -18,12 +18,10 @@ from distbelief.strategies.base import BeginFrom, Division, Fetch, Seat, StepRes
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
 from distbelief.strategies.flatmodel.compute import ShardComputer, ShardResult, move
 from distbelief.strategies.flatmodel.copying import CopyPiece
-from distbelief.strategies.flatmodel.partials import ShardWork
-from distbelief.strategies.flatmodel.stretchwise import when_whole
-from distbelief.strategies.flatmodel.tileoptimizer import Recipe
-from distbelief.strategies.flatmodel.updating import set_buffers
+from distbelief.strategies.flatmodel.rules.stepwork import ShardWork
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe, set_buffers
 from distbelief.transport.device.accelerator import Lane, pin
-from distbelief.transport.device.exchange import DeviceExchange
+from distbelief.transport.device.exchange import DeviceExchange, when_whole
 from distbelief.transport.shm.segment import Segment
 
 

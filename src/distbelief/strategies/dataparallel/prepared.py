@@ -22,8 +22,8 @@ from distbelief.strategies.dataparallel.devicereplica import DeviceReplica
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
 from distbelief.strategies.flatmodel.compute import ShardComputer, make_model
 from distbelief.strategies.flatmodel.layout import lay_out, trainable
-from distbelief.strategies.flatmodel.named import frozen, set_frozen
-from distbelief.strategies.flatmodel.partials import slots_needed
+from distbelief.strategies.flatmodel.namedtensors import frozen, set_frozen
+from distbelief.strategies.flatmodel.rules.stepwork import slots_needed
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
 from distbelief.strategies.ps.tables.embedding import EmbeddingTable
 from distbelief.transport.device.exchange import DeviceExchange

@@ -27,22 +27,28 @@ from distbelief.strategies.base import (
     Task,
     nothing_saved,
 )
-from distbelief.strategies.dataparallel.agreement import agree_on_state
+from distbelief.strategies.dataparallel.agreement import MixedDevices, agree_on_state
 from distbelief.strategies.dataparallel.committed import CommittedModel
-from distbelief.strategies.dataparallel.copiedtiles import CopiedTiles
-from distbelief.strategies.dataparallel.helping import Helper
-from distbelief.strategies.dataparallel.mixeddevices import KindsOfDevices
-from distbelief.strategies.dataparallel.takeover import StepWork, plan_finish, plan_step, plan_takeover
 from distbelief.strategies.flatmodel.compute import ShardComputer, ShardResult
-from distbelief.strategies.flatmodel.partials import ShardWork, slots_needed
+from distbelief.strategies.flatmodel.copying import TileCopies
+from distbelief.strategies.flatmodel.rules.stepwork import (
+    LateMember,
+    ShardWork,
+    StepWork,
+    plan_finish,
+    plan_step,
+    plan_takeover,
+    slots_needed,
+    worth_a_backup,
+)
+from distbelief.strategies.flatmodel.rules.verdict import COUNTS, WEIGHT, judge_rows
 from distbelief.strategies.flatmodel.state import ReplicaState
-from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory
-from distbelief.strategies.flatmodel.updating import TileUpdates, set_buffers
-from distbelief.strategies.flatmodel.verdict import COUNTS, WEIGHT, judge_rows
-from distbelief.transport.exchange import ROW, Backup, Contribution, Exchange, StepPlan
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory, TileUpdates, set_buffers
+from distbelief.transport.abort import Aborted
+from distbelief.transport.exchange import ROW, Backup, Backups, Contribution, Exchange, StepPlan
 
 
-class DataParallelReplica(CopiedTiles):
+class DataParallelReplica(TileCopies):
     """See `Replica`. With `exact` off, a member's shards are fused into one batch: one unit of work per member."""
 
     def __init__(
@@ -65,7 +71,7 @@ class DataParallelReplica(CopiedTiles):
         computer.commit_integers(self._state.integers(self._state.steps_applied))
         self._is_certain = exchange.shares_state and self._state.is_applied_in_part
         self._takeover = self._plan_takeover(self._state.steps_applied)
-        self._kinds = None if exact else KindsOfDevices(computer, self._state, exchange)
+        self._kinds = None if exact else MixedDevices(computer, self._state, exchange)
         self._committed = computer.committed_buffers(self._state.memory, self._state.values_at)
         self._whole = CommittedModel(computer, self._committed)
         self._tiles = [t for t in exchange.tiles if t < computer.layout.parameter_tiles]
@@ -358,3 +364,48 @@ class DataParallelReplica(CopiedTiles):
     def synchronise(self) -> None:
         """Bring the model's buffers to the committed values."""
         self._whole.restore()
+
+
+Compute = Callable[[int, int, int], tuple[np.ndarray, np.ndarray]]
+"""(step, shard, slot) -> (row, touched) of the shard, computed into that slot of mine."""
+
+
+class Helper:
+    """Computes backups while this member waits in one step after the other."""
+
+    def __init__(self, backups: Backups, first_slot: int, compute: Compute) -> None:
+        self._backups = backups
+        self._first_slot = first_slot
+        self._compute = compute
+        self._slots = 0
+        self.seconds = 0.0
+        """Spent on backups, over all steps."""
+        self.count = 0
+
+    def begin(self) -> None:
+        self._slots = 0
+
+    def help(self, step: int, work: Callable[[int], Sequence[int]], elapsed_s: float, mine_s: float) -> bool:
+        """Compute one backup if there is one worth it. `work`: rank -> its shards of this step."""
+        late = [LateMember(work(rank), begun) for rank, begun in self._backups.late(step + 1)]
+        wanted, slot = worth_a_backup(late, elapsed_s, mine_s), self._first_slot + self._slots
+        if not wanted or not self._backups.has_room(slot):
+            return False
+        shard = next((s for s in wanted if self._backups.claim(s, step + 1)), -1)
+        if shard < 0:
+            return False
+        started = time.perf_counter()
+        self._slots += 1
+        try:
+            row, touched = self._compute(step, shard, slot)
+        except Aborted:
+            raise
+        except Exception:
+            # The late member may have come after all, and the others have begun to update what this one was reading.
+            # If the shard itself is at fault, its owner will say so.
+            return True
+        finally:
+            self.seconds += time.perf_counter() - started
+        self._backups.offer(shard, step + 1, slot, row, touched)
+        self.count += 1
+        return True

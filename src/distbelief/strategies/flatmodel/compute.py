@@ -21,10 +21,9 @@ from distbelief.data.sources import split_batch
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import shard_seed
-from distbelief.strategies.flatmodel.capture import GradientCapture
+from distbelief.strategies.flatmodel.capture import GradientCapture, placeable
 from distbelief.strategies.flatmodel.layout import Layout, trainable
 from distbelief.strategies.flatmodel.onednn import multiply_as_asked
-from distbelief.strategies.flatmodel.slotlinear import placeable
 from distbelief.strategies.ps.tables.embedding import settle, tables_of
 from distbelief.strategies.ps.tables.rowgradients import RowGradients
 from distbelief.transport.device.accelerator import memory_on
@@ -64,7 +63,7 @@ class ShardResult:
     """Of every table that is on servers."""
 
 
-class Told:
+class PendingLoss:
     """A shard's loss and weight on their way from an accelerator to the host. They are there as soon as the forward
     pass is: whoever asks does not wait for what the device was asked to do after it."""
 
@@ -197,7 +196,7 @@ class ShardComputer:
         with self.forward_context():
             args, kwargs, target = split_batch(move(batch, self.device))
             total, weight = loss_sum(self.job.loss(self.forward(*args, **kwargs), target), samples)
-        told = Told(total.detach(), weight)
+        told = PendingLoss(total.detach(), weight)
         if loss_known:
             loss_known(*told.numbers())
         total.backward()  # type: ignore[no-untyped-call]

@@ -9,10 +9,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 
 import torch
 
+from distbelief.strategies.base import Portion
+from distbelief.strategies.flatmodel.compute import ShardComputer
+from distbelief.strategies.flatmodel.namedtensors import TilePortion, outside_of_tiles, whole_entries
+from distbelief.strategies.flatmodel.state import ReplicaState
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe
+from distbelief.transport.exchange import Exchange
 from distbelief.transport.shm.segment import Segment
 
 CopyPiece = Callable[[int, Segment, int], None]
@@ -57,3 +64,54 @@ class Copy:
         started = time.perf_counter()
         self.finish()
         self.waited_s += time.perf_counter() - started
+
+
+class TileCopies:
+    """The part of a `Replica` that is for checkpoints. Whoever has it sets these, and calls `_finish_copies` before it
+    writes to the state."""
+
+    model: torch.nn.Module
+    exchange: Exchange
+    _computer: ShardComputer
+    _state: ReplicaState
+    _recipe: Recipe
+    _copies: list[Copy]
+    """Those that may not be complete yet."""
+
+    def _finish_copies(self) -> None:
+        while self._copies:
+            self._copies.pop().finish_before_a_write()
+
+    @cached_property
+    def _portions(self) -> list[TilePortion]:
+        """Every member saves the tiles that it owns, or would own; the first one also what lies in no tile."""
+        layout, size = self._computer.layout, self.exchange.size
+        outside = whole_entries(self._outside(0))
+        return [
+            TilePortion(layout, self._recipe, range(rank, len(layout.tiles), size), outside if rank == 0 else [])
+            for rank in range(size)
+        ]
+
+    def _outside(self, applied: int) -> dict[str, torch.Tensor]:
+        return outside_of_tiles(self.model, self._computer.layout, self._state.integers(applied))
+
+    def portions(self) -> Sequence[Portion]:
+        return self._portions
+
+    def copy_portion(self, applied: int, into: Segment) -> Copy:
+        outside = self._outside(applied) if self.exchange.rank == 0 else {}
+        copying = Copy(self._beside_steps(self._copier(applied)), self._piece_starts(), into, outside)
+        self._copies.append(copying)
+        return copying
+
+    def _copier(self, applied: int) -> CopyPiece:
+        """Copies a piece of this member's portion, as it is after so many steps."""
+        return self._state.copy_tile
+
+    def _piece_starts(self) -> Mapping[int, int]:
+        """Those pieces -> their first byte in the portion."""
+        return self._portions[self.exchange.rank].starts
+
+    def _beside_steps(self, copy: CopyPiece) -> CopyPiece:
+        """The same, in a way that does not hold up what computes."""
+        return copy

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -26,7 +27,6 @@ from distbelief.errors import DistBeliefError
 from distbelief.strategies.base import Applied
 from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
-from distbelief.strategies.flatmodel.undolog import Aside
 from distbelief.transport.device.exchange import DeviceExchange
 from distbelief.transport.exchange import Exchange
 from distbelief.transport.shm.segment import Memory, Segment
@@ -45,6 +45,38 @@ _STEP = np.dtype(
         ("at", np.float64),
     ]
 )
+
+
+class UndoLog:
+    """One member's place: | what it holds | the bytes |"""
+
+    HEAD_BYTES = 64
+
+    def __init__(self, segment: Segment) -> None:
+        self._held = np.frombuffer(segment.buffer, np.int64, 2)
+        self._at = segment.tensor(torch.uint8, self.HEAD_BYTES, segment.size_bytes - self.HEAD_BYTES)
+
+    @property
+    def holds(self) -> tuple[int, int]:
+        """A tile, and which step it was about to take; -1: none. Of two members' places with the same in them either
+        may be used: what a tile was before a step does not depend on who says so."""
+        return int(self._held[0]) - 1, int(self._held[1])
+
+    def copy(self, tile: int, step: int, current: Sequence[torch.Tensor]) -> None:
+        self._held[0] = 0
+        at = self._at.data_ptr()
+        for part in current:
+            # a third faster than Tensor.copy_ here: it does not read what it is about to overwrite
+            ctypes.memmove(at, part.data_ptr(), part.numel())
+            at += part.numel()
+        self._held[1] = step
+        self._held[0] = tile + 1
+
+    def put_back(self, current: Sequence[torch.Tensor]) -> None:
+        at = 0
+        for part in current:
+            part.copy_(self._at[at : at + part.numel()])
+            at += part.numel()
 
 
 class ReplicaState:
@@ -98,8 +130,8 @@ class ReplicaState:
         """So many members may copy aside from now on. Nobody may be writing."""
         self._places[0] = max(self._places[0], members)
 
-    def _place(self, rank: int) -> Aside:
-        return Aside(self._exchange.state(Aside.HEAD_BYTES + self._place_bytes, f"aside/{rank}"))
+    def _place(self, rank: int) -> UndoLog:
+        return UndoLog(self._exchange.state(UndoLog.HEAD_BYTES + self._place_bytes, f"aside/{rank}"))
 
     def forget(self) -> None:
         """Nothing that is here counts any more: the optimizer has not begun."""

@@ -20,7 +20,13 @@ from distbelief.checkpoint.parts import Slice, dtype_name
 from distbelief.checkpoint.sources import MODEL
 from distbelief.compression.parts import Part, PartsCoding
 from distbelief.strategies.flatmodel.layout import Layout
-from distbelief.strategies.flatmodel.named import TilePlace, TilePortion, put_optimizer_back, require_fit, tile_places
+from distbelief.strategies.flatmodel.namedtensors import (
+    TilePlace,
+    TilePortion,
+    put_optimizer_back,
+    require_fit,
+    tile_places,
+)
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
 from distbelief.strategies.localsgd.kept import kept_bytes, owed, owed_at
 from distbelief.transport.shm.segment import Segment

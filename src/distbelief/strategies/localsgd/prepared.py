@@ -13,7 +13,7 @@ from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
 from distbelief.strategies.dataparallel.compressed import compressing
 from distbelief.strategies.dataparallel.prepared import PreparedModel
-from distbelief.strategies.flatmodel.partials import slots_needed
+from distbelief.strategies.flatmodel.rules.stepwork import slots_needed
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
 from distbelief.strategies.localsgd.innerstates import InnerStates
 from distbelief.strategies.localsgd.kept import optimizer_bytes

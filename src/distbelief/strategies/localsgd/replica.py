@@ -30,12 +30,11 @@ from distbelief.strategies.base import (
     nothing_saved,
 )
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
-from distbelief.strategies.dataparallel.takeover import StepWork, plan_apart
 from distbelief.strategies.flatmodel.compute import make_model
 from distbelief.strategies.flatmodel.copying import Copy
-from distbelief.strategies.flatmodel.partials import ShardWork
+from distbelief.strategies.flatmodel.rules.stepwork import ShardWork, StepWork, plan_apart
+from distbelief.strategies.flatmodel.rules.verdict import judge
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
-from distbelief.strategies.flatmodel.verdict import judge
 from distbelief.strategies.localsgd.innerstates import InnerStates
 from distbelief.strategies.localsgd.portions import LocalPortion, inner_states, is_inner
 from distbelief.strategies.localsgd.rules.rounds import Rounds

@@ -24,13 +24,11 @@ from distbelief.shards import mix, shard_seed
 from distbelief.strategies.base import Fetch, NonFiniteLoss
 from distbelief.strategies.flatmodel.compute import ShardComputer, ShardResult
 from distbelief.strategies.flatmodel.layout import Layout
-from distbelief.strategies.flatmodel.partials import partial_sums
-from distbelief.strategies.flatmodel.stretchwise import when_whole
-from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory, TileOptimizer, state_bytes
-from distbelief.strategies.flatmodel.updating import norms
+from distbelief.strategies.flatmodel.rules.stepwork import partial_sums
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory, TileOptimizer, norms, state_bytes
 from distbelief.strategies.localsgd.kept import kept_bytes, owed
 from distbelief.strategies.localsgd.rules.rounds import Rounds
-from distbelief.transport.device.exchange import Stretch, stretches
+from distbelief.transport.device.exchange import Stretch, stretches, when_whole
 from distbelief.transport.exchange import Tile
 from distbelief.transport.shm.segment import Memory, Segment
 

@@ -19,7 +19,7 @@ from distbelief.shards import Schedule
 from distbelief.strategies.base import Applied, Seat, StepResult, Takeover
 from distbelief.strategies.base import Fetch as FetchBatch
 from distbelief.strategies.flatmodel.compute import ShardComputer
-from distbelief.strategies.flatmodel.named import whole_entries
+from distbelief.strategies.flatmodel.namedtensors import whole_entries
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.protocol.messages import Inspect, Note, PartialSum, Question, SliceState

@@ -20,7 +20,7 @@ from distbelief.checkpoint.parts import Slice, dtype_name
 from distbelief.checkpoint.sources import MODEL
 from distbelief.strategies.base import Saved
 from distbelief.strategies.flatmodel.layout import Layout
-from distbelief.strategies.flatmodel.named import TilePlace
+from distbelief.strategies.flatmodel.namedtensors import TilePlace
 from distbelief.strategies.ps.rules.slicing import SliceShape, parameter_stretch
 from distbelief.strategies.sandblaster.rules.lbfgs import State
 from distbelief.transport.shm.segment import Segment

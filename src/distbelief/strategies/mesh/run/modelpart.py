@@ -17,7 +17,7 @@ from distbelief.checkpoint.boxes import Box, whole
 from distbelief.checkpoint.sources import MODEL
 from distbelief.job import Job
 from distbelief.strategies.flatmodel.layout import trainable
-from distbelief.strategies.flatmodel.named import tied
+from distbelief.strategies.flatmodel.namedtensors import tied
 from distbelief.strategies.mesh.cut.cutting import Blueprint, make_blueprint
 from distbelief.strategies.mesh.cut.stages import attach
 from distbelief.strategies.mesh.rules.balance import UnitCost, partition

@@ -15,7 +15,7 @@ from distbelief.checkpoint.boxes import Box, inside, volume
 from distbelief.checkpoint.sources import MODEL
 from distbelief.job import Job
 from distbelief.strategies.flatmodel.layout import trainable
-from distbelief.strategies.flatmodel.named import tied
+from distbelief.strategies.flatmodel.namedtensors import tied
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.mesh.rules.boxes import Move
 from distbelief.strategies.mesh.run.gradientsum import ErrorFeedback, GradientCompression, with_residuals

@@ -15,7 +15,7 @@ from distbelief.checkpoint.lazy import LazyTensors, outlines_of
 from distbelief.checkpoint.parts import dtype_name
 from distbelief.checkpoint.sources import MODEL
 from distbelief.strategies.base import BeginFrom, RolledBack, Saved
-from distbelief.strategies.flatmodel.named import require_fit, tied, transient
+from distbelief.strategies.flatmodel.namedtensors import require_fit, tied, transient
 from distbelief.strategies.mesh.init.deferred import DeferredModel
 from distbelief.strategies.mesh.rules import agreement
 from distbelief.strategies.mesh.rules.agreement import StateReport, StateSource, decision_on

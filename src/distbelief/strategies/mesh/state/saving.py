@@ -18,7 +18,7 @@ from distbelief.checkpoint.parts import Slice, dtype_name
 from distbelief.checkpoint.sources import MODEL
 from distbelief.checkpoint.weights import weights_sha256_of, write_weights
 from distbelief.strategies.flatmodel.copying import Copy
-from distbelief.strategies.flatmodel.named import OWED
+from distbelief.strategies.flatmodel.namedtensors import OWED
 from distbelief.strategies.mesh.rules.boxes import Holding, moves, writers
 from distbelief.strategies.mesh.state.member import MeshMember, transfer_boxes
 from distbelief.strategies.mesh.state.memberstate import Forms, MemberState

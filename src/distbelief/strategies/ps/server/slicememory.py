@@ -15,8 +15,7 @@ import torch
 from distbelief.errors import DistBeliefError
 from distbelief.job import Job
 from distbelief.strategies.flatmodel.layout import Layout
-from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory
-from distbelief.strategies.flatmodel.updating import TileUpdates, set_buffers
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory, TileUpdates, set_buffers
 from distbelief.strategies.ps.protocol.messages import Gradient, PartialSum, values_at
 from distbelief.strategies.ps.rules.slicing import SliceShape
 from distbelief.strategies.ps.server.stores import Change

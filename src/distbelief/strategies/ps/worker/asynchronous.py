@@ -22,8 +22,7 @@ from distbelief.shards import Schedule, mix, shard_seed
 from distbelief.strategies.base import Applied, NonFiniteLoss, Seat, Takeover, Task
 from distbelief.strategies.base import Fetch as FetchBatch
 from distbelief.strategies.flatmodel.compute import ShardComputer
-from distbelief.strategies.flatmodel.tileoptimizer import Recipe
-from distbelief.strategies.flatmodel.updating import norms
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe, norms
 from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.protocol.messages import (
     AtGate,

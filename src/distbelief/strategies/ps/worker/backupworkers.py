@@ -17,7 +17,7 @@ from distbelief.shards import Range, Schedule, shard_seed
 from distbelief.strategies.base import Fetch as FetchBatch
 from distbelief.strategies.base import Seat, StepResult
 from distbelief.strategies.flatmodel.compute import ShardComputer
-from distbelief.strategies.flatmodel.partials import ShardWork, reached, slots_needed
+from distbelief.strategies.flatmodel.rules.stepwork import ShardWork, reached, slots_needed
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.ps.protocol.client import Idle
 from distbelief.strategies.ps.protocol.messages import Inspect, Inspected, Question, StepBegun

@@ -36,7 +36,7 @@ from distbelief.strategies.base import Fetch as FetchBatch
 from distbelief.strategies.dataparallel.compressed import RESIDUAL, OwingPortion, compressing
 from distbelief.strategies.flatmodel.compute import ShardComputer
 from distbelief.strategies.flatmodel.layout import Layout
-from distbelief.strategies.flatmodel.named import TilePortion
+from distbelief.strategies.flatmodel.namedtensors import TilePortion
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.ps.protocol.messages import Gradient, LeasedUpdate, PartialSum, PulledValues, RestartStep
 from distbelief.strategies.ps.protocol.pushcoding import PushCoding

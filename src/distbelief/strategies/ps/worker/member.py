@@ -28,7 +28,7 @@ from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import Applied, Fetch, Portion, RolledBack, Seat, Task
 from distbelief.strategies.dataparallel.committed import CommittedModel
 from distbelief.strategies.flatmodel.compute import ShardComputer
-from distbelief.strategies.flatmodel.named import TilePortion, outside_of_tiles, whole_entries
+from distbelief.strategies.flatmodel.namedtensors import TilePortion, outside_of_tiles, whole_entries
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.ps.protocol.client import Stop
 from distbelief.strategies.ps.protocol.frames import Framed

@@ -28,12 +28,10 @@ from distbelief.strategies.base import (
 from distbelief.strategies.base import (
     Fetch as FetchBatch,
 )
-from distbelief.strategies.dataparallel.takeover import StepWork, plan_step, plan_takeover
 from distbelief.strategies.flatmodel.compute import ShardComputer
-from distbelief.strategies.flatmodel.partials import ShardWork
-from distbelief.strategies.flatmodel.stretchwise import when_whole
+from distbelief.strategies.flatmodel.rules.stepwork import ShardWork, StepWork, plan_step, plan_takeover
+from distbelief.strategies.flatmodel.rules.verdict import INTEGERS, judge_rows
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
-from distbelief.strategies.flatmodel.verdict import INTEGERS, judge_rows
 from distbelief.strategies.ps.protocol.client import Idle
 from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.protocol.messages import (
@@ -54,7 +52,7 @@ from distbelief.strategies.ps.tables.remote import RemoteTables
 from distbelief.strategies.ps.tables.rowgradients import RowGradients
 from distbelief.strategies.ps.worker.exchange import ServerExchange
 from distbelief.strategies.ps.worker.member import AlreadyCopied, ParameterServerMember
-from distbelief.transport.device.exchange import stretches
+from distbelief.transport.device.exchange import stretches, when_whole
 from distbelief.transport.exchange import ROW, PublishedSum, Source
 from distbelief.transport.shm.segment import Segment
 

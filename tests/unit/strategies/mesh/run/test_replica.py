@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distbelief.strategies.flatmodel.named import tied
+from distbelief.strategies.flatmodel.namedtensors import tied
 from distbelief.strategies.rules.degrees import Degrees
 from distbelief.verification.plain import make_model, train_plainly
 from tests.support.mesh.following import check, follow, plainly

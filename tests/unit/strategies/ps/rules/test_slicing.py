@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distbelief.strategies.flatmodel.layout import lay_out
-from distbelief.strategies.flatmodel.named import TilePortion
+from distbelief.strategies.flatmodel.namedtensors import TilePortion
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
 from distbelief.strategies.ps.rules.slicing import FEWEST_SLICES, MOST_SLICES, cut
 

@@ -20,7 +20,7 @@ from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Saved
 from distbelief.strategies.dataparallel.strategy import AllReduce
-from distbelief.strategies.flatmodel.named import put_back
+from distbelief.strategies.flatmodel.namedtensors import put_back
 from distbelief.strategies.ps.strategy import ParameterServer
 from distbelief.strategies.ps.tables.embedding import EmbeddingTable
 from distbelief.strategies.ps.tables.rowbuckets import part_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distbelief.shards import Range
-from distbelief.strategies.dataparallel.takeover import plan_step, plan_takeover
+from distbelief.strategies.flatmodel.rules.stepwork import plan_step, plan_takeover
 from distbelief.strategies.ps.protocol.messages import ApplyStep, Inspect, MeasureStep, StepBegun, StepMeasured
 from distbelief.strategies.ps.rules.gathering import shards_on_all_slices
 from distbelief.strategies.ps.server.stores import Change

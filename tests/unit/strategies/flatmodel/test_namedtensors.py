@@ -13,8 +13,8 @@ from distbelief.checkpoint.faults import CheckpointMismatch
 from distbelief.checkpoint.manifest import Stretch, coverage_fault
 from distbelief.checkpoint.weights import save_weights, weights_sha256
 from distbelief.strategies.base import Saved
-from distbelief.strategies.flatmodel import named
-from distbelief.strategies.flatmodel.named import tied, transient
+from distbelief.strategies.flatmodel import namedtensors as named
+from distbelief.strategies.flatmodel.namedtensors import tied, transient
 from distbelief.worker.origin import weights_of
 from tests.support.replicas.states import OPTIMIZERS, STEPS, Everything, Trainer, job_with
 

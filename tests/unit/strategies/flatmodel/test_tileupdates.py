@@ -11,8 +11,7 @@ import torch
 from torch import nn, optim
 
 from distbelief.strategies.flatmodel.layout import lay_out, trainable
-from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory, state_bytes
-from distbelief.strategies.flatmodel.updating import TileUpdates
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory, TileUpdates, state_bytes
 
 Optimizer = Callable[[list[nn.Parameter]], optim.Optimizer]
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distbelief.shards import Program, Range
-from distbelief.strategies.dataparallel.takeover import StepWork, plan_step, plan_takeover
+from distbelief.strategies.flatmodel.rules.stepwork import StepWork, plan_step, plan_takeover
 from distbelief.transport.exchange import PublishedSum, Source
 from tests.support.replicas.bracketing import Bracketing, execute, plain_tree
 

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from distbelief.strategies.flatmodel.capture import GradientCapture
+from distbelief.strategies.flatmodel.capture import WORTHWHILE, GradientCapture, placeable
 from distbelief.strategies.flatmodel.layout import lay_out, trainable
-from distbelief.strategies.flatmodel.slotlinear import WORTHWHILE, placeable
 from tests.support.replicas.linear import (
     WIDE,
     Loss,

@@ -8,8 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distbelief.shards import Program, Range
-from distbelief.strategies.dataparallel.takeover import plan_step
-from distbelief.strategies.flatmodel.partials import partial_sums, slots_needed
+from distbelief.strategies.flatmodel.rules.stepwork import partial_sums, plan_step, slots_needed
 from tests.support.replicas.bracketing import Bracketing, execute, plain_tree
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a noisy machine is no failure

@@ -1,0 +1,239 @@
+"""How a member turns its range of shards into partial sums: a short list of operations on slots. Pure.
+
+The shards are computed one after the other; two neighbours in the tree are added as soon as both are there, so a
+member needs only about log2(shards) slots, and what is left at the end are the largest subtrees inside its range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from distbelief.shards import Program, Range, cover, program, split
+from distbelief.transport.exchange import PublishedSum, Source
+
+
+@dataclass(frozen=True)
+class ShardWork:
+    """Compute `shard` into `slot`; then for each (into, other): slot `into` += slot `other`."""
+
+    shard: int
+    slot: int
+    additions: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Partials:
+    work: tuple[ShardWork, ...]
+    results: dict[Range, int]
+    """Subtree -> the slot that holds its sum at the end."""
+
+    @cached_property
+    def complete_with(self) -> dict[int, list[tuple[Range, int]]]:
+        """Shard -> the subtrees whose sum is there once it is computed, and their slots.
+
+        >>> partial_sums(8, 8, (3, 8)).complete_with
+        {3: [((3, 4), 0)], 7: [((4, 8), 1)]}
+        """
+        found: dict[int, list[tuple[Range, int]]] = {}
+        for (first, end), slot in self.results.items():
+            last = max((one.shard for one in self.work if first <= one.shard < end), default=first)
+            found.setdefault(last, []).append(((first, end), slot))
+        return found
+
+
+def partial_sums(shards: int, occupied: int, mine: Range) -> Partials:
+    """The operations for the range `mine`, when only the first `occupied` shards of the step have samples.
+
+    >>> plan = partial_sums(8, 8, (4, 8))
+    >>> [(w.shard, w.slot, w.additions) for w in plan.work]
+    [(4, 0, ()), (5, 1, ((0, 1),)), (6, 1, ()), (7, 2, ((1, 2), (0, 1)))]
+    >>> plan.results
+    {(4, 8): 0}
+    """
+    work: list[ShardWork] = []
+    free: list[int] = []
+    used = 0
+
+    def take() -> int:
+        nonlocal used
+        if free:
+            return free.pop()
+        used += 1
+        return used - 1
+
+    def add_after_last(into: int, other: int) -> None:
+        last = work[-1]
+        work[-1] = ShardWork(last.shard, last.slot, (*last.additions, (into, other)))
+
+    def visit(node: Range) -> int:
+        if node[1] - node[0] == 1:
+            work.append(ShardWork(node[0], take(), ()))
+            return work[-1].slot
+        left, right = split(node)
+        into = visit(left)
+        if right[0] < occupied:
+            other = visit(right)
+            add_after_last(into, other)
+            free.append(other)
+        return into
+
+    results = {node: visit(node) for node in cover(shards, mine) if node[0] < occupied}
+    return Partials(tuple(work), results)
+
+
+def slots_needed(shards: int, mine: Range) -> int:
+    """The most slots that any step of this range uses."""
+    return 1 + max((w.slot for w in partial_sums(shards, shards, mine).work), default=0)
+
+
+def reached(work: Sequence[ShardWork]) -> dict[Range, int]:
+    """The sums that are there after these units of work, the first ones of a plan -> their slots.
+
+    >>> plan = partial_sums(8, 8, (4, 8))
+    >>> reached(plan.work[:3]), reached(plan.work) == plan.results
+    ({(4, 6): 0, (6, 7): 1}, True)
+    """
+    held: dict[int, Range] = {}
+    for unit in work:
+        held[unit.slot] = (unit.shard, unit.shard + 1)
+        for into, other in unit.additions:
+            held[into] = (held[into][0], held.pop(other)[1])
+    return {node: slot for slot, node in sorted(held.items(), key=lambda pair: pair[1])}
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What this member computes in a step and how all partial sums are added."""
+
+    partials: Partials
+    mine: Sequence[Range]
+    """The shards that this member answers for."""
+    sources: Sequence[Source]
+    order: Program
+    recomputed: int = 0
+    """Shards that are computed although an earlier generation began the step."""
+
+
+def plan_step(shards: int, occupied: int, ranges: Sequence[Range], rank: int) -> StepWork:
+    """An ordinary step: everybody computes its own range."""
+    return _work(shards, occupied, [partial_sums(shards, occupied, mine) for mine in ranges], [], rank, [ranges[rank]])
+
+
+def plan_apart(shards: int, occupied: int, ranges: Sequence[Range], rank: int) -> StepWork:
+    """An ordinary step in which every shard is a partial sum of its own, in a slot of its own."""
+    everybody = []
+    for first, end in ranges:
+        mine = range(first, min(end, occupied))
+        work = tuple(ShardWork(shard, shard - first, ()) for shard in mine)
+        everybody.append(Partials(work, {(shard, shard + 1): shard - first for shard in mine}))
+    return _work(shards, occupied, everybody, [], rank, [ranges[rank]])
+
+
+def plan_takeover(shards: int, occupied: int, held: Sequence[PublishedSum], members: int, rank: int) -> StepWork:
+    """A step that others began: what they have published is used, what is missing is divided anew.
+
+    >>> plan = plan_takeover(4, 4, [PublishedSum((0, 2), Source(0, 0, back=1))], members=2, rank=1)
+    >>> [work.shard for work in plan.partials.work], plan.order, plan.recomputed
+    ([3], (0, (1, 2)), 2)
+    """
+    there = {shard for one in held for shard in range(*one.node)}
+    missing = [shard for shard in range(occupied) if shard not in there]
+    parts = [missing[r * len(missing) // members : (r + 1) * len(missing) // members] for r in range(members)]
+    everybody = [_together([partial_sums(shards, occupied, run) for run in _runs(part)]) for part in parts]
+    return _work(shards, occupied, everybody, held, rank, _runs(parts[rank]), recomputed=len(missing))
+
+
+def plan_finish(held: Sequence[PublishedSum]) -> StepWork:
+    """A step of fused parts that is applied in part: it is finished with what made it certain, which the last ones that
+    computed have left. (Those after them found it so, and computed nothing.)
+
+    >>> plan = plan_finish([PublishedSum((0, 3), Source(0, 0, back=2)), PublishedSum((3, 8), Source(1, 0, back=2))])
+    >>> plan.sources, plan.order
+    ([Source(rank=0, slot=0, back=2), Source(rank=1, slot=0, back=2)], (0, 1))
+    """
+    latest = min(one.source.back for one in held)
+    sources = [one.source for one in sorted(held, key=lambda one: one.node) if one.source.back == latest]
+    order = program(len(sources), len(sources), {(part, part + 1): part for part in range(len(sources))})
+    return StepWork(Partials((), {}), [], sources, order)
+
+
+def _work(
+    shards: int,
+    occupied: int,
+    everybody: Sequence[Partials],
+    held: Sequence[PublishedSum],
+    rank: int,
+    mine: Sequence[Range],
+    recomputed: int = 0,
+) -> StepWork:
+    found = [(one.node, one.source) for one in held]
+    for owner, partials in enumerate(everybody):
+        found += [(node, Source(owner, slot)) for node, slot in partials.results.items()]
+    found.sort(key=lambda pair: pair[0])
+    sources = [source for _, source in found]
+    order = program(shards, occupied, {node: number for number, (node, _) in enumerate(found)})
+    return StepWork(everybody[rank], mine, sources, order, recomputed)
+
+
+def _runs(shards: Sequence[int]) -> list[Range]:
+    """
+    >>> _runs([1, 2, 5])
+    [(1, 3), (5, 6)]
+    """
+    runs: list[Range] = []
+    for shard in shards:
+        if runs and runs[-1][1] == shard:
+            runs[-1] = (runs[-1][0], shard + 1)
+        else:
+            runs.append((shard, shard + 1))
+    return runs
+
+
+def _together(several: Sequence[Partials]) -> Partials:
+    """Several ranges of one member as one list of work, each in slots of its own."""
+    work: list[ShardWork] = []
+    results: dict[Range, int] = {}
+    used = 0
+    for partials in several:
+        for unit in partials.work:
+            additions = tuple((into + used, other + used) for into, other in unit.additions)
+            work.append(ShardWork(unit.shard, unit.slot + used, additions))
+        results |= {node: slot + used for node, slot in partials.results.items()}
+        used += 1 + max(unit.slot for unit in partials.work)
+    return Partials(tuple(work), results)
+
+
+_WORTH = 1.2
+"""A backup must promise to be there before the late member would start the shard, with some room for error."""
+
+
+@dataclass(frozen=True)
+class LateMember:
+    """A member that is still computing."""
+
+    shards: Sequence[int]
+    """All of its shards of this step, in the order in which it computes them."""
+    begun: int
+
+
+def worth_a_backup(late: Sequence[LateMember], elapsed_s: float, mine_s: float) -> list[int]:
+    """The shards that are worth a backup, the most urgent first.
+
+    `elapsed_s` is how long the step has lasted, `mine_s` what a shard takes me. The last shard of a member is the one
+    that it would come to last.
+
+    >>> worth_a_backup([LateMember([4, 5, 6, 7], begun=1)], elapsed_s=3.0, mine_s=1.0)
+    [7, 6, 5]
+    >>> worth_a_backup([LateMember([4, 5, 6, 7], begun=3)], elapsed_s=3.0, mine_s=1.5)
+    []
+    """
+    found: list[tuple[float, int]] = []
+    for member in late:
+        shard_s = elapsed_s / max(member.begun - 0.5, 0.5)  # the one that it has begun counts half
+        for ahead, shard in enumerate(member.shards[member.begun :]):
+            starts_in_s = (ahead + 0.5) * shard_s
+            if starts_in_s > _WORTH * mine_s:
+                found.append((starts_in_s, shard))
+    return [shard for _, shard in sorted(found, reverse=True)]
