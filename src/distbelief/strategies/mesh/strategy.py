@@ -1,7 +1,7 @@
-"""pipeline, tensor, sharded, and any of them together: the model is divided among the members, which form a mesh.
+"""The strategies that divide the model: pipeline, tensor, sharded, and hybrids of them.
 
-The values alone, without torch, which the command line and the coordinator need not import. What a degree means for
-who holds what is in degrees.py; what the members do is in mesh/.
+Values and parsing only, without torch, so that the command line and the coordinator start fast. `rules/degrees.py` of
+the package `strategies` says which member holds which part; the other files of this package do the work on members.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 
 class Meshed(Strategy):
-    """What all strategies that divide the model have in common."""
+    """The common base of the strategies that divide the model."""
 
     snapshots: int | None
     """Steps between two snapshots that a neighbour keeps in its memory. None: chosen from what one costs; 0: none."""
     schedule: PipelineSchedule = DEFAULT_SCHEDULE
     """Where the strategy has a pipeline: the order of its passes."""
     compression: str = ""
-    """How gradients are made smaller on their way between members that hold the same part: bf16, int8 or topk=0.01."""
+    """The codec for gradients between members that hold the same part: bf16, int8 or topk=0.01."""
     always: bool = False
-    """Compression is never switched off by itself where the link is faster than the compressor."""
+    """Whether compression stays on even where the link is faster than the codec."""
 
     @property
     def exact(self) -> bool:
-        """Sums are taken in another order than in one process, so results are equal within rounding only."""
+        """False: sums are taken in another order than in one process, so results are equal within rounding only."""
         return False
 
     @property
@@ -93,7 +93,7 @@ class Meshed(Strategy):
 class Pipeline(Meshed):
     """The model is cut into stages, one per member; shards go through them one after the other.
 
-    With a multiple of so many workers there are as many pipelines side by side, each with its part of the data.
+    A multiple of `stages` workers makes several pipelines, each with its part of the data.
 
     >>> str(Pipeline(4)), str(Pipeline(2, "zbv", snapshots=50))
     ('pipeline:4', 'pipeline:2:zbv:snapshots=50')
@@ -117,7 +117,7 @@ class Pipeline(Meshed):
 
 @dataclass(frozen=True)
 class Tensor(Meshed):
-    """Every large layer is divided among so many members, which compute each of them together.
+    """Every large layer is divided among `degree` members, which compute it together.
 
     >>> str(Tensor(2))
     'tensor:2'

@@ -1,1 +1,1 @@
-
+"""Cutting a model into stages of a pipeline."""

@@ -1,1 +1,1 @@
-
+"""Decisions about divided models, as pure functions and data."""

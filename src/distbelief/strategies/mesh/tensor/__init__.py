@@ -1,1 +1,1 @@
-
+"""Tensor parallelism: which layers are divided, and how they are divided."""
