@@ -7,23 +7,24 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distbelief.coordinator.rules.detector import STUCK_S
+import msgspec
+
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.launch.rules.profileplan import as_text, profile_plan
-from distbelief.launch.rules.saveplan import DEFAULT_EVERY, KEEP_LAST
+from distbelief.options import DEFAULT_STRATEGY, STUCK_AFTER_S, RunOptions, profile_text
 from distbelief.result import Result, result_of
 
 if TYPE_CHECKING:
     from distbelief.job import Job
     from distbelief.launch.engine import Engine
-    from distbelief.launch.launch import Launch
+    from distbelief.launch.launch import Launch, Placement
     from distbelief.launch.lead import Announce
     from distbelief.observe.view import View
     from distbelief.strategies.base import Strategy
+    from distbelief.worker.spec import WorkerSpec
 
 MOST_BY_DEFAULT = 8  # workers, when the user names no number: the most shards that a job has by default
 
@@ -32,17 +33,17 @@ def train(
     job: Job,
     *,
     workers: int | None = None,
-    strategy: str | Strategy = "allreduce",
+    strategy: str | Strategy = DEFAULT_STRATEGY,
     run_dir: str | Path | None = None,
     threads: int = 1,
     device: str = "cpu",
     shares: Sequence[float] = (),
     min_workers: int = 1,
     balance: bool = True,
-    stuck_after_s: float = STUCK_S,
-    save_every: str | int = DEFAULT_EVERY,
+    stuck_after_s: float = STUCK_AFTER_S,
+    save_every: str | int = "10m",
     checkpoints: str | Path = "",
-    keep_last: int = KEEP_LAST,
+    keep_last: int = 3,
     keep_every: int = 0,
     keep_best: str = "",
     begin_from: str | Path = "",
@@ -52,15 +53,16 @@ def train(
 ) -> Result:
     """Train a job on this machine and return the result. No `if __name__ == "__main__"` is needed around it.
 
-    A worker that dies is replaced and the run goes on; with fewer than `min_workers` it waits for them. `balance` moves
-    shards to faster workers; the result does not depend on it. A worker that lives but that all others have waited for
-    `stuck_after_s` is replaced; everything else is judged by the step times that are measured.
+    DistBelief replaces a worker that dies, and the run continues; with fewer than `min_workers` workers alive the run
+    waits. `balance` moves shards to faster workers; the result does not depend on it. If all other workers have waited
+    `stuck_after_s` seconds for one worker, it is replaced. All other deadlines follow from measured step times.
 
-    Checkpoints are saved every so many steps (500) or so often ("10m"), and at the end; to `checkpoints`, a folder or
-    URL, or else to the run directory. The newest `keep_last` are kept, those whose step is a multiple of `keep_every`,
-    and the best one by a metric (`keep_best="accuracy"`). `begin_from`: weights to start with, of a run, a checkpoint
-    or a safetensors file. `on`: where to run, as in `distbelief train --on` ("ray"). `profile`: record where the
-    time of some steps goes, the usual ones (True) or "10:20"; the result says it, and where the trace is.
+    Workers save a checkpoint every 500 steps (`save_every=500`) or every ten minutes (`"10m"`), and at the end, to
+    `checkpoints`, a folder or URL; by default to the run directory. The run keeps the newest `keep_last` checkpoints,
+    every checkpoint whose step is a multiple of `keep_every`, and the best one by a metric (`keep_best="accuracy"`).
+    `begin_from`: weights to start with, of a run, a checkpoint or a safetensors file. `on`: where to run, as in
+    `distbelief train --on` ("ray"). `profile`: record where the time of some steps goes: True for ten steps after the
+    first ten, or "10:20"; the result has the summary and the path of the trace. `RunOptions` declares every option.
 
     >>> import torch, tempfile
     >>> from distbelief import Job, train
@@ -80,20 +82,34 @@ def train(
     """
     from distbelief.job import Job as JobType
     from distbelief.launch import chosen
+    from distbelief.launch.launch import Launch, Placement
+    from distbelief.worker.spec import JobSource
 
     if not isinstance(job, JobType):
         hint = "call the function and pass what it returns" if callable(job) else "a job file is for `distbelief train`"
         raise JobError(f"train() takes a Job, not a {type(job).__name__}", hint=hint)
-    launch = _launch(
-        job.name or "job", strategy, workers, run_dir, shares,
-        threads=threads, device=device, min_workers=min_workers, balance=balance, stuck_after_s=stuck_after_s,
-        save_every=str(save_every), checkpoints=os.fspath(checkpoints), keep_last=keep_last, keep_every=keep_every,
-        keep_best=keep_best, begin_from=os.fspath(begin_from), on=on, profile=as_text(profile),
-    )  # fmt: skip
-    pickled = _pickled(job)
+    options = RunOptions(
+        workers=count_of_workers(workers, strategy),
+        strategy=str(_parsed(strategy)),
+        shares=tuple(float(share) for share in shares),
+        threads=threads,
+        device=device,
+        min_workers=min_workers,
+        balance=balance,
+        stuck_after_s=stuck_after_s,
+        save_every=str(save_every),
+        checkpoints=os.fspath(checkpoints),
+        keep_last=keep_last,
+        keep_every=keep_every,
+        keep_best=keep_best,
+        begin_from=os.fspath(begin_from),
+        profile=profile_text(profile),
+    )
+    source = JobSource(sys_path=tuple(sys.path), pickled=_pickled(job))
     chosen.check(on)
+    launch = Launch(_run_dir(run_dir, job.name or "job"), options, source, Placement(on=on))
     with _view(quiet) as view:
-        return _run(launch, view, job_pickle=pickled)
+        return _run(launch, view)
 
 
 def resume(
@@ -120,22 +136,29 @@ def resume(
 def run_file(
     path: Path,
     settings: dict[str, str],
-    *,
-    workers: int | None,
-    strategy: str,
+    options: RunOptions,
     run_dir: Path | None,
-    shares: Sequence[float],
     view: View,
+    *,
     engine: Engine | None = None,
-    **options: Any,
+    placement: Placement | None = None,
+    adjust: Callable[[WorkerSpec], WorkerSpec] | None = None,
 ) -> Result:
-    """Train the job of a job file, as `distbelief train` does. `options`: further fields of the engine's Launch.
-    `engine`: what brings other hosts' agents; None: they come by themselves, or this machine is all."""
-    launch = _launch(path.stem, strategy, workers, run_dir, shares, **options)
+    """Train the job of a job file, as `distbelief train` does. `engine`: brings other hosts' agents; None: no launcher
+    has started this process. `placement`: this machine by default. `adjust`: see `Launch`."""
+    from dataclasses import replace
+
+    from distbelief.launch.launch import Launch, Placement
+    from distbelief.worker.spec import JobSource
+
+    options = msgspec.structs.replace(options, strategy=str(_parsed(options.strategy)))
+    source = JobSource(str(path.resolve()), settings, tuple(sys.path))
+    launch = Launch(_run_dir(run_dir, path.stem), options, source, placement or Placement())
+    if adjust:
+        launch = replace(launch, adjust=adjust)
     if engine:
         launch = engine.arrange(launch)
-    announce = engine.announce if engine else None
-    return _run(launch, view, announce, job_file=str(path.resolve()), settings=settings)
+    return _run(launch, view, engine.announce if engine else None)
 
 
 def resume_run(
@@ -153,7 +176,7 @@ def resume_run(
     """Resume the run in that directory, as `distbelief resume` does."""
     from dataclasses import replace
 
-    from distbelief.launch.launch import anywhere, read_launch
+    from distbelief.launch.launch import Placement, read_launch
     from distbelief.launch.rundir import ended
     from distbelief.strategies import learn_alike, parse
 
@@ -161,41 +184,55 @@ def resume_run(
     record = ended(run_dir) if (run_dir / "journal.jsonl").exists() else None
     if record and record["status"] == "completed":
         return result_of(record, run_dir, time.monotonic())
-    if launch.job_file and job is not None:
-        raise JobError(f"the job of {run_dir} is in {launch.job_file}", hint="leave `job` out: it is read from there")
-    if not launch.job_file and job is None:
+    if launch.job.file and job is not None:
+        raise JobError(f"the job of {run_dir} is in {launch.job.file}", hint="leave `job` out: it is read from there")
+    if not launch.job.file and job is None:
         raise JobError(
             f"the job of {run_dir} came from a Python program, which did not leave it there",
             hint="resume it from that program: distbelief.resume(run_dir, job)",
         )
-    how = parse(strategy or launch.strategy) if isinstance(strategy, str | None) else strategy
-    if not learn_alike(how, parse(launch.strategy)):
+    before = launch.options
+    how = parse(strategy or before.strategy) if isinstance(strategy, str | None) else strategy
+    if not learn_alike(how, launch.strategy):
         raise JobError(
-            f"a run of {launch.strategy} cannot go on as {how}: each has state that the other one does not know",
+            f"a run of {before.strategy} cannot go on as {how}: each has state that the other one does not know",
             hint="begin another run with its weights: distbelief train JOB --from RUN",
         )
-    count = launch.workers if workers is None else workers
-    _check_workers(count, launch.min_workers if workers is None else 1)
-    launch = replace(
-        launch,
+    count = before.workers if workers is None else workers
+    launch = replace(launch.placed(key_file=key_file or launch.placement.key_file), resumed=True).with_options(
         workers=count,
-        min_workers=min(launch.min_workers, count),
-        shares=launch.shares if count == launch.workers else (),
+        min_workers=min(before.min_workers, max(count, 1)),
+        shares=before.shares if count == before.workers else (),
         strategy=str(how),
-        exact=how.exact,
-        transport=how.transport,
-        key_file=key_file or launch.key_file,
         profile="",
-        resumed=True,
     )
-    if engine or launch.on != on:
-        launch = replace(anywhere(launch), on=on, key_file=key_file)
+    if engine or launch.placement.on != on:  # the launcher of the first start decided the placement
+        launch = replace(launch, placement=Placement(on=on, key_file=key_file))
     if listen:
-        launch = replace(launch, listen=listen)
+        launch = launch.placed(listen=listen)
     if engine:
         launch = engine.arrange(launch)
-    source: dict[str, Any] = {"job_pickle": _pickled(job)} if job is not None else {}
-    return _run(launch, view, engine.announce if engine else None, **source)
+    if job is not None:
+        launch = replace(launch, job=msgspec.structs.replace(launch.job, pickled=_pickled(job)))
+    return _run(launch, view, engine.announce if engine else None)
+
+
+def count_of_workers(workers: int | None, strategy: str | Strategy) -> int:
+    """The number that the user gave, else one that suits the machine and the strategy."""
+    if workers is not None:
+        return workers
+    return _parsed(strategy).usual_workers(min(MOST_BY_DEFAULT, os.cpu_count() or 1))
+
+
+def _parsed(strategy: str | Strategy) -> Strategy:
+    from distbelief.strategies import parse
+
+    return parse(strategy) if isinstance(strategy, str) else strategy
+
+
+def _run_dir(wanted: str | Path | None, name: str) -> Path:
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return Path(wanted) if wanted else Path("runs") / f"{name}-{stamp}"
 
 
 def _pickled(job: Job) -> bytes:
@@ -211,54 +248,7 @@ def _pickled(job: Job) -> bytes:
     return pickled
 
 
-def _check_workers(count: int, least: int) -> None:
-    if count < 1:
-        raise DistBeliefError(f"the number of workers must be at least 1, not {count}")
-    if not 1 <= least <= count:
-        raise DistBeliefError(f"the least number of workers must be from 1 to {count}, not {least}")
-
-
-def _launch(
-    name: str,
-    strategy: str | Strategy,
-    workers: int | None,
-    run_dir: str | Path | None,
-    shares: Sequence[float],
-    **options: Any,
-) -> Launch:
-    from distbelief.launch.launch import Launch
-    from distbelief.strategies import parse
-
-    how = parse(strategy) if isinstance(strategy, str) else strategy
-    count = workers
-    if count is None:
-        count = how.usual_workers(min(MOST_BY_DEFAULT, os.cpu_count() or 1))
-    _check_workers(count, options.get("min_workers", 1))
-    threads = options.get("threads", 1)
-    if threads < 1:
-        raise DistBeliefError(f"the number of threads must be at least 1, not {threads}")
-    if options.get("keep_last", 1) < 1:
-        raise DistBeliefError(f"keep_last must be at least 1, not {options['keep_last']}")
-    if options.get("keep_every", 0) < 0:
-        raise DistBeliefError(f"keep_every must be at least 0, not {options['keep_every']}")
-    if shares and len(shares) != count:
-        raise DistBeliefError(f"{len(shares)} shares for {count} workers: give one number per worker")
-    if any(not share > 0 for share in shares):
-        raise DistBeliefError(f"every share must be above 0, not {list(shares)}")
-    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    return Launch(
-        run_dir=Path(run_dir) if run_dir else Path("runs") / f"{name}-{stamp}",
-        workers=count,
-        strategy=str(how),
-        exact=how.exact,
-        transport=how.transport,
-        shares=tuple(float(share) for share in shares),
-        sys_path=tuple(sys.path),
-        **options,
-    )
-
-
-def _run(launch: Launch, view: View, announce: Announce | None = None, **source: Any) -> Result:
+def _run(launch: Launch, view: View, announce: Announce | None = None) -> Result:
     from dataclasses import replace
 
     from distbelief.control.messages import PROFILE_FOLDER
@@ -267,17 +257,15 @@ def _run(launch: Launch, view: View, announce: Announce | None = None, **source:
     from distbelief.launch.rundir import make_run_dir
 
     started = time.monotonic()
-    launch = replace(launch, **source)
-    plan = launch.save_plan  # what is wrong with it is said before a directory is made
-    profiled = profile_plan(launch.profile) is not None
+    options = launch.options
     if not launch.resumed:
         make_run_dir(launch.run_dir)
-    if plan:
-        _check_folder(plan.folder, launch.resumed)
-    if launch.begin_from and not launch.resumed:
-        launch = replace(launch, begin_from=_pinned(launch, view))
+    if options.saves:
+        _check_folder(launch.checkpoint_folder, launch.resumed)
+    if options.begin_from and not launch.resumed:
+        launch = launch.with_options(begin_from=_pinned(launch, view))
     keep_launch(launch)
-    if not profiled:
+    if not options.profile:
         return result_of(chosen.run(launch, view, announce), launch.run_dir, started)
     (launch.run_dir / PROFILE_FOLDER).mkdir(exist_ok=True)
     found: dict[str, Any] = {}
@@ -307,7 +295,7 @@ def _pinned(launch: Launch, view: View) -> str:
     from distbelief.checkpoint.sources import read_source
     from distbelief.checkpoint.weights import save_tensors
 
-    source = read_source(launch.begin_from)
+    source = read_source(launch.options.begin_from)
     for fault in source.skipped:
         view.log("--from", f"skipped: {fault}")
     path = launch.run_dir.resolve() / "begin.safetensors"

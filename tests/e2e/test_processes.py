@@ -11,11 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from distbelief.errors import RunFailed
 from distbelief.launch.launch import Launch
 from distbelief.launch.lead import lead
 from distbelief.launch.rundir import make_run_dir
+from distbelief.options import RunOptions
+from distbelief.worker.spec import JobSource
 from tests.support.runs.command import JOBS, Outcome, Run, processes_of
 
 Start = Callable[..., Run]
@@ -73,12 +76,9 @@ def test_another_thread_count_is_refused_with_the_reason(tmp_path: Path) -> None
     make_run_dir(tmp_path / "run")
     launch = Launch(
         run_dir=tmp_path / "run",
-        workers=2,
-        strategy="allreduce",
-        exact=True,
-        transport="auto",
-        job_file=str(JOBS / "small.py"),
-        worker_threads={1: 2},
+        options=RunOptions(workers=2, strategy="allreduce"),
+        job=JobSource(str(JOBS / "small.py")),
+        adjust=lambda spec: structs.replace(spec, options=structs.replace(spec.options, threads=1 + spec.worker)),
     )
 
     class Silent:

@@ -78,9 +78,8 @@ class Cluster:
             workers,
             transport=chosen.transport,
             min_workers=min(chosen.min_workers, workers),
-            stuck_s=30.0,
-            saves=chosen.saves,
-            save_every_s=chosen.save_every_s,
+            stuck_after_s=30.0,
+            save_every=chosen.save_every_text,
         )
 
     # --- lines -------------------------------------------------------------------------------------------------------

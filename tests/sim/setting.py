@@ -22,6 +22,13 @@ class Setting:
     """Steps; 0: not by steps."""
     save_every_s: float
 
+    @property
+    def save_every_text(self) -> str:
+        """As the option `save_every`. Members of the simulation count steps by themselves."""
+        if not self.saves:
+            return "never"
+        return f"{self.save_every_s}s" if self.save_every_s else "end"
+
 
 def setting(rng: random.Random, members: int | None) -> Setting:
     small = members is None

@@ -14,11 +14,13 @@ from distbelief.checkpoint.saving import seal, write_part
 from distbelief.control.messages import WorkerFailed
 from distbelief.coordinator.journal import Journal
 from distbelief.launch.launch import Launch, keep_launch
+from distbelief.options import RunOptions
 from distbelief.replaying.rebuild import Rebuilt, loaded_here
 from distbelief.replaying.records import JobFacts, RecordedRun
 from distbelief.strategies.base import NonFiniteLoss, Replica
 from distbelief.transport.shm.segment import Segment
 from distbelief.worker.loading import Loaded
+from distbelief.worker.spec import JobSource
 
 STEPS, SHARDS = 8, 4
 BAD_STEP, BAD_SHARD, BAD_SAMPLE = 5, 1, 43
@@ -84,7 +86,7 @@ def recorded(folder: Path, save_at: Collection[int] = (), **settings: str) -> Pa
     run_dir = folder / "run"
     run_dir.mkdir()
     (folder / "job.py").write_text(JOB)
-    launch = Launch(run_dir, 1, "allreduce", True, "auto", job_file=str(folder / "job.py"), settings=settings)
+    launch = Launch(run_dir, RunOptions(1, "allreduce"), JobSource(str(folder / "job.py"), settings))
     keep_launch(launch)
     ended: dict[str, Any] = {"status": "completed", "result": {}}
     with loaded_here(_unrecorded(run_dir, launch)) as loaded, (run_dir / "metrics.jsonl").open("w") as metrics:

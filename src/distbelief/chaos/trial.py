@@ -6,7 +6,9 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
+
+import msgspec
 
 from distbelief.api import run_file
 from distbelief.chaos.inject import Injector
@@ -18,7 +20,9 @@ from distbelief.coordinator import client, journal
 from distbelief.errors import DistBeliefError, RunInterrupted
 from distbelief.observe.plain import PlainView
 from distbelief.observe.records import Tail
+from distbelief.options import RunOptions
 from distbelief.result import Result
+from distbelief.worker.spec import WorkerSpec
 
 ASK_S = 1.0
 
@@ -77,18 +81,14 @@ def run_under_faults(plan: Plan, name: str, faults: Sequence[Fault], seed: int, 
 
 
 def _run(plan: Plan, run_dir: Path, stream: TextIO, relay: Relay | None) -> Result:
-    options: dict[str, Any] = {} if relay is None else {"dial": relay.dial}
+    def through_relay(spec: WorkerSpec) -> WorkerSpec:
+        assert relay is not None
+        return msgspec.structs.replace(spec, address=relay.dial(spec.worker, spec.address))
+
+    options = RunOptions(plan.workers, plan.strategy)
     with contextlib.closing(PlainView(stream)) as view:
-        return run_file(
-            plan.job,
-            dict(plan.settings),
-            workers=plan.workers,
-            strategy=plan.strategy,
-            run_dir=run_dir,
-            shares=(),
-            view=view,
-            **options,
-        )
+        adjust = through_relay if relay else None
+        return run_file(plan.job, dict(plan.settings), options, run_dir, view, adjust=adjust)
 
 
 def _ask(run_dir: Path, workers: int) -> str:

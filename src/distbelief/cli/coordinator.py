@@ -5,47 +5,34 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT
 from distbelief.cli.keys import KeyFile, key_file
-from distbelief.cli.options import (
-    AsJson,
-    Checkpoints,
-    JobFile,
-    Listen,
-    MinWorkers,
-    Plain,
-    SaveEvery,
-    Settings,
-    Strategy,
-    Threads,
-)
+from distbelief.cli.options import AsJson, JobFile, Listen, Plain, Settings, with_run_options
 from distbelief.cli.profile import Profile, ProfileSteps, asked_steps, print_profile
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.cli.train import check_job_file, parse_settings
-from distbelief.launch.rules.saveplan import DEFAULT_EVERY
 from distbelief.observe.view import open_view
+from distbelief.options import RunOptions
 
 
+@with_run_options("strategy", "threads", "min_workers", "save_every", "checkpoints")
 def coordinator(
     ctx: typer.Context,
     job: JobFile,
-    workers: Annotated[int, typer.Option(min=1, help="Begin when so many workers have joined.")],
+    workers: Annotated[int, typer.Option(min=1, help="Begin when this many workers have joined.")],
     listen: Listen = "127.0.0.1",
     key: KeyFile = None,
-    strategy: Strategy = "allreduce",
     settings: Settings = None,
     run_dir: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Where the run is kept; a folder that all hosts share.", show_default=False),
     ] = None,
-    threads: Threads = 1,
-    min_workers: MinWorkers = 1,
-    save_every: SaveEvery = DEFAULT_EVERY,
-    checkpoints: Checkpoints = "",
+    *,
+    options: dict[str, Any],
     profile: Profile = False,
     profile_steps: ProfileSteps = "",
     json: AsJson = False,
@@ -58,30 +45,15 @@ def coordinator(
 
     from distbelief.api import run_file
     from distbelief.control.addresses import endpoint
+    from distbelief.launch.launch import Placement
 
     stream = sys.stderr if json else sys.stdout
     view = open_view(stream, plain=plain)
 
     with contextlib.redirect_stdout(stream), contextlib.closing(view):
-        result = run_file(
-            job,
-            values,
-            workers=workers,
-            strategy=strategy,
-            run_dir=run_dir,
-            shares=[],
-            view=view,
-            threads=threads,
-            min_workers=min_workers,
-            save_every=save_every,
-            checkpoints=checkpoints,
-            listen=endpoint(listen),
-            key_file=key_file(key),
-            local_workers=0,
-            room=0,
-            is_open=True,
-            profile=asked_steps(profile, profile_steps),
-        )
+        chosen = RunOptions(workers=workers, profile=asked_steps(profile, profile_steps), **options)
+        placement = Placement(listen=endpoint(listen), key_file=key_file(key), local_workers=0, room=0, is_open=True)
+        result = run_file(job, values, chosen, run_dir, view, placement=placement)
     if json:
         print_json(result)
     else:

@@ -11,7 +11,7 @@ import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT
 from distbelief.cli.options import AsJson
-from distbelief.launch.rules.profileplan import USUAL, profile_plan
+from distbelief.options import USUAL_STEPS, profile_plan
 
 Profile = Annotated[
     bool,
@@ -54,7 +54,7 @@ def asked_steps(usual: bool, steps: str) -> str:
     >>> asked_steps(False, ""), asked_steps(True, ""), asked_steps(False, "3:5")
     ('', 'auto', '3:5')
     """
-    asked = steps or (USUAL if usual else "")
+    asked = steps or (USUAL_STEPS if usual else "")
     profile_plan(asked)
     return asked
 

@@ -11,38 +11,30 @@ import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
 from distbelief.cli.keys import KeyFile, key_file
-from distbelief.cli.options import (
-    AsJson,
-    Checkpoints,
-    JobFile,
-    Listen,
-    MinWorkers,
-    Plain,
-    SaveEvery,
-    Settings,
-    Strategy,
-    Threads,
-)
+from distbelief.cli.options import AsJson, JobFile, Listen, Plain, Settings, with_run_options
 from distbelief.cli.placing import On, placed
 from distbelief.cli.profile import Profile, ProfileSteps, asked_steps, print_profile
 from distbelief.cli.summary import print_json, print_summary
-from distbelief.coordinator.rules.detector import STUCK_S
 from distbelief.errors import JobError
 from distbelief.launch.chosen import LOCAL
 from distbelief.launch.launchers.rules.asked import Asked
-from distbelief.launch.rules.saveplan import DEFAULT_EVERY, KEEP_LAST
 from distbelief.observe.view import open_view
+from distbelief.options import RunOptions, declared_options
 from distbelief.worker.jobfile import compile_job
 
 HERE = "127.0.0.1"
 
 
+@with_run_options(
+    *("strategy", "threads", "device", "min_workers", "balance", "stuck_after_s"),
+    *("save_every", "checkpoints", "keep_last", "keep_every", "keep_best", "begin_from"),
+)
 def train(
     ctx: typer.Context,
     job: JobFile,
@@ -50,37 +42,17 @@ def train(
         int | None,
         typer.Option(min=1, help="Worker processes. Default: chosen for this machine.", show_default=False),
     ] = None,
-    strategy: Strategy = "allreduce",
     settings: Settings = None,
     run_dir: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Where the run is kept. Default: runs/NAME-ID.", show_default=False),
     ] = None,
-    threads: Threads = 1,
-    device: Annotated[str, typer.Option(help="The device of each worker.")] = "cpu",
+    *,
+    options: dict[str, Any],
     shares: Annotated[
-        str, typer.Option(metavar="2,1,1", help="Relative shares of the work, one per worker.", show_default=False)
+        str, typer.Option(metavar="2,1,1", help=declared_options()["shares"].option.help, show_default=False)
     ] = "",
-    min_workers: MinWorkers = 1,
     listen: Listen = HERE,
-    balance: Annotated[bool, typer.Option(help="Move shards to faster workers. The result does not change.")] = True,
-    stuck_after: Annotated[
-        float,
-        typer.Option(min=1, metavar="SECONDS", help="Replace a worker that all others have waited for this long."),
-    ] = STUCK_S,
-    save_every: SaveEvery = DEFAULT_EVERY,
-    checkpoints: Checkpoints = "",
-    keep_last: Annotated[int, typer.Option(min=1, metavar="K", help="Keep the newest K checkpoints.")] = KEEP_LAST,
-    keep_every: Annotated[
-        int, typer.Option(min=0, metavar="M", help="Keep also those whose step is a multiple of M.")
-    ] = 0,
-    keep_best: Annotated[
-        str, typer.Option(metavar="METRIC[:min|:max]", help="Keep also the best one by a metric of the evaluation.")
-    ] = "",
-    begin_from: Annotated[
-        str,
-        typer.Option("--from", metavar="PATH", help="Weights to begin with: a run, a checkpoint, a .safetensors file."),
-    ] = "",
     on: On = LOCAL,
     key: KeyFile = None,
     profile: Profile = False,
@@ -102,38 +74,22 @@ def train(
             workers, run_dir = engine.workers, engine.run_dir
         parts = parse_shares(shares, workers)
 
-        from distbelief.api import run_file  # after the checks, which need none of it
+        from distbelief.api import count_of_workers, run_file  # after the checks, which need none of it
+        from distbelief.launch.launch import Placement
 
+        chosen = RunOptions(
+            workers=count_of_workers(workers or len(parts) or None, options["strategy"]),
+            shares=tuple(parts),
+            profile=asked_steps(profile, profile_steps),
+            **options,
+        )
+        placement = Placement(on, where, key_path)
         stream = sys.stderr if json else sys.stdout
         view = open_view(stream, plain=plain)
         # With --json, stdout holds the object alone, whatever else prints in this process. The view is closed inside: a
         # live view puts its own proxy over stdout and takes it away again.
         with contextlib.redirect_stdout(stream), contextlib.closing(view):
-            result = run_file(
-                job,
-                values,
-                workers=workers or len(parts) or None,
-                strategy=strategy,
-                run_dir=run_dir,
-                shares=parts,
-                view=view,
-                engine=engine,
-                threads=threads,
-                device=device,
-                min_workers=min_workers,
-                balance=balance,
-                stuck_after_s=stuck_after,
-                save_every=save_every,
-                checkpoints=checkpoints,
-                keep_last=keep_last,
-                keep_every=keep_every,
-                keep_best=keep_best,
-                begin_from=begin_from,
-                listen=where,
-                key_file=key_path,
-                on=on,
-                profile=asked_steps(profile, profile_steps),
-            )
+            result = run_file(job, values, chosen, run_dir, view, engine=engine, placement=placement)
         if json:
             print_json(result)
         else:

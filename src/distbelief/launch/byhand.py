@@ -51,7 +51,8 @@ def join_run(run_dir: Path, workers: int = 1, host: str = "", device: str = "") 
     with _engine(run_dir) as engine:
         spec = _introduce(engine, run_dir, number, authority.secret.hex())
         threading.Thread(target=_end_with, args=[engine.dup()], daemon=True).start()
-        return _work(msgspec.structs.replace(spec, device=device or spec.device), engine)
+        options = msgspec.structs.replace(spec.options, device=device or spec.options.device)
+        return _work(msgspec.structs.replace(spec, options=options), engine)
 
 
 def _end_with(engine: socket.socket) -> None:

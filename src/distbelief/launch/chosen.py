@@ -18,7 +18,7 @@ LOCAL = "local"
 
 def run(launch: Launch, observer: Observer, announce: Announce | None = None) -> dict[str, Any]:
     """Run to the end, as `lead` does."""
-    if is_ray(launch.on):
+    if is_ray(launch.placement.on):
         from distbelief.launch.ray import driver
 
         return driver.run(launch, observer)

@@ -19,7 +19,7 @@ MOST_SHORT_LIVES = 5
 class CoordinatorKeeping:
     def __init__(self, launch: Launch, authority: Authority, host: str, log: Callable[[str], LogPipe]) -> None:
         self._run_dir = launch.run_dir
-        self._shelters = launch.shelters
+        self._shelters = launch.placement.shelters
         self._log = log
         self._short_lives = 0
         self._order = {
@@ -27,8 +27,8 @@ class CoordinatorKeeping:
             "secret": authority.secret.hex(),
             "start": authority.start,
             "config": launch.run_config(),
-            "listen": launch.listen,
-            "resume": launch.strategy if launch.resumed else "",
+            "listen": launch.placement.listen,
+            "resume": launch.options.strategy if launch.resumed else "",
             "host": host,
         }
         self._start()

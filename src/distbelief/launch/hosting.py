@@ -79,10 +79,10 @@ class Hosting:
         self._store = elsewhere.at if elsewhere else None
         self._segments = SegmentServer()
         self._stack.callback(self._segments.close)
-        if launch.job_pickle:
-            self._segments.put("job", launch.job_pickle)
-        with sheltered(launch.shelters):
-            self._zygote = Zygote(told.log("zygote"), launch.strategy)
+        if launch.job.pickled:
+            self._segments.put("job", launch.job.pickled)
+        with sheltered(launch.placement.shelters):
+            self._zygote = Zygote(told.log("zygote"), launch.options.strategy)
         self._stack.callback(self._zygote.close)
 
     def begin(self, address: str) -> None:

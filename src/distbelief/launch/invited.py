@@ -7,7 +7,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -58,9 +57,9 @@ def serve_host(
         name, content = _offered(invitation, offer, signals, patience_s, say)
         sent = parcel.read(content)
         launch = parcel.open_here(sent, content, Path(folder))
-        launch = replace(launch, device=device or launch.device)
+        launch = launch.with_options(device=device or launch.options.device)
         if servers is None:
-            servers = -1 if launch.local_workers == 0 else 0
+            servers = -1 if launch.placement.local_workers == 0 else 0
         say(f"{name}: takes part in {sent.run_dir} with up to {workers} worker{'s' if workers != 1 else ''}")
         agent = Agent(
             launch,

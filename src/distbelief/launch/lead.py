@@ -28,7 +28,6 @@ from distbelief.launch.launch import Launch, Observer
 from distbelief.launch.rules.silence import Silence
 from distbelief.launch.rundir import verdict
 from distbelief.launch.signals import Signals
-from distbelief.strategies import parse
 
 REFRESH_S = 0.2
 
@@ -49,7 +48,7 @@ def lead(
     else has made. `signals`: those of somebody who asks us to stop, instead of this process's own.
     """
     with signals or Signals() as signals, _Lead(launch, observer, signals, authority or authority_of(launch)) as run:
-        observer.started(launch.run_dir, launch.workers)
+        observer.started(launch.run_dir, launch.options.workers)
         if launch.in_the_clear:
             observer.log("security", launch.in_the_clear)
         invitation = run.start()
@@ -57,7 +56,7 @@ def lead(
             announce(invitation)
         elif launch.takes_hosts:
             where = invitation.address.removeprefix("tcp://")
-            key = " --key FILE" if launch.key_file else ""
+            key = " --key FILE" if launch.placement.key_file else ""
             observer.log("coordinator", f"listens at {where}: distbelief worker --join {where}{key}")
         run.loop()
     return verdict(launch.run_dir, signals)
@@ -65,7 +64,11 @@ def lead(
 
 def authority_of(launch: Launch) -> Authority:
     """By the key, or a secret of this run alone: whoever may read the run directory can join with it."""
-    secret = run_secret(read_key(Path(launch.key_file))) if launch.key_file else secrets.token_bytes(SECRET_BYTES)
+    secret = (
+        run_secret(read_key(Path(launch.placement.key_file)))
+        if launch.placement.key_file
+        else secrets.token_bytes(SECRET_BYTES)
+    )
     return Authority(secret, start=secrets.token_hex(8))
 
 
@@ -76,7 +79,7 @@ class _Lead:
         self._signals = signals
         self._stack = contextlib.ExitStack()
         self._authority = authority
-        self._host = launch.host or host_name()
+        self._host = launch.placement.host or host_name()
         self._silence = Silence(time.monotonic())
 
     def __enter__(self) -> _Lead:
@@ -84,8 +87,8 @@ class _Lead:
 
     def start(self) -> Invitation:
         """Coordinator and zygote start side by side: importing torch is the longest part of a launch."""
-        launch = self._launch
-        room = Room(launch.room, 0 if launch.local_workers == 0 else launch.local_servers)
+        launch, place = self._launch, self._launch.placement
+        room = Room(place.room, 0 if place.local_workers == 0 else place.local_servers)
         self._agent = Agent(launch, self._host, self._authority, room, self._observer.log, self._cannot_host)
         self._stack.callback(self._agent.close)
         self._coordinator = CoordinatorKeeping(launch, self._authority, self._host, self._agent.log)
@@ -99,12 +102,12 @@ class _Lead:
         return Invitation(address, self._authority.secret)
 
     def _start_first(self) -> None:
-        launch = self._launch
-        workers = launch.workers if launch.local_workers < 0 else min(launch.local_workers, launch.workers)
+        options, place = self._launch.options, self._launch.placement
+        workers = options.workers if place.local_workers < 0 else min(place.local_workers, options.workers)
         for worker in range(workers):
             self._agent.hosting.start("worker", worker)
-        servers = parse(launch.strategy).servers if workers else 0
-        for server in range(servers if launch.local_servers < 0 else min(launch.local_servers, servers)):
+        servers = self._launch.strategy.servers if workers else 0
+        for server in range(servers if place.local_servers < 0 else min(place.local_servers, servers)):
             self._agent.hosting.start("server", server)
 
     def loop(self) -> None:
@@ -148,7 +151,7 @@ class _Lead:
         self._agent.insistence = [word]
         self._agent.send(word)
         grace_s = GRACE_S if self._signals.count == 1 else 0.0
-        if grace_s and self._launch.save_plan:  # the coordinator ends the run when a checkpoint is there, or sooner
+        if grace_s and self._launch.options.saves:  # the coordinator ends the run when a checkpoint is there, or sooner
             grace_s += 10 * STOP_S
         self._agent.finish_by(grace_s)
 

@@ -35,9 +35,9 @@ class Parcel(msgspec.Struct, frozen=True):
 
 
 def write(launch: Launch, start: str, store: tuple[str, int] | None) -> Path:
-    code = jobcode.collect(Path(launch.job_file)) if launch.job_file else {}
+    code = jobcode.collect(Path(launch.job.file)) if launch.job.file else {}
     run_dir = str(launch.run_dir.resolve())
-    whole = Parcel(run_dir, to_data(launch), launch.resumed, start, launch.job_pickle, code, store)
+    whole = Parcel(run_dir, to_data(launch), launch.resumed, start, launch.job.pickled, code, store)
     path = launch.run_dir / FILE
     replace_file(path, msgspec.msgpack.encode(whole), private=True)
     return path
@@ -65,7 +65,7 @@ def open_here(parcel: Parcel, content: bytes, folder: Path) -> Launch:
     run_dir = Path(parcel.run_dir)
     launch = from_data(run_dir, parcel.launch)
     if not _sees(run_dir, content):
-        if launch.save_plan and "://" not in launch.checkpoint_folder:
+        if launch.options.saves and "://" not in launch.checkpoint_folder:
             raise DistBeliefError(
                 f"this host does not see the run directory {run_dir}, where checkpoints are saved",
                 hint="give a --run-dir on a folder that all hosts share, or --checkpoints s3://… when starting the run",
@@ -73,13 +73,14 @@ def open_here(parcel: Parcel, content: bytes, folder: Path) -> Launch:
         run_dir = folder / "run"
         launch = replace(launch, is_away=True)
         (run_dir / "logs").mkdir(parents=True)
-    launch = replace(launch, run_dir=run_dir, job_pickle=parcel.job_pickle, resumed=parcel.resumed)
-    if launch.job_file and not jobcode.is_here(Path(launch.job_file), parcel.code):
+    job = msgspec.structs.replace(launch.job, pickled=parcel.job_pickle)
+    if job.file and not jobcode.is_here(Path(job.file), parcel.code):
         code = folder / "code"
         jobcode.unpack(parcel.code, code)
-        launch = replace(launch, job_file=str(code / Path(launch.job_file).name))
-    here = tuple(path for path in launch.sys_path if path == "" or os.path.exists(path))
-    return replace(launch, sys_path=here)
+        job = msgspec.structs.replace(job, file=str(code / Path(job.file).name))
+    here = tuple(path for path in job.sys_path if path == "" or os.path.exists(path))
+    job = msgspec.structs.replace(job, sys_path=here)
+    return replace(launch, run_dir=run_dir, job=job, resumed=parcel.resumed)
 
 
 def private_folder() -> tempfile.TemporaryDirectory[str]:

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from distbelief.checkpoint.reading import newest_sound
@@ -43,13 +44,8 @@ def worker_spec(run: RecordedRun) -> WorkerSpec:
         address="",
         credential=NO_CREDENTIAL,
         run_dir=str(run.run_dir),
-        strategy=launch.strategy if is_exact(run) else EXACT,
-        threads=launch.threads,
-        device=launch.device,
-        job_file=launch.job_file,
-        settings=launch.settings,
-        sys_path=list(launch.sys_path),
-        most_steps=launch.most_steps,
+        options=launch.options if is_exact(run) else msgspec.structs.replace(launch.options, strategy=EXACT),
+        job=launch.job,
     )
 
 
@@ -67,13 +63,14 @@ def loaded_here(run: RecordedRun) -> Iterator[Loaded]:
             "cannot be replayed",
             hint="`distbelief verify JOB --strategy sandblaster` trains it again beside a plain loop",
         )
-    if run.launch.device != "cpu" and is_exact(run) and any(parse(strategy).servers for strategy in run.strategies):
+    device = run.launch.options.device
+    if device != "cpu" and is_exact(run) and any(parse(strategy).servers for strategy in run.strategies):
         raise DistBeliefError(
-            f"{run.run_dir} was trained with parameter servers: shards were computed on {run.launch.device}, and steps "
+            f"{run.run_dir} was trained with parameter servers: shards were computed on {device}, and steps "
             "applied on processors, which one process does not do again",
             hint="--device cpu replays it on a processor, where other bits are to be expected",
         )
-    torch.set_num_threads(run.launch.threads)
+    torch.set_num_threads(run.launch.options.threads)
     try:
         loaded = load(worker_spec(run), None)
     except Exception as error:
@@ -130,7 +127,7 @@ def nearest(run: RecordedRun, step: int, suits: Callable[[Saved], bool] = lambda
     saved, skipped = newest_sound(run.launch.checkpoint_folder, read, at_most=step)
     if saved:
         return Start(saved, saved.step, tuple(skipped))
-    given = run.launch.begin_from
+    given = run.launch.options.begin_from
     return Start(weights_of(given) if given else None, None, tuple(skipped))
 
 

@@ -66,7 +66,7 @@ def read_run(run_dir: Path) -> RecordedRun:
     if not run_dir.is_dir():
         raise DistBeliefError(f"there is no run directory {run_dir}", hint="give one as `train` printed it")
     launch = read_launch(run_dir)
-    if not launch.job_file:
+    if not launch.job.file:
         raise DistBeliefError(
             f"the job of {run_dir} came from a Python program, not from a file: it cannot be made again",
             hint="put the job into a job file, and train that: `distbelief new job.py` writes one to start from",
@@ -89,7 +89,7 @@ def _strategies(run_dir: Path, launch: Launch) -> tuple[str, ...]:
     records = read_journal(run_dir / "journal.jsonl")
     first = [record["job"]["strategy"] for record in records if record.get("kind") == "reference"]
     later = [record["strategy"] for record in records if record.get("kind") == "resumed" and "strategy" in record]
-    return (*first, *later, launch.strategy)
+    return (*first, *later, launch.options.strategy)
 
 
 def chosen_step(run: RecordedRun, asked: int | None) -> int:

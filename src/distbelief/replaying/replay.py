@@ -88,7 +88,7 @@ class Replayed:
 def replay(asked: Asked, progress: Progress) -> Replayed:
     run = read_run(asked.run_dir)
     if asked.device:
-        run = replace(run, launch=replace(run.launch, device=asked.device))
+        run = replace(run, launch=run.launch.with_options(device=asked.device))
     target = chosen_step(run, asked.step)
     with loaded_here(run) as loaded:
         _check(run, loaded, target, asked.shard)

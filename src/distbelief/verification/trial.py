@@ -17,6 +17,7 @@ from distbelief.api import run_file
 from distbelief.errors import RunFailed
 from distbelief.observe.plain import PlainView
 from distbelief.observe.records import Tail
+from distbelief.options import RunOptions
 from distbelief.strategies import parse
 from distbelief.verification.compare import (
     Comparison,
@@ -80,17 +81,8 @@ def _train(plan: Plan, how: str, run_dir: Path, stream: TextIO) -> None:
         run_plain(plan.job, plan.settings, plan.most_steps, run_dir, strategy=plan.strategy)
         return
     with contextlib.closing(PlainView(stream)) as view:
-        run_file(
-            plan.job,
-            dict(plan.settings),
-            workers=plan.workers,
-            strategy=how,
-            run_dir=run_dir,
-            shares=(),
-            view=view,
-            most_steps=plan.most_steps,
-            save_every="never",
-        )
+        options = RunOptions(plan.workers, how, most_steps=plan.most_steps, save_every="never")
+        run_file(plan.job, dict(plan.settings), options, run_dir, view)
 
 
 def _read(run_dir: Path) -> Trained:

@@ -89,7 +89,7 @@ def load_for_server(spec: WorkerSpec, segments: SegmentClient | None) -> ServerJ
     """What a parameter server needs of the job: it computes no shard, and reads no sample."""
     job = _job(spec, segments)
     source = as_source(job.data, job.collate)
-    strategy = parse(spec.strategy)
+    strategy = parse(spec.options.strategy)
     schedule = strategy.schedule_of(job, len(source))
     # The servers' numbers are in the host's memory, wherever the workers compute.
     return ServerJob(job, schedule, _steps(job, schedule, spec), strategy.prepare(job, schedule, torch.device("cpu")))
@@ -97,14 +97,14 @@ def load_for_server(spec: WorkerSpec, segments: SegmentClient | None) -> ServerJ
 
 def _steps(job: Job, schedule: Schedule, spec: WorkerSpec) -> int:
     steps = job.steps or max(1, math.ceil((job.epochs or 1) * schedule.steps_per_epoch))
-    return min(steps, spec.most_steps or steps)
+    return min(steps, spec.options.most_steps or steps)
 
 
 def _job(spec: WorkerSpec, segments: SegmentClient | None) -> Job:
-    sys.path[:] = [*spec.sys_path, *(p for p in sys.path if p not in spec.sys_path)]
+    sys.path[:] = [*spec.job.sys_path, *(p for p in sys.path if p not in spec.job.sys_path)]
     seed_everything(0)  # a job file that makes random data makes the same data on every worker
-    if spec.job_file:
-        return load_job(Path(spec.job_file), dict(spec.settings))
+    if spec.job.file:
+        return load_job(Path(spec.job.file), dict(spec.job.settings))
     if segments is None:
         raise JobError("the run's job came from a Python program and is only on its own machine", hint="use a job file")
     segment = segments.segment("job")
@@ -114,8 +114,8 @@ def _job(spec: WorkerSpec, segments: SegmentClient | None) -> Job:
 
 def load(spec: WorkerSpec, segments: SegmentClient | None) -> Loaded:
     job = _job(spec, segments)
-    strategy = parse(spec.strategy)
-    kind = named_device(spec.device)
+    strategy = parse(spec.options.strategy)
+    kind = named_device(spec.options.device)
     source = as_source(job.data, job.collate)
     check_metrics(job.metrics)
     schedule = strategy.schedule_of(job, len(source))
@@ -167,14 +167,14 @@ def versions() -> dict[str, str]:
 def write_job_json(spec: WorkerSpec, loaded: Loaded, workers: int) -> None:
     content: dict[str, Any] = {
         **msgspec.to_builtins(loaded.facts()),
-        "file": spec.job_file,
-        "settings": spec.settings,
+        "file": spec.job.file,
+        "settings": spec.job.settings,
         "seed": loaded.job.seed,
         "precision": loaded.job.precision,
         "matmul": loaded.job.matmul,
         "workers": workers,
-        "threads": spec.threads,
-        "device": spec.device,
+        "threads": spec.options.threads,
+        "device": spec.options.device,
         "canary": msgspec.to_builtins(loaded.canary),
         "versions": versions(),
     }

@@ -69,7 +69,7 @@ def run_worker(spec: WorkerSpec, segment_socket: socket.socket | None, by_hand: 
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to everybody; the engine decides
     for number in (signal.SIGTERM, *([signal.SIGINT] if by_hand else [])):
         signal.signal(number, lambda number, frame: os._exit(0))  # nothing depends on it yet
-    torch.set_num_threads(spec.threads)
+    torch.set_num_threads(spec.options.threads)
     # Members meet where the coordinator is reached, not on whatever the host's name resolves to.
     os.environ["GLOO_SOCKET_IFNAME"] = interface_to(spec.address)
     segments = SegmentClient(segment_socket) if segment_socket else None
@@ -151,7 +151,7 @@ def _profiler(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> Profiler |
         return None
     from distbelief.worker.profiling.profiler import Profiler
 
-    return Profiler(spec, loaded.steps, loaded.strategy.stride, torch.device(spec.device), link.send)
+    return Profiler(spec, loaded.steps, loaded.strategy.stride, torch.device(spec.options.device), link.send)
 
 
 def _say_how_it_ended(spec: WorkerSpec, end: Leave) -> None:
@@ -209,7 +209,7 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             link.progress.save = lambda wish: saver.ask(wish, link.progress.step)
             link.progress.seal = saver.seal
         members = exchange.meet if isinstance(exchange, ServerExchange) else exchange
-        if isinstance(members, SharedExchange) and spec.threads == 1 and exchange.size > 1:
+        if isinstance(members, SharedExchange) and spec.options.threads == 1 and exchange.size > 1:
             threading.Thread(target=_watch_neighbour, args=[members, link, action], daemon=True).start()
         if action.rank == 0:
             write_job_json(spec, loaded, len(action.members))

@@ -22,11 +22,11 @@ from distbelief.checkpoint.saving import seal, write_part
 from distbelief.checkpoint.storage import folder_at, remove_file
 from distbelief.control.messages import CheckpointSealed, Event, PartSaved, SaveFailed, SaveMissed, WrittenPart
 from distbelief.errors import DistBeliefError, NotEnoughMemory
+from distbelief.options import SavePlan
 from distbelief.strategies.base import Copying, Portion, Seated
 from distbelief.transport.shm.segment import Segment
 from distbelief.worker.copies import CopyMemory
 from distbelief.worker.rules.control import Save, Seal
-from distbelief.worker.spec import SavePlan
 
 RETRY_S = 1.0
 LONGEST_RETRY_S = 30.0

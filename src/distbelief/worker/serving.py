@@ -20,8 +20,10 @@ from distbelief.worker.spec import WorkerSpec
 def run_server(spec: WorkerSpec, segment_socket: sockets.socket | None) -> int:
     """The life of a parameter server. Returns its exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to everybody; the engine decides
-    torch.set_num_threads(spec.threads)
-    return parse(spec.strategy).serve(ServingHost(spec, SegmentClient(segment_socket) if segment_socket else None))
+    torch.set_num_threads(spec.options.threads)
+    return parse(spec.options.strategy).serve(
+        ServingHost(spec, SegmentClient(segment_socket) if segment_socket else None)
+    )
 
 
 class ServingHost:

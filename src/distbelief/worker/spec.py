@@ -1,68 +1,79 @@
-"""What a worker process is told when it starts. Without torch: the engine makes it, the zygote passes it on."""
+"""What a worker or parameter-server process is told when it starts. Torch-free: the launching process makes it."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import msgspec
 
 from distbelief.control.credentials import Credential
+from distbelief.options import ProfilePlan, RunOptions, SavePlan, profile_plan
 
 
-class SavePlan(msgspec.Struct, frozen=True):
-    """Where checkpoints go, which are taken without being asked for, and which are kept."""
+class JobSource(msgspec.Struct, frozen=True, rename={"file": "job_file"}):
+    """Where a worker finds the job: in a file, or pickled."""
 
-    folder: str
-    every_steps: int = 0
-    """0: only the last one, and those that are asked for."""
-    keep_last: int = 3
-    keep_every: int = 0
-    """Those whose step is a multiple of it; 0: none of them for that reason."""
-    keep_best: tuple[str, bool] | None = None
-    """A metric, and whether higher is better."""
+    file: str = ""
+    """The job file. Empty: the job is pickled; workers find it in the segment keeper's segment "job"."""
+    settings: dict[str, str] = {}
+    """The hyper-parameters that the user has set (--set)."""
+    sys_path: tuple[str, ...] = ()
+    pickled: bytes = b""
+    """In the launching process and on its way to other hosts only."""
 
 
 class Origin(msgspec.Struct, frozen=True):
     """What a run begins from, instead of the job's own initial values."""
 
     checkpoints: str = ""
-    """The folder of this run's checkpoints: where nobody has its state, it goes on from the newest sound one."""
+    """The folder of this run's checkpoints. If no member has the run's state, it starts from the newest sound one."""
     weights: str = ""
-    """Where there is no checkpoint: trained weights."""
+    """Trained weights to begin with if there is no checkpoint."""
     resumed: bool = False
-    """It has run before; else its first generation has no checkpoint to look for."""
-
-
-class ProfilePlan(msgspec.Struct, frozen=True):
-    """The steps whose time is recorded: from `first` to before `end`; `end` 0: some after the first ones."""
-
-    first: int
-    end: int
-    is_sent: bool = False
-    """Whether what was recorded goes to the coordinator: this host does not see the run directory."""
+    """Whether the run has run before; otherwise its first generation looks for no checkpoint."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """Everything a worker process is told when it starts. It never appears in `ps` or in the environment."""
+    """Everything a worker is told when it starts. It never appears in `ps` or in the environment."""
 
     worker: int
     host: str
     address: str
     credential: Credential
     run_dir: str
-    strategy: str
-    threads: int
-    device: str
-    job_file: str = ""
-    """Empty: the job is pickled in the segments's segment "job"."""
-    settings: dict[str, str] = {}
-    sys_path: list[str] = []
+    options: RunOptions
+    """The run's; `threads` and `device` are this worker's own where they differ."""
+    job: JobSource = JobSource()
     store: tuple[str, int] | None = None
     """Host and port of the rendezvous store, where torch groups are used."""
-    most_steps: int = 0
-    """End the run after so many steps, if the job has more; 0: no limit."""
     shares_memory: bool = True
     """Whether all workers and parameter servers of the run are on one host."""
-    saves: SavePlan | None = None
-    origin: Origin | None = None
     place: int = 0
-    """Among the workers of its host: the smallest number that none of the others has."""
-    profile: ProfilePlan | None = None
+    """The worker's index among the workers of its host: the smallest one that is free."""
+    resumed: bool = False
+    is_away: bool = False
+    """Whether this host does not see the run directory of the run; `run_dir` is then a folder of the host's own."""
+
+    @property
+    def checkpoint_folder(self) -> str:
+        return checkpoint_folder(self.options, Path(self.run_dir))
+
+    @property
+    def saves(self) -> SavePlan | None:
+        return self.options.save_plan(self.checkpoint_folder)
+
+    @property
+    def origin(self) -> Origin | None:
+        """What the run begins from if no member has its state. None: the job's initial values."""
+        folder = self.checkpoint_folder if self.options.saves else ""
+        weights = self.options.begin_from
+        return Origin(folder, weights, self.resumed) if folder or weights else None
+
+    @property
+    def profile(self) -> ProfilePlan | None:
+        return profile_plan(self.options.profile, self.is_away)
+
+
+def checkpoint_folder(options: RunOptions, run_dir: Path) -> str:
+    """A folder or URL."""
+    return options.with_absolute_paths().checkpoints or str(run_dir.resolve() / "checkpoints")

@@ -15,7 +15,7 @@ class Run:
     """A state and everything it ever put out."""
 
     def __init__(self, workers: int = 2, **config: object) -> None:
-        self.state = s.begin(s.RunConfig(workers=workers, **config), epoch=7, now=0.0)
+        self.state = s.begin(s.RunConfig(workers=workers, **{"save_every": "never", **config}), epoch=7, now=0.0)
         self.outputs: list[s.Output] = []
 
     def feed(self, *events: s.Input, now: float = 1.0) -> list[s.Output]:

@@ -9,9 +9,9 @@ from tests.support.coordinator.play import JOB, Run, finished, report, sends
 LAST = JOB.steps
 
 
-def saving_run(*workers: int, **config: object) -> Run:
+def saving_run(*workers: int, save_every: str = "end", **config: object) -> Run:
     """These train, and checkpoints are wanted."""
-    return Run(workers=len(workers), saves=True, **config).started(*workers)
+    return Run(workers=len(workers), save_every=save_every, **config).started(*workers)
 
 
 def part(worker: int, step: int, generation: int = 1, write_s: float = 0.5) -> m.PartSaved:

@@ -28,7 +28,7 @@ class Actor:
 
 class World:
     def __init__(self, workers: int = 3, **config: object) -> None:
-        self.config = s.RunConfig(workers=workers, **config)
+        self.config = s.RunConfig(workers=workers, **{"save_every": "never", **config})
         self.coordinator = s.begin(self.config, epoch=1, now=0.0)
         self.journal: list[dict] = []
         self.actors: dict[int, Actor] = {}

@@ -13,6 +13,7 @@ from distbelief.control.messages import ServerMap
 from distbelief.coordinator.rules.servers.placement import NONE
 from distbelief.data.sources import as_source
 from distbelief.job import Job
+from distbelief.options import RunOptions
 from distbelief.shards import Schedule
 from distbelief.strategies import parse
 from distbelief.strategies.base import Seat, ServerJob
@@ -107,7 +108,8 @@ class ServedAlone:
         assert job.steps
         self.steps = job.steps
         self.prepared = PreparedParameterServer(job, schedule, CPU, how)
-        spec = WorkerSpec(0, "here", "", NO_CREDENTIAL, "", strategy, 1, "cpu", shares_memory=segments is not None)
+        options = RunOptions(1, strategy, save_every="never")
+        spec = WorkerSpec(0, "here", "", NO_CREDENTIAL, "", options, shares_memory=segments is not None)
         known = ServerJob(job, schedule, self.steps, PreparedParameterServer(job, schedule, CPU, how))
         self.stores = stores = RunStores(ServingHost(spec, segments), known)
         stores.life = LIFE

@@ -12,11 +12,11 @@ import torch
 
 from distbelief.checkpoint.manifest import Facts
 from distbelief.control.messages import CheckpointSealed, Event, PartSaved
+from distbelief.options import SavePlan
 from distbelief.worker import saving
 from distbelief.worker.origin import facts_at
 from distbelief.worker.rules.control import Seal
 from distbelief.worker.saving import Saver
-from distbelief.worker.spec import SavePlan
 from tests.support.replicas.states import Trainer, job_with
 
 WAIT_S = 60.0  # only reached when something is broken

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distbelief.coordinator.rules.detector import FLOOR_S, STUCK_S, Pulse, Suspect, suspects
+from distbelief.coordinator.rules.detector import FLOOR_S, Pulse, Suspect, suspects
+from distbelief.options import STUCK_AFTER_S
 
 TICK_S = 0.1
 BEAT_S = 0.2
@@ -192,7 +193,7 @@ def test_a_long_evaluation_is_no_freeze() -> None:
     run = Run(step_s=0.02)
     run.run(5)
     run.standing, run.waiting = True, frozenset([1, 2, 3])
-    assert not run.run(STUCK_S - 10)
+    assert not run.run(STUCK_AFTER_S - 10)
 
 
 def test_gaps_seen_before_give_a_later_deadline() -> None:
@@ -283,7 +284,7 @@ def test_all_silent_at_once_is_our_own_trouble_for_as_long_as_the_users_timeout(
     run = Run(step_s=0.02)
     run.run(10)
     run.freeze(*run.members)
-    assert not run.run(STUCK_S - 5)
+    assert not run.run(STUCK_AFTER_S - 5)
     assert [suspect.worker for suspect in run.run(10)] == [0, 1, 2, 3]
 
 
@@ -305,7 +306,7 @@ def test_a_member_for_which_all_others_wait_is_stuck_after_the_users_timeout() -
     run = Run(step_s=0.02)
     run.run(10)
     run.standing, run.waiting = True, frozenset([0, 1, 3])
-    assert not run.run(STUCK_S - 5)
+    assert not run.run(STUCK_AFTER_S - 5)
     (suspect,) = run.run(10)
     assert suspect.worker == 2
     assert "stuck in its own code: all 3 others have waited for it for 300 s" in suspect.reason
@@ -318,7 +319,7 @@ def test_our_own_pause_is_no_time_that_others_waited() -> None:
     run.standing, run.waiting = True, frozenset([0, 1, 3])
     run.run(10)
     run.now += 3600
-    assert not run.run(STUCK_S - 5)
+    assert not run.run(STUCK_AFTER_S - 5)
     assert [suspect.worker for suspect in run.run(10)] == [2]
 
 
@@ -326,7 +327,7 @@ def test_slow_steps_put_off_the_suspicion_that_a_member_is_stuck() -> None:
     run = Run(step_s=30.0)
     run.run(400)
     run.standing, run.waiting = True, frozenset([0, 1, 3])
-    assert not run.run(2 * STUCK_S)
+    assert not run.run(2 * STUCK_AFTER_S)
     assert [suspect.worker for suspect in run.run(1000)] == [2]
 
 
@@ -335,14 +336,14 @@ def test_nobody_is_stuck_unless_exactly_one_computes(waiting: list[int]) -> None
     run = Run(step_s=0.02)
     run.run(5)
     run.standing, run.waiting = True, frozenset(waiting)
-    assert not run.run(2 * STUCK_S)
+    assert not run.run(2 * STUCK_AFTER_S)
 
 
 def test_a_single_member_is_never_stuck() -> None:
     run = Run(step_s=0.02, members=[0])
     run.run(5)
     run.standing = True
-    assert not run.run(2 * STUCK_S)
+    assert not run.run(2 * STUCK_AFTER_S)
 
 
 # --- membership ------------------------------------------------------------------------------------------------------
@@ -438,6 +439,6 @@ def test_counts_are_right_and_memory_bounded_whatever_happens(
         assert (pulse.alone_since is not None) <= (pulse.waiting == pulse.members - 1)
         assert all(len(beat.gaps) <= 15 for beat in members.values())
         assert len(pulse._steps.durations) <= 15
-        for suspect in suspects(pulse, now, FLOOR_S, startup_s=5.0, stuck_s=10.0):
+        for suspect in suspects(pulse, now, FLOOR_S, startup_s=5.0, stuck_after_s=10.0):
             assert suspect.worker in members
             assert suspect.stalled_s > FLOOR_S

@@ -256,7 +256,7 @@ def test_steps_beyond_are_progress_again() -> None:
 
 
 def test_a_checkpoint_that_was_being_written_is_written_anew() -> None:
-    run = mesh("pipeline:2", 2, saves=True).started(0, 1)
+    run = mesh("pipeline:2", 2, save_every="end").started(0, 1)
     part = m.WrittenPart(10, "ab")
     run.feed(m.PartSaved(0, 1, 6, part, 0.0, 0.0))
     run.kill(1)
@@ -267,7 +267,7 @@ def test_a_checkpoint_that_was_being_written_is_written_anew() -> None:
 
 
 def test_a_damaged_checkpoint_is_not_the_newest_any_more() -> None:
-    run = mesh("pipeline:2", 2, saves=True).started(0, 1)
+    run = mesh("pipeline:2", 2, save_every="end").started(0, 1)
     run.feed(m.CheckpointSealed(0, 6))
     run.feed(m.RolledBack(0, 1, reached=7, step=4, source="checkpoint"))
     assert run.state.saves.sealed == 4

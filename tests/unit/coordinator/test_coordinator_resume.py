@@ -31,7 +31,7 @@ patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], 
 
 
 def test_an_empty_journal_is_a_run_that_has_nobody() -> None:
-    config = s.RunConfig(workers=3)
+    config = s.RunConfig(workers=3, save_every="never")
     assert s.resume(config, 1, 0.0, []).phase == "gathering"
     run = Run(workers=3)
     run.join(0, 1)

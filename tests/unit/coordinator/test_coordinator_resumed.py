@@ -38,7 +38,7 @@ def resumed(run: Run, workers: int = 2, strategy: str = "allreduce", **config: o
     """The run as the coordinator has it that was started to resume it."""
     other = Run.__new__(Run)
     epoch, seen = run.state.epoch + 1, run.state.progress.reported
-    wanted = s.RunConfig(workers=workers, **config)
+    wanted = s.RunConfig(workers=workers, **{"save_every": "never", **config})
     records = [*run.journal, record_of(s.resume(wanted, epoch, 50.0, run.journal), strategy, 50.0)]
     other.state = s.resume(wanted, epoch, 50.0, records, seen)
     other.outputs = [s.Record(entry) for entry in records]
@@ -172,7 +172,7 @@ def test_steps_that_are_executed_again_are_compared_and_not_written_twice() -> N
 def test_checkpoints_of_before_count_for_nothing_until_one_is_loaded() -> None:
     before = saving_run(0, 1)
     before.feed(part(0, 8), part(1, 8), sealed(0, 8))
-    run = resumed(before, saves=True)
+    run = resumed(before, save_every="end")
     run.arrive(2, 3)
     assert run.state.saves.sealed == 0
     damaged = [(8, "step-000000008/manifest.json is damaged: its checksum differs")]
@@ -188,7 +188,7 @@ def test_checkpoints_of_before_count_for_nothing_until_one_is_loaded() -> None:
 
 def test_when_the_state_was_lost_with_all_members_a_later_worker_loads_it_again() -> None:
     """Over torch groups the state is in the members' own memory."""
-    run = resumed(saving_run(0, 1), saves=True)
+    run = resumed(saving_run(0, 1), save_every="end")
     run.arrive(2, 3)
     run.feed(m.CheckpointLoaded(2, 2, "/c"), part(2, 6, 2), part(3, 6, 2), sealed(2, 6), part(2, 8, 2))
     outputs = run.feed(m.CheckpointLoaded(5, 2, "/c", [(6, "step-000000006 is torn")]))
@@ -198,7 +198,7 @@ def test_when_the_state_was_lost_with_all_members_a_later_worker_loads_it_again(
 
 
 def test_where_there_is_no_checkpoint_it_is_said_that_the_run_starts_from_its_first_step() -> None:
-    run = resumed(saving_run(0, 1), saves=True)
+    run = resumed(saving_run(0, 1), save_every="end")
     run.arrive(2, 3)
     outputs = run.feed(m.CheckpointLoaded(3, 0, "/c"))
     assert texts(outputs) == "there is no checkpoint in /c: the run starts from its first step"
@@ -220,7 +220,7 @@ def test_a_coordinator_that_restarts_after_a_resume_knows_the_same() -> None:
 
 
 def test_it_goes_on_with_the_generation_that_trains_and_with_what_was_loaded() -> None:
-    run = resumed(saving_run(0, 1), saves=True)
+    run = resumed(saving_run(0, 1), save_every="end")
     run.arrive(2, 3)
     loaded = m.CheckpointLoaded(2, 4, "/c")
     run.feed(loaded, part(2, 6, 2), part(3, 6, 2), sealed(2, 6))
@@ -257,7 +257,7 @@ def test_whatever_happened_before_a_resumed_run_comes_to_train_with_new_numbers(
     generations = world.generations
     world.actors.clear()  # everything is killed
     world.exited.clear()
-    world.config = s.RunConfig(workers=workers)
+    world.config = s.RunConfig(workers=workers, save_every="never")
     before = s.resume(world.config, world.coordinator.epoch + 1, world.now, world.journal)
     world.journal.append(record_of(before, "allreduce", world.now))
     world.coordinator = s.resume(

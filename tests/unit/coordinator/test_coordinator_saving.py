@@ -204,7 +204,7 @@ def test_a_command_to_save_that_was_lost_is_given_again_to_those_whose_part_is_m
     ("run", "why"),
     [
         (Run(workers=1).started(0), "without checkpoints"),
-        (Run(workers=1, saves=True), "nobody trains"),
+        (Run(workers=1, save_every="end"), "nobody trains"),
     ],
 )
 def test_a_request_that_cannot_be_met_is_refused_with_the_reason(run: Run, why: str) -> None:
@@ -224,7 +224,7 @@ def test_a_paused_run_has_nothing_to_save() -> None:
 
 
 def test_every_so_many_seconds_one_is_asked_for() -> None:
-    run = at_step(saving_run(0, 1, save_every_s=60.0), 2)
+    run = at_step(saving_run(0, 1, save_every="60s"), 2)
     assert asked(tick(run, 10.0)) == {}
     assert asked(tick(run, 69.0)) == {}
     step = asked(tick(run, 70.0))[1]
@@ -234,7 +234,7 @@ def test_every_so_many_seconds_one_is_asked_for() -> None:
 
 
 def test_none_is_asked_for_by_the_clock_while_one_is_in_the_making() -> None:
-    run = at_step(saving_run(0, 1, save_every_s=60.0), 2)
+    run = at_step(saving_run(0, 1, save_every="60s"), 2)
     tick(run, 10.0)
     step = asked(tick(run, 70.0))[0]
     run.feed(part(0, step), now=71.0)
@@ -245,7 +245,7 @@ def test_none_is_asked_for_by_the_clock_while_one_is_in_the_making() -> None:
 
 
 def test_one_that_was_asked_for_by_the_clock_and_given_up_is_asked_for_again_an_interval_later() -> None:
-    run = at_step(saving_run(0, 1, save_every_s=60.0), 2)
+    run = at_step(saving_run(0, 1, save_every="60s"), 2)
     tick(run, 10.0)
     step = asked(tick(run, 70.0))[0]
     run.feed(failed(1, step, gave_up=True), now=80.0)
@@ -254,7 +254,7 @@ def test_one_that_was_asked_for_by_the_clock_and_given_up_is_asked_for_again_an_
 
 
 def test_the_part_of_another_member_does_not_keep_one_that_was_given_up_open_for_ever() -> None:
-    run = at_step(saving_run(0, 1, save_every_s=60.0), 2)
+    run = at_step(saving_run(0, 1, save_every="60s"), 2)
     tick(run, 10.0)
     step = asked(tick(run, 70.0))[0]
     run.feed(failed(1, step, gave_up=True), part(0, step), now=80.0)
@@ -262,7 +262,7 @@ def test_the_part_of_another_member_does_not_keep_one_that_was_given_up_open_for
 
 
 def test_a_run_without_checkpoints_asks_for_none() -> None:
-    run = at_step(Run(workers=2, save_every_s=1.0).started(0, 1), 2)
+    run = at_step(Run(workers=2).started(0, 1), 2)
     assert tick(run, 2.0) == []
     assert tick(run, 4.0) == []
     assert ended(run.feed(m.StopRequested("Ctrl-C")))["reason"] == "Ctrl-C", "at once"

@@ -64,7 +64,7 @@ def test_the_second_signal_does_not_wait() -> None:
 
 
 @pytest.mark.parametrize(
-    "run", [Run(workers=2, saves=True), Run(workers=2).started(0, 1)], ids=["nobody trains", "no checkpoints"]
+    "run", [Run(workers=2, save_every="end"), Run(workers=2).started(0, 1)], ids=["nobody trains", "no checkpoints"]
 )
 def test_where_nothing_can_be_saved_a_stop_does_not_wait(run: Run) -> None:
     assert ended(run.feed(m.StopRequested("Ctrl-C")))["status"] == "stopped"

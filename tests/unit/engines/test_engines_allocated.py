@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from distbelief import api
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.launch.invitation import Invitation
-from distbelief.launch.launch import LOOPBACK_ONLY, Launch, anywhere
+from distbelief.launch.launch import LOOPBACK_ONLY, Launch, keep_launch
 from distbelief.launch.launchers import allocated
 from distbelief.launch.launchers.allocated import Asked, find_place, leading, run_folder
 from distbelief.launch.launchers.onehost import Lodger
@@ -23,8 +24,11 @@ from distbelief.launch.launchers.rules import Place
 from distbelief.launch.rendezvous import folder
 from distbelief.launch.rendezvous.folder import Folder
 from distbelief.launch.signals import sheltered
+from distbelief.observe.plain import PlainView
+from distbelief.options import RunOptions
+from distbelief.worker.spec import JobSource
 
-LAUNCH = Launch(run_dir=Path("/run"), workers=4, strategy="ps:sync:servers=2", exact=True, transport="auto")
+LAUNCH = Launch(Path("/run"), RunOptions(4, "ps:sync:servers=2"))
 
 
 @pytest.fixture(autouse=True)
@@ -42,9 +46,10 @@ def test_on_one_host_only_loopback_is_listened_on() -> None:
     with leading(Asked("mpi", "digits"), place(0, 1, (0, 1), "mpi")) as lead:
         launch = lead.arrange(LAUNCH)
         lead.announce(Invitation("tcp://127.0.0.1:1", b"secret"))
-    assert (launch.listen, launch.is_open, launch.local_workers, launch.room) == (LOOPBACK_ONLY, False, 1, 1)
+    at = launch.placement
+    assert (at.listen, at.is_open, at.local_workers, at.room) == (LOOPBACK_ONLY, False, 1, 1)
     assert launch.usable_transport == "auto", "they share memory"
-    assert launch.shelters
+    assert at.shelters
 
 
 def test_on_several_hosts_others_are_let_in_and_the_invitation_is_gone_in_the_end(tmp_path: Path) -> None:
@@ -56,8 +61,9 @@ def test_on_several_hosts_others_are_let_in_and_the_invitation_is_gone_in_the_en
         lead.announce(Invitation("tcp://10.0.0.1:5", b"secret"))
         word = Folder(tmp_path / "run", first.job).wait(5)
         assert word.invitation == Invitation("tcp://10.0.0.1:5", b"secret")
-    assert (launch.listen, launch.is_open, launch.local_workers, launch.room) == ("tcp://10.0.0.1:*", True, 2, 2)
-    assert (launch.on, launch.host, launch.local_servers) == ("slurm", "n1", -1)
+    at = launch.placement
+    assert (at.listen, at.is_open, at.local_workers, at.room) == ("tcp://10.0.0.1:*", True, 2, 2)
+    assert (at.on, at.host, at.local_servers) == ("slurm", "n1", -1)
     assert list((tmp_path / "run").iterdir()) == []
 
 
@@ -95,11 +101,16 @@ def test_an_mpirun_that_cannot_be_found() -> None:
         find_place(Asked("mpi", "digits"), variables)
 
 
-def test_a_run_can_be_resumed_where_there_is_no_launcher() -> None:
-    launched = replace(
-        LAUNCH, on="slurm", local_workers=1, room=1, is_open=True, listen="tcp://10.0.0.1:*", shelters=True
+def test_a_run_can_be_resumed_where_there_is_no_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = replace(LAUNCH, run_dir=tmp_path, job=JobSource("/jobs/digits.py"))
+    keep_launch(
+        launched.placed(
+            on="slurm", local_workers=1, room=1, is_open=True, listen="tcp://10.0.0.1:*", shelters=True, key_file="/key"
+        )
     )
-    assert anywhere(launched) == LAUNCH
+    monkeypatch.setattr(api, "_run", lambda launch, view, announce: launch)
+    resumed = api.resume_run(tmp_path, workers=None, strategy=None, view=PlainView(sys.stdout))
+    assert resumed == replace(launched, resumed=True)
 
 
 def test_what_is_sheltered_does_not_hear_a_signal_that_goes_to_everybody() -> None:

@@ -44,7 +44,7 @@ def test_the_newest_checkpoint_that_suits(tmp_path: Path) -> None:
 
 def test_steps_that_were_computed_on_a_device_and_applied_by_servers_are_not_done_again(tmp_path: Path) -> None:
     run = read_run(recorded(tmp_path))
-    elsewhere = replace(run, launch=replace(run.launch, device="cuda"), strategies=("ps:sync",))
+    elsewhere = replace(run, launch=run.launch.with_options(device="cuda"), strategies=("ps:sync",))
     refused = pytest.raises(DistBeliefError, match="computed on cuda, and steps applied on processors")
     with refused, loaded_here(elsewhere):
         pass

@@ -12,14 +12,16 @@ import pytest
 from distbelief.control.messages import Canary, WorkerFailed
 from distbelief.errors import DistBeliefError
 from distbelief.launch.launch import Launch, keep_launch
+from distbelief.options import RunOptions
 from distbelief.replaying.records import canary_differs, chosen_step, read_run
+from distbelief.worker.spec import JobSource
 from tests.support.replayed import journalled
 
 CANARY = Canary("c1", {"threads": "2", "torch": "2.6"})
 
 
 def run_in(folder: Path, steps: int = 3, ended: dict[str, Any] | None = None, job_file: str = "job.py") -> Path:
-    keep_launch(Launch(folder, 2, "allreduce", True, "auto", threads=2, job_file=job_file))
+    keep_launch(Launch(folder, RunOptions(2, "allreduce", threads=2), JobSource(job_file)))
     job = {"name": "x", "strategy": "allreduce", "canary": msgspec.to_builtins(CANARY), "seed": 0}
     (folder / "job.json").write_text(json.dumps(job))
     records = [{"kind": "step", "step": s, "fingerprint": f"f{s}", "generation": 1} for s in range(steps)]
@@ -35,7 +37,7 @@ def failed(step: int, kind: str = "loss") -> dict[str, Any]:
 
 def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     run = read_run(run_in(tmp_path))
-    assert (run.launch.threads, run.failure, run.weights_sha256) == (2, None, "")
+    assert (run.launch.options.threads, run.failure, run.weights_sha256) == (2, None, "")
     assert [run.recorded(step) for step in (0, 2, 3)] == ["f0", "f2", None]
     assert [run.was_committed(step) for step in (0, 2, 3)] == [True, True, False]
     assert run.reached == 3, "the step that it was in"

@@ -10,16 +10,17 @@ import pytest
 
 from distbelief.control.credentials import NO_CREDENTIAL
 from distbelief.errors import JobError
+from distbelief.options import RunOptions
 from distbelief.worker.loading import load
-from distbelief.worker.spec import WorkerSpec
+from distbelief.worker.spec import JobSource, WorkerSpec
 
 BROKEN = Path(__file__).resolve().parents[2] / "e2e" / "jobs" / "broken.py"
 
 
 def refusal(fault: str) -> str:
     spec = WorkerSpec(
-        worker=0, host="here", address="", credential=NO_CREDENTIAL, run_dir="", strategy="allreduce", threads=1,
-        device="cpu", job_file=str(BROKEN), settings={"fault": fault},
+        worker=0, host="here", address="", credential=NO_CREDENTIAL, run_dir="", options=RunOptions(1, "allreduce"),
+        job=JobSource(str(BROKEN), {"fault": fault}),
     )  # fmt: skip
     with pytest.raises(JobError) as caught:
         load(spec, None)

@@ -14,12 +14,13 @@ from distbelief.control.messages import TracePart
 from distbelief.coordinator import traceparts
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.observe.profiling.parts import read_parts
+from distbelief.options import RunOptions, profile_plan
 from distbelief.worker.profiling import operators
 from distbelief.worker.profiling.instruments import INSTRUMENTS, Instrument, Instruments, places
 from distbelief.worker.profiling.profiler import Profiler
 from distbelief.worker.profiling.spans import Spans
 from distbelief.worker.rules.profilewindow import window
-from distbelief.worker.spec import ProfilePlan, WorkerSpec
+from distbelief.worker.spec import WorkerSpec
 
 
 @pytest.mark.parametrize("instrument", INSTRUMENTS, ids=lambda one: f"{one.owner or one.module}")
@@ -73,8 +74,8 @@ def test_a_window_that_the_run_never_reaches() -> None:
 
 def spec(run_dir: Path, first: int, end: int, is_sent: bool = False) -> WorkerSpec:
     credential = Authority(b"s" * 32).worker(3)
-    plan = ProfilePlan(first, end, is_sent)
-    return WorkerSpec(3, "a", "tcp://127.0.0.1:1", credential, str(run_dir), "allreduce", 1, "cpu", profile=plan)
+    options = RunOptions(4, "allreduce", profile=f"{first}:{end}" if end else "auto")
+    return WorkerSpec(3, "a", "tcp://127.0.0.1:1", credential, str(run_dir), options, is_away=is_sent)
 
 
 def profiler(run_dir: Path, first: int, end: int, parts: list[TracePart] | None = None) -> Profiler:
@@ -193,7 +194,5 @@ def test_a_part_that_nobody_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["10", "20:10", "5:5", "a:b", "-1:4", "1:2:3", "1.5:3", "٣:٥"])
 def test_steps_that_make_no_sense(text: str) -> None:
-    from distbelief.launch.rules.profileplan import profile_plan
-
     with pytest.raises(DistBeliefError, match="does not say which steps to profile"):
         profile_plan(text)

@@ -15,12 +15,12 @@ from distbelief.checkpoint.manifest import part_name
 from distbelief.checkpoint.reading import list_checkpoints, verify
 from distbelief.control.messages import CheckpointSealed, PartSaved, SaveFailed, SaveMissed
 from distbelief.errors import NotEnoughMemory
+from distbelief.options import SavePlan
 from distbelief.transport.shm.memfd import require_memory
 from distbelief.worker import copies, saving
 from distbelief.worker.origin import saved_at
 from distbelief.worker.rules.control import Save, Seal
 from distbelief.worker.saving import LAST_TRIES, Saver
-from distbelief.worker.spec import SavePlan
 from tests.support.worker.crew import SILENCE_S, WAIT_S, Crew, Trainer, job_with, quickly
 
 

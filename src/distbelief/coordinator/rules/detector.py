@@ -15,10 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from distbelief.options import STUCK_AFTER_S
+
 FLOOR_S = 1.0
 """The shortest deadline. Below it are gaps that a healthy control thread shows out of nowhere on a busy host."""
 STARTUP_S = 60.0
-STUCK_S = 300.0
 
 _KEPT_STEPS = 15
 _ENOUGH_STEPS = 5
@@ -219,21 +220,25 @@ class Pulse:
 
 
 def suspects(
-    pulse: Pulse, now: float, floor_s: float = FLOOR_S, startup_s: float = STARTUP_S, stuck_s: float = STUCK_S
+    pulse: Pulse,
+    now: float,
+    floor_s: float = FLOOR_S,
+    startup_s: float = STARTUP_S,
+    stuck_after_s: float = STUCK_AFTER_S,
 ) -> list[Suspect]:
     """The members to fence, by number. Costs nothing while steps are committed; else one look at each member.
 
     `floor_s`: no deadline is shorter. `startup_s`: how long the run may stand still before its steps are measured.
-    `stuck_s`: the least time for which a member may compute on alone while all others wait for it.
+    `stuck_after_s`: the least time for which a member may compute on alone while all others wait for it.
     """
     stalled_s = pulse.stalled_s(now)
     run_deadline_s = pulse._steps.deadline_s(floor_s, startup_s)
     if not pulse.members or stalled_s <= run_deadline_s:
         return []
     silent = _silent(pulse, now, floor_s, stalled_s, run_deadline_s)
-    if len(silent) == pulse.members > 1 and stalled_s <= stuck_s:
+    if len(silent) == pulse.members > 1 and stalled_s <= stuck_after_s:
         return []  # more likely it is we who are cut off than all of them who froze at one moment
-    return silent or _stuck(pulse, now, max(stuck_s, _STUCK * run_deadline_s))
+    return silent or _stuck(pulse, now, max(stuck_after_s, _STUCK * run_deadline_s))
 
 
 def _silent(pulse: Pulse, now: float, floor_s: float, stalled_s: float, run_deadline_s: float) -> list[Suspect]:

@@ -226,7 +226,7 @@ def ticked(state: State, event: Ticked, now: float) -> Result:
     broken_at = state.troubles.broken_at
     if broken_at is not None and now - broken_at > EXPLAINED_S and not state.pending:
         return _try_again(state, now)
-    frozen = detector.suspects(state.pulse, now, stuck_s=state.config.stuck_s)
+    frozen = detector.suspects(state.pulse, now, stuck_after_s=state.config.stuck_after_s)
     fresh = [one for one in frozen if not state.workers[one.worker].fenced and not state.paused]
     if fresh:
         return _fence(state, fresh, now)

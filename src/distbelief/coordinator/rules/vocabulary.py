@@ -9,17 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from msgspec import Struct
-
 from distbelief.control import messages as m
 from distbelief.coordinator.rules import explain
 from distbelief.coordinator.rules.balance import Look, Speeds
-from distbelief.coordinator.rules.detector import STUCK_S, Pulse
+from distbelief.coordinator.rules.detector import Pulse
 from distbelief.coordinator.rules.hosts import Host, Offer
 from distbelief.coordinator.rules.paged import Paged
 from distbelief.coordinator.rules.progress import Progress
 from distbelief.coordinator.rules.servers.fleetstate import Fleet
 from distbelief.errors import DistBeliefError
+from distbelief.options import RunOptions
 from distbelief.strategies import parse
 from distbelief.strategies.rules.degrees import Degrees, Wish
 
@@ -40,50 +39,29 @@ class ProtocolError(DistBeliefError):
     """A message that makes no sense now. It is dropped; the run goes on."""
 
 
-class RunConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    workers: int
-    servers: int = 0
-    """Parameter servers."""
+class RunConfig(RunOptions, frozen=True, forbid_unknown_fields=True):
+    """What the coordinator knows of the run: the user's options, and what the launching process made of them."""
+
     strategy: str = ""
     """Its string form. Empty: one in which every member has the whole model."""
+    servers: int = 0
+    """Parameter servers."""
     local_workers: int = -1
-    """How many of them the launching process starts by itself; -1: all. With 0, other hosts have the servers too."""
+    """How many of the workers the launching process starts; -1: all. With 0, other hosts have the servers too."""
     local_servers: int = -1
-    """Likewise parameter servers, where it starts any workers."""
+    """Likewise parameter servers, if the launching process starts any workers."""
     takes_hosts: bool = False
     """Whether agents of other hosts may come."""
     on_accelerators: bool = False
-    """Then every worker has a state of its own, also one that computes on a processor."""
-    shares: list[float] = []
-    """One number per worker, in the order of their numbers; empty: all equal."""
+    """Then every worker has a state of its own, also a worker that computes on a processor."""
     transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"
     exact: bool = True
     gather_timeout_s: float = 300.0
     """The longest time without any worker joining or becoming ready."""
-    min_workers: int = 1
-    """With fewer the run pauses until there are more."""
-    balance: bool = True
-    """Whether shards move to where they are computed faster."""
-    stuck_s: float = STUCK_S
-    """How long all others may wait for one member that lives but does not come on."""
-
-    saves: bool = False
-    """Whether the members save checkpoints: at the end at least."""
-    save_every_s: float = 0.0
-    """0: not by the clock."""
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ValueError(f"workers must be at least 1, not {self.workers}")
-        if not 1 <= self.min_workers <= self.workers:
-            raise ValueError(
-                f"min_workers must be from 1 to the number of workers ({self.workers}), not {self.min_workers}"
-            )
-        if self.shares and len(self.shares) != self.workers:
-            raise ValueError(f"{len(self.shares)} shares for {self.workers} workers: give one for each, or none")
-        if any(not 0 < share < float("inf") for share in self.shares):
-            raise ValueError(f"every share must be a finite number above 0, not {self.shares}")
-        _ = self.wish  # an unknown strategy is found out now
+        super().__post_init__()
+        _ = self.wish  # raises for an unknown strategy
 
     @property
     def wish(self) -> Wish | None:

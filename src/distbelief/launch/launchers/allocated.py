@@ -28,7 +28,6 @@ from distbelief.launch.rendezvous.address import Address, Board
 from distbelief.launch.rendezvous.folder import Folder
 from distbelief.launch.rendezvous.interface import Meeting, Word, invited
 from distbelief.launch.signals import shelter
-from distbelief.strategies import parse
 
 LINGER_S = 5.0
 """A launcher ends all processes when one has failed: the first one, which says why, is to be the first to end."""
@@ -119,13 +118,12 @@ class Leading:
 
     def arrange(self, launch: Launch) -> Launch:
         place, meeting = self._place, self._meeting
-        return replace(
-            launch,
+        return launch.placed(
             on=self.on,
             shelters=place.is_signalled_as_one,
             local_workers=place.workers_here,
             room=place.workers_here,
-            local_servers=place.first_servers(parse(launch.strategy).servers),
+            local_servers=place.first_servers(launch.strategy.servers),
             host=place.host,
             is_open=meeting is not None,
             listen=self._listen or (meeting.listen() if meeting else LOOPBACK_ONLY),

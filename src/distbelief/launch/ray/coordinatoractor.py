@@ -57,11 +57,12 @@ class CoordinatorActor:
         import ray
 
         address = str(ray.util.get_node_ip_address())
-        launch = replace(self._launch, listen=tcp(address))
+        launch = self._launch.placed(listen=tcp(address))
         if not ray.get_runtime_context().was_current_actor_reconstructed:
             return launch
         before = _left_behind(launch.run_dir)
-        return replace(launch, resumed=False, listen=before if host_of(before) == address else launch.listen)
+        listen = before if host_of(before) == address else launch.placement.listen
+        return replace(launch.placed(listen=listen), resumed=False)
 
     def _announce(self, invitation: Invitation) -> None:
         self._invitation = invitation

@@ -40,28 +40,27 @@ DOUBT_S = 20.0
 
 def run(launch: Launch, observer: Observer) -> dict[str, Any]:
     """Run to the end. Returns the journal's last record; raises when the run did not complete."""
-    need = Need(launch.threads, 1 if launch.device.startswith("cuda") else 0)
+    need = Need(launch.options.threads, 1 if launch.options.device.startswith("cuda") else 0)
     # Ray takes SIGTERM for itself when it is initialised, so ours come after it.
     with (
-        cluster.connected(launch.on, need.cpus * launch.workers) as is_ours,
+        cluster.connected(launch.placement.on, need.cpus * launch.options.workers) as is_ours,
         Signals() as signals,
         quiet(launch.run_dir / "logs" / "ray.log"),
         shown(launch.run_dir) as word,
         _Driver(launch, observer, signals, need, word) as driver,
     ):
-        observer.started(launch.run_dir, launch.workers)
+        observer.started(launch.run_dir, launch.options.workers)
         if is_ours:
             observer.log("ray", "started a Ray cluster on this machine for this run")
-        elif clear := replace(launch, listen="tcp://0.0.0.0:*").in_the_clear:
+        elif clear := launch.placed(listen="tcp://0.0.0.0:*").in_the_clear:
             observer.log("security", clear)
         return driver.run()
 
 
 class _Driver:
     def __init__(self, launch: Launch, observer: Observer, signals: Signals, need: Need, word: str) -> None:
-        self._launch = replace(
-            launch, run_dir=launch.run_dir.resolve(), local_workers=0, room=0, host="coordinator", is_open=True
-        )
+        placed = launch.placed(local_workers=0, room=0, host="coordinator", is_open=True)
+        self._launch = replace(placed, run_dir=launch.run_dir.resolve())
         self._observer = observer
         self._signals = signals
         self._need = need
@@ -70,7 +69,7 @@ class _Driver:
         self._agents = Agents(self._name, need)
         self._demand = Demand(need)
         self._logs = Logs(launch.run_dir)
-        self._target = Target(launch.run_dir, launch.workers)
+        self._target = Target(launch.run_dir, launch.options.workers)
         self._unusable: set[str] = set()
         self._doubtful: dict[str, float] = {}
         """Nodes that may be dead, and until when that is not known."""
@@ -96,7 +95,7 @@ class _Driver:
 
     def _wait_for_places(self) -> list[Place]:
         """All workers at once; nothing is taken before there is room for all. Empty: a signal came first."""
-        wanted, said_at = self._launch.workers, 0.0
+        wanted, said_at = self._launch.options.workers, 0.0
         while not self._signals.count:
             nodes = cluster.nodes(self._agents.nodes)
             shortage = places.shortage(nodes, self._need, wanted)
@@ -179,7 +178,7 @@ class _Driver:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._signals.wake_fd)
         self._coordinator.stop.remote(self._signals.received, self._signals.count)
-        grace_s = GRACE_S if self._signals.count > 1 or not self._launch.save_plan else GRACE_S + 10 * STOP_S
+        grace_s = GRACE_S if self._signals.count > 1 or not self._launch.options.saves else GRACE_S + 10 * STOP_S
         self._forced_at = min(self._forced_at, time.monotonic() + grace_s)
 
     def _look(self) -> None:

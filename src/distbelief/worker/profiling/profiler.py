@@ -133,7 +133,7 @@ class Profiler:
                 "worker": spec.worker,
                 "host": spec.host,
                 "place": self._place,
-                "strategy": spec.strategy,
+                "strategy": spec.options.strategy,
                 "steps": [self._first, self._end],
                 "thread": threading.get_native_id(),
                 "clock": [time.time_ns(), time.perf_counter_ns()],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ from distbelief.errors import DistBeliefError, RunInterrupted
 from distbelief.launch import rundir
 from distbelief.launch.launch import Launch, keep_launch, read_launch
 from distbelief.launch.signals import Signals
+from distbelief.options import RunOptions
 
 
 def launched(folder: Path, **options: object) -> Launch:
-    return Launch(run_dir=folder, workers=2, strategy="allreduce", exact=True, transport="auto", **options)  # type: ignore[arg-type]
+    return Launch(folder, RunOptions(2, "allreduce", **options))  # type: ignore[arg-type]
 
 
 def test_a_run_is_idle_unless_somebody_has_its_journal_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +33,7 @@ def test_how_a_running_run_was_started_is_not_overwritten(tmp_path: Path, monkey
     keep_launch(launched(tmp_path))
     before = (tmp_path / "launch.json").read_bytes()
     with Journal.open(tmp_path / "journal.jsonl"), pytest.raises(DistBeliefError):
-        keep_launch(launched(tmp_path, resumed=True, save_every="7"))
+        keep_launch(replace(launched(tmp_path, save_every="7"), resumed=True))
     assert (tmp_path / "launch.json").read_bytes() == before
 
 
@@ -42,7 +44,7 @@ def test_places_are_kept_for_a_resume_in_another_folder(tmp_path: Path, monkeypa
     keep_launch(launched(run, checkpoints="saved", begin_from="s3://bucket/run"))
     monkeypatch.chdir("/")
     kept = read_launch(run)
-    assert (kept.checkpoint_folder, kept.begin_from) == (str(tmp_path / "saved"), "s3://bucket/run")
+    assert (kept.checkpoint_folder, kept.options.begin_from) == (str(tmp_path / "saved"), "s3://bucket/run")
 
 
 def test_a_run_that_was_refused_does_not_take_its_directory(tmp_path: Path) -> None:

@@ -1,0 +1,262 @@
+"""The options of a run: one value, from the command line or `train()` to the coordinator and the workers.
+
+Each option is declared once, as a field of `RunOptions`: its name, type, default, help text and check. The command line
+makes its flags from the declarations; `train()` takes them as keyword arguments; the run directory keeps them in
+launch.json, so that `resume` finds them; the coordinator and every worker are sent the whole value.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Annotated, Any, get_args, get_type_hints
+
+import msgspec
+
+from distbelief.errors import DistBeliefError
+
+DEFAULT_STRATEGY = "allreduce"
+STUCK_AFTER_S = 300.0
+USUAL_STEPS = "auto"
+"""Value of `profile`: some steps after the first ones."""
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_TIME = re.compile(r"(\d+(?:\.\d+)?)([smh])", re.ASCII)
+_STEPS = re.compile(r"(\d+):(\d+)", re.ASCII)
+
+
+# --- what the texts of options mean ----------------------------------------------------------------------------------
+
+
+class SavePlan(msgspec.Struct, frozen=True):
+    """Where a worker saves checkpoints, which it saves without being asked, and which are kept."""
+
+    folder: str
+    every_steps: int = 0
+    """0: the last one, and those that the coordinator asks for."""
+    keep_last: int = 3
+    keep_every: int = 0
+    """Checkpoints whose step is a multiple of it are kept; 0: none is kept for that reason."""
+    keep_best: tuple[str, bool] | None = None
+    """A metric, and whether higher is better."""
+
+
+class ProfilePlan(msgspec.Struct, frozen=True):
+    """The steps that a worker profiles: from `first` to before `end`. `end` 0: some steps after the first ones."""
+
+    first: int
+    end: int
+    is_sent: bool = False
+    """Whether the worker sends its records to the coordinator, because its host does not see the run directory."""
+
+
+@lru_cache(maxsize=64)
+def interval(text: str) -> tuple[int, float] | None:
+    """(steps, seconds) between two checkpoints. One of them is 0; both are 0: only the last state. None: never.
+
+    >>> interval("500"), interval("90s"), interval("1.5h"), interval("end"), interval("never")
+    ((500, 0.0), (0, 90.0), (0, 5400.0), (0, 0.0), None)
+    """
+    wanted = text.strip().lower()
+    if wanted == "never":
+        return None
+    if wanted == "end":
+        return 0, 0.0
+    if wanted.isdecimal() and int(wanted) > 0:
+        return int(wanted), 0.0
+    if (match := _TIME.fullmatch(wanted)) and float(match[1]) > 0:
+        return 0, float(match[1]) * _UNITS[match[2]]
+    raise DistBeliefError(
+        f"{text!r} does not say how often to save",
+        hint="give a number of steps (500), a time (30s, 10m, 2h), `end` for the last state alone, or `never`",
+    )
+
+
+def best(text: str) -> tuple[str, bool] | None:
+    """The metric of the best checkpoint, and whether higher is better. Without :min or :max, lower is better for losses
+    and errors, higher for everything else.
+
+    >>> best("accuracy"), best("loss"), best("distance:min"), best("")
+    (('accuracy', True), ('loss', False), ('distance', False), None)
+    """
+    if not text:
+        return None
+    name, _, order = text.partition(":")
+    if not name or order not in ("", "min", "max"):
+        raise DistBeliefError(
+            f"{text!r} does not say what the best checkpoint is", hint="give a metric: accuracy, loss, or distance:min"
+        )
+    lower = order == "min" or (not order and any(word in name.lower() for word in ("loss", "error", "perplexity")))
+    return name, not lower
+
+
+def profile_plan(text: str, is_sent: bool = False) -> ProfilePlan | None:
+    """
+    >>> profile_plan("10:20"), profile_plan("auto").end, profile_plan("")
+    (ProfilePlan(first=10, end=20, is_sent=False), 0, None)
+    """
+    if not text:
+        return None
+    if text == USUAL_STEPS:
+        return ProfilePlan(0, 0, is_sent)
+    steps = _STEPS.fullmatch(text.strip())
+    if not steps or int(steps[1]) >= int(steps[2]):
+        raise DistBeliefError(
+            f"{text!r} does not say which steps to profile",
+            hint="give the first one and the one after the last, counted from 0: 10:20",
+        )
+    return ProfilePlan(int(steps[1]), int(steps[2]), is_sent)
+
+
+def profile_text(profile: bool | str | tuple[int, int]) -> str:
+    """The text of `train(profile=…)`.
+
+    >>> profile_text(False), profile_text(True), profile_text("5:8"), profile_text((5, 8))
+    ('', 'auto', '5:8', '5:8')
+    """
+    if isinstance(profile, bool):
+        return USUAL_STEPS if profile else ""
+    return profile if isinstance(profile, str) else ":".join(str(step) for step in profile)
+
+
+def absolute(where: str) -> str:
+    """A path that stays valid when the process changes its folder. URLs and empty texts stay as they are."""
+    return os.path.abspath(where) if where and "://" not in where else where
+
+
+# --- the options -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a declaration says of an option beyond its name, type and default."""
+
+    help: str
+    flag: str = ""
+    """On the command line; empty: it follows from the name."""
+    metavar: str | None = None
+    least: float | None = None
+    check: Callable[[Any], object] | None = None
+    """Raises a DistBeliefError for a value that cannot be used."""
+
+
+class RunOptions(msgspec.Struct, frozen=True):
+    """What a user can choose for a run, apart from the job and the machines. Making one checks all of it.
+
+    >>> RunOptions(workers=2, strategy="allreduce", save_every="500").save_plan("/run/checkpoints").every_steps
+    500
+    """
+
+    workers: Annotated[int, Option("Worker processes.", least=1)]
+    strategy: Annotated[
+        str,
+        Option(
+            "How to learn it: allreduce, ps:sync, ps:async or ps:ssp:staleness=S (parameter servers), sandblaster "
+            "(L-BFGS), local_sgd:H, pipeline:K, tensor:K, sharded, or degrees such as dp2.tp2.pp2 and dp2.fsdp2; "
+            "options follow after colons, as in allreduce:gloo, ps:sync:servers=3:backups=1, "
+            "ps:async:adaptive:dc=0.04, pipeline:4:zbv; with a compression for slow links as in allreduce:int8, "
+            "ps:async:int8, local_sgd:8:topk=0.01 or dp2.pp2:bf16."
+        ),
+    ]
+    shares: Annotated[tuple[float, ...], Option("Relative shares of the work, one per worker.", metavar="2,1,1")] = ()
+    threads: Annotated[int, Option("Threads of each worker; part of the exact result.", least=1)] = 1
+    device: Annotated[str, Option("The device of each worker.")] = "cpu"
+    min_workers: Annotated[
+        int, Option("With fewer workers alive, wait for more instead of going on.", metavar="N", least=1)
+    ] = 1
+    balance: Annotated[bool, Option("Move shards to faster workers. The result does not change.")] = True
+    stuck_after_s: Annotated[
+        float,
+        Option(
+            "Replace a worker that all others have waited for this long.",
+            flag="--stuck-after",
+            metavar="SECONDS",
+            least=1,
+        ),
+    ] = STUCK_AFTER_S
+    save_every: Annotated[
+        str,
+        Option(
+            "Steps or time between two checkpoints; the last state is saved too.",
+            metavar="500|10m|end|never",
+            check=interval,
+        ),
+    ] = "10m"
+    checkpoints: Annotated[
+        str, Option("Where checkpoints go: a folder, s3://… Default: RUN/checkpoints.", metavar="URL")
+    ] = ""
+    keep_last: Annotated[int, Option("Keep the newest K checkpoints.", metavar="K", least=1)] = 3
+    keep_every: Annotated[int, Option("Keep also checkpoints whose step is a multiple of M.", metavar="M", least=0)] = 0
+    keep_best: Annotated[
+        str,
+        Option("Keep also the best checkpoint by a metric of the evaluation.", metavar="METRIC[:min|:max]", check=best),
+    ] = ""
+    begin_from: Annotated[
+        str,
+        Option("Weights to begin with: a run, a checkpoint, a .safetensors file.", flag="--from", metavar="PATH"),
+    ] = ""
+    profile: Annotated[
+        str, Option('Steps to profile, as in "10:20"; "auto": some after the first ones.', check=profile_plan)
+    ] = ""
+    most_steps: Annotated[int, Option("End the run after this many steps; 0: as many as the job has.", least=0)] = 0
+
+    def __post_init__(self) -> None:
+        for name, declared in declared_options().items():
+            value = getattr(self, name)
+            if declared.option.least is not None and not value >= declared.option.least:
+                raise DistBeliefError(f"{name} must be at least {declared.option.least:g}, not {value}")
+            if declared.option.check:
+                declared.option.check(value)
+        if self.min_workers > self.workers:
+            raise DistBeliefError(
+                f"min_workers must be from 1 to the number of workers ({self.workers}), not {self.min_workers}"
+            )
+        if self.shares and len(self.shares) != self.workers:
+            raise DistBeliefError(
+                f"{len(self.shares)} shares for {self.workers} workers", hint="give one number per worker, or none"
+            )
+        if any(not 0 < share < float("inf") for share in self.shares):
+            raise DistBeliefError(f"every share must be a finite number above 0, not {list(self.shares)}")
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run saves checkpoints: the last state at least."""
+        return interval(self.save_every) is not None
+
+    @property
+    def save_every_s(self) -> float:
+        """Seconds between two checkpoints, which the coordinator counts. 0: workers count steps, or only the end."""
+        return (interval(self.save_every) or (0, 0.0))[1]
+
+    def save_plan(self, folder: str) -> SavePlan | None:
+        every = interval(self.save_every)
+        return every and SavePlan(folder, every[0], self.keep_last, self.keep_every, best(self.keep_best))
+
+    def with_absolute_paths(self) -> RunOptions:
+        return msgspec.structs.replace(
+            self, checkpoints=absolute(self.checkpoints), begin_from=absolute(self.begin_from)
+        )
+
+
+@dataclass(frozen=True)
+class Declared:
+    """An option as `RunOptions` declares it."""
+
+    type: Any
+    default: Any
+    """msgspec.NODEFAULT: every run must give a value."""
+    option: Option
+
+
+@cache
+def declared_options() -> dict[str, Declared]:
+    """Every option, by its name."""
+    hints = get_type_hints(RunOptions, include_extras=True)
+    found = {}
+    for field in msgspec.structs.fields(RunOptions):
+        kind, option = get_args(hints[field.name])
+        found[field.name] = Declared(kind, field.default, option)
+    return found
