@@ -19,7 +19,7 @@ class Watch:
     """A coordinator, and how long each kind of event took it."""
 
     def __init__(self, members: int) -> None:
-        self.state = s.begin(s.RunConfig(members), 1, 0.0)
+        self.state = s.begin(s.RunConfig(members, save_every="never"), 1, 0.0)
         self.now = 0.0
         self.took_s: dict[str, list[float]] = {}
 

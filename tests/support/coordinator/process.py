@@ -75,7 +75,7 @@ class Process:
 @contextlib.contextmanager
 def coordinator(run_dir: Path, order: dict | None = None, **config: object) -> Iterator[Process]:
     with zmq.Context() as context:
-        process = Process(run_dir, context, {"workers": 2, **config}, order or {})
+        process = Process(run_dir, context, {"workers": 2, "save_every": "never", **config}, order or {})
         try:
             yield process
         finally:
