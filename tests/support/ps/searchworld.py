@@ -26,8 +26,9 @@ from distbelief.strategies.ps.protocol.messages import VALUES_AT, Acknowledged, 
 from distbelief.strategies.ps.server.node import ServerNode
 from distbelief.strategies.ps.server.stores import SliceStore
 from distbelief.strategies.ps.worker.exchange import DeviceServerExchange
+from distbelief.strategies.sandblaster.member import SearchingMember
 from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
-from distbelief.strategies.sandblaster.searching import SearchingMember
+from distbelief.strategies.sandblaster.rules.lbfgs import Settings
 from distbelief.strategies.sandblaster.strategy import Sandblaster
 from distbelief.strategies.sandblaster.vectorstores import VectorStores
 from distbelief.transport.abort import Abort, Aborted
@@ -39,6 +40,7 @@ from tests.support.ps.world import MAPS, World
 
 SAMPLES = 42
 STRATEGY = Sandblaster(portion=4, history=3)
+SETTINGS = Settings(history_size=STRATEGY.history, lr=STRATEGY.lr)
 
 
 class Net(nn.Module):
@@ -79,7 +81,7 @@ class Kit:
             self.weights.append([parameter.detach().clone() for parameter in model.parameters()])
 
     def prepared(self) -> PreparedSandblaster:
-        return PreparedSandblaster(self.job, self.schedule, torch.device("cpu"), STRATEGY)
+        return PreparedSandblaster(self.job, self.schedule, torch.device("cpu"), SETTINGS)
 
     def fetch(self, step: int, first: int, end: int) -> tuple[Any, int]:
         _, low, _ = self.schedule.shard(step, first)
@@ -375,7 +377,7 @@ class SearchWorld(World):
             return kit.fetch(step, first, end)
 
         member = SearchingMember(
-            computer, prepared._recipe, kit.schedule, seat, group, fetch, STRATEGY  # type: ignore[arg-type]
+            computer, prepared._recipe, kit.schedule, seat, group, fetch, SETTINGS  # type: ignore[arg-type]
         )  # fmt: skip
         member.clock = lambda: self.now
         while (step := member.steps_applied()) < kit.steps:

@@ -1,4 +1,4 @@
-"""sandblaster on one worker or server, before it has a seat: the model made and laid out, and cut into slices."""
+"""The model of `sandblaster` on a worker or server: made, checked, laid out, and cut into slices."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.ps.rules.slicing import SliceShape, cut
 from distbelief.strategies.ps.worker.exchange import ServerExchange
+from distbelief.strategies.sandblaster.evaluation import require_steady
+from distbelief.strategies.sandblaster.member import SearchingMember
 from distbelief.strategies.sandblaster.messages import MESSAGES
-from distbelief.strategies.sandblaster.portionsums import require_steady
-from distbelief.strategies.sandblaster.rules.wholedata import levels
-from distbelief.strategies.sandblaster.searching import SearchingMember
-from distbelief.strategies.sandblaster.strategy import Sandblaster
+from distbelief.strategies.sandblaster.rules.lbfgs import Settings
+from distbelief.strategies.sandblaster.rules.portions import levels
 from distbelief.transport.exchange import Geometry
 from distbelief.transport.singlemember import SingleMemberExchange
 
@@ -36,10 +36,10 @@ class PreparedSandblaster(PreparedModel):
 
     messages = MESSAGES
 
-    def __init__(self, job: Job, schedule: Schedule, device: torch.device, strategy: Sandblaster) -> None:
-        # Steps are L-BFGS's: nothing is made of the job's own optimizer, which may be any.
+    def __init__(self, job: Job, schedule: Schedule, device: torch.device, settings: Settings) -> None:
+        # L-BFGS replaces the job's own optimizer.
         super().__init__(replace(job, optimizer=_none, schedule=None, clip_norm=None), schedule, device)
-        self.strategy = strategy
+        self._settings = settings
         types = {tile.dtype for tile in self._layout.tiles[: self._layout.parameter_tiles]}
         if len(types) > 1:
             raise JobError(
@@ -65,15 +65,15 @@ class PreparedSandblaster(PreparedModel):
 
     @property
     def slice_sizes(self) -> list[int]:
-        """What each takes on a server, when the history is full."""
-        return [shape.value_bytes * (2 * self.strategy.history + VECTORS_BESIDES) for shape in self.slices()]
+        """The bytes that each slice takes on a server when the history is full."""
+        return [shape.value_bytes * (2 * self._settings.history_size + VECTORS_BESIDES) for shape in self.slices()]
 
     def least_bytes(self) -> int:
-        """Values, and a partial sum per level of the tree."""
+        """The memory of a worker: the values, and a partial sum per level of the tree of portions."""
         return self._layout.size_bytes * (1 + levels(self._schedule.shards))
 
     def groups(self, mine: Range) -> list[list[Range]]:
-        return []  # nobody knows beforehand who computes what
+        return []  # workers are given portions one by one: nothing can be fetched ahead
 
     def geometry(self, ranges: Sequence[Range]) -> Geometry:
         return Geometry(
@@ -86,7 +86,7 @@ class PreparedSandblaster(PreparedModel):
         )
 
     def first_state(self, begin_from: BeginFrom) -> ReplicaState:
-        """The values that the servers begin with, in memory of its own."""
+        """The values that the servers begin with, in private memory."""
 
         def weights(step: int = -1) -> Saved | None:
             saved = begin_from(step)
@@ -103,7 +103,7 @@ class PreparedSandblaster(PreparedModel):
     def build(self, seat: Seat, exchange: Any, fetch: Fetch, begin_from: BeginFrom = nothing_saved) -> SearchingMember:
         if not isinstance(exchange, ServerExchange):
             raise DistBeliefError("sandblaster needs servers: its steps cannot be computed by one process alone")
-        return SearchingMember(self._computer, self._recipe, self._schedule, seat, exchange, fetch, self.strategy)
+        return SearchingMember(self._computer, self._recipe, self._schedule, seat, exchange, fetch, self._settings)
 
 
 def _none(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -1,7 +1,4 @@
-"""sandblaster: L-BFGS over all samples; its vectors live on parameter servers, and workers compute small portions.
-
-The value alone, without torch, which the command line and the coordinator need not import.
-"""
+"""The strategy `sandblaster` as a value, and its parser. No torch: the command line and the coordinator load it."""
 
 from __future__ import annotations
 
@@ -14,7 +11,8 @@ from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Strategy
-from distbelief.strategies.sandblaster.rules.wholedata import WholeData, usual_portion, whole_data
+from distbelief.strategies.sandblaster.rules.lbfgs import Settings
+from distbelief.strategies.sandblaster.rules.portions import WholeData, usual_portion, whole_data
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +25,8 @@ _FORM = "sandblaster:servers=2:history=10:portion=64:lr=1.0, each of them if nee
 
 @dataclass(frozen=True)
 class Sandblaster(Strategy):
-    """A step is one iteration of L-BFGS: a direction, and a line search along it. The loss is that over all samples.
-    The job's optimizer is not used. The weights are the same, bit for bit, on any number of workers and servers.
+    """A step is one iteration of L-BFGS: a direction, and a line search along it. The loss is over all samples. The
+    job's optimizer is not used. The weights are the same, bit for bit, on any number of workers and servers.
 
     >>> str(Sandblaster()), str(Sandblaster(servers=3, history=5, portion=100, over="tcp"))
     ('sandblaster:servers=2', 'sandblaster:servers=3:history=5:portion=100:tcp')
@@ -36,11 +34,12 @@ class Sandblaster(Strategy):
 
     servers: int = 2
     history: int = 10
-    """Pairs of steps and changes of the gradient that are kept: each is two vectors of the size of the parameters."""
+    """The number of pairs (step, change of the gradient) that the search keeps: each is two vectors as large as the
+    parameters."""
     portion: int | None = None
-    """Samples that are computed at once. Default: a 64th of all, and at most the job's global_batch."""
+    """The number of samples that a worker computes at once. Default: a 64th of all, at most the job's global_batch."""
     lr: float = 1.0
-    """The first step of a line search, of the length that the history suggests."""
+    """The first step of a line search, relative to the length that the history suggests."""
     over: Literal["auto", "shm", "tcp"] = "auto"
 
     def __post_init__(self) -> None:
@@ -67,7 +66,7 @@ class Sandblaster(Strategy):
 
     @property
     def transport(self) -> Literal["auto", "shm", "gloo"]:
-        """How the workers meet: that they do so over the network means that servers are reached over it too."""
+        """The exchange between workers. If it uses the network, servers are reached over the network too."""
         return "gloo" if self.over == "tcp" else self.over
 
     @property
@@ -101,11 +100,11 @@ class Sandblaster(Strategy):
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedSandblaster:
         from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
 
-        return PreparedSandblaster(job, schedule, device, self)
+        return PreparedSandblaster(job, schedule, device, Settings(history_size=self.history, lr=self.lr))
 
 
 def parse(text: str, options: Sequence[str]) -> Sandblaster:
-    """The strategy that a command line names.
+    """Parse the strategy from a command line.
 
     >>> parse("sandblaster:history=5", ["history=5"])
     Sandblaster(servers=2, history=5, portion=None, lr=1.0, over='auto')

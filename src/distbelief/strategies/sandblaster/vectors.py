@@ -14,66 +14,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from functools import partial
 
 import torch
 
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range, cover, split
+from distbelief.strategies.ps.protocol.client import ServerClient, Stop
+from distbelief.strategies.ps.protocol.frames import Framed
+from distbelief.strategies.ps.protocol.messages import Question
+from distbelief.strategies.sandblaster.messages import (
+    Combine,
+    Command,
+    Copy,
+    Do,
+    Drop,
+    Finish,
+    Produced,
+    Products,
+    Show,
+    first_number,
+)
+from distbelief.strategies.sandblaster.rules.lbfgs import Pair, Term
 
 BLOCK = 64  # elements: the alignment of every cut (strategies/flatmodel/layout.py), and the leaf of every sum
 _SCRATCH = 1 << 19  # float64 elements at work at once: a few MiB, about what a core's cache holds
 
-Pair = tuple[str, str]
-Term = tuple[float, str]
 Partials = list[tuple[Range, list[float]]]
 """Per subtree (a range of blocks): its sum for each thing that was asked."""
-
-
-class Vectors(Protocol):
-    """All that a driver may do. Only `dot`, `max_abs` and `sum_abs` answer: an implementation over a network may leave
-    the others in flight, as long as every slice performs its commands in the order in which they were given."""
-
-    @property
-    def size(self) -> int:
-        """Elements of every vector."""
-        ...
-
-    def dot(self, pairs: Sequence[Pair]) -> list[float]:
-        """The inner products of several pairs, in one command."""
-        ...
-
-    def combine(self, target: str, terms: Sequence[Term]) -> None:
-        """target = Σ coefficient · vector. The target may be one of the vectors, or new."""
-        ...
-
-    def copy(self, target: str, source: str) -> None: ...
-
-    def drop(self, names: Sequence[str]) -> None:
-        """Forget vectors. Those that do not exist are no error: the command may be a repetition."""
-        ...
-
-    def max_abs(self, names: Sequence[str]) -> list[float]:
-        """The largest absolute value of each vector; NaN where it holds one."""
-        ...
-
-    def sum_abs(self, names: Sequence[str]) -> list[float]: ...
-
-
-class Part(Protocol):
-    """What one server holds: the same commands, on its slices only, and answers that are still to be added up."""
-
-    def partial_dot(self, pairs: Sequence[Pair]) -> Partials: ...
-
-    def partial_sum_abs(self, names: Sequence[str]) -> Partials: ...
-
-    def max_abs(self, names: Sequence[str]) -> list[float]: ...
-
-    def combine(self, target: str, terms: Sequence[Term]) -> None: ...
-
-    def copy(self, target: str, source: str) -> None: ...
-
-    def drop(self, names: Sequence[str]) -> None: ...
 
 
 class SlicedVectors:
@@ -193,7 +161,7 @@ class JoinedVectors:
     [32.0]
     """
 
-    def __init__(self, size: int, parts: Sequence[Part]) -> None:
+    def __init__(self, size: int, parts: Sequence[SlicedVectors]) -> None:
         self._size = size
         self._parts = list(parts)
 
@@ -268,3 +236,85 @@ def _stretches(length: int, most: int) -> Iterator[Range]:
 
 def _largest(values: Sequence[float]) -> float:
     return math.nan if any(math.isnan(value) for value in values) else max(values, default=0.0)
+
+
+class ServedVectors:
+    """See `Vectors`."""
+
+    def __init__(self, client: ServerClient, slices: int, size: int, generation: int, abort: Stop) -> None:
+        self._client = client
+        self._slices = slices
+        self._size = size
+        self._abort = abort
+        self._number = first_number(generation) - 1
+        self._waiting: list[Command] = []
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def number(self) -> int:
+        """Of the commands that were sent last."""
+        return self._number
+
+    def combine(self, target: str, terms: Sequence[Term]) -> None:
+        self._waiting.append(Combine(target, list(terms)))
+
+    def copy(self, target: str, source: str) -> None:
+        self._waiting.append(Copy(target, source))
+
+    def drop(self, names: Sequence[str]) -> None:
+        self._waiting.append(Drop(list(names)))
+
+    def show(self, point: str, evaluation: int = -1) -> None:
+        """Let members fetch it. The number of this is the next one."""
+        self._waiting.append(Show(point, evaluation))
+        self._send()
+
+    def finish(self, evaluation: int, gradient: str, factor: float) -> None:
+        self._waiting.append(Finish(evaluation, gradient, factor))
+
+    def settle(self) -> None:
+        """Return when everything counts, whoever dies."""
+        self._send()
+        self._client.settle(self._abort)
+
+    def dot(self, pairs: Sequence[Pair]) -> list[float]:
+        found = self._ask(Products(0, 0, 0, dots=list(pairs)))
+        return add_partials(self._size, [one for reply in found for one in reply.dots])
+
+    def sum_abs(self, names: Sequence[str]) -> list[float]:
+        found = self._ask(Products(0, 0, 0, sums=list(names)))
+        return add_partials(self._size, [one for reply in found for one in reply.sums])
+
+    def max_abs(self, names: Sequence[str]) -> list[float]:
+        found = self._ask(Products(0, 0, 0, largest=list(names)))
+        values = zip(*(reply.largest for reply in found), strict=True)
+        # Python's max does not notice a NaN that is not first.
+        return [next((one for one in some if one != one), max(some)) for some in values]
+
+    def _send(self) -> None:
+        if not self._waiting:
+            return
+        self._number += 1
+        commands = Do(self._number, self._waiting)
+        self._waiting = []
+        for number in range(self._slices):
+            self._client.push(number, commands)
+        self._client.flush()
+
+    def _ask(self, asked: Products) -> list[Produced]:
+        self._send()
+        found: list[Produced] = []
+
+        def produced(letter: Framed) -> None:
+            found.append(letter.message)
+
+        questions = [partial(_of_slice, asked, self._number, number) for number in range(self._slices)]
+        self._client.ask(questions, self._abort, produced)
+        return found
+
+
+def _of_slice(asked: Products, after: int, number: int, ticket: int) -> Question:
+    return Products(ticket, number, after, asked.dots, asked.sums, asked.largest)

@@ -10,12 +10,11 @@ from distbelief.strategies.ps.rules.slicing import SliceShape, parameter_stretch
 from distbelief.strategies.ps.server.process import LEDGER_BYTES, SliceSource
 from distbelief.strategies.ps.server.slicememory import OpenSegment
 from distbelief.strategies.ps.server.stores import SliceStore
+from distbelief.strategies.sandblaster.member import START
 from distbelief.strategies.sandblaster.messages import MESSAGES, StepsDone
 from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
-from distbelief.strategies.sandblaster.searching import START
-from distbelief.strategies.sandblaster.searchslice import SearchSlice
-from distbelief.strategies.sandblaster.vectorportions import saved_state, saved_vectors, state_bytes
-from distbelief.strategies.sandblaster.vectorslice import VectorSlice
+from distbelief.strategies.sandblaster.saved import saved_state, saved_vectors, state_bytes
+from distbelief.strategies.sandblaster.slices import SearchSlice, VectorSlice
 from distbelief.transport.shm.segment import Segment
 
 

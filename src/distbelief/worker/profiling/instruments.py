@@ -53,7 +53,7 @@ INSTRUMENTS = (
     Instrument(OPTIMIZER, "distbelief.strategies.dataparallel.replica", "DataParallelReplica", ("_update",)),
     Instrument(OPTIMIZER, "distbelief.strategies.localsgd.trainer", "LocalTrainer", ("_update",)),
     Instrument(OPTIMIZER, "distbelief.strategies.mesh.state.memberstate", "MemberState", ("apply",)),
-    Instrument(OPTIMIZER, "distbelief.strategies.sandblaster.searching", "SearchingMember", ("_drive",)),
+    Instrument(OPTIMIZER, "distbelief.strategies.sandblaster.member", "SearchingMember", ("_drive",)),
     Instrument(WAIT, "distbelief.strategies.flatmodel.compute", "PendingLoss", ("numbers",)),
     Instrument(WAIT, "distbelief.transport.device.exchange", "DeviceExchange", ("finish_copies",)),
     Instrument(WAIT, "distbelief.strategies.ps.worker.exchange", "DeviceServerExchange", ("bring",)),

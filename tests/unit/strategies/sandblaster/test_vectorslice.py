@@ -26,7 +26,7 @@ from distbelief.strategies.sandblaster.messages import (
     Show,
     first_number,
 )
-from distbelief.strategies.sandblaster.vectorslice import VectorSlice
+from distbelief.strategies.sandblaster.slices import VectorSlice
 from distbelief.strategies.sandblaster.vectorstores import VectorStores
 from distbelief.transport.shm.segment import Segment
 from tests.support.ps.searchworld import Kit

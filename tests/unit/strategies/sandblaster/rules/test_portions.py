@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distbelief.shards import Range, split
-from distbelief.strategies.sandblaster.rules import portioning
-from distbelief.strategies.sandblaster.rules.portioning import Portioning
-from distbelief.strategies.sandblaster.rules.wholedata import MOST_TOGETHER
+from distbelief.strategies.sandblaster.rules import portions as portioning
+from distbelief.strategies.sandblaster.rules.portions import MOST_TOGETHER, Portioning
 
 
 def nodes(node: Range) -> set[Range]:

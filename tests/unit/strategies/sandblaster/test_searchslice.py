@@ -23,7 +23,7 @@ from distbelief.strategies.sandblaster.messages import (
     Total,
     first_number,
 )
-from distbelief.strategies.sandblaster.searchslice import SearchSlice
+from distbelief.strategies.sandblaster.slices import SearchSlice
 
 FIRST, SECOND = first_number(1), first_number(2)
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.lbfgs import _strong_wolfe
 
-from distbelief.strategies.sandblaster.rules import linesearch as module
-from distbelief.strategies.sandblaster.rules.linesearch import (
+from distbelief.strategies.sandblaster.rules import lbfgs as module
+from distbelief.strategies.sandblaster.rules.lbfgs import (
     CURVATURE,
     SUFFICIENT_DECREASE,
     Ask,

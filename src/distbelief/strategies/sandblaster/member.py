@@ -27,6 +27,7 @@ from distbelief.strategies.ps.rules.slicing import parameter_stretch
 from distbelief.strategies.ps.tables.remote import RemoteTables
 from distbelief.strategies.ps.worker.exchange import ServerExchange
 from distbelief.strategies.ps.worker.member import AlreadyCopied, ParameterServerMember
+from distbelief.strategies.sandblaster.evaluation import PortionSums, ShownValues
 from distbelief.strategies.sandblaster.messages import (
     Begin,
     Computed,
@@ -42,12 +43,9 @@ from distbelief.strategies.sandblaster.messages import (
     Total,
     first_number,
 )
-from distbelief.strategies.sandblaster.portionsums import PortionSums
 from distbelief.strategies.sandblaster.rules.lbfgs import Settings, State, begin, explain, iterate
-from distbelief.strategies.sandblaster.servedvectors import ServedVectors
-from distbelief.strategies.sandblaster.shownvalues import ShownValues
-from distbelief.strategies.sandblaster.strategy import Sandblaster
-from distbelief.strategies.sandblaster.vectorportions import STATE, VectorPortion, state_bytes, state_of, vectors_of
+from distbelief.strategies.sandblaster.saved import STATE, VectorPortion, state_bytes, state_of, vectors_of
+from distbelief.strategies.sandblaster.vectors import ServedVectors
 from distbelief.transport.abort import Aborted
 from distbelief.transport.shm.segment import Segment
 
@@ -64,10 +62,10 @@ class SearchingMember(ParameterServerMember):
 
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServerExchange,
-        fetch: FetchBatch, strategy: Sandblaster,
+        fetch: FetchBatch, settings: Settings,
     ) -> None:  # fmt: skip
         super().__init__(computer, recipe, schedule, seat, exchange, fetch, RemoteTables([], [], range(0)))
-        self._settings = Settings(history_size=strategy.history, lr=strategy.lr)
+        self._settings = settings
         self._search = len(self._slices)
         self._stretches = [parameter_stretch(computer.layout, shape)[1] for shape in self._slices]
         size, _ = parameter_stretch(computer.layout, self._slices[0])
@@ -78,8 +76,8 @@ class SearchingMember(ParameterServerMember):
         self._trial = 0
         self.clock: Callable[[], float] = time.time
         self._lines = [
-            f"L-BFGS over {schedule.samples} samples in {schedule.shards} portions, with {strategy.history} pairs of "
-            "history; the job's optimizer is not used"
+            f"L-BFGS over {schedule.samples} samples in {schedule.shards} portions, with "
+            f"{settings.history_size} pairs of history; the job's optimizer is not used"
         ]
         self._join()
 

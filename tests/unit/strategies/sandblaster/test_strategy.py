@@ -17,8 +17,7 @@ from distbelief.strategies.base import Saved
 from distbelief.strategies.ps.rules.slicing import parameter_stretch
 from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
 from distbelief.strategies.sandblaster.rules.lbfgs import Past, State
-from distbelief.strategies.sandblaster.strategy import Sandblaster
-from distbelief.strategies.sandblaster.vectorportions import (
+from distbelief.strategies.sandblaster.saved import (
     STATE,
     VectorPortion,
     saved_state,
@@ -26,6 +25,7 @@ from distbelief.strategies.sandblaster.vectorportions import (
     state_bytes,
     vectors_of,
 )
+from distbelief.strategies.sandblaster.strategy import Sandblaster
 from distbelief.transport.shm.segment import Segment
 
 MODEL = lambda: nn.Sequential(nn.Linear(60, 180), nn.ReLU(), nn.Linear(180, 4))  # noqa: E731
