@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -153,7 +154,7 @@ class Readers:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stdout.flush()  # else the child inherits what is not yet written, and writes it a second time
         sys.stderr.flush()
-        pid = os.fork()
+        pid = _fork()
         if pid == 0:
             self._become_reader(source, seed, theirs, [ours, *(reader.connection for reader in self._readers)])
         theirs.close()
@@ -243,6 +244,19 @@ class Readers:
         reader.connection.close()
         _reap(reader.pid)
         os.close(reader.pidfd)
+
+
+def _fork() -> int:
+    """Fork although this process may have other threads, of which Python 3.12 and later warn.
+
+    The child takes no lock that another thread could hold at this moment. Python and glibc renew their own locks in a
+    child (imports, logging, malloc). The child does not use torch's pool of threads: `serve` sets one thread. The other
+    threads of a worker send heartbeats and save checkpoints; the child does neither. It runs the data set's code and
+    writes to its own socket.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This process .* is multi-threaded", category=DeprecationWarning)
+        return os.fork()
 
 
 def _has_exited(reader: _Reader, wait_ms: int = 0) -> bool:
