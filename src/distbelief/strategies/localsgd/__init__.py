@@ -1,1 +1,1 @@
-"""What the members of a `local_sgd` run do: replicas that train apart, and the outer step that brings them together."""
+"""local_sgd: replicas train apart for some steps; then an outer step averages their differences."""

@@ -1,26 +1,73 @@
-"""What every replica keeps from one round to the next (kept.py): where no death loses it.
+"""What every replica keeps from one round to the next: its optimizer's state and, where differences are compressed, the
+residual that it has not sent yet. A worker's death must lose neither.
 
-    | begun | stamps, two per replica | the bytes of each replica, twice |
+    | begun | stamps, two per replica | the bytes of each replica, twice |          the memory of `InnerStates`
+    | optimizer state, tile after tile | residual |                                the bytes of one replica
 
-A replica's state before round T lies in place T mod 2 with the stamp T + 1; whoever trains it in that round writes the
-state after it to the other place. So a round can be given up and begun again. Members of one host have one such memory,
-which outlives them. Others have one each, and before a round is committed they send what they have written to the next
-member (unless that costs too much): then it takes the death of two neighbours at one moment to lose a replica.
+A replica's state before round T lies in place T mod 2 with the stamp T + 1; the member that trains the replica in that
+round writes the state after it to the other place. So a round can be given up and begun again. The members of one host
+share one such memory, which outlives them. Members without shared memory have one each: before a round is committed,
+each sends the states of its replicas to the next member (unless that costs too much). A replica is then lost only if
+two neighbours die at the same moment.
+
+A checkpoint holds these states under names (`LocalPortion`), beside the tensors of the model and of the outer step
+(namedtensors.py). Members are not in the names, so any number of members can load it:
+
+    replicaR/optimizer/KEY/NAME   what the optimizer of replica R keeps for a parameter
+    replicaR/begun/NAME           whether the optimizer keeps anything for the parameter yet
+    replicaR/residual/NAME        what replica R has not sent of the parameter's differences
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from distbelief.checkpoint.fit import form, forms
+from distbelief.checkpoint.manifest import PartEntry
+from distbelief.checkpoint.parts import Slice, dtype_name
+from distbelief.checkpoint.sources import MODEL
+from distbelief.compression.parts import Part, PartsCoding
 from distbelief.shards import Range
+from distbelief.strategies.flatmodel.layout import Layout
+from distbelief.strategies.flatmodel.namedtensors import (
+    TilePlace,
+    TilePortion,
+    put_optimizer_back,
+    require_fit,
+    tile_places,
+)
+from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
 from distbelief.transport.exchange import Exchange
+from distbelief.transport.shm.segment import Segment
 
 _PAGE = 4096
-_TOLD = struct.Struct("q")  # the round that a member has begun, plus 1
+_BEGUN = struct.Struct("q")  # the round that a member has begun, plus 1
+
+
+_LINE = 64
+
+
+def kept_bytes(layout: Layout, recipe: Recipe, coding: PartsCoding | None) -> int:
+    return owed_at(layout, recipe) + 4 * coding.elements if coding else optimizer_bytes(layout, recipe)
+
+
+def optimizer_bytes(layout: Layout, recipe: Recipe) -> int:
+    return sum(state_bytes(recipe, layout, tile) for tile in range(layout.parameter_tiles))
+
+
+def owed_at(layout: Layout, recipe: Recipe) -> int:
+    """The byte at which the residual starts."""
+    return -(-optimizer_bytes(layout, recipe) // _LINE) * _LINE
+
+
+def owed(kept: torch.Tensor, coding: PartsCoding) -> torch.Tensor:
+    """The residual, which lies at the end."""
+    return kept[len(kept) - 4 * coding.elements :].view(torch.float32)
 
 
 class InnerStates:
@@ -53,7 +100,7 @@ class InnerStates:
         self._stamps[replica, number % 2] = number + 1
 
     def begin(self, number: int) -> None:
-        """I begin that round."""
+        """This member begins that round."""
         self._begun[0] = number + 1
 
     def set(self, number: int, states: Sequence[torch.Tensor]) -> None:
@@ -63,20 +110,21 @@ class InnerStates:
             self.write(replica, number, state)
 
     def _has(self, replica: int, number: int) -> bool:
-        """Before the first round, memory that nobody has written to is the state of an optimizer that has not begun."""
+        """Before the first round, unwritten memory is the state of an optimizer that has not begun."""
         stamp = int(self._stamps[replica, number % 2])
         return stamp == number + 1 or (number == 0 and stamp == 0)
 
     # --- members that have a memory each -----------------------------------------------------------------------------
 
     def agree(self, number: int) -> tuple[bool, list[int]]:
-        """A generation begins, before that round: every member gets what it needs from those who have it. Returns
-        whether somebody had begun the round, and the replicas whose state nobody has; then nothing was moved."""
+        """A generation begins, before that round: every member gets the states that it needs from members that have
+        them. Returns whether a member had begun the round, and the replicas whose state no member has; then no state
+        was moved."""
         mine = bytes(self._has(replica, number) for replica in range(self._replicas))
-        everybody = self.exchange.gather(_TOLD.pack(int(self._begun[0])) + mine)
-        begun = any(_TOLD.unpack_from(theirs)[0] == number + 1 for theirs in everybody)
+        everybody = self.exchange.gather(_BEGUN.pack(int(self._begun[0])) + mine)
+        begun = any(_BEGUN.unpack_from(theirs)[0] == number + 1 for theirs in everybody)
         holders = [
-            [rank for rank, theirs in enumerate(everybody) if theirs[_TOLD.size + replica]]
+            [rank for rank, theirs in enumerate(everybody) if theirs[_BEGUN.size + replica]]
             for replica in range(self._replicas)
         ]
         lost = [replica for replica, ranks in enumerate(holders) if not ranks]
@@ -88,8 +136,8 @@ class InnerStates:
         return begun, lost
 
     def send_on(self, number: int) -> None:
-        """My replicas' states before that round, to the next member. Every other one gives first, so that no chain of
-        members waits for its head."""
+        """Send the states of this member's replicas before that round to the next member. Every second member sends
+        first, so that the members do not wait for each other in a chain."""
         if not self.copies:
             return
         for turn in range(2):
@@ -113,3 +161,89 @@ class InnerStates:
 
     def _next(self, rank: int) -> int:
         return (rank + 1) % self.exchange.size
+
+
+def prefix(replica: int) -> str:
+    return f"replica{replica}/"
+
+
+def is_inner(name: str) -> bool:
+    """Whether a saved tensor is what a replica keeps."""
+    first, _, _ = name.partition("/")
+    return first.removeprefix("replica").isdigit() and first.startswith("replica")
+
+
+def inner_places(layout: Layout, recipe: Recipe, replica: int, coding: PartsCoding | None) -> Iterator[TilePlace]:
+    """Where each named tensor lies in the bytes that a replica keeps."""
+    start = 0
+    for tile in range(layout.parameter_tiles):
+        for place in tile_places(layout, recipe, tile):
+            if not place.tensor.startswith(MODEL):
+                at_bytes = start + place.at_bytes - layout.tiles[tile].size_bytes
+                yield replace(place, tensor=prefix(replica) + place.tensor, at_bytes=at_bytes)
+        start += state_bytes(recipe, layout, tile)
+    for part in coding.parts if coding else ():
+        name, at_bytes = _owed_name(layout, replica, part), owed_at(layout, recipe) + 4 * part.rest.start
+        count = part.rest.stop - part.rest.start
+        yield TilePlace(name, torch.float32, part.place.shape, 0, count, at_bytes)
+
+
+def _owed_name(layout: Layout, replica: int, part: Part) -> str:
+    return f"{prefix(replica)}residual/{layout.entries[part.place.mark].name}"
+
+
+class LocalPortion:
+    """See `Portion`: some tiles, and what some replicas keep behind them."""
+
+    def __init__(
+        self, tiles: TilePortion, layout: Layout, recipe: Recipe, replicas: Iterable[int],
+        coding: PartsCoding | None = None,
+    ) -> None:  # fmt: skip
+        self.tiles = tiles
+        self._layout = layout
+        self._recipe = recipe
+        self._coding = coding
+        self.starts: dict[int, int] = {}
+        """Replica -> the byte at which its state starts."""
+        at = tiles.size_bytes
+        for replica in replicas:
+            self.starts[replica] = at
+            at += kept_bytes(layout, recipe, coding)
+        self.size_bytes = at
+
+    def entries(self) -> list[PartEntry]:
+        found = [PartEntry(p.tensor, dtype_name(p.dtype), p.shape, p.first, p.count) for _, p in self._all()]
+        return [*self.tiles.entries(), *found]
+
+    def slices(self, copy: Segment, outside: Mapping[str, torch.Tensor]) -> list[Slice]:
+        found = [Slice(p.tensor, copy.tensor(p.dtype, at, p.count), p.shape, p.first) for at, p in self._all()]
+        return [*self.tiles.slices(copy, outside), *found]
+
+    def _all(self) -> Iterator[tuple[int, TilePlace]]:
+        for replica, start in self.starts.items():
+            for place in inner_places(self._layout, self._recipe, replica, self._coding):
+                yield start + place.at_bytes, place
+
+
+def inner_states(
+    tensors: Mapping[str, torch.Tensor], layout: Layout, recipe: Recipe, replicas: int,
+    coding: PartsCoding | None = None,
+) -> Sequence[torch.Tensor]:  # fmt: skip
+    """The bytes that every replica keeps, from saved tensors. Every name and shape is checked."""
+    places = [place for replica in range(replicas) for place in inner_places(layout, recipe, replica, coding)]
+    require_fit(forms(tensors), {place.tensor: form(dtype_name(place.dtype), place.shape) for place in places})
+    found = []
+    for replica in range(replicas):
+        start = prefix(replica)
+        mine = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+        sizes = [state_bytes(recipe, layout, tile) for tile in range(layout.parameter_tiles)]
+        state = torch.zeros(kept_bytes(layout, recipe, coding), dtype=torch.uint8)
+        at = 0
+        for tile, size_bytes in enumerate(sizes):
+            put_optimizer_back(mine, state[at : at + size_bytes], layout, recipe, tile)
+            at += size_bytes
+        if coding:
+            for part in coding.parts:
+                owed(state, coding)[part.rest] = tensors[_owed_name(layout, replica, part)].reshape(-1)
+        found.append(state)
+    return found

@@ -15,31 +15,28 @@ from distbelief.strategies.dataparallel.compressed import compressing
 from distbelief.strategies.dataparallel.prepared import PreparedModel
 from distbelief.strategies.flatmodel.rules.stepwork import slots_needed
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
-from distbelief.strategies.localsgd.innerstates import InnerStates
-from distbelief.strategies.localsgd.kept import optimizer_bytes
-from distbelief.strategies.localsgd.ondevice import DeviceTrainer
+from distbelief.strategies.localsgd.innerstates import InnerStates, optimizer_bytes
 from distbelief.strategies.localsgd.replica import LocalReplica
-from distbelief.strategies.localsgd.rules.rounds import Rounds, group_of
-from distbelief.strategies.localsgd.strategy import LocalSGD
-from distbelief.strategies.localsgd.trainer import TOLD, LocalTrainer
+from distbelief.strategies.localsgd.rules.rounds import Rounds, RoundSettings, group_of
+from distbelief.strategies.localsgd.trainer import NUMBERS_PER_STEP, DeviceTrainer, LocalTrainer
 from distbelief.transport.exchange import ROW, Exchange, Geometry
 
 
 class PreparedLocalSGD(PreparedModel):
     """See `Prepared`. What the members divide among themselves are the replicas."""
 
-    def __init__(self, job: Job, schedule: Schedule, device: torch.device, how: LocalSGD) -> None:
+    def __init__(self, job: Job, schedule: Schedule, device: torch.device, settings: RoundSettings) -> None:
         super().__init__(job, schedule, device)
-        self._how = how
-        self.shards = how.replicas_of(job)
-        self._compression = (
-            compressing(self._layout, how.compression, job.seed, always=True, apart=True) if how.compression else None
-        )
-        coding = PartsCoding(how.compression, self._compression.places) if self._compression else None
+        self._settings = settings
+        self.shards = settings.replicas
+        self._compression = None
+        if method := settings.compression:
+            self._compression = compressing(self._layout, method, job.seed, always=True, apart=True)
+        coding = PartsCoding(settings.compression, self._compression.places) if self._compression else None
         kind = LocalTrainer if device.type == "cpu" else DeviceTrainer
         self._trainer = kind(job, self.model, self._layout, device, self._recipe, coding)
         self._computer = self._trainer
-        self._outer = Recipe(partial(torch.optim.SGD, **how.outer_options), self._trainer.parameters)
+        self._outer = Recipe(partial(torch.optim.SGD, **settings.outer), self._trainer.parameters)
 
     def least_bytes(self) -> int:
         """A slot for differences; values and the outer optimizer's state twice; values, a gradient and what is kept of
@@ -65,12 +62,12 @@ class PreparedLocalSGD(PreparedModel):
             shards=self.shards,
             marks=len(self._layout.entries),
             integer_bytes=len(self._trainer.integer_bytes()),
-            row=ROW + TOLD * self._how.steps,
+            row=ROW + NUMBERS_PER_STEP * self._settings.steps,
             compression=self._compression,
         )
 
     def _slots(self, mine: Range) -> int:
-        """Over a network, differences that are compressed are not added up by whoever made them."""
+        """Over a network, members do not add up compressed differences before they send them."""
         return max(slots_needed(self.shards, mine), mine[1] - mine[0] if self._compression else 0)
 
     def groups(self, mine: Range) -> list[list[Range]]:
@@ -80,6 +77,6 @@ class PreparedLocalSGD(PreparedModel):
     def build(
         self, seat: Seat, exchange: Exchange, fetch: Fetch, begin_from: BeginFrom = nothing_saved
     ) -> LocalReplica:
-        rounds = Rounds(self._schedule, self._how.steps, self.shards, seat.steps)
-        inner = InnerStates(exchange, seat.ranges, len(self._trainer.kept), self._how.sends_copies)
+        rounds = Rounds(self._schedule, self._settings.steps, self.shards, seat.steps)
+        inner = InnerStates(exchange, seat.ranges, len(self._trainer.kept), self._settings.sends_copies)
         return LocalReplica(self._trainer, self._outer, rounds, seat, inner, fetch, begin_from)

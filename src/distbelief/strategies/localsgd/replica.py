@@ -1,8 +1,9 @@
-"""The local_sgd replica: a round is the transaction, and the commit of allreduce is its outer step.
+"""The local_sgd replica: a round is the transaction, and the outer step is the commit of allreduce.
 
-A unit of work is one replica of the model: its local steps, whose difference from the committed parameters goes where a
-shard's gradients go. Partial sums, taking over, the commit and the tree order are those of allreduce. In here rounds
-are counted; to the outside, steps.
+A unit of work is one replica of the model. The member takes the replica's local steps (`LocalTrainer.train`); the
+difference from the committed parameters goes to the slot where allreduce has a shard's gradients. Partial sums,
+taking over, the commit and the tree order are those of `DataParallelReplica`. This class counts rounds in its inner
+state; its methods take and return steps.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from distbelief.checkpoint.sources import MODEL
 from distbelief.compression.exchanges.partialsums import CodedParts
+from distbelief.compression.parts import PartsCoding
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.strategies.base import (
     Applied,
@@ -35,12 +37,10 @@ from distbelief.strategies.flatmodel.copying import Copy
 from distbelief.strategies.flatmodel.rules.stepwork import ShardWork, StepWork, plan_apart
 from distbelief.strategies.flatmodel.rules.verdict import judge
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
-from distbelief.strategies.localsgd.innerstates import InnerStates
-from distbelief.strategies.localsgd.portions import LocalPortion, inner_states, is_inner
+from distbelief.strategies.localsgd.innerstates import InnerStates, LocalPortion, inner_states, is_inner
 from distbelief.strategies.localsgd.rules.rounds import Rounds
-from distbelief.strategies.localsgd.trainer import NO_SAY, TOLD, Beginning, LocalTrainer
-from distbelief.strategies.localsgd.travelling import Travelling
-from distbelief.transport.exchange import ROW
+from distbelief.strategies.localsgd.trainer import NO_CHECKSUM, NUMBERS_PER_STEP, LocalTrainer, RoundStart
+from distbelief.transport.exchange import ROW, Exchange, Source
 from distbelief.transport.shm.segment import Segment
 
 _WEIGHT, _INTEGERS, _SAMPLES = 1, 2, 3
@@ -63,11 +63,11 @@ class LocalReplica(DataParallelReplica):
         super().__init__(trainer, outer, rounds, within, inner.exchange, fetch, True, self._begin)
         # Clipping and the schedule are for local steps.
         self._job = replace(trainer.job, clip_norm=None, schedule=None)
-        self._rows = np.zeros((rounds.replicas, ROW + TOLD * rounds.local))
+        self._rows = np.zeros((rounds.replicas, ROW + NUMBERS_PER_STEP * rounds.local))
         coding, replicas = trainer.coding, rounds.replicas
         owing = 4 * coding.elements if coding else 0
         copied = replicas * (len(trainer.kept) - owing) if inner.copies else 0
-        self._travelling = Travelling(inner.exchange, coding, replicas, copied)
+        self._traffic = TrafficCount(inner.exchange, coding, replicas, copied)
         self._helper = None  # a replica's state has one writer, and a late one would be begun anew from its first step
 
     # --- what a generation goes on from ------------------------------------------------------------------------------
@@ -105,11 +105,11 @@ class LocalReplica(DataParallelReplica):
         return self._begin(step) or self._begin_anew()
 
     def _begin_anew(self) -> Saved:
-        """From the job's own initial values, which are nowhere any more."""
+        """From the job's own initial values; no member has them any more."""
         job = self._trainer.job
         if isinstance(job.model, torch.nn.Module):
             raise DistBeliefError(
-                "whoever had the optimizer state of a replica has died, and there is no checkpoint to go back to",
+                "the workers that had a replica's optimizer state have died, and there is no checkpoint to go back to",
                 hint="save more often (--save-every), or let `model` be a function, which can be called again",
             )
         model = make_model(job, self._trainer.device)
@@ -129,13 +129,13 @@ class LocalReplica(DataParallelReplica):
         finally:
             self._trainer.bind_parameters(self._state.memory, self._state.values_at)
         self._trainer.adopt_integers()
-        self._inner.send_on(number + 1)  # before anybody commits: then whoever dies after it takes nothing along
+        self._inner.send_on(number + 1)  # before any member commits: a death after the commit then loses no replica
 
     def commit(self, step: int) -> StepResult:
         number = self._rounds.done(step)
         result = super().commit(number)
         occupied = self._rounds.occupied(number)
-        self._travelling.count(self._work_of(number).sources, super()._plan(occupied).sources)
+        self._traffic.count(self._work_of(number).sources, super()._plan(occupied).sources)
         return result
 
     def _plan(self, occupied: int) -> StepWork:
@@ -146,7 +146,7 @@ class LocalReplica(DataParallelReplica):
 
     def _compute_unit(self, step: int, unit: ShardWork, last: bool) -> None:
         replica, state = unit.shard, self._state
-        begin = Beginning(state.memory, state.values_at, state.integers(step), self._inner.read(replica, step))
+        begin = RoundStart(state.memory, state.values_at, state.integers(step), self._inner.read(replica, step))
         trained = self._trainer.train(self._rounds, step, replica, begin, self._fetch, self.exchange.working)
         self.exchange.working(-1)
         self._trainer.write_difference(self.exchange.slot(unit.slot))
@@ -158,8 +158,8 @@ class LocalReplica(DataParallelReplica):
             ready(tile.index)
         row = self._rows[replica]
         row[_WEIGHT] = 1.0  # every replica counts alike in the average
-        row[_INTEGERS], row[_SAMPLES] = trained.integers, trained.told[:, -1].sum()
-        row[ROW : ROW + trained.told.size] = trained.told.reshape(-1)
+        row[_INTEGERS], row[_SAMPLES] = trained.integers, trained.reported[:, -1].sum()
+        row[ROW : ROW + trained.reported.size] = trained.reported.reshape(-1)
         self._touched |= trained.touched
 
     def _look_ahead(self, step: int) -> None:
@@ -169,15 +169,21 @@ class LocalReplica(DataParallelReplica):
         return self._rounds.after(step)
 
     def _judge(self, step: int, rows: np.ndarray) -> StepResult:
-        known = {float(row[_INTEGERS]) for row in rows if row[_SAMPLES] and row[_INTEGERS] != NO_SAY}
+        known = {float(row[_INTEGERS]) for row in rows if row[_SAMPLES] and row[_INTEGERS] != NO_CHECKSUM}
         if len(known) > 1:
             raise JobError(
                 "an integer buffer of the model has other values in one replica than in another: it depends on the "
                 "samples, so there is no single value to go on with"
             )
-        told = rows[:, ROW:].reshape(len(rows), -1, TOLD)
+        reported = rows[:, ROW:].reshape(len(rows), -1, NUMBERS_PER_STEP)
         found = [
-            judge(number, told[:, place, 0], told[:, place, 1], told[:, place, 2], told[:, place].tobytes())
+            judge(
+                number,
+                reported[:, place, 0],
+                reported[:, place, 1],
+                reported[:, place, 2],
+                reported[:, place].tobytes(),
+            )
             for place, number in enumerate(self._rounds.steps(step))
         ]
         return replace(found[-1], before=found[:-1])
@@ -211,10 +217,10 @@ class LocalReplica(DataParallelReplica):
     # --- for people --------------------------------------------------------------------------------------------------
 
     def traffic(self) -> tuple[int, int]:
-        return self._travelling.traffic
+        return self._traffic.traffic
 
     def plan_lines(self) -> Sequence[str]:
-        return self._travelling.lines()
+        return self._traffic.lines()
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
@@ -246,3 +252,49 @@ class LocalReplica(DataParallelReplica):
         copying = Copy(copy, starts, into, self._outside(rounds) if rank == 0 else {})
         self._copies.append(copying)
         return copying
+
+
+_COUNTS = 16  # bytes: two numbers
+
+
+class TrafficCount:
+    """How many bytes compressed differences are on the wire, counted by one member over a run. Without compression it
+    counts nothing."""
+
+    def __init__(self, exchange: Exchange, coding: PartsCoding | None, replicas: int, copied: int) -> None:
+        """`copied`: bytes that members send each other in every round for a replica's sake, without what it owes."""
+        self._coded = exchange if isinstance(exchange, CodedParts) else None
+        self._copied = copied
+        self._owing = 4 * coding.elements * replicas if coding and copied else 0
+        self._replicas = replicas
+        self._news: list[str] = []
+        if self._coded is not None:
+            self._bytes = np.frombuffer(exchange.state(_COUNTS, "traffic").buffer, np.int64, 2)
+        if coding is None or exchange.size == 1:
+            return
+        if self._coded is None:
+            self._news.append(
+                f"differences stay in shared memory, where {coding.method} saves nothing; it rounds them as elsewhere"
+            )
+        else:
+            self._news.append(f"differences are compressed ({coding.method}): every replica's go to all workers")
+
+    def count(self, apart: Sequence[Source], together: Sequence[Source]) -> None:
+        """A round is committed. `apart`: what was added up in it; `together`: the same, had it not been compressed."""
+        if self._coded is None:
+            return
+        wire, plain = self._coded.bill(apart, together)
+        if wire >= plain > 0 and not self._bytes[1]:
+            self._news.append(
+                f"{self._coded.coding.method} saves nothing on {self._coded.size} workers, since each of the "
+                f"{self._replicas} replicas sends its own differences: have fewer replicas, or take int8 or topk=0.01"
+            )
+        self._bytes += (wire + self._copied + self._owing, plain + self._copied)
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        return (0, 0) if self._coded is None else (int(self._bytes[0]), int(self._bytes[1]))
+
+    def lines(self) -> list[str]:
+        lines, self._news = self._news, []
+        return lines

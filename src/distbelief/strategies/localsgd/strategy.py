@@ -1,7 +1,7 @@
 """local_sgd: replicas of the model train apart for some steps, then one outer step brings them together.
 
-The value alone, without torch, which the command line and the coordinator need not import. What a replica does between
-two outer steps is in local/.
+The value and its parser, without torch: the command line and the coordinator do not import it. What a member does in a
+round is in replica.py, what one replica does between two outer steps in trainer.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Strategy
+from distbelief.strategies.localsgd.rules.rounds import RoundSettings
 
 if TYPE_CHECKING:
     import torch
@@ -160,7 +161,10 @@ class LocalSGD(Strategy):
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedLocalSGD:
         from distbelief.strategies.localsgd.prepared import PreparedLocalSGD
 
-        return PreparedLocalSGD(job, schedule, device, self)
+        settings = RoundSettings(
+            self.steps, self.replicas_of(job), self.outer_options, self.compression, self.sends_copies
+        )
+        return PreparedLocalSGD(job, schedule, device, settings)
 
 
 def parse(text: str, options: Sequence[str]) -> LocalSGD:

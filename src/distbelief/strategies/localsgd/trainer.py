@@ -1,8 +1,12 @@
 """One replica between two outer steps: local steps on a copy of the parameters, with an optimizer of the replica's own.
 
-What a replica gives is a pure function of (committed values, its optimizer state, samples, seeds), so it does not
-matter who trains it. A local step is a step of allreduce on the replica's own shards: the same tree, the same rules for
-untouched parameters, clipping and buffers.
+The result of a replica's round is a pure function of (committed values, the replica's optimizer state, samples, seeds);
+it does not matter which member trains it. A local step is a step of allreduce on the replica's own shards: the same
+tree, the same rules for untouched parameters, clipping and buffers.
+
+`DeviceTrainer` does the same on an accelerator. The committed state, and what replicas keep between rounds, stay in the
+host's memory, where no death loses them. A round copies them to the device once, takes all local steps there, also
+those of the job's optimizer, and copies back the difference and what the replica keeps.
 """
 
 from __future__ import annotations
@@ -26,20 +30,21 @@ from distbelief.strategies.flatmodel.compute import ShardComputer, ShardResult
 from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.rules.stepwork import partial_sums
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory, TileOptimizer, norms, state_bytes
-from distbelief.strategies.localsgd.kept import kept_bytes, owed
+from distbelief.strategies.localsgd.innerstates import kept_bytes, owed
 from distbelief.strategies.localsgd.rules.rounds import Rounds
-from distbelief.transport.device.exchange import Stretch, stretches, when_whole
+from distbelief.transport.device.accelerator import DeviceMemory, pin
+from distbelief.transport.device.exchange import STRETCH_BYTES, Stretch, stretches, when_whole
 from distbelief.transport.exchange import Tile
 from distbelief.transport.shm.segment import Memory, Segment
 
-TOLD = 3
+NUMBERS_PER_STEP = 3
 """Numbers that a replica tells of each of its steps: sum of the loss, its weight, samples."""
-NO_SAY = -1.0
+NO_CHECKSUM = -1.0
 """In place of a checksum of the integer buffers: they are behind those of replicas that had samples in every step."""
 
 
 @dataclass(frozen=True)
-class Beginning:
+class RoundStart:
     """What a replica goes on from."""
 
     values: Memory
@@ -53,11 +58,11 @@ class Beginning:
 
 
 @dataclass(frozen=True)
-class Trained:
-    told: np.ndarray
-    """(steps of the round, TOLD)."""
+class RoundResult:
+    reported: np.ndarray
+    """(steps of the round, NUMBERS_PER_STEP)."""
     integers: float
-    """A checksum of the integer buffers, or NO_SAY."""
+    """A checksum of the integer buffers, or NO_CHECKSUM."""
     touched: np.ndarray
     """Per entry of the layout: whether any step gave the parameter a gradient, or changed the buffer."""
 
@@ -95,10 +100,10 @@ class LocalTrainer(ShardComputer):
         self._fullest: bytes | None = None
 
     def train(
-        self, rounds: Rounds, number: int, replica: int, beginning: Beginning, fetch: Fetch,
+        self, rounds: Rounds, number: int, replica: int, beginning: RoundStart, fetch: Fetch,
         working: Callable[[int], None],
-    ) -> Trained:  # fmt: skip
-        """Take the round's local steps. `working` is told every shard before it is computed."""
+    ) -> RoundResult:  # fmt: skip
+        """Take the round's local steps. `working` is called with every shard before it is computed."""
         self.kept.copy_(beginning.kept)
         self._began_at = self._bring_in(beginning)
         for mine, value in zip(views(self._values, self._grain), self._began_at, strict=True):
@@ -106,7 +111,7 @@ class LocalTrainer(ShardComputer):
         self.commit_integers(beginning.integers)
         self.bind_parameters(self._values, 0)
         optimizers = self._make_optimizers()
-        told = np.zeros((len(rounds.steps(number)), TOLD))
+        reported = np.zeros((len(rounds.steps(number)), NUMBERS_PER_STEP))
         touched = np.zeros(len(self.layout.entries), np.uint8)
         first, end = rounds.group(replica)
         full = True
@@ -116,27 +121,27 @@ class LocalTrainer(ShardComputer):
                 full = False
                 continue
             results = self._compute(step, (first, end), busy, fetch, working)
-            told[place] = (
+            reported[place] = (
                 math.fsum(result.loss_sum for result, _ in results),
                 math.fsum(result.weight for result, _ in results),
                 sum(samples for _, samples in results),
             )
             marks = np.bitwise_or.reduce([result.touched for result, _ in results])
-            if told[place][1] == 0:  # nothing to learn from: as if no parameter had a gradient
+            if reported[place][1] == 0:  # nothing to learn from: as if no parameter had a gradient
                 marks[: len(self.parameters)] = 0
-            self._update(step, replica, optimizers, float(told[place][1]), marks, busy)
+            self._update(step, replica, optimizers, float(reported[place][1]), marks, busy)
             touched |= marks
         self._bring_out()
         integers = self.integer_bytes()
         if full:
             self._fullest = integers
-        return Trained(told, float(zlib.crc32(integers)) if full else NO_SAY, touched)
+        return RoundResult(reported, float(zlib.crc32(integers)) if full else NO_CHECKSUM, touched)
 
     def _room(self, size_bytes: int) -> Memory:
         """Memory to train in."""
         return Segment.private(size_bytes)
 
-    def _bring_in(self, beginning: Beginning) -> list[torch.Tensor]:
+    def _bring_in(self, beginning: RoundStart) -> list[torch.Tensor]:
         """Have what a replica begins with where it is trained. Returns its values, in the pieces of the grain."""
         return views(beginning.values, self._grain, beginning.values_at)
 
@@ -255,3 +260,64 @@ class LocalTrainer(ShardComputer):
 
 def views(memory: Memory, places: Sequence[Tile | Stretch], first_bytes: int = 0) -> list[torch.Tensor]:
     return [memory.tensor(one.dtype, first_bytes + one.offset_bytes, one.numel) for one in places]
+
+
+class DeviceTrainer(LocalTrainer):
+    """See `LocalTrainer`. Between rounds the model's parameters are a copy of the committed ones, taken when it is
+    first wanted after a round."""
+
+    _grain_bytes = STRETCH_BYTES
+
+    def __init__(
+        self, job: Job, model: torch.nn.Module, layout: Layout, device: torch.device, recipe: Recipe,
+        coding: PartsCoding | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(job, model, layout, device, recipe, coding)
+        self._optimizer_bytes = sum(self._sizes)
+        self._optimizer_state = self._room(self._optimizer_bytes).tensor(torch.uint8, 0, self._optimizer_bytes)
+        self._committed = self._room(layout.size_bytes)
+        self._host: torch.Tensor | None = None
+        """The committed values, where they are to be copied from; None: they have been."""
+        self._pin(self._keeping)
+
+    def bind_parameters(self, values: Memory, offset_bytes: int) -> None:
+        if values is self._values:
+            super().bind_parameters(values, offset_bytes)
+            return
+        self._pin(values)
+        self._host = values.tensor(torch.uint8, offset_bytes, self.layout.size_bytes)
+        super().bind_parameters(self._committed, 0)
+
+    def committed_buffers(self, values: Memory, offset_bytes: int) -> list[torch.Tensor]:
+        return super().committed_buffers(self._committed, 0)
+
+    def restore_buffers(self, committed: Sequence[torch.Tensor]) -> None:
+        self._freshen()
+        super().restore_buffers(committed)
+
+    def _freshen(self) -> None:
+        if self._host is not None:
+            self._committed.tensor(torch.uint8, 0, self.layout.size_bytes).copy_(self._host)
+            self._host = None
+
+    def write_difference(self, slot: Memory) -> None:
+        """Made in the memory of gradients, which are not wanted any more."""
+        self._pin(slot)
+        made, size_bytes = self._slot(0), self.layout.size_bytes
+        super().write_difference(made)
+        slot.tensor(torch.uint8, 0, size_bytes).copy_(made.tensor(torch.uint8, 0, size_bytes))
+
+    def _room(self, size_bytes: int) -> Memory:
+        return DeviceMemory(size_bytes, self.device)
+
+    def _bring_in(self, beginning: RoundStart) -> list[torch.Tensor]:
+        self._optimizer_state.copy_(self.kept[: self._optimizer_bytes])
+        self._freshen()
+        return views(self._committed, self._grain)
+
+    def _bring_out(self) -> None:
+        self.kept[: self._optimizer_bytes].copy_(self._optimizer_state)
+
+    def _pin(self, memory: Memory) -> None:
+        if self.device.type == "cuda" and isinstance(memory, Segment):
+            pin(memory)

@@ -57,7 +57,7 @@ INSTRUMENTS = (
     Instrument(WAIT, "distbelief.strategies.flatmodel.compute", "PendingLoss", ("numbers",)),
     Instrument(WAIT, "distbelief.transport.device.exchange", "DeviceExchange", ("finish_copies",)),
     Instrument(WAIT, "distbelief.strategies.ps.worker.exchange", "DeviceServerExchange", ("bring",)),
-    Instrument(WAIT, "distbelief.strategies.localsgd.ondevice", "DeviceTrainer", ("_bring_out",)),
+    Instrument(WAIT, "distbelief.strategies.localsgd.trainer", "DeviceTrainer", ("_bring_out",)),
     Instrument(WAIT, "distbelief.transport.shm.futexflags", "FutexFlags", ("await_all",)),
     Instrument(WAIT, "distbelief.transport.gloo.exchange", "TorchExchange", ("share",)),
     Instrument(WAIT, "distbelief.transport.gloo.group", "TorchGroup", ("gather",)),

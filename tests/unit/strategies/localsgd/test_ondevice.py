@@ -9,9 +9,8 @@ import torch
 from distbelief.job import Job
 from distbelief.strategies.base import Saved
 from distbelief.strategies.localsgd import prepared
-from distbelief.strategies.localsgd.ondevice import DeviceTrainer
 from distbelief.strategies.localsgd.strategy import LocalSGD
-from distbelief.strategies.localsgd.trainer import LocalTrainer
+from distbelief.strategies.localsgd.trainer import DeviceTrainer, LocalTrainer
 from distbelief.verification.plain import make_model
 from distbelief.verification.plainlocal import train_locally
 from tests.support.replicas.local import Trainer, assert_same_bits, job_of

@@ -2,12 +2,14 @@
 
 The run counts in steps (global batches); what is committed and taken over as a whole is a round. A round ends
 at every multiple of H steps, and at the end of the run. Replica r has the same contiguous group of a step's shards in
-every step, whoever computes it.
+every step; it does not matter which member computes it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from distbelief.errors import JobError
 from distbelief.shards import Range, Schedule
@@ -20,6 +22,22 @@ def group_of(shards: int, replicas: int, replica: int) -> Range:
     [(0, 2), (2, 5), (5, 8)]
     """
     return replica * shards // replicas, (replica + 1) * shards // replicas
+
+
+@dataclass(frozen=True)
+class RoundSettings:
+    """What a worker must know of the strategy and the job to run rounds."""
+
+    steps: int
+    """H: local steps of a round."""
+    replicas: int
+    """R: replicas of the model."""
+    outer: Mapping[str, Any]
+    """The outer step, as options of torch.optim.SGD."""
+    compression: str
+    """How differences are made smaller on their way; empty: they are not."""
+    sends_copies: bool
+    """Whether, without shared memory, every replica's state is also sent to a second worker."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +68,11 @@ class Rounds:
         return range(number * self.local, min((number + 1) * self.local, self.total))
 
     def after(self, rounds: int) -> int:
-        """The steps that are done after so many rounds."""
+        """The steps that are done after that number of rounds."""
         return min(rounds * self.local, self.total)
 
     def done(self, steps: int) -> int:
-        """The rounds that are done after so many steps: the inverse of `after`."""
+        """The rounds that are done after that number of steps: the inverse of `after`."""
         rounds = -(-steps // self.local)
         if self.after(rounds) != steps:
             raise JobError(
