@@ -1,8 +1,9 @@
-"""Who takes which place in a new mesh: whoever holds a part of the state keeps near to it. Pure.
+"""Assigns the places of a new mesh to workers, so that little state has to move. Pure.
 
-The state of a divided model is in the members' memory, and only members of the new generation hand it on. So, of every
-part that is still there, one holder has a seat before anybody else; and everybody gets the place for which the least
-has to be moved. With the same degrees as before all keep their places, and a newcomer takes that of the dead.
+The state of a divided model is in the members' memory, and only members of the new generation can pass it on. So first
+one holder of every part that still exists gets a place; then the others. Each worker gets the place for which the
+least state moves. With the same degrees as before all members keep their places, and a newcomer takes the place of a
+dead member.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from distbelief.strategies.rules.degrees import Degrees, Place
 
 
 def seat(new: Degrees, old: Degrees | None, ranks: Sequence[int | None]) -> list[int]:
-    """For every rank of the new mesh, which candidate gets it. `ranks`: each one's in the old mesh, if it had one.
+    """For every rank of the new mesh, the index of the candidate that gets it. `ranks`: each candidate's rank in the
+    old mesh, or None.
 
     >>> seat(Degrees(pipeline=2), Degrees(pipeline=2, data=2), [0, 1, 3])  # rank 2, of the second stage, has died
     [0, 2]
@@ -25,15 +27,15 @@ def seat(new: Degrees, old: Degrees | None, ranks: Sequence[int | None]) -> list
     pairs = _pairs(new, old, places) if old else []
     seated: set[int] = set()
     held: set[Hashable] = set()
-    # One holder of every part, wherever it fits best; then the others, wherever they do.
-    for everybody in (False, True):
+    # First one holder of every part, at its best place; then the others, each at its best place.
+    for every_holder in (False, True):
         for _, _, rank, candidate in pairs:
             part = _part(places[candidate])
-            if rank not in seats and candidate not in seated and (everybody or part not in held):
+            if rank not in seats and candidate not in seated and (every_holder or part not in held):
                 seats[rank] = candidate
                 seated.add(candidate)
                 held.add(part)
-        if not everybody:  # where the places that fit were taken by holders of other parts
+        if not every_holder:  # holders whose best places went to holders of other parts
             others = {_part(place): one for one, place in enumerate(places) if place and _part(place) not in held}
             _fill(seats, seated, new, list(others.values()))
     _fill(seats, seated, new, range(len(ranks)))
@@ -41,7 +43,7 @@ def seat(new: Degrees, old: Degrees | None, ranks: Sequence[int | None]) -> list
 
 
 def _fill(seats: dict[int, int], seated: set[int], new: Degrees, candidates: Sequence[int]) -> None:
-    """Seats that are left, in order."""
+    """Fill the remaining places in order."""
     free = [rank for rank in range(new.size) if rank not in seats]
     waiting = [candidate for candidate in candidates if candidate not in seated]
     for rank, candidate in zip(free, waiting, strict=False):
@@ -50,7 +52,7 @@ def _fill(seats: dict[int, int], seated: set[int], new: Degrees, candidates: Seq
 
 
 def _pairs(new: Degrees, old: Degrees, places: Sequence[Place | None]) -> list[tuple[int, bool, int, int]]:
-    """(-what need not be moved, another data index, rank, candidate), the best first."""
+    """All fitting pairs as (-state that need not move, whether the data index differs, rank, candidate), best first."""
     pairs = []
     for rank in range(new.size):
         there = new.place(rank)
@@ -61,7 +63,7 @@ def _pairs(new: Degrees, old: Degrees, places: Sequence[Place | None]) -> list[t
 
 
 def _kept(new: Degrees, there: Place, old: Degrees, here: Place) -> int:
-    """How much of the model two places have in common, as if all layers were alike. In a unit of its own."""
+    """How much of the model two places have in common if all layers are alike, in a unit of its own."""
     kept = 1
     for i, n, j, m in (
         (there.pipeline, new.pipeline, here.pipeline, old.pipeline),
@@ -73,5 +75,5 @@ def _kept(new: Degrees, there: Place, old: Degrees, here: Place) -> int:
 
 
 def _part(place: Place | None) -> Hashable:
-    """Members that differ in their data index only hold the same."""
+    """The part of the model at a place. Members that differ only in their data index hold the same part."""
     return (place.pipeline, place.sharded, place.tensor) if place else None

@@ -1,14 +1,14 @@
 """How many ways a model and its data are divided, and which member holds which part. Pure arithmetic, without torch.
 
 The members of a generation form a mesh of pipeline × data × sharded × tensor, their ranks row by row in that order. A
-strategy says what is wished for (`Wish`); `problem` says why a run cannot start so; and `fit` makes the best of any
-number of workers later on, when some have died or come.
+strategy requests degrees (`Wish`). `problem` tells why a run cannot start with these degrees. `fit` chooses the best
+degrees for any number of workers later, when some workers have died or joined.
 
 The policy of `fit`, in this order:
-1. No degree is above its wish, except one that was left open. A tensor degree divides the wished one, since it must
-   divide the heads. Every data index has a shard at least.
-2. Memory: nobody holds more than a third more of the model than it must with so many workers. What a member can hold is
-   why models are divided, so data parallelism never takes the place of pipeline, sharded or tensor parallelism.
+1. No degree is above its wish, except a degree that was left open. A tensor degree divides the wished degree, since
+   it must divide the heads. Every data index has at least one shard.
+2. Memory: no member holds more than a third more of the model than this number of workers requires. Models are divided
+   because of memory, so data parallelism never replaces pipeline, sharded or tensor parallelism.
 3. As many workers as possible are used; the others are spares.
 4. The model is divided as far as possible; of equally fine divisions, the pipeline is kept first (it sends the least),
    then sharding.
@@ -24,15 +24,15 @@ from fractions import Fraction
 from distbelief.shards import Range
 
 MORE_MEMORY = Fraction(4, 3)
-"""So much more than it must may a member hold, if more workers are used then. A pipeline of four that loses one member
-grows by as much whether we like it or not."""
+"""How much more of the model than necessary a member may hold, if more workers are used that way. A pipeline of four
+that loses one member must grow by this much anyway."""
 
 DIMENSIONS = ("pipeline", "data", "sharded", "tensor")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a member is in the mesh, counted from 0."""
+    """A member's place in the mesh, counted from 0 in each dimension."""
 
     pipeline: int
     data: int
@@ -61,12 +61,12 @@ class Degrees:
 
     @property
     def parts(self) -> int:
-        """Into so many parts the model is divided."""
+        """The number of parts into which the model is divided."""
         return self.pipeline * self.sharded * self.tensor
 
     @property
     def rows(self) -> int:
-        """So many data indices there are: members with the same one compute the same shards."""
+        """The number of data indices. Members with the same data index compute the same shards."""
         return self.data * self.sharded
 
     def place(self, rank: int) -> Place:
@@ -130,7 +130,7 @@ def dotted(data: int | None, sharded: int, tensor: int, pipeline: int) -> str:
 
 @dataclass(frozen=True)
 class Wish:
-    """What a strategy asks for. None: as many as there are workers for."""
+    """The degrees that a strategy requests. None: as many as there are workers for."""
 
     data: int | None
     sharded: int | None
@@ -139,7 +139,7 @@ class Wish:
 
     @property
     def unit(self) -> int:
-        """With so many workers every degree that was given is met; what is left open counts as 1."""
+        """The number of workers that meets every given degree; an open degree counts as 1."""
         return self.pipeline * self.tensor * (self.sharded or 1) * (self.data or 1)
 
     @property
@@ -162,7 +162,7 @@ class Wish:
 
 
 def problem(wish: Wish, workers: int, shards: int | None) -> str:
-    """Why a run cannot start so, and what would be right; "" if it can. `shards`: None while they are not known.
+    """The reason why a run cannot start, with a way out; "" if it can. `shards`: None while not known.
 
     >>> problem(Wish(None, 1, pipeline=2), 3, 8)
     'pipeline:2 takes a multiple of 2 workers, not 3: use --workers 2 or 4, or pipeline:3'
@@ -184,14 +184,14 @@ def _wrong(takes: str, workers: int, right: str, instead: str) -> str:
 
 
 def _instead(wish: Wish, workers: int) -> str:
-    """The same kind of strategy for so many workers; "" where none can be named with certainty."""
+    """The same kind of strategy for this number of workers; "" if none can be named with certainty."""
     if wish.data is not None and wish.sharded is not None and wish.data > 1:
         groups, rest = divmod(workers, wish.unit // wish.data)
         return dotted(groups, wish.sharded, wish.tensor, wish.pipeline) if groups and not rest else ""
     alone = wish.data is None and wish.sharded == 1
     if alone and wish.tensor == 1 and workers > 1:
         return f"pipeline:{workers}"
-    if alone and wish.pipeline == 1:  # a divisor of what was asked for divides the heads as well
+    if alone and wish.pipeline == 1:  # a divisor of the wished degree divides the heads too
         best = max(n for n in _divisors(wish.tensor) if workers % n == 0)
         return f"tensor:{best}" if best > 1 else ""
     return ""
@@ -211,11 +211,11 @@ def _too_few_shards(wish: Wish, workers: int, shards: int) -> str:
     )
 
 
-# --- later on --------------------------------------------------------------------------------------------------------
+# --- during a run ----------------------------------------------------------------------------------------------------
 
 
 def fit(wish: Wish, workers: int, shards: int) -> Degrees:
-    """The best that can be made of so many workers, of which there is one at least. The policy is above.
+    """The best degrees for this number of workers (at least one), by the policy above.
 
     >>> print(fit(Wish(None, 1, pipeline=4), 3, 8), fit(Wish(None, 1, pipeline=4), 8, 8))
     pp3 dp2.pp4
@@ -233,7 +233,7 @@ def fit(wish: Wish, workers: int, shards: int) -> Degrees:
 
 
 def _possible(wish: Wish, workers: int, shards: int) -> Iterator[Degrees]:
-    """For every division of the model, the one with the most data parallelism."""
+    """Yields, for every possible division of the model, the degrees with the most data parallelism."""
     for pipeline, tensor in itertools.product(range(1, wish.pipeline + 1), _divisors(wish.tensor)):
         rows = min(workers // (pipeline * tensor), shards)
         for sharded in range(1, min(rows, wish.sharded or rows) + 1):
@@ -246,7 +246,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def ranges(degrees: Degrees, shards: int) -> list[Range]:
-    """Every rank's shards: the same for all members of one data index, contiguous, and equal as far as possible.
+    """Every rank's shards: equal for all members of one data index, contiguous, and as even as possible.
 
     >>> ranges(Degrees(pipeline=2, data=2), 5)
     [(0, 3), (3, 5), (0, 3), (3, 5)]
