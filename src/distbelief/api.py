@@ -19,7 +19,7 @@ from distbelief.result import Result, result_of
 
 if TYPE_CHECKING:
     from distbelief.job import Job
-    from distbelief.launch.engine import Engine
+    from distbelief.launch.engines import Engine
     from distbelief.launch.launch import Launch, Placement
     from distbelief.launch.lead import Announce
     from distbelief.observe.view import View
@@ -81,7 +81,7 @@ def train(
     (20, True)
     """
     from distbelief.job import Job as JobType
-    from distbelief.launch import chosen
+    from distbelief.launch import engines as chosen
     from distbelief.launch.launch import Launch, Placement
     from distbelief.worker.spec import JobSource
 
@@ -126,7 +126,7 @@ def resume(
     With any number of workers the weights at the end are those of a run that was never interrupted. `job` is needed
     where the run was started by `train` with a Job: the same one again. A run that is complete is left alone.
     """
-    from distbelief.launch import chosen
+    from distbelief.launch import engines as chosen
 
     chosen.check(on)
     with _view(quiet) as view:
@@ -252,7 +252,7 @@ def _run(launch: Launch, view: View, announce: Announce | None = None) -> Result
     from dataclasses import replace
 
     from distbelief.control.messages import PROFILE_FOLDER
-    from distbelief.launch import chosen
+    from distbelief.launch import engines as chosen
     from distbelief.launch.launch import keep_launch
     from distbelief.launch.rundir import make_run_dir
 

@@ -45,7 +45,7 @@ def kv(
     ctx.meta[MACHINE_OUTPUT] = json
     from distbelief.kv.connection import endpoint
     from distbelief.kv.supervisor import Order, Warden
-    from distbelief.launch.signals import Signals
+    from distbelief.launch.pollloop import Signals
 
     where = endpoint(listen)
 

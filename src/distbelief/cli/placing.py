@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distbelief.cli.failures import UsageError
-from distbelief.launch.chosen import LOCAL, check, is_ray
-from distbelief.launch.launchers.rules import SOURCES
-from distbelief.launch.launchers.rules.asked import Asked
+from distbelief.launch.engines import LOCAL, check, is_ray
+from distbelief.launch.launchers.rules.place import LauncherRequest
+from distbelief.launch.launchers.rules.variables import BY_LAUNCHER
 
 if TYPE_CHECKING:
-    from distbelief.launch.launchers.allocated import Leading
+    from distbelief.launch.launchers.run import Leading
 
 RAY = "ray"
-ENGINES = (LOCAL, *SOURCES, RAY)
+ENGINES = (LOCAL, *BY_LAUNCHER, RAY)
 
 On = Annotated[
     str,
@@ -33,7 +33,7 @@ On = Annotated[
 
 
 @contextlib.contextmanager
-def placed(asked: Asked) -> Iterator[Leading | None]:
+def placed(asked: LauncherRequest) -> Iterator[Leading | None]:
     """The process that leads gets inside, and what it needs of its launcher; None: this machine is all there is.
     A process that only helps does so here, and exits with the run's status."""
     if asked.on == LOCAL or is_ray(asked.on):
@@ -46,7 +46,7 @@ def placed(asked: Asked) -> Iterator[Leading | None]:
             f"there is no engine {asked.on!r}", hint=f"did you mean --on {near[0]}?" if near else ", ".join(ENGINES)
         )
 
-    from distbelief.launch.launchers.allocated import find_place, follow, leading
+    from distbelief.launch.launchers.run import find_place, follow, leading
 
     place = find_place(asked, os.environ)
     if place is None:

@@ -14,8 +14,8 @@ from distbelief.cli.keys import KeyFile, key_file
 from distbelief.cli.options import AsJson, Plain
 from distbelief.cli.placing import On, placed
 from distbelief.cli.summary import print_json, print_summary
-from distbelief.launch.chosen import LOCAL
-from distbelief.launch.launchers.rules.asked import Asked
+from distbelief.launch.engines import LOCAL
+from distbelief.launch.launchers.rules.place import LauncherRequest
 from distbelief.observe.view import open_view
 
 
@@ -46,7 +46,7 @@ def resume(
 
     stream = sys.stderr if json else sys.stdout
     key_path = key_file(key)
-    with placed(Asked(on, run.name, workers, run, key_file=key_path)) as engine:
+    with placed(LauncherRequest(on, run.name, workers, run, key_file=key_path)) as engine:
         if is_complete(run):
             print("the run is complete: nothing is started, this is its result", file=stream)
         view = open_view(stream, plain=plain)

@@ -22,8 +22,8 @@ from distbelief.cli.placing import On, placed
 from distbelief.cli.profile import Profile, ProfileSteps, asked_steps, print_profile
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.errors import JobError
-from distbelief.launch.chosen import LOCAL
-from distbelief.launch.launchers.rules.asked import Asked
+from distbelief.launch.engines import LOCAL
+from distbelief.launch.launchers.rules.place import LauncherRequest
 from distbelief.observe.view import open_view
 from distbelief.options import RunOptions, declared_options
 from distbelief.worker.jobfile import compile_job
@@ -66,7 +66,7 @@ def train(
 
     key_path = key_file(key)
     where = endpoint(listen)
-    asked = Asked(on, job.stem, workers, run_dir, "" if listen == HERE else where, key_path)
+    asked = LauncherRequest(on, job.stem, workers, run_dir, "" if listen == HERE else where, key_path)
     with placed(asked) as engine:
         check_job_file(job)
         values = parse_settings(settings or [])

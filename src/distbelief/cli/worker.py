@@ -32,14 +32,14 @@ def worker(
     The run must have been started with --listen, or by `distbelief coordinator`. It may also be started later.
     """
     if Path(join).is_dir():
-        from distbelief.launch.byhand import join_run
+        from distbelief.launch.joining import join_run
 
         raise typer.Exit(join_run(Path(join), count, host, device))
 
     from distbelief.control.keyfiles import required_key, run_secret
     from distbelief.control.unreachable import find
-    from distbelief.launch.invitation import Invitation
-    from distbelief.launch.invited import PATIENCE_S, serve_host
+    from distbelief.launch.joining import PATIENCE_S, serve_host
+    from distbelief.launch.launch import Invitation
 
     address = find(join, PATIENCE_S, print)
     invitation = Invitation(address, run_secret(required_key(key, address)))

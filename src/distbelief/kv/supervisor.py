@@ -29,8 +29,8 @@ from distbelief.errors import DistBeliefError
 from distbelief.kv import connection
 from distbelief.kv import supervisormessages as words
 from distbelief.kv.rules import watch
+from distbelief.launch.pollloop import PollLoop
 from distbelief.launch.processes import LogPipe, Zygote
-from distbelief.launch.watching import Watching
 from distbelief.transport.shm.memfd import free_memory_bytes, receive_message
 from distbelief.transport.shm.segmentserver import SegmentServer
 
@@ -71,7 +71,7 @@ class Warden:
         self._refusals = Refusals()
         self._segments = SegmentServer()
         self._room = free_memory_bytes() // min(order.servers, 2)  # every value has two holders, if there are two
-        self._watching = Watching()
+        self._watching = PollLoop()
         self._pids: dict[int, int] = {}
         self._identities: dict[int, bytes] = {}
         self._clients: dict[str, _Client] = {}

@@ -29,10 +29,10 @@ from distbelief.control.messages import (
     encode,
 )
 from distbelief.control.sockets import dial
-from distbelief.launch.hosting import Hosting, Role, Store
+from distbelief.launch.hosting import Hosting, Role, StoreAddress
 from distbelief.launch.launch import Launch
+from distbelief.launch.pollloop import PollLoop
 from distbelief.launch.processes import LogLine, LogPipe
-from distbelief.launch.watching import Watching
 
 HASTE_S = 0.3
 GRACE_S = 3.0  # how long processes may take to end by themselves
@@ -56,13 +56,13 @@ class Agent:
         room: Room,
         show: LogLine,
         broken: Callable[[], None],
-        elsewhere: Store | None = None,
+        elsewhere: StoreAddress | None = None,
     ) -> None:
         """`show`: every line that a member prints. `broken`: called when this host can start nobody any more.
         `elsewhere`: torch's meeting point, if this is not the launching process's own agent."""
         self.host = host
         self.room = room
-        self.watching = Watching()
+        self.poll = PollLoop()
         self.answered_at = time.monotonic()
         self.outcome: EndRun | None = None
         """How the run ended, when it was said."""
@@ -79,7 +79,7 @@ class Agent:
         self._next_attach = 0.0
         self.ended = False
         self._deadline = float("inf")
-        self.hosting = Hosting(launch, host, authority, self.watching, self, elsewhere)
+        self.hosting = Hosting(launch, host, authority, self.poll, self, elsewhere)
         self._stack.callback(self.hosting.close)
 
     def begin(self, address: str) -> None:
@@ -91,7 +91,7 @@ class Agent:
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, 2_000)
         dial(self._socket, address, self._credential.coordinator_key)
-        self.watching.watch(self._socket, self.hear)
+        self.poll.watch(self._socket, self.hear)
         self.hosting.begin(address)
 
     def attach(self) -> None:
@@ -114,7 +114,7 @@ class Agent:
 
     def serve(self, timeout_s: float) -> None:
         """One round: wait for something to happen, and do what is due."""
-        self.watching.serve(timeout_s)
+        self.poll.serve(timeout_s)
         self.hosting.collect()
         now = time.monotonic()
         if now >= self._next_attach and not self.ended:
@@ -188,10 +188,10 @@ class Agent:
 
         def pump() -> None:
             if not log.pump():
-                self.watching.unwatch(log.read_fd)
+                self.poll.unwatch(log.read_fd)
                 log.close()
 
-        self.watching.watch(log.read_fd, pump)
+        self.poll.watch(log.read_fd, pump)
         return log
 
     def close(self) -> None:

@@ -16,11 +16,10 @@ from typing import Any, Literal, Protocol
 from distbelief.control.credentials import Authority
 from distbelief.control.sockets import host_of
 from distbelief.launch import parcel
-from distbelief.launch.guests import Guests
 from distbelief.launch.launch import Launch
+from distbelief.launch.manualworkers import ManualWorkers
+from distbelief.launch.pollloop import PollLoop, signals_blocked
 from distbelief.launch.processes import LogPipe, Zygote
-from distbelief.launch.signals import sheltered
-from distbelief.launch.watching import Watching
 from distbelief.transport.shm.memfd import receive_message
 from distbelief.transport.shm.segmentserver import SegmentServer
 from distbelief.worker.spec import WorkerSpec
@@ -30,13 +29,13 @@ Member = tuple[Role, int]
 
 
 @dataclass(frozen=True)
-class Store:
+class StoreAddress:
     """Where torch's rendezvous store is, if the run needs one."""
 
     at: tuple[str, int] | None = None
 
 
-class Told(Protocol):
+class Supervisor(Protocol):
     """Whoever hosts for a run."""
 
     def log(self, source: str) -> LogPipe:
@@ -54,17 +53,17 @@ class Hosting:
         launch: Launch,
         host: str,
         authority: Authority,
-        watching: Watching,
-        told: Told,
-        elsewhere: Store | None = None,
+        poll: PollLoop,
+        supervisor: Supervisor,
+        elsewhere: StoreAddress | None = None,
     ) -> None:
         """`elsewhere`: torch's meeting point, where this is not the launching process's host, which has it."""
         self._launch = launch
         self._host = host
         self._leads = elsewhere is None
         self._authority = authority
-        self._watching = watching
-        self._told = told
+        self._poll = poll
+        self._supervisor = supervisor
         self._stack = contextlib.ExitStack()
         self._can_fork = False
         self._wanted: list[Member] = []
@@ -75,36 +74,36 @@ class Hosting:
         self._alive: set[int] = set()
         self._exits: dict[Member, int] = {}
         self._address = ""
-        self._guests: Guests | None = None
+        self._manual: ManualWorkers | None = None
         self._store = elsewhere.at if elsewhere else None
         self._segments = SegmentServer()
         self._stack.callback(self._segments.close)
         if launch.job.pickled:
             self._segments.put("job", launch.job.pickled)
-        with sheltered(launch.placement.shelters):
-            self._zygote = Zygote(told.log("zygote"), launch.options.strategy)
+        with signals_blocked(launch.placement.blocks_signals):
+            self._zygote = Zygote(supervisor.log("zygote"), launch.options.strategy)
         self._stack.callback(self._zygote.close)
 
     def begin(self, address: str) -> None:
         """The coordinator listens there: from now on members can be started, as soon as the warm process is ready."""
         self._address = address
-        self._watching.watch(self._zygote.socket, self._zygote_ready)
+        self._poll.watch(self._zygote.socket, self._zygote_ready)
         if self._leads:
-            self._guests = Guests(self._launch.run_dir, self._authority.secret)
-            self._stack.callback(self._guests.close)
-            self._watching.watch(self._guests.listener, self._guest_arrives)
+            self._manual = ManualWorkers(self._launch.run_dir, self._authority.secret)
+            self._stack.callback(self._manual.close)
+            self._poll.watch(self._manual.listener, self._guest_arrives)
 
     def _zygote_ready(self) -> None:
         self._zygote.wait_ready()
         self._can_fork = True
-        self._watching.watch(self._zygote.socket, self._zygote_event)
+        self._poll.watch(self._zygote.socket, self._zygote_event)
         if self._leads and self._launch.needs_store:
             host = host_of(self._address)
             # Members of a launching process that died and was started again (Ray does that) still look for it there.
             before = parcel.store_left_behind(self._launch.run_dir)
             port = before[1] if before and before[0] == host else 0
             credentials = self._authority.server(-1)  # of no slices
-            self._store = (host, self._zygote.fork_store(host, port, credentials, self._told.log("store")))
+            self._store = (host, self._zygote.fork_store(host, port, credentials, self._supervisor.log("store")))
         if self._leads and self._launch.takes_hosts:
             self._stack.callback(parcel.write(self._launch, self._authority.start, self._store).unlink, missing_ok=True)
         wanted, self._wanted = self._wanted, []
@@ -147,17 +146,17 @@ class Hosting:
 
     def _fork(self, role: Role, number: int) -> None:
         fork = self._zygote.fork_worker if role == "worker" else self._zygote.fork_server
-        pid, connection = fork(self._spec(role, number), self._told.log(f"{role} {number}"))
+        pid, connection = fork(self._spec(role, number), self._supervisor.log(f"{role} {number}"))
         self._adopt((role, number), pid, connection)
 
     def _adopt(self, member: Member, pid: int, connection: socket.socket) -> None:
         self._members[pid] = member
         self._alive.add(pid)
         self._stack.callback(connection.close)
-        self._watching.watch(connection, lambda: self._segment_request(connection))
+        self._poll.watch(connection, lambda: self._segment_request(connection))
 
     def _end_by_force(self, pid: int) -> None:
-        if self._guests is None or not self._guests.kill(pid):
+        if self._manual is None or not self._manual.kill(pid):
             self._zygote.kill(pid)
 
     # --- what it sees ------------------------------------------------------------------------------------------------
@@ -189,28 +188,28 @@ class Hosting:
 
     def _guest_arrives(self) -> None:
         """A worker that somebody has started by hand, with a number that the coordinator gave it."""
-        assert self._guests is not None
-        guest = self._guests.accept(lambda number: self._spec("worker", number))
-        if guest is None:
+        assert self._manual is not None
+        worker = self._manual.accept(lambda number: self._spec("worker", number))
+        if worker is None:
             return
-        self._adopt(("worker", guest.worker), guest.pid, guest.connection)
+        self._adopt(("worker", worker.worker), worker.pid, worker.connection)
 
         def left() -> None:
-            self._watching.unwatch(guest.pidfd)
-            assert self._guests is not None
-            self._exited({"event": "exited", "pid": guest.pid, "status": self._guests.departed(guest)})
+            self._poll.unwatch(worker.pidfd)
+            assert self._manual is not None
+            self._exited({"event": "exited", "pid": worker.pid, "status": self._manual.departed(worker)})
 
-        self._watching.watch(guest.pidfd, left)
+        self._poll.watch(worker.pidfd, left)
 
     def _zygote_event(self) -> None:
         try:
             event, _ = receive_message(self._zygote.socket)
         except EOFError:
             self._can_fork = False
-            self._watching.unwatch(self._zygote.socket)
+            self._poll.unwatch(self._zygote.socket)
             for pid in list(self._alive):  # members die with the zygote; guests are told of the end
                 self._exited({"event": "exited", "pid": pid, "status": -signal.SIGKILL})
-            self._told.cannot_host()
+            self._supervisor.cannot_host()
             return
         self._exited(event)
 
@@ -223,13 +222,13 @@ class Hosting:
         self._exits[member] = int(event["status"])
         if role == "server":
             self._segments.drop_all(f"server {number}/")
-        self._told.exited(role, number, self._exits[member])
+        self._supervisor.exited(role, number, self._exits[member])
 
     def _segment_request(self, connection: socket.socket) -> None:
         try:
             self._segments.answer(connection)
         except (EOFError, OSError, ValueError, KeyError, TypeError):  # gone, or no worker of ours
-            self._watching.unwatch(connection)
+            self._poll.unwatch(connection)
             connection.close()
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ class Observer(Protocol):
     def refresh(self) -> None: ...
 
 
-class Placement(msgspec.Struct, frozen=True):
+class Placement(msgspec.Struct, frozen=True, rename={"blocks_signals": "shelters"}):
     """Where a run is: which engine brings the hosts, where the coordinator listens, and what is started here."""
 
     on: str = "local"
@@ -50,12 +50,21 @@ class Placement(msgspec.Struct, frozen=True):
     """Likewise parameter servers."""
     room: int = -1
     """The most workers that this process ever starts; -1: no limit."""
-    shelters: bool = False
+    blocks_signals: bool = False
     """Whether the launcher sends its signals to every process: they are then blocked in all but the leading one."""
     is_open: bool = False
     """Whether agents of other hosts may come even if the coordinator listens on loopback only."""
     host: str = ""
     """What this machine is called; empty: by its own name. Of one start: it is not kept for a resume."""
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What the agent of another host needs to take part in a run. The coordinator lets in every agent that has it."""
+
+    address: str
+    """Where the coordinator listens, as in tcp://10.0.0.1:5555."""
+    secret: bytes = field(repr=False)
 
 
 def _unchanged(spec: WorkerSpec) -> WorkerSpec:

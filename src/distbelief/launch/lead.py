@@ -1,8 +1,8 @@
 """Leading a run: the coordinator, and the agent of this host, in the process that was asked to train.
 
-This is the embedded engine, and the heart of all others: they only bring agents of other hosts. It starts the
-coordinator, and another one when it dies, has members started here, and shows progress. One thread, one poll loop;
-whatever happens, leaving it leaves no process and no segment behind.
+This is the local engine, and the core of the other engines, which only bring agents of other hosts. It starts the
+coordinator, restarts it when it dies, has members started on this host, and shows progress. One thread, one poll loop;
+leaving it leaves no process and no shared-memory segment behind.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from distbelief.control.messages import SECRET_BYTES, StopRequested
 from distbelief.coordinator.rules.saving import STOP_S
 from distbelief.errors import RunFailed
 from distbelief.launch.agent import GRACE_S, HASTE_S, Agent, Room, signal_name
-from distbelief.launch.coordinatorrestart import CoordinatorKeeping
-from distbelief.launch.invitation import Invitation
-from distbelief.launch.launch import Launch, Observer
+from distbelief.launch.launch import Invitation, Launch, Observer
+from distbelief.launch.pollloop import Signals, signals_blocked
+from distbelief.launch.processes import CoordinatorProcess, LogPipe
 from distbelief.launch.rules.silence import Silence
-from distbelief.launch.rundir import verdict
-from distbelief.launch.signals import Signals
+from distbelief.launch.rundir import ended, verdict
 
 REFRESH_S = 0.2
 
@@ -91,10 +90,10 @@ class _Lead:
         room = Room(place.room, 0 if place.local_workers == 0 else place.local_servers)
         self._agent = Agent(launch, self._host, self._authority, room, self._observer.log, self._cannot_host)
         self._stack.callback(self._agent.close)
-        self._coordinator = CoordinatorKeeping(launch, self._authority, self._host, self._agent.log)
+        self._coordinator = RestartingCoordinator(launch, self._authority, self._host, self._agent.log)
         self._stack.callback(self._coordinator.close)
         address = self._coordinator.address()
-        self._agent.watching.watch(self._signals.wake_fd, self._stop)
+        self._agent.poll.watch(self._signals.wake_fd, self._stop)
         self._agent.begin(address)
         if not launch.resumed:  # then the journal knows who is to be there
             self._start_first()
@@ -163,3 +162,60 @@ class _Lead:
         """Every process we started is gone when this returns, also after an exception."""
         self._stack.close()
         self._observer.refresh()
+
+
+SHORT_LIFE_S = 2.0  # a coordinator that ends by itself so soon would do so again
+MOST_SHORT_LIVES = 5
+
+
+class RestartingCoordinator:
+    def __init__(self, launch: Launch, authority: Authority, host: str, log: Callable[[str], LogPipe]) -> None:
+        self._run_dir = launch.run_dir
+        self._shelters = launch.placement.blocks_signals
+        self._log = log
+        self._short_lives = 0
+        self._order = {
+            "run_dir": str(launch.run_dir),
+            "secret": authority.secret.hex(),
+            "start": authority.start,
+            "config": launch.run_config(),
+            "listen": launch.placement.listen,
+            "resume": launch.options.strategy if launch.resumed else "",
+            "host": host,
+        }
+        self._start()
+
+    def _start(self) -> None:
+        with signals_blocked(self._shelters):
+            self._process = CoordinatorProcess(self._order, self._log("coordinator"))
+
+    def address(self) -> str:
+        """Where it listens; waits until it says so. A later one listens there too."""
+        address = self._order["listen"] = self._process.address()
+        self._order["resume"] = ""  # once
+        return address
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def has_died(self) -> bool:
+        """It has ended although the run has not."""
+        return self._process.ended() and not ended(self._run_dir)
+
+    def has_ended(self) -> bool:
+        return self._process.ended()
+
+    def start_again(self) -> None:
+        lived_s = time.monotonic() - self._process.started_at
+        if not self._process.was_killed:
+            self._short_lives = self._short_lives + 1 if lived_s < SHORT_LIFE_S else 0
+        if self._short_lives >= MOST_SHORT_LIVES:
+            raise RunFailed(
+                f"the coordinator died {self._short_lives} times within seconds",
+                hint=f"see {self._run_dir}/logs/coordinator.log",
+            )
+        self._process.close()
+        self._start()
+
+    def close(self) -> None:
+        self._process.close()

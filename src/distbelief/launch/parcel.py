@@ -1,14 +1,18 @@
-"""What the agent of another host is sent when it is welcomed: the launch, the job, and torch's meeting point.
+"""What the agent of another host gets when the coordinator welcomes it: the launch, the job with its code, and the
+address of torch's rendezvous store.
 
-It lies in the run directory while the run lives, readable by its owner alone: whoever sees that file sees the run
-directory, and the coordinator hands it on from there. Only an authenticated coordinator's parcel is ever opened: the
-job in it may be pickled.
+The parcel lies in the run directory while the run lives, readable by its owner alone. A host that sees this file sees
+the run directory. The coordinator sends the file's bytes to other hosts. An agent opens the parcel of an authenticated
+coordinator only, because the job in it may be pickled.
 """
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,6 @@ import msgspec
 
 from distbelief.atomicfile import replace_file
 from distbelief.errors import DistBeliefError
-from distbelief.launch import jobcode
 from distbelief.launch.launch import Launch, from_data, to_data
 
 FILE = "parcel.bin"
@@ -35,7 +38,7 @@ class Parcel(msgspec.Struct, frozen=True):
 
 
 def write(launch: Launch, start: str, store: tuple[str, int] | None) -> Path:
-    code = jobcode.collect(Path(launch.job.file)) if launch.job.file else {}
+    code = collect_code(Path(launch.job.file)) if launch.job.file else {}
     run_dir = str(launch.run_dir.resolve())
     whole = Parcel(run_dir, to_data(launch), launch.resumed, start, launch.job.pickled, code, store)
     path = launch.run_dir / FILE
@@ -74,9 +77,9 @@ def open_here(parcel: Parcel, content: bytes, folder: Path) -> Launch:
         launch = replace(launch, is_away=True)
         (run_dir / "logs").mkdir(parents=True)
     job = msgspec.structs.replace(launch.job, pickled=parcel.job_pickle)
-    if job.file and not jobcode.is_here(Path(job.file), parcel.code):
+    if job.file and not has_code(Path(job.file), parcel.code):
         code = folder / "code"
-        jobcode.unpack(parcel.code, code)
+        unpack_code(parcel.code, code)
         job = msgspec.structs.replace(job, file=str(code / Path(job.file).name))
     here = tuple(path for path in job.sys_path if path == "" or os.path.exists(path))
     job = msgspec.structs.replace(job, sys_path=here)
@@ -92,3 +95,90 @@ def _sees(run_dir: Path, content: bytes) -> bool:
         return (run_dir / FILE).read_bytes() == content
     except OSError:
         return False
+
+
+# --- the code of the job file -----------------------------------------------------------------------------------------
+
+
+MOST_BYTES = 16 << 20
+
+
+def collect_code(job_file: Path) -> dict[str, bytes]:
+    """Path below the job file's folder -> content. The job file is the first."""
+    folder = job_file.resolve().parent
+    found: dict[str, bytes] = {}
+    waiting = [job_file.resolve()]
+    while waiting:
+        file = waiting.pop()
+        name = file.relative_to(folder).as_posix()
+        if name in found:
+            continue
+        try:
+            found[name] = file.read_bytes()
+        except OSError as error:
+            raise DistBeliefError(f"cannot read {file}, which the job needs: {error.strerror}") from error
+        if sum(map(len, found.values())) > MOST_BYTES:
+            raise DistBeliefError(
+                f"the job's code in {folder} is larger than {MOST_BYTES >> 20} MiB",
+                hint="install what it imports on every host, or keep the job file in a folder of its own",
+            )
+        waiting += _imported(file, found[name], folder)
+    return found
+
+
+def _imported(file: Path, content: bytes, folder: Path) -> Iterator[Path]:
+    try:
+        tree = ast.parse(content)
+    except (SyntaxError, ValueError):  # whoever runs it says so better
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _files(folder, alias.name.split("."))
+        elif isinstance(node, ast.ImportFrom):
+            base = folder if not node.level else _up(file, node.level)
+            if not base.is_relative_to(folder):
+                continue
+            parts = node.module.split(".") if node.module else []
+            yield from _files(base, parts)
+            for alias in node.names:  # it may be a module of that package
+                yield from _files(base, [*parts, alias.name])
+
+
+def _up(file: Path, level: int) -> Path:
+    return file.parents[level - 1] if level <= len(file.parents) else Path("/")
+
+
+def _files(base: Path, parts: list[str]) -> Iterator[Path]:
+    """The files that are run when this module is imported, as far as they are below the folder."""
+    here = base
+    for number, part in enumerate(parts):
+        if number and (here / "__init__.py").is_file():
+            yield here / "__init__.py"
+        here = here / part
+    if parts and here.with_suffix(".py").is_file():
+        yield here.with_suffix(".py")
+    elif parts and (here / "__init__.py").is_file():
+        yield here / "__init__.py"
+
+
+def has_code(job_file: Path, code: dict[str, bytes]) -> bool:
+    """Whether this host has the same files in the same place: a folder that all hosts see."""
+    folder = job_file.parent
+    try:
+        return all(_digest((folder / name).read_bytes()) == _digest(content) for name, content in code.items())
+    except OSError:
+        return False
+
+
+def unpack_code(code: dict[str, bytes], folder: Path) -> None:
+    for name, content in code.items():
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder.resolve()):
+            raise DistBeliefError(f"the run sends a file outside of its folder: {name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content).digest()

@@ -12,7 +12,7 @@ from typing import Any
 
 from distbelief.coordinator.journal import read as read_journal
 from distbelief.errors import DistBeliefError, JobError, RunFailed, RunInterrupted
-from distbelief.launch.signals import Signals
+from distbelief.launch.pollloop import Signals
 
 IDLE_S = 3.0  # a coordinator whose engine was killed ends within moments
 

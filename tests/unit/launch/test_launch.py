@@ -73,7 +73,7 @@ def test_a_run_of_an_earlier_version_is_read(tmp_path: Path) -> None:
         "workers": 3, "strategy": "allreduce:gloo", "exact": True, "transport": "gloo", "threads": 2, "device": "cpu",
         "shares": [1.0, 2.0, 1.0], "job_file": "/jobs/digits.py", "settings": {"lr": "0.1"}, "sys_path": ["/jobs"],
         "worker_threads": {}, "min_workers": 2, "balance": True, "stuck_after_s": 300.0, "listen": "tcp://127.0.0.1:*",
-        "key_file": "", "local_workers": 0, "local_servers": -1, "on": "local", "shelters": False, "room": 0,
+        "key_file": "", "local_workers": 0, "local_servers": -1, "on": "local", "blocks_signals": False, "room": 0,
         "is_open": True, "most_steps": 0, "checkpoints": "/saved", "save_every": "10m", "keep_last": 3,
         "keep_every": 0, "keep_best": "", "begin_from": "", "profile": "",
     }  # fmt: skip

@@ -12,7 +12,7 @@ from distbelief.coordinator.journal import Journal
 from distbelief.errors import DistBeliefError, RunInterrupted
 from distbelief.launch import rundir
 from distbelief.launch.launch import Launch, keep_launch, read_launch
-from distbelief.launch.signals import Signals
+from distbelief.launch.pollloop import Signals
 from distbelief.options import RunOptions
 
 

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import os, signal, sys
-from distbelief.launch.signals import Signals
+from distbelief.launch.pollloop import Signals
 signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[1] == "ignored" else signal.SIG_DFL)
 with Signals() as signals:
     for number in (signal.SIGINT, signal.SIGTERM):

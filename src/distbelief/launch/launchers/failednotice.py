@@ -20,8 +20,8 @@ from distbelief.control.signatures import Refused
 from distbelief.coordinator.journal import read as read_journal
 from distbelief.coordinator.server import bind
 from distbelief.errors import DistBeliefError
-from distbelief.launch.invitation import Invitation
-from distbelief.launch.launchers.rules import Place
+from distbelief.launch.launch import Invitation
+from distbelief.launch.launchers.rules.place import Place
 
 _LOOK_S = 0.2
 

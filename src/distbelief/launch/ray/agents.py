@@ -1,15 +1,22 @@
-"""The agents of a run in a Ray cluster: started where there is room, watched, and ended."""
+"""The agents of a run in a Ray cluster: started where there is room, watched, and ended.
+
+An agent is an actor that hosts the run's members on its node as child processes. The members of a node share memory,
+which their agent keeps, and an agent can kill a frozen member with certainty; so there is one actor per node, not one
+per worker. If an agent ends, or its node, the kernel ends its members.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distbelief.launch.invitation import Invitation
-from distbelief.launch.ray.agentactor import AgentActor
+from distbelief.errors import DistBeliefError
+from distbelief.launch.joining import serve_host
+from distbelief.launch.launch import Invitation
 from distbelief.launch.ray.rules.places import Need, Place
 
 PLACED_S = 5.0
@@ -153,3 +160,52 @@ def _brief(error: Exception) -> str:
     known = {"ActorDiedError": "its actor has died", "ActorUnavailableError": "its actor cannot be reached"}
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return known.get(type(error).__name__) or (lines[0] if lines else type(error).__name__)
+
+
+class AgentActor:
+    def serve(self, invitation: Invitation, workers: int, host: str, folder: str) -> str:
+        """Host up to so many workers until the run ends. Returns why this node cannot take part, else nothing.
+
+        `folder`: where the run was started. Members work there if the node has it, so that a job finds its files by the
+        same relative paths. What they print goes to Ray's log of this actor too.
+        """
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
+        try:
+            serve_host(invitation, workers, host)
+        except DistBeliefError as error:
+            return f"{error.message}; {error.hint}" if error.hint else error.message
+        return ""
+
+
+class Demand:
+    def __init__(self, need: Need) -> None:
+        self._need = need
+        self._group: Any = None
+        self._workers = 0
+
+    def make(self, workers: int) -> bool:
+        """For so many workers, wherever they fit. Whether it is another demand than before."""
+        from ray.util.placement_group import placement_group
+
+        if workers == self._workers:
+            return False
+        self.withdraw()
+        bundles = [self._need.bundle(1)] * workers
+        self._group = placement_group(bundles, strategy="PACK")
+        self._workers = workers
+        return True
+
+    def met(self) -> bool:
+        """Whether there is room now. It is given up in the same moment: agents take it, each on its node."""
+        if self._group is None or not self._group.wait(0):
+            return False
+        self.withdraw()
+        return True
+
+    def withdraw(self) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        if self._group is not None:
+            remove_placement_group(self._group)
+        self._group, self._workers = None, 0

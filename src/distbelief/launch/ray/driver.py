@@ -1,33 +1,34 @@
-"""The driver of a run on Ray: it places agents, watches, shows progress, and ends everything that it has started.
+"""The driver of a run on Ray: it places agents, shows progress, and ends every actor and placement group of the run.
 
-Ray restarts the coordinator's actor by itself. Agents are this process's to replace: one that is gone, with its node or
-alone, leaves room to be found elsewhere, now or when a node comes.
+Ray restarts the coordinator's actor by itself. The driver replaces agents: if an agent is gone, with its node or alone,
+the driver looks for room elsewhere, now or when a node comes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
 
 from distbelief.coordinator.rules.saving import STOP_S
 from distbelief.errors import DistBeliefError, RunFailed, RunInterrupted
-from distbelief.launch.invitation import Invitation
-from distbelief.launch.launch import Launch, Observer
+from distbelief.launch.launch import Invitation, Launch, Observer
 from distbelief.launch.lead import authority_of
+from distbelief.launch.pollloop import Signals
 from distbelief.launch.ray import cluster
-from distbelief.launch.ray.agents import Agents
-from distbelief.launch.ray.coordinatoractor import CoordinatorActor
-from distbelief.launch.ray.demand import Demand
-from distbelief.launch.ray.following import Logs, Target
-from distbelief.launch.ray.quiet import quiet
+from distbelief.launch.ray.agents import Agents, Demand
+from distbelief.launch.ray.coordinator import CoordinatorActor, shown
 from distbelief.launch.ray.rules import places
 from distbelief.launch.ray.rules.places import Need, Place
-from distbelief.launch.ray.sight import shown
 from distbelief.launch.rundir import verdict
-from distbelief.launch.signals import Signals
 
 REFRESH_S = 0.2
 LOOK_EVERY_S = 1.0
@@ -145,7 +146,7 @@ class _Driver:
         promised = self._coordinator.invitation.remote()
         while not ray.wait([promised], timeout=REFRESH_S)[0]:
             self._refresh()
-            self._heed()
+            self._forward_signals()
             if time.monotonic() > self._forced_at:
                 return None
         found: Invitation | None = ray.get(promised)
@@ -158,7 +159,7 @@ class _Driver:
 
         while not ray.wait([self._over], timeout=REFRESH_S)[0]:
             self._refresh()
-            self._heed()
+            self._forward_signals()
             now = time.monotonic()
             if now > self._forced_at:
                 return
@@ -171,7 +172,7 @@ class _Driver:
             self._observer.log(source, line)
         self._observer.refresh()
 
-    def _heed(self) -> None:
+    def _forward_signals(self) -> None:
         """A signal is the coordinator's to hear of; it is told again and again, since it may be new."""
         if not self._signals.count:
             return
@@ -253,3 +254,107 @@ class _Driver:
         if self._coordinator is not None:
             ray.kill(self._coordinator)
         self._refresh()
+
+
+# --- files of the run directory that other processes write ------------------------------------------------------------
+
+
+_AT_ONCE = 1 << 20
+
+
+class GrowingFile:
+    """The lines of one file, each once. A line that is not complete yet waits."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+
+    def lines(self) -> list[bytes]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                data = file.read(_AT_ONCE)
+        except OSError:  # not there yet
+            return []
+        whole, end, _ = data.rpartition(b"\n")
+        if not end and len(data) == _AT_ONCE:
+            whole = data  # one endless line: a progress bar
+        self._read += len(whole) + len(end)
+        return whole.split(b"\n") if whole or end else []
+
+
+class Logs:
+    """What the processes of a run print, wherever they are: each has a file in the run directory's logs."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "logs"
+        self._files: dict[Path, GrowingFile] = {}
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """(source, line)"""
+        for path in sorted(self._folder.glob("*.log")):
+            if path.stem == "ray":  # pages of its own state at every death, of which we tell in a line
+                continue
+            file = self._files.setdefault(path, GrowingFile(path))
+            for line in file.lines():
+                yield path.stem.replace("-", " "), line.decode(errors="replace")
+
+
+class Target:
+    """How many workers the run is to have: as asked for, until the journal says otherwise (somebody scales)."""
+
+    def __init__(self, run_dir: Path, workers: int) -> None:
+        self._journal = GrowingFile(run_dir / "journal.jsonl")
+        self._workers = workers
+        self._ended = False
+
+    def read(self) -> tuple[int, bool]:
+        """The number, and whether the run has ended."""
+        for line in self._journal.lines():
+            try:
+                record = msgspec.json.decode(line)
+            except msgspec.MsgspecError:  # the torn end of a coordinator that was killed
+                continue
+            if not isinstance(record, dict):
+                continue
+            if record.get("kind") == "scaled":
+                self._workers = int(record["target"])
+            if record.get("kind") in ("ended", "resumed"):
+                self._ended = record["kind"] == "ended"
+        return self._workers, self._ended
+
+
+# --- what Ray prints --------------------------------------------------------------------------------------------------
+
+
+_THREAD = "ray_listen_error_messages"
+
+
+@contextlib.contextmanager
+def quiet(path: Path) -> Iterator[None]:
+    """While this lasts."""
+    with (
+        path.open("a", buffering=1, errors="replace") as file,
+        contextlib.redirect_stdout(_SplitStream(sys.stdout, file)),
+    ):
+        yield
+
+
+class _SplitStream:
+    """The stream that there was before, for everybody but that thread."""
+
+    def __init__(self, usual: TextIO, file: TextIO) -> None:
+        self._usual = usual
+        self._file = file
+
+    def write(self, text: str) -> int:
+        return self._chosen().write(text)
+
+    def flush(self) -> None:
+        self._chosen().flush()
+
+    def _chosen(self) -> TextIO:
+        return self._file if threading.current_thread().name == _THREAD else self._usual
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._usual, name)

@@ -1,9 +1,10 @@
-"""A process's place among those that a launcher has started, and the words for variables that say nonsense."""
+"""The place of a process among the processes that a launcher has started, and what the user wants of the launcher."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from distbelief.errors import DistBeliefError
 
@@ -30,9 +31,9 @@ class Place:
     """What the launcher calls this host; empty: it does not say."""
     peers: tuple[str, ...] = ()
     """Names of all hosts, where the launcher tells them."""
-    meeting: str = ""
+    address: str = ""
     """HOST:PORT at which the first process is to be met; empty: the launcher knows no such place."""
-    meeting_is_taken: bool = False
+    address_is_taken: bool = False
     """The launcher itself listens there."""
     workers: int = -1
     """How many workers the run has in all; one per process unless somebody says otherwise."""
@@ -113,3 +114,17 @@ def number(environment: Mapping[str, str], name: str) -> int:
     if not is_number(text.strip()):
         raise DistBeliefError(f"{name}={text!r} is no number", hint=f"the launcher sets {name}; leave it alone")
     return int(text)
+
+
+@dataclass(frozen=True)
+class LauncherRequest:
+    """What the user wants, as far as it matters for where the run is."""
+
+    on: str
+    name: str
+    """Of the job."""
+    workers: int | None = None
+    run_dir: Path | None = None
+    listen: str = ""
+    """Where the coordinator is to listen; empty: it is found out."""
+    key_file: str = ""

@@ -1,17 +1,28 @@
-"""Which engine runs a launch: this process leads it, whoever brings the hosts; on Ray an actor does.
+"""Which engine runs a launch: this process leads the run, or on Ray an actor leads it.
 
-What is heavy is imported when it is needed: the command line asks here what there is.
+The imports inside the functions are heavy; the command line asks this module which engines there are.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from distbelief.errors import DistBeliefError
 
 if TYPE_CHECKING:
-    from distbelief.launch.launch import Launch, Observer
+    from distbelief.launch.launch import Invitation, Launch, Observer
     from distbelief.launch.lead import Announce
+
+
+class Engine(Protocol):
+    """Brings the agents of other hosts. The process that leads the run calls it."""
+
+    def arrange(self, launch: Launch) -> Launch:
+        """Completes the launch with what the engine knows: how many workers are on this host, where to listen."""
+
+    def announce(self, invitation: Invitation) -> None:
+        """The coordinator listens: agents that get this invitation can take part."""
+
 
 LOCAL = "local"
 

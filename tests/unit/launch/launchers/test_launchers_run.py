@@ -15,15 +15,14 @@ import pytest
 
 from distbelief import api
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.launch.invitation import Invitation
-from distbelief.launch.launch import LOOPBACK_ONLY, Launch, keep_launch
-from distbelief.launch.launchers import allocated
-from distbelief.launch.launchers.allocated import Asked, find_place, leading, run_folder
-from distbelief.launch.launchers.onehost import Lodger
-from distbelief.launch.launchers.rules import Place
-from distbelief.launch.rendezvous import folder
-from distbelief.launch.rendezvous.folder import Folder
-from distbelief.launch.signals import sheltered
+from distbelief.launch import rendezvous
+from distbelief.launch.launch import LOOPBACK_ONLY, Invitation, Launch, keep_launch
+from distbelief.launch.launchers import run
+from distbelief.launch.launchers.rules.place import Place
+from distbelief.launch.launchers.run import LauncherRequest, find_place, leading, run_folder
+from distbelief.launch.launchers.samehost import HelpingProcess
+from distbelief.launch.pollloop import signals_blocked
+from distbelief.launch.rendezvous import SharedFolder
 from distbelief.observe.plain import PlainView
 from distbelief.options import RunOptions
 from distbelief.worker.spec import JobSource
@@ -33,8 +32,8 @@ LAUNCH = Launch(Path("/run"), RunOptions(4, "ps:sync:servers=2"))
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "LINGER_S", 0.5)
-    monkeypatch.setattr(allocated.mpi, "is_installed", lambda: False)
+    monkeypatch.setattr(rendezvous, "LINGER_S", 0.5)
+    monkeypatch.setattr(run, "mpi4py_is_installed", lambda: False)
 
 
 def place(index: int = 0, count: int = 4, local: tuple[int, int] = (0, 2), launcher: str = "slurm") -> Place:
@@ -43,23 +42,23 @@ def place(index: int = 0, count: int = 4, local: tuple[int, int] = (0, 2), launc
 
 
 def test_on_one_host_only_loopback_is_listened_on() -> None:
-    with leading(Asked("mpi", "digits"), place(0, 1, (0, 1), "mpi")) as lead:
+    with leading(LauncherRequest("mpi", "digits"), place(0, 1, (0, 1), "mpi")) as lead:
         launch = lead.arrange(LAUNCH)
         lead.announce(Invitation("tcp://127.0.0.1:1", b"secret"))
     at = launch.placement
     assert (at.listen, at.is_open, at.local_workers, at.room) == (LOOPBACK_ONLY, False, 1, 1)
     assert launch.usable_transport == "auto", "they share memory"
-    assert at.shelters
+    assert at.blocks_signals
 
 
 def test_on_several_hosts_others_are_let_in_and_the_invitation_is_gone_in_the_end(tmp_path: Path) -> None:
     first = place(0, 3, (0, 1))
-    asked = Asked("slurm", "digits", run_dir=tmp_path / "run", listen="tcp://10.0.0.1:*")
+    asked = LauncherRequest("slurm", "digits", run_dir=tmp_path / "run", listen="tcp://10.0.0.1:*")
     with leading(asked, first.with_workers(6)) as lead:
         launch = lead.arrange(LAUNCH)
         assert (lead.workers, lead.run_dir) == (6, tmp_path / "run")
         lead.announce(Invitation("tcp://10.0.0.1:5", b"secret"))
-        word = Folder(tmp_path / "run", first.job).wait(5)
+        word = SharedFolder(tmp_path / "run", first.job).wait(5)
         assert word.invitation == Invitation("tcp://10.0.0.1:5", b"secret")
     at = launch.placement
     assert (at.listen, at.is_open, at.local_workers, at.room) == ("tcp://10.0.0.1:*", True, 2, 2)
@@ -69,43 +68,52 @@ def test_on_several_hosts_others_are_let_in_and_the_invitation_is_gone_in_the_en
 
 def test_what_ends_the_leading_process_ends_all(tmp_path: Path) -> None:
     first = place()
-    asked = Asked("slurm", "digits", run_dir=tmp_path / "run")
+    asked = LauncherRequest("slurm", "digits", run_dir=tmp_path / "run")
     with ThreadPoolExecutor(2) as beside:
-        lodger = beside.submit(lambda: Lodger(replace(first, index=1, local_index=1)).wait())
-        other = beside.submit(lambda: Folder(tmp_path / "run", first.job).wait(20))
+        helper = beside.submit(lambda: HelpingProcess(replace(first, index=1, local_index=1)).wait())
+        other = beside.submit(lambda: SharedFolder(tmp_path / "run", first.job).wait(20))
         with pytest.raises(JobError, match="no such"), leading(asked, first):
             raise JobError("no such job")
-        assert lodger.result(10) == 2
+        assert helper.result(10) == 2
         assert other.result(10).over == 2
     assert not (tmp_path / "run").exists()
 
 
 def test_strangers_need_a_key() -> None:
-    far = replace(place(0, 2, (0, 1), "torchrun"), meeting="n1:29500")
-    with pytest.raises(DistBeliefError, match="need a key") as caught, leading(Asked("torchrun", "digits"), far):
+    far = replace(place(0, 2, (0, 1), "torchrun"), address="n1:29500")
+    with (
+        pytest.raises(DistBeliefError, match="need a key") as caught,
+        leading(LauncherRequest("torchrun", "digits"), far),
+    ):
         pass
     assert "distbelief keys new" in caught.value.hint
 
 
 def test_all_processes_find_the_same_run_directory_and_the_next_launch_another() -> None:
     one, other = place(0), place(2, local=(0, 2))
-    asked = Asked("slurm", "digits")
+    asked = LauncherRequest("slurm", "digits")
     assert run_folder(asked, one) == run_folder(asked, replace(other, job=one.job))
     assert run_folder(asked, one) != run_folder(asked, other)
-    assert run_folder(Asked("slurm", "digits", run_dir=Path("here")), one) == Path("here")
+    assert run_folder(LauncherRequest("slurm", "digits", run_dir=Path("here")), one) == Path("here")
 
 
 def test_an_mpirun_that_cannot_be_found() -> None:
     variables = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
     with pytest.raises(DistBeliefError, match="cannot find the mpirun"):
-        find_place(Asked("mpi", "digits"), variables)
+        find_place(LauncherRequest("mpi", "digits"), variables)
 
 
 def test_a_run_can_be_resumed_where_there_is_no_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launched = replace(LAUNCH, run_dir=tmp_path, job=JobSource("/jobs/digits.py"))
     keep_launch(
         launched.placed(
-            on="slurm", local_workers=1, room=1, is_open=True, listen="tcp://10.0.0.1:*", shelters=True, key_file="/key"
+            on="slurm",
+            local_workers=1,
+            room=1,
+            is_open=True,
+            listen="tcp://10.0.0.1:*",
+            blocks_signals=True,
+            key_file="/key",
         )
     )
     monkeypatch.setattr(api, "_run", lambda launch, view, announce: launch)
@@ -115,7 +123,7 @@ def test_a_run_can_be_resumed_where_there_is_no_launcher(tmp_path: Path, monkeyp
 
 def test_what_is_sheltered_does_not_hear_a_signal_that_goes_to_everybody() -> None:
     code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_DFL); print(flush=True); input()"
-    with sheltered(True):
+    with signals_blocked(True):
         child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin is not None
     assert child.stdout is not None

@@ -1,13 +1,48 @@
-"""Ctrl-C and SIGTERM as something that a poll loop can wait for."""
+"""The poll loop of a supervising process: descriptors with handlers, and Ctrl-C and SIGTERM as a descriptor."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import zmq
+
+
+class PollLoop:
+    def __init__(self) -> None:
+        self._poller = zmq.Poller()
+        self._handlers: dict[Any, Callable[[], None]] = {}
+
+    def watch(self, item: Any, handler: Callable[[], None]) -> None:
+        """`item`: a ZeroMQ socket, a descriptor, or whatever has one. A later handler takes the place of an earlier."""
+        self._poller.register(_key(item), zmq.POLLIN)
+        self._handlers[_key(item)] = handler
+
+    def unwatch(self, item: Any) -> None:
+        self._poller.unregister(_key(item))
+        del self._handlers[_key(item)]
+
+    def serve(self, timeout_s: float) -> None:
+        """Wait until something can be read, or so long, and call the handlers."""
+        for item, _ in self._poller.poll(int(timeout_s * 1000)):
+            if item in self._handlers and (not isinstance(item, int) or _readable(item)):
+                self._handlers[item]()
+
+
+def _key(item: Any) -> Any:
+    return item if isinstance(item, int | zmq.Socket) else item.fileno()
+
+
+def _readable(descriptor: int) -> bool:
+    """Still: another handler may have read what there was (an exit is read while a fork is awaited)."""
+    look = select.poll()
+    look.register(descriptor, select.POLLIN)
+    return bool(look.poll(0))
 
 
 class Signals:
@@ -46,16 +81,16 @@ class Signals:
         os.close(self.wake_fd)
 
 
-def shelter() -> set[signal.Signals]:
+def block_signals() -> set[signal.Signals]:
     """From now on this process and what it starts never hear Ctrl-C and SIGTERM: launchers such as Slurm send them to
     every single process, but whoever leads decides. Returns what it did not hear before."""
     return signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
-def sheltered(wanted: bool) -> Iterator[None]:
+def signals_blocked(wanted: bool) -> Iterator[None]:
     """The same for what is started meanwhile only."""
-    before = shelter() if wanted else None
+    before = block_signals() if wanted else None
     try:
         yield
     finally:

@@ -1,14 +1,16 @@
 """The coordinator as an actor that Ray restarts: on the head node, under the run's name.
 
-It leads the run (lead.py) without workers of its own. When it dies, Ray starts it again and repeats the call that was
-under way; it then replays the journal and listens where the one before it did, so that agents and workers, which
-train on meanwhile, find it by themselves.
+The actor leads the run (lead.py) without workers of its own. When it dies, Ray starts it again and repeats the pending
+call; the actor then replays the journal and listens at the same address as before. Agents and workers continue to train
+and find it by themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,9 @@ from distbelief.control.messages import HostLost
 from distbelief.control.sockets import host_of
 from distbelief.coordinator.client import ask, whereabouts
 from distbelief.errors import DistBeliefError
-from distbelief.launch.invitation import Invitation
-from distbelief.launch.launch import Launch
+from distbelief.launch.launch import Invitation, Launch
 from distbelief.launch.lead import lead
-from distbelief.launch.ray.sight import sees
-from distbelief.launch.signals import Signals
+from distbelief.launch.pollloop import Signals
 
 
 class CoordinatorActor:
@@ -100,3 +100,25 @@ def _left_behind(run_dir: Path) -> str:
         return whereabouts(run_dir)[0]
     except DistBeliefError:
         return ""
+
+
+_FILE = ".seen-by-ray"
+
+
+@contextlib.contextmanager
+def shown(run_dir: Path) -> Iterator[str]:
+    """While this lasts, whoever sees the directory knows the word."""
+    word = secrets.token_hex(8)
+    path = run_dir / _FILE
+    path.write_text(word)
+    try:
+        yield word
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def sees(run_dir: Path, word: str) -> bool:
+    try:
+        return (run_dir / _FILE).read_text() == word
+    except OSError:
+        return False

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.launch.ray.following import Growing, Logs, Target
-from distbelief.launch.ray.quiet import quiet
-from distbelief.launch.ray.sight import sees, shown
+from distbelief.launch.ray.coordinator import sees, shown
+from distbelief.launch.ray.driver import GrowingFile, Logs, Target, quiet
 
 
 def test_each_line_is_read_once_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    growing = Growing(path)
+    growing = GrowingFile(path)
     assert growing.lines() == [], "it is not there yet"
     path.write_bytes(b"one\ntw")
     assert growing.lines() == [b"one"]

@@ -13,13 +13,13 @@ import pytest
 from distbelief.control.keyfiles import new_key, read_key, run_secret
 from distbelief.coordinator.journal import Journal
 from distbelief.errors import DistBeliefError, RunFailed, RunInterrupted
-from distbelief.launch.invitation import Invitation
-from distbelief.launch.invited import serve_host
-from distbelief.launch.launchers import allocated
-from distbelief.launch.launchers.allocated import Asked, leading
+from distbelief.launch.joining import serve_host
+from distbelief.launch.launch import Invitation
+from distbelief.launch.launchers import run
 from distbelief.launch.launchers.failednotice import Missing, still_missing, turn_away
-from distbelief.launch.launchers.rules import Place
-from distbelief.launch.rendezvous.folder import Folder
+from distbelief.launch.launchers.rules.place import Place
+from distbelief.launch.launchers.run import LauncherRequest, leading
+from distbelief.launch.rendezvous import SharedFolder
 
 LONG_S = 60.0  # never waited for, if all is well
 
@@ -85,12 +85,12 @@ def test_who_is_missing_by_the_journal(tmp_path: Path) -> None:
 
 def late(folder: Path, job: str) -> str:
     """A host that finds the word and offers itself."""
-    found = Folder(folder, job).wait(30).invitation
+    found = SharedFolder(folder, job).wait(30).invitation
     assert found is not None
     return comes(found)
 
 
-def fail(asked: Asked, place: Place, said: list[str], invitation: Invitation, error: DistBeliefError) -> None:
+def fail(asked: LauncherRequest, place: Place, said: list[str], invitation: Invitation, error: DistBeliefError) -> None:
     with leading(asked, place, said.append) as lead:
         lead.announce(invitation)
         raise error
@@ -101,7 +101,7 @@ def test_a_run_that_fails_after_it_has_begun_tells_hosts_that_come_later(
 ) -> None:
     first, folder = place(("n1", "n2")), tmp_path / "run"
     said: list[str] = []
-    asked = Asked("slurm", "digits", run_dir=folder, listen=invitation.address)
+    asked = LauncherRequest("slurm", "digits", run_dir=folder, listen=invitation.address)
     began = time.monotonic()
     with ThreadPoolExecutor(1) as hosts:
         told = hosts.submit(late, folder, first.job)
@@ -109,7 +109,7 @@ def test_a_run_that_fails_after_it_has_begun_tells_hosts_that_come_later(
             fail(asked, first, said, invitation, RunFailed("boom in the model"))
         assert told.result(30).endswith("is over: boom in the model")
     assert said == ["boom in the model; waiting up to 60 s to tell 1 host that has not come yet"]
-    assert time.monotonic() - began < allocated.FAREWELL_S, "it does not wait for more than have been missing"
+    assert time.monotonic() - began < run.NOTICE_S, "it does not wait for more than have been missing"
     assert not (folder / "meeting.json").exists()
 
 
@@ -117,11 +117,11 @@ def test_at_a_known_address_also_one_that_never_began(invitation: Invitation, tm
     """As TF_CONFIG has it: nobody hears a word, but all know where and have the key."""
     new_key(tmp_path / "key")
     where = invitation.address.removeprefix("tcp://")
-    known = replace(place(("n1", "n2"), "tf_config"), meeting=where)
+    known = replace(place(("n1", "n2"), "tf_config"), address=where)
     secret = run_secret(read_key(tmp_path / "key"))
     with ThreadPoolExecutor(1) as hosts:
         told = hosts.submit(comes, Invitation(invitation.address, secret))
-        asked = Asked("tf_config", "digits", run_dir=tmp_path / "run", key_file=str(tmp_path / "key"))
+        asked = LauncherRequest("tf_config", "digits", run_dir=tmp_path / "run", key_file=str(tmp_path / "key"))
         with pytest.raises(DistBeliefError, match="no such"), leading(asked, known, lambda text: None):
             raise DistBeliefError("no such job")
         assert told.result(30).endswith("is over: no such job")
@@ -130,9 +130,9 @@ def test_at_a_known_address_also_one_that_never_began(invitation: Invitation, tm
 def test_who_interrupts_waits_a_moment_only(
     invitation: Invitation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(allocated, "INTERRUPTED_S", 0.3)
+    monkeypatch.setattr(run, "INTERRUPTED_S", 0.3)
     said: list[str] = []
-    asked = Asked("slurm", "digits", run_dir=tmp_path / "run", listen=invitation.address)
+    asked = LauncherRequest("slurm", "digits", run_dir=tmp_path / "run", listen=invitation.address)
     with pytest.raises(RunInterrupted):
         fail(asked, place(), said, invitation, RunInterrupted("stopped by SIGINT"))
     assert said == ["stopped by SIGINT; waiting up to 0 s to tell 2 hosts that have not come yet"]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 
-from distbelief.launch.watching import Watching
+from distbelief.launch.pollloop import PollLoop
 
 
 def test_what_another_handler_has_read_is_not_waited_for() -> None:
     """Both descriptors are the same pipe's: whoever comes first takes what is there, and a second read would block."""
     reading, writing = os.pipe()
     again = os.dup(reading)
-    watching, read = Watching(), []
+    watching, read = PollLoop(), []
     for descriptor in (reading, again):
         watching.watch(descriptor, lambda descriptor=descriptor: read.append(os.read(descriptor, 10)))
     os.write(writing, b"once")
@@ -23,7 +23,7 @@ def test_what_another_handler_has_read_is_not_waited_for() -> None:
 
 def test_who_is_not_watched_any_more_is_not_called() -> None:
     pipes = [os.pipe() for _ in range(2)]
-    watching, called = Watching(), []
+    watching, called = PollLoop(), []
 
     def only_me(mine: int, other: int) -> None:
         called.append(mine)

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distbelief.errors import DistBeliefError
-from distbelief.launch.launchers.rules import SOURCES, Place
-from distbelief.launch.launchers.rules.nodelist import hosts_in
-from distbelief.launch.launchers.rules.slurm import tasks_per_node
+from distbelief.launch.launchers.rules.place import Place
+from distbelief.launch.launchers.rules.variables import BY_LAUNCHER, hosts_in, tasks_per_node
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -52,7 +51,7 @@ def tf_config(kind: str, index: object = 0, cluster: object = CLUSTER) -> dict[s
 
 
 def found(launcher: str, environment: Mapping[str, str]) -> Place:
-    place = SOURCES[launcher](environment)
+    place = BY_LAUNCHER[launcher](environment)
     assert place is not None
     return place
 
@@ -118,8 +117,8 @@ def test_the_step_of_slurm_counts_and_not_its_job() -> None:
 
 
 def test_torchrun_tells_where_to_meet() -> None:
-    assert found("torchrun", TORCHRUN).meeting == "node1:29400"
-    assert found("torchrun", TORCHRUN | {"MASTER_ADDR": "fd00::2"}).meeting == "[fd00::2]:29400"
+    assert found("torchrun", TORCHRUN).address == "node1:29400"
+    assert found("torchrun", TORCHRUN | {"MASTER_ADDR": "fd00::2"}).address == "[fd00::2]:29400"
 
 
 def test_a_process_of_an_operator_has_a_host_to_itself() -> None:
@@ -144,7 +143,7 @@ def test_each_task_of_tf_config_has_its_role(
     place = found("tf_config", tf_config(kind, index))
     assert numbers(place) == expected
     assert (place.workers, place.workers_here, place.servers_here) == (3, workers_here, servers_here)
-    assert place.meeting == "a:2222"
+    assert place.address == "a:2222"
     assert place.peers == ("a", "b", "c")
 
 
@@ -165,7 +164,7 @@ def test_a_cluster_with_gaps_in_its_numbers() -> None:
 
 
 def test_an_evaluator_has_nothing_to_do() -> None:
-    assert SOURCES["tf_config"](tf_config("evaluator")) is None
+    assert BY_LAUNCHER["tf_config"](tf_config("evaluator")) is None
 
 
 def without(environment: Mapping[str, str], name: str) -> dict[str, str]:
@@ -217,20 +216,20 @@ def without(environment: Mapping[str, str], name: str) -> dict[str, str]:
 )
 def test_nonsense_is_one_clear_error(launcher: str, environment: Mapping[str, str], says: str) -> None:
     with pytest.raises(DistBeliefError) as caught:
-        SOURCES[launcher](environment)
+        BY_LAUNCHER[launcher](environment)
     assert says in caught.value.message
     assert caught.value.hint
 
 
 @settings(deadline=None)
-@given(st.sampled_from(sorted(SOURCES)), st.data())
+@given(st.sampled_from(sorted(BY_LAUNCHER)), st.data())
 def test_no_value_of_a_variable_is_a_traceback(launcher: str, data: Any) -> None:
     base = {"mpi": OPEN_MPI, "slurm": SLURM, "torchrun": TORCHRUN, "tf_config": tf_config("worker")}[launcher]
     name = data.draw(st.sampled_from(sorted(base)))
     some_json = st.recursive(st.none() | st.integers() | st.text(max_size=3), _deeper).map(json.dumps)
     value = data.draw(st.text(max_size=20) | st.integers(-9, 99).map(str) | some_json | _changed(base[name]))
     try:
-        place = SOURCES[launcher]({**base, name: value})
+        place = BY_LAUNCHER[launcher]({**base, name: value})
     except DistBeliefError:
         return
     assert place is None or 0 <= place.index < place.count

@@ -1,4 +1,4 @@
-"""Ways to meet: the word of the first process is heard, a dead launch's is not, and nobody waits for ever."""
+"""Ways to meet: the notice of the first process is read, a dead launch's is not, and nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -14,39 +14,37 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from distbelief.control.keyfiles import new_key, read_key, run_secret
 from distbelief.errors import DistBeliefError
-from distbelief.launch.invitation import Invitation
-from distbelief.launch.rendezvous import folder, ownaddress
-from distbelief.launch.rendezvous.address import Address, Board
-from distbelief.launch.rendezvous.folder import Folder
-from distbelief.launch.rendezvous.interface import Word, invited
+from distbelief.launch import rendezvous
+from distbelief.launch.launch import Invitation
+from distbelief.launch.rendezvous import KnownAddress, LauncherStore, Notice, SharedFolder, notice_of
 
 INVITATION = Invitation("tcp://10.0.0.1:5555", bytes(range(32)))
 
 
 def test_in_a_folder_the_invitation_is_found_and_nothing_is_left(tmp_path: Path) -> None:
-    first, other = Folder(tmp_path / "run", "job 1"), Folder(tmp_path / "run", "job 1")
-    threading.Timer(0.3, first.tell, [invited(INVITATION)]).start()
+    first, other = SharedFolder(tmp_path / "run", "job 1"), SharedFolder(tmp_path / "run", "job 1")
+    threading.Timer(0.3, first.tell, [notice_of(INVITATION)]).start()
     assert other.wait(30).invitation == INVITATION
-    file = tmp_path / "run" / folder.FILE
+    file = tmp_path / "run" / rendezvous.FILE
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     first.close()
     assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_what_a_dead_launch_has_left_in_a_folder_means_nothing(tmp_path: Path) -> None:
-    Folder(tmp_path, "job 1").tell(invited(INVITATION))
-    with pytest.raises(DistBeliefError, match="has left no word"):
-        Folder(tmp_path, "job 2").wait(0.5)
-    (tmp_path / folder.FILE).write_text("{")
-    with pytest.raises(DistBeliefError, match="has left no word"):
-        Folder(tmp_path, "job 1").wait(0.1)
+    SharedFolder(tmp_path, "job 1").tell(notice_of(INVITATION))
+    with pytest.raises(DistBeliefError, match="has left no notice"):
+        SharedFolder(tmp_path, "job 2").wait(0.5)
+    (tmp_path / rendezvous.FILE).write_text("{")
+    with pytest.raises(DistBeliefError, match="has left no notice"):
+        SharedFolder(tmp_path, "job 1").wait(0.1)
 
 
 def test_that_there_is_no_run_is_heard_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "LINGER_S", 0.0)
-    first = Folder(tmp_path / "run", "job")
-    first.tell(Word(over=2))
-    word = Folder(tmp_path / "run", "job").wait(5)
+    monkeypatch.setattr(rendezvous, "LINGER_S", 0.0)
+    first = SharedFolder(tmp_path / "run", "job")
+    first.tell(Notice(over=2))
+    word = SharedFolder(tmp_path / "run", "job").wait(5)
     assert word.over == 2
     assert word.invitation is None
     first.close()
@@ -55,8 +53,8 @@ def test_that_there_is_no_run_is_heard_too(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DistBeliefError, match="cannot leave a word"):
-        Folder(tmp_path / "file" / "run", "job").tell(Word(over=1))
+    with pytest.raises(DistBeliefError, match="cannot leave a notice"):
+        SharedFolder(tmp_path / "file" / "run", "job").tell(Notice(over=1))
 
 
 @pytest.fixture
@@ -66,57 +64,57 @@ def key(tmp_path: Path) -> Path:
 
 
 def test_at_an_address_the_key_is_the_invitation(key: Path) -> None:
-    meeting = Address("node7:2222", key)
+    meeting = KnownAddress("node7:2222", key)
     assert meeting.wait().invitation == Invitation("tcp://node7:2222", run_secret(read_key(key)))
-    assert Address("127.0.0.1:2222", key).listen() == "tcp://127.0.0.1:2222"
-    assert Address("[::1]:2222", key).listen() == "tcp://[::1]:2222"
+    assert KnownAddress("127.0.0.1:2222", key).listen() == "tcp://127.0.0.1:2222"
+    assert KnownAddress("[::1]:2222", key).listen() == "tcp://[::1]:2222"
 
 
 def test_an_address_that_is_not_ours(key: Path) -> None:
     with pytest.raises(DistBeliefError, match="none of the addresses of this machine"):
-        Address("203.0.113.9:2222", key).listen()
+        KnownAddress("203.0.113.9:2222", key).listen()
 
 
 def test_on_the_launchers_board_only_the_address_stands(key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distbelief.launch.rendezvous.address.LINGER_S", 0.0)
+    monkeypatch.setattr("distbelief.launch.rendezvous.LINGER_S", 0.0)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
     where = f"127.0.0.1:{store.port}"
-    first, other = Board(where, "job", key), Board(where, "job", key)
+    first, other = LauncherStore(where, "job", key), LauncherStore(where, "job", key)
     assert first.listen() == "tcp://127.0.0.1:*"
-    first.tell(invited(INVITATION))
+    first.tell(notice_of(INVITATION))
     secret = run_secret(read_key(key))
     assert store.get("distbelief job") == INVITATION.address.encode()
     assert other.wait().invitation == Invitation(INVITATION.address, secret)
-    Board(where, "next", key).tell(Word(over=3))
-    assert Board(where, "next", key).wait().over == 3
-    with pytest.raises(DistBeliefError, match="has left no word"):
-        Board(where, "another", key, patience_s=0.2).wait()
+    LauncherStore(where, "next", key).tell(Notice(over=3))
+    assert LauncherStore(where, "next", key).wait().over == 3
+    with pytest.raises(DistBeliefError, match="has left no notice"):
+        LauncherStore(where, "another", key, patience_s=0.2).wait()
 
 
 def test_which_address_of_ours_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     routes = {"10.1.0.9": "10.1.0.1", "198.51.100.1": "10.2.0.1"}
     names = {"peer": ["10.1.0.9"], "me": ["127.0.1.1"]}
     mine = ["10.1.0.1", "10.2.0.1"]
-    monkeypatch.setattr(ownaddress, "_own_addresses", lambda: mine)
-    monkeypatch.setattr(ownaddress, "resolve", lambda name: names.get(name, []))
-    monkeypatch.setattr(ownaddress, "_source_towards", lambda address: routes.get(address, ""))
-    monkeypatch.setattr(ownaddress, "host_name", lambda: "me")
-    assert ownaddress.address_for(["me", "unknown", "peer"]) == "10.1.0.1", "that from which the peer is reached"
-    assert ownaddress.address_for(["unknown"]) == "10.2.0.1", "that from which the world is reached"
+    monkeypatch.setattr(rendezvous, "_own_addresses", lambda: mine)
+    monkeypatch.setattr(rendezvous, "resolve", lambda name: names.get(name, []))
+    monkeypatch.setattr(rendezvous, "_source_towards", lambda address: routes.get(address, ""))
+    monkeypatch.setattr(rendezvous, "host_name", lambda: "me")
+    assert rendezvous.address_for(["me", "unknown", "peer"]) == "10.1.0.1", "that from which the peer is reached"
+    assert rendezvous.address_for(["unknown"]) == "10.2.0.1", "that from which the world is reached"
     names["me"] = ["10.1.0.1"]
-    assert ownaddress.address_for([]) == "10.1.0.1", "that which our name stands for"
+    assert rendezvous.address_for([]) == "10.1.0.1", "that which our name stands for"
     names.clear()
     routes.clear()
     with pytest.raises(DistBeliefError, match="several addresses"):
-        ownaddress.address_for([])
+        rendezvous.address_for([])
     del mine[1]
-    assert ownaddress.address_for([]) == "10.1.0.1"
+    assert rendezvous.address_for([]) == "10.1.0.1"
     mine.clear()
-    assert ownaddress.address_for([]) == "127.0.0.1"
+    assert rendezvous.address_for([]) == "127.0.0.1"
 
 
 def test_real_addresses_are_no_loopback() -> None:
-    for address in ownaddress._own_addresses():
+    for address in rendezvous._own_addresses():
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as taken:
             taken.bind((address, 0))
         assert not address.startswith("127.")
@@ -125,5 +123,5 @@ def test_real_addresses_are_no_loopback() -> None:
 def test_waiting_is_not_for_ever(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(DistBeliefError):
-        Folder(tmp_path, "job").wait(0.3)
+        SharedFolder(tmp_path, "job").wait(0.3)
     assert time.monotonic() - began >= 0.3

@@ -12,9 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from distbelief.errors import DistBeliefError
-from distbelief.launch.launchers import onehost as house
-from distbelief.launch.launchers.onehost import House, Lodger
-from distbelief.launch.launchers.rules import Place
+from distbelief.launch.launchers import samehost
+from distbelief.launch.launchers.rules.place import Place
+from distbelief.launch.launchers.samehost import HelpingProcess, HostingProcess
 
 
 def places(count: int, job: str = "") -> list[Place]:
@@ -22,8 +22,8 @@ def places(count: int, job: str = "") -> list[Place]:
     return [Place("mpi", job, index, count, index, count) for index in range(count)]
 
 
-def lodge(place: Place, patience_s: float = house.PATIENCE_S) -> int:
-    return Lodger(place, patience_s).wait()
+def lodge(place: Place, patience_s: float = samehost.PATIENCE_S) -> int:
+    return HelpingProcess(place, patience_s).wait()
 
 
 @pytest.fixture
@@ -37,11 +37,11 @@ def test_the_one_that_hosts_has_the_cores_of_all_and_the_others_its_status(
 ) -> None:
     own: dict[str, set[int]] = {"MainThread": {0}}
     monkeypatch.setattr(
-        house.os, "sched_getaffinity", lambda _: own.get(threading.current_thread().name, {3, 7}), raising=True
+        samehost.os, "sched_getaffinity", lambda _: own.get(threading.current_thread().name, {3, 7}), raising=True
     )
     first, *others = places(4)
     waiting = [beside(lodge, other) for other in others]
-    there = House(first)
+    there = HostingProcess(first)
     assert there.cores == {0, 3, 7}
     assert not any(future.done() for future in waiting)
     there.tell(17)
@@ -51,14 +51,14 @@ def test_the_one_that_hosts_has_the_cores_of_all_and_the_others_its_status(
 def test_a_host_that_vanishes_ends_the_others(beside: Callable[..., Future[int]]) -> None:
     first, other = places(2)
     waiting = beside(lodge, other)
-    there = House(first)
+    there = HostingProcess(first)
     for connection in there._others:
         connection.close()
     assert waiting.result(10) == 1
 
 
 def test_one_process_alone_needs_nobody() -> None:
-    there = House(places(1)[0])
+    there = HostingProcess(places(1)[0])
     assert there.cores == os.sched_getaffinity(0)
     there.tell(0)
 
@@ -67,7 +67,7 @@ def test_who_does_not_come_is_not_awaited_for_ever(beside: Callable[..., Future[
     first, other, _ = places(3)
     waiting = beside(lodge, other)
     with pytest.raises(DistBeliefError, match="1 of 3 processes on this host have not come"):
-        House(first, patience_s=0.5)
+        HostingProcess(first, patience_s=0.5)
     assert waiting.result(10) == 1
     with pytest.raises(DistBeliefError, match="has not come"):
         lodge(places(2)[1], patience_s=0.1)
@@ -76,14 +76,14 @@ def test_who_does_not_come_is_not_awaited_for_ever(beside: Callable[..., Future[
 def test_two_runs_of_one_launch_are_refused() -> None:
     first = places(2)[0]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as taken:
-        taken.bind(house._name(first))
+        taken.bind(samehost._name(first))
         with pytest.raises(DistBeliefError, match="another process hosts for this launch"):
-            House(first)
+            HostingProcess(first)
 
 
 def test_launches_do_not_mix(beside: Callable[..., Future[int]]) -> None:
     ours, theirs = places(2, "one"), places(2, "two")
     waiting = {status: beside(lodge, pair[1]) for status, pair in ((3, ours), (4, theirs))}
     for status, pair in ((4, theirs), (3, ours)):
-        House(pair[0]).tell(status)
+        HostingProcess(pair[0]).tell(status)
     assert {status: future.result(10) for status, future in waiting.items()} == {3: 3, 4: 4}

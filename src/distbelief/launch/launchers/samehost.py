@@ -18,7 +18,7 @@ import time
 import msgspec
 
 from distbelief.errors import DistBeliefError
-from distbelief.launch.launchers.rules import Place
+from distbelief.launch.launchers.rules.place import Place
 
 PATIENCE_S = 120.0
 """For the processes of a host to start: they come from a shared disk, all at once."""
@@ -26,7 +26,7 @@ _CREDENTIALS = struct.Struct("3i")
 _LOOK_S = 0.1
 
 
-class House:
+class HostingProcess:
     """For the process that hosts: the others of this launch here. `cores`: all that were given to any of them."""
 
     def __init__(self, place: Place, patience_s: float = PATIENCE_S) -> None:
@@ -76,7 +76,7 @@ class House:
         self._others = []
 
 
-class Lodger:
+class HelpingProcess:
     """For any other process: it lends its cores to the one that hosts here, and waits for the end."""
 
     def __init__(self, place: Place, patience_s: float = PATIENCE_S) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from distbelief.errors import DistBeliefError
-from distbelief.launch import chosen
+from distbelief.launch import engines as chosen
 from distbelief.launch.ray import cluster
 
 

@@ -22,7 +22,7 @@ from distbelief.transport.shm.memfd import receive_message, send_message
 from distbelief.worker.spec import WorkerSpec
 
 SOCKET = "join.sock"
-_PATIENCE_S = 2.0  # for a guest to say who it is; the engine waits no longer for anybody
+_PATIENCE_S = 2.0  # for a worker to say who it is; the engine waits no longer for anybody
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -32,18 +32,18 @@ class _Hello(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Guest:
+class ManualWorker:
     worker: int
     pid: int
     pidfd: int
     connection: socket.socket
 
 
-class Guests:
+class ManualWorkers:
     def __init__(self, run_dir: Path, secret: bytes) -> None:
         self._secret = secret
         self._path = run_dir / SOCKET
-        self._there: dict[int, Guest] = {}
+        self._there: dict[int, ManualWorker] = {}
         self._path.unlink(missing_ok=True)  # a killed engine's: our coordinator has the journal's lock, so it is dead
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with short_path(run_dir) as folder:  # the kernel takes about 100 characters
@@ -54,7 +54,7 @@ class Guests:
                 os.umask(before)
         self.listener.listen()
 
-    def accept(self, spec: Callable[[int], WorkerSpec]) -> Guest | None:
+    def accept(self, spec: Callable[[int], WorkerSpec]) -> ManualWorker | None:
         """Let the next one in and tell it what to do; None when it is a stranger, or gone again."""
         connection, _ = self.listener.accept()
         connection.settimeout(_PATIENCE_S)
@@ -70,16 +70,16 @@ class Guests:
             connection.close()
             return None
         connection.settimeout(None)
-        self._there[pid] = Guest(hello.worker, pid, pidfd, connection)
+        self._there[pid] = ManualWorker(hello.worker, pid, pidfd, connection)
         return self._there[pid]
 
-    def departed(self, guest: Guest) -> int:
+    def departed(self, worker: ManualWorker) -> int:
         """It is gone. Its status is its parent's to know; a signal stands for it: it left without a word to us."""
-        os.close(self._there.pop(guest.pid).pidfd)
+        os.close(self._there.pop(worker.pid).pidfd)
         return -signal.SIGKILL
 
     def kill(self, pid: int) -> bool:
-        """End a guest; whether it is one."""
+        """End a worker; whether it is one."""
         if pid not in self._there:
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -89,8 +89,8 @@ class Guests:
     def close(self) -> None:
         self.listener.close()
         self._path.unlink(missing_ok=True)
-        for guest in self._there.values():
-            os.close(guest.pidfd)
+        for worker in self._there.values():
+            os.close(worker.pidfd)
 
 
 @contextlib.contextmanager
