@@ -17,7 +17,7 @@ from pathlib import Path
 
 from distbelief.chaos.follow import RunFollower, Seen
 from distbelief.chaos.relay import Relay
-from distbelief.chaos.rules import timeline
+from distbelief.chaos.rules import schedule as timeline
 from distbelief.chaos.rules.schedule import Fault
 from distbelief.chaos.rules.verdict import ENDS_A_WORKER, Note, Record
 from distbelief.chaos.victims import Throttle, Victim, catch

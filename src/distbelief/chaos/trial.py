@@ -1,20 +1,27 @@
-"""Runs a job twice, without faults and under them, and gathers what both runs leave. It judges nothing itself."""
+"""Runs a job twice, without faults and under them, and gathers the records that `rules/verdict.py` judges.
+
+Some strategies promise the weights of an undisturbed run within rounding, not bit for bit. For these the trial also
+measures how far the two runs' weights are apart, as `distbelief verify` does: by a tolerance, and beyond it by the
+difference that rounding alone makes to this job in the same number of steps.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 import msgspec
+from safetensors.torch import load_file
 
 from distbelief.api import run_file
 from distbelief.chaos.inject import Injector
 from distbelief.chaos.relay import Relay
 from distbelief.chaos.rules.schedule import Fault
-from distbelief.chaos.rules.verdict import Evidence, Note, Record
+from distbelief.chaos.rules.verdict import Closeness, Evidence, Note, Record
 from distbelief.control.messages import ScaleRequested
 from distbelief.coordinator import client, journal
 from distbelief.errors import DistBeliefError, RunInterrupted
@@ -22,6 +29,8 @@ from distbelief.observe.plain import PlainView
 from distbelief.observe.records import Tail
 from distbelief.options import RunOptions
 from distbelief.result import Result
+from distbelief.verification.compare import Comparison, Trained, allow_for_noise, compare, default_tolerance
+from distbelief.verification.process import run_plain
 from distbelief.worker.spec import WorkerSpec
 
 ASK_S = 1.0
@@ -116,3 +125,36 @@ def _sayer(stream: TextIO) -> Callable[[str], None]:
         stream.flush()
 
     return say
+
+
+# --- how far weights are apart, where a strategy promises them within rounding ------------------------------------
+
+
+def how_close(plan: Plan, twin: Evidence, faulty: Evidence, stream: TextIO) -> Closeness:
+    one, other = _trained(twin.run_dir, twin.metrics), _trained(faulty.run_dir, faulty.metrics)
+    precision = json.loads((Path(twin.run_dir) / "job.json").read_text())["precision"]
+    found = compare(one, other, default_tolerance(one.weights, precision))
+    if found.verdict == "different":
+        found = allow_for_noise(found, *_with_and_without_a_nudge(plan, twin.steps, stream))
+    return closeness(found)
+
+
+def closeness(found: Comparison) -> Closeness:
+    worst = max((one.relative for one in found.differences), default=0.0)
+    return Closeness(found.verdict != "different", worst, found.noisy)
+
+
+def _with_and_without_a_nudge(plan: Plan, steps: int, stream: TextIO) -> tuple[Trained, Trained]:
+    """The job in one plain process, and the same from weights that are a rounding away; once for all schedules."""
+    folders = plan.run_dir / "plain", plan.run_dir / "nudged"
+    for folder in folders:
+        if not (folder / "weights.safetensors").exists():
+            print(f"what rounding alone does ({folder.name}):", file=stream, flush=True)
+            run_plain(plan.job, plan.settings, steps, folder, nudged=folder.name == "nudged")
+    plain, nudged = map(_trained, folders)
+    return plain, nudged
+
+
+def _trained(run_dir: str | Path, metrics: Sequence[Record] = ()) -> Trained:
+    losses = {int(record["step"]): record["loss"] for record in metrics if record.get("kind") == "step"}
+    return Trained(load_file(Path(run_dir) / "weights.safetensors"), losses)

@@ -18,10 +18,9 @@ from typing import Any
 
 import msgspec
 
-from distbelief.checkpoint import boxes
-from distbelief.checkpoint.boxes import Box
-from distbelief.checkpoint.coverage import Stretch, coverage_fault
 from distbelief.checkpoint.faults import CheckpointDamaged, CheckpointFormat
+from distbelief.checkpoint.rules import boxes
+from distbelief.checkpoint.rules.boxes import Box, Stretch, coverage_fault
 
 OLDEST_FORMAT = 1
 """Tensors lie in stretches alone. Still written where it says everything, so that older programs can read it."""

@@ -1,21 +1,97 @@
-"""A part, written: a safetensors file of stretches and boxes of tensors, as a stream of blocks.
+"""The parts of a checkpoint: safetensors files, written and read as streams of blocks.
 
-Checksums are SHA-256, which current CPUs have instructions for: with those OpenSSL's is quicker than BLAKE2b.
+A part holds what one member saves: stretches and boxes of tensors. Writing takes at most one block of memory, and so
+does reading, beside what the caller keeps. Checksums are SHA-256: current processors have instructions for it, which
+make OpenSSL's SHA-256 quicker than BLAKE2b.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import errno
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from typing import Any, Protocol
 
+import msgspec
 import torch
 
-from distbelief.checkpoint import boxes
-from distbelief.checkpoint.boxes import Box
-from distbelief.checkpoint.headers import METADATA, Placed, encode_header
-from distbelief.checkpoint.manifest import DTYPES, PartEntry
+from distbelief.checkpoint.faults import CheckpointDamaged
+from distbelief.checkpoint.manifest import DTYPES, PartEntry, PartFile
+from distbelief.checkpoint.rules import boxes
+from distbelief.checkpoint.rules.boxes import Box
+from distbelief.checkpoint.storage import Folder, explained
 from distbelief.errors import DistBeliefError
+
+# --- the header of a safetensors file -----------------------------------------------------------------------------
+
+METADATA = "__metadata__"
+LENGTH_BYTES = 8
+_ALIGN = 8
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor in a file, in the order of their bytes."""
+
+    key: str
+    kind: str
+    """safetensors' name of the type."""
+    shape: tuple[int, ...]
+    size_bytes: int
+
+
+class _Place(msgspec.Struct, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def encode_header(tensors: Iterable[Placed]) -> bytes:
+    """What the file begins with, the length included."""
+    table: dict[str, Any] = {METADATA: {"format": "pt"}}
+    begin = 0
+    for tensor in tensors:
+        table[tensor.key] = _Place(tensor.kind, tensor.shape, (begin, begin + tensor.size_bytes))
+        begin += tensor.size_bytes
+    text = msgspec.json.encode(table)
+    text += b" " * (-len(text) % _ALIGN)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def begins(tensors: Iterable[Placed], first: int) -> dict[str, int]:
+    """Where the bytes of each begin, if those of the first one begin there."""
+    found = {}
+    for tensor in tensors:
+        found[tensor.key] = first
+        first += tensor.size_bytes
+    return found
+
+
+def decode_header(text: bytes, data_bytes: int) -> tuple[list[Placed], str]:
+    """The tensors in the order of their bytes, which are `data_bytes` together; or none, and what is wrong.
+
+    Nothing is raised here: where there is a checksum, that is the better thing to say of a damaged header.
+    """
+    try:
+        table = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        table.pop(METADATA, None)
+        found = {key: msgspec.json.decode(raw, type=_Place) for key, raw in table.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return [], f"its header cannot be read ({error})"
+    reached, order = 0, []
+    for key, place in sorted(found.items(), key=lambda item: item[1].data_offsets):
+        begin, end = place.data_offsets
+        if begin != reached or end < begin:
+            return [], f"'{key}' lies at other bytes"
+        reached = end
+        order.append(Placed(key, place.dtype, place.shape, end - begin))
+    if reached != data_bytes:
+        return [], f"it has {data_bytes} bytes of data where {reached} belong"
+    return order, ""
+
 
 BLOCK_BYTES = 4 << 20  # is still in the cache when it was hashed and is to be written
 
@@ -97,3 +173,182 @@ def memory_of(contiguous: torch.Tensor) -> memoryview:
     if not contiguous.numel():  # one without elements may have any stride, which `view` does not like
         return memoryview(bytearray())
     return contiguous.reshape(-1).view(torch.uint8).numpy().data
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+_DAMAGED_HINT = "restore the file from a copy, or delete this checkpoint; resuming takes the newest one that is sound"
+_HEADER_GUESS_BYTES = 1 << 16  # most headers are shorter: one request instead of two
+
+
+class Sink(Protocol):
+    """Takes the bytes of one tensor in a file; `start` and `end` count from that tensor's first byte."""
+
+    def room(self, start: int, end: int) -> memoryview | None:
+        """Where to read these bytes into. None: not there; give them to `put`."""
+
+    def put(self, start: int, block: memoryview) -> None: ...
+
+
+def damaged(url: str, what: str) -> CheckpointDamaged:
+    return CheckpointDamaged(f"{url} {what}", hint=_DAMAGED_HINT)
+
+
+def check_part(
+    folder: Folder,
+    part: PartFile,
+    size_bytes: int | None,
+    entries: Iterable[PartEntry],
+    sinks: Mapping[str, Sequence[Sink]],
+) -> dict[str, int]:
+    """Read a part once from end to end, in front of its checksum, filling the sinks by key on the way.
+
+    `size_bytes` is what the folder's listing says, None where the file is not in it. Returns where in the file each
+    key's bytes begin. Raises CheckpointDamaged when anything differs from the manifest; what the sinks hold then means
+    nothing.
+    """
+    url = folder.url_of(part.file)
+    _check_size(url, part, size_bytes)
+    with _opened(folder, part.file) as file:
+        stream = _Stream(file, url, part.size_bytes)
+        length = int.from_bytes(stream.take(min(LENGTH_BYTES, part.size_bytes)), "little")
+        header = stream.take(min(length, stream.left))
+        order, fault = decode_header(header, stream.left)
+        fault = fault or _mismatch(order, entries)
+        for tensor in [] if fault else order:
+            stream.fill(sinks.get(tensor.key, ()), tensor.size_bytes)
+        stream.fill((), stream.left)
+    if stream.sha256.hexdigest() != part.sha256:
+        raise damaged(url, "is damaged: its checksum differs")
+    if fault:
+        raise damaged(url, f"does not match the manifest: {fault}")
+    return begins(order, LENGTH_BYTES + length)
+
+
+def find_in_part(
+    folder: Folder, part: PartFile, size_bytes: int | None, entries: Iterable[PartEntry]
+) -> dict[str, int]:
+    """Where in the file each key's bytes begin, from the header alone. The checksum is not looked at."""
+    url = folder.url_of(part.file)
+    _check_size(url, part, size_bytes)
+    header = read_header(folder, part.file, part.size_bytes)
+    order, fault = decode_header(header, part.size_bytes - LENGTH_BYTES - len(header))
+    if fault := fault or _mismatch(order, entries):
+        raise damaged(url, f"does not match the manifest: {fault}")
+    return begins(order, LENGTH_BYTES + len(header))
+
+
+def read_header(folder: Folder, name: str, size_bytes: int) -> bytes:
+    """The header's text, cut off where the file is."""
+    begin = read_bytes(folder, name, 0, min(_HEADER_GUESS_BYTES, size_bytes))
+    end = min(LENGTH_BYTES + int.from_bytes(begin[:LENGTH_BYTES], "little"), size_bytes)
+    if end > len(begin):
+        begin += read_bytes(folder, name, len(begin), end)
+    return begin[LENGTH_BYTES:end]
+
+
+def pour(folder: Folder, name: str, begin: int, spans: Iterable[tuple[int, int]], sink: Sink) -> None:
+    """Give a sink some spans (start, end) of the bytes of the tensor that begins at byte `begin` of the file."""
+    for start, end in spans:
+        for at in range(start, end, BLOCK_BYTES):
+            upto = min(at + BLOCK_BYTES, end)
+            data = read_bytes(folder, name, begin + at, begin + upto)
+            if (room := sink.room(at, upto)) is not None:
+                room[:] = data
+            else:
+                sink.put(at, memoryview(bytearray(data)))
+
+
+def read_bytes(folder: Folder, name: str, start: int, end: int) -> bytes:
+    """Those bytes alone: no more are fetched from a store."""
+    url = folder.url_of(name)
+    with explained(folder, "read", url), _faults_named(url):
+        found = bytes(folder.files.cat_file(folder.path_of(name), start=start, end=end)) if start < end else b""
+    if len(found) < end - start:
+        raise damaged(url, f"is torn: it ends before byte {end}")
+    return found
+
+
+def _check_size(url: str, part: PartFile, size_bytes: int | None) -> None:
+    if size_bytes is None:
+        raise damaged(url, "is missing")
+    if size_bytes != part.size_bytes:
+        torn = "torn" if size_bytes < part.size_bytes else "too long"
+        raise damaged(url, f"is {torn}: it has {size_bytes} of {part.size_bytes} bytes")
+
+
+@contextmanager
+def _opened(folder: Folder, name: str) -> Iterator[Any]:
+    with explained(folder, "read", folder.url_of(name)):
+        with _faults_named(folder.url_of(name)):
+            file = folder.files.open(folder.path_of(name), "rb")
+        with file:
+            yield file
+
+
+@contextmanager
+def _faults_named(url: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise damaged(url, "is missing") from error
+    except OSError as error:
+        if error.errno != errno.EIO:  # a bad sector is damage of this file, an older checkpoint may be fine
+            raise
+        raise damaged(url, "cannot be read: the disk reports a fault") from error
+
+
+class _Stream:
+    """A file read in order, hashed on the way; it must have exactly so many bytes."""
+
+    def __init__(self, file: Any, url: str, size_bytes: int) -> None:
+        self.sha256 = hashlib.sha256()
+        self.left = size_bytes
+        self._size_bytes = size_bytes
+        self._file = file
+        self._url = url
+        self._scratch = memoryview(bytearray(min(BLOCK_BYTES, size_bytes)))
+
+    def take(self, size: int) -> bytes:
+        data = bytearray(size)
+        self._read(memoryview(data))
+        return bytes(data)
+
+    def fill(self, sinks: Sequence[Sink], size: int) -> None:
+        """Read so many bytes into the sinks; none: past them."""
+        for start in range(0, size, BLOCK_BYTES):
+            end = min(start + BLOCK_BYTES, size)
+            room = sinks[0].room(start, end) if len(sinks) == 1 else None
+            block = self._scratch[: end - start] if room is None else room
+            self._read(block)
+            for sink in sinks if room is None else ():
+                sink.put(start, block)
+
+    def _read(self, block: memoryview) -> None:
+        done = 0
+        while done < len(block):
+            with _faults_named(self._url):
+                got = self._file.readinto(block[done:])
+            if not got:
+                there = self._size_bytes - self.left
+                raise damaged(self._url, f"is torn: it has {there} of {self._size_bytes} bytes")
+            self.sha256.update(block[done : done + got])
+            done += got
+            self.left -= got
+
+
+def _mismatch(order: Iterable[Placed], entries: Iterable[PartEntry]) -> str:
+    """In what a part differs from what the manifest says is in it."""
+    expected = {entry.key: entry for entry in entries}
+    found = {tensor.key: tensor for tensor in order}
+    if missing := sorted(expected.keys() - found.keys()):
+        return f"'{missing[0]}' is not in it"
+    if more := sorted(found.keys() - expected.keys()):
+        return f"'{more[0]}' is in it"
+    for key, entry in expected.items():
+        tensor = found[key]
+        if (tensor.kind, tensor.shape) != (DTYPES[entry.dtype][0], entry.stored_shape):
+            return f"'{key}' has another type or shape there"
+        if tensor.size_bytes != entry.size_bytes:
+            return f"'{key}' lies at other bytes"
+    return ""

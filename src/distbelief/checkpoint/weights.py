@@ -16,10 +16,9 @@ from typing import BinaryIO
 import torch
 
 from distbelief.atomicfile import drafted, writing
-from distbelief.checkpoint.headers import Placed, begins, encode_header
 from distbelief.checkpoint.lazy import Outline, outlines_of
 from distbelief.checkpoint.manifest import DTYPES
-from distbelief.checkpoint.parts import BLOCK_BYTES, dtype_name, memory_of
+from distbelief.checkpoint.parts import BLOCK_BYTES, Placed, begins, dtype_name, encode_header, memory_of
 from distbelief.errors import DistBeliefError
 
 KINDS = {name: kind for name, (kind, _) in DTYPES.items()} | {

@@ -107,11 +107,10 @@ def _trials(
     plan: Plan, twin: Evidence, schedule: tuple[Fault, ...], random: int, seed: int, stream: TextIO
 ) -> Iterator[tuple[str, Struck, Verdict]]:
     """Each schedule with its run and verdict; a bad verdict is the last."""
-    from distbelief.chaos.closeness import how_close
     from distbelief.chaos.report import totals
     from distbelief.chaos.rules.schedule import write
     from distbelief.chaos.rules.verdict import judge
-    from distbelief.chaos.trial import run_under_faults
+    from distbelief.chaos.trial import how_close, run_under_faults
     from distbelief.strategies import parse as parse_strategy
 
     promise = _promise(plan.strategy)

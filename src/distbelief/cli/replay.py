@@ -58,10 +58,9 @@ def replay(
     chosen_step(read_run(run), step)
     _start_as_workers_do(run, step, shard, debug, device, json)
 
-    from distbelief.replaying.progress import WayShown
     from distbelief.replaying.replay import Asked
     from distbelief.replaying.replay import replay as execute
-    from distbelief.replaying.report import as_json, lines
+    from distbelief.replaying.report import WayShown, as_json, lines
 
     # With --json, stdout holds the object alone, whatever else prints in this process.
     with (

@@ -1,11 +1,14 @@
-"""Replays one step of a run in this process: gets to the state before it, looks into it, executes it, compares."""
+"""Replays one step of a run in this process: restores the state before it, inspects it, executes it and compares.
+
+The verdict is "identical" where the bits are equal, or "within rounding" where the run promises no more.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from distbelief.checkpoint.sources import MODEL
 from distbelief.checkpoint.weights import weights_sha256
@@ -23,10 +26,43 @@ from distbelief.replaying.rebuild import (
     nearest,
 )
 from distbelief.replaying.records import RecordedRun, canary_differs, chosen_step, read_run
-from distbelief.replaying.verdict import Verdict, judge, judge_within_rounding
 from distbelief.strategies.base import NonFiniteLoss, Saved, StepResult
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
 from distbelief.worker.loading import Loaded
+
+# --- the verdict --------------------------------------------------------------------------------------------------
+
+Verdict = Literal["matched", "equal", "differs", "unknown"]
+
+TOLERANCE = 1e-3
+"""Of a loss, where only rounding differs. It is 1e-7 at first, and training makes it larger from step to step."""
+
+
+def judge(found: str | None, recorded: str | None, exact: bool) -> Verdict:
+    """Compare what this process found (a fingerprint, a hash) with what the run has recorded.
+
+    Unknown: one of the two is missing, because the step was never committed or cannot be executed; or the run was not
+    exact, so that its bits depended on its members.
+
+    >>> judge("1f", "1f", exact=True), judge("1f", "2e", exact=True), judge("1f", None, exact=True)
+    ('matched', 'differs', 'unknown')
+    >>> judge("1f", "2e", exact=False)
+    'unknown'
+    """
+    if not exact or found is None or recorded is None:
+        return "unknown"
+    return "matched" if found == recorded else "differs"
+
+
+def judge_within_rounding(found: float | None, recorded: float | None) -> Verdict:
+    """The same for losses of a run whose members divided the model: they add in other orders than one process.
+
+    >>> judge_within_rounding(2.0, 2.0001), judge_within_rounding(2.0, 2.1), judge_within_rounding(None, 2.0)
+    ('equal', 'differs', 'unknown')
+    """
+    if found is None or recorded is None:
+        return "unknown"
+    return "equal" if abs(found - recorded) <= TOLERANCE * max(abs(found), abs(recorded), 1e-6) else "differs"
 
 
 class Progress(Protocol):

@@ -17,8 +17,7 @@ from queue import SimpleQueue
 from distbelief.checkpoint.faults import CheckpointExists, CheckpointIncomplete, CheckpointUnusable
 from distbelief.checkpoint.manifest import MANIFEST, Facts, Manifest, PartRecord, part_name, step_name
 from distbelief.checkpoint.reading import verify
-from distbelief.checkpoint.retention import clear_up
-from distbelief.checkpoint.saving import seal, write_part
+from distbelief.checkpoint.saving import clear_up, seal, write_part
 from distbelief.checkpoint.storage import folder_at, remove_file
 from distbelief.control.messages import CheckpointSealed, Event, PartSaved, SaveFailed, SaveMissed, WrittenPart
 from distbelief.errors import DistBeliefError, NotEnoughMemory

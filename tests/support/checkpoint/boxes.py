@@ -8,9 +8,9 @@ from math import prod
 import torch
 from hypothesis import strategies as st
 
-from distbelief.checkpoint import boxes
-from distbelief.checkpoint.boxes import Box
 from distbelief.checkpoint.parts import Slice
+from distbelief.checkpoint.rules import boxes
+from distbelief.checkpoint.rules.boxes import Box
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint16]
 

@@ -19,8 +19,7 @@ import torch
 from distbelief.compression.codec import Encoded
 from distbelief.compression.exchanges.base import CompressedExchange
 from distbelief.compression.exchanges.choice import networked, networked_on
-from distbelief.compression.exchanges.ondevice import CodedOnDevice, coder_of
-from distbelief.compression.exchanges.stretches import CodedStretches
+from distbelief.compression.exchanges.ondevice import CodedOnDevice, CodedStretches, coder_of
 from distbelief.compression.exchanges.tiles import CodedTiles
 from distbelief.compression.int8 import Int8
 from distbelief.shards import mix

@@ -6,7 +6,7 @@ import itertools
 
 from hypothesis import strategies as st
 
-from distbelief.checkpoint.boxes import Box, whole
+from distbelief.checkpoint.rules.boxes import Box, whole
 
 Held = dict[str, Box]
 

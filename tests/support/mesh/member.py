@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from distbelief.checkpoint.boxes import Box, whole
+from distbelief.checkpoint.rules.boxes import Box, whole
 from distbelief.data.sources import as_source
 from distbelief.job import Job
 from distbelief.shards import Schedule

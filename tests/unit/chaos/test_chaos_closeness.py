@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from distbelief.chaos.closeness import how_close
 from distbelief.chaos.rules.verdict import Closeness, Evidence
-from distbelief.chaos.trial import Plan
+from distbelief.chaos.trial import Plan, how_close
 
 JOB = """
 import torch

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from distbelief.chaos.rules.schedule import Fault, parse
-from distbelief.chaos.rules.timeline import Pending, begin, due, never_due
+from distbelief.chaos.rules.schedule import Fault, Pending, begin, due, never_due, parse
 
 
 def play(text: str, *looks: tuple[int, float]) -> tuple[list[list[str]], tuple[Pending, ...]]:

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distbelief.checkpoint import boxes
-from distbelief.checkpoint.boxes import Box
-from distbelief.checkpoint.coverage import Stretch, coverage_fault
+from distbelief.checkpoint.rules import boxes
+from distbelief.checkpoint.rules.boxes import Box, Stretch, coverage_fault
 from tests.support.checkpoint.boxes import boxes_within, cuts_of
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from distbelief.checkpoint.reading import list_checkpoints, newest_sound, read_tensors, verify
-from distbelief.checkpoint.retention import delete, tidy
-from distbelief.checkpoint.saving import seal, write_part
+from distbelief.checkpoint.saving import delete, seal, tidy, write_part
 from tests.support.checkpoint.samples import (
     FACTS,
     cut,

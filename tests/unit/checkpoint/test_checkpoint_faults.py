@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 
 from distbelief.checkpoint.faults import CheckpointDamaged, CheckpointFormat, CheckpointUnusable, StorageFailed
 from distbelief.checkpoint.manifest import decode
-from distbelief.checkpoint.partreading import _Stream
-from distbelief.checkpoint.parts import Slice
+from distbelief.checkpoint.parts import Slice, _Stream
 from distbelief.checkpoint.reading import newest_sound, read_manifest, read_tensors, verify
-from distbelief.checkpoint.retention import delete
-from distbelief.checkpoint.saving import seal, write_part
+from distbelief.checkpoint.saving import delete, seal, write_part
 from distbelief.checkpoint.storage import Where
 from tests.support.checkpoint.samples import FACTS, same_bits, save
 

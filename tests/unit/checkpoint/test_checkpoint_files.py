@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from distbelief.checkpoint.coverage import Stretch, coverage_fault
 from distbelief.checkpoint.faults import (
     CheckpointExists,
     CheckpointIncomplete,
@@ -32,6 +31,7 @@ from distbelief.checkpoint.reading import (
     read_tensors,
     verify,
 )
+from distbelief.checkpoint.rules.boxes import Stretch, coverage_fault
 from distbelief.checkpoint.saving import seal, write_part
 from distbelief.errors import DistBeliefError
 from tests.support.checkpoint.samples import FACTS, cut, files, same_bits, save, state

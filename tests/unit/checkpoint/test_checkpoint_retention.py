@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distbelief.checkpoint.reading import list_checkpoints, newest_sound, verify
-from distbelief.checkpoint.retention import delete, surplus, tidy
-from distbelief.checkpoint.saving import write_part
+from distbelief.checkpoint.saving import delete, surplus, tidy, write_part
 from tests.support.checkpoint.samples import cut, files, save, state
 
 METRICS = st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.none() | st.floats())

@@ -14,10 +14,8 @@ import torch
 from distbelief.checkpoint.faults import CheckpointDamaged, StorageFailed
 from distbelief.checkpoint.parts import Slice
 from distbelief.checkpoint.reading import list_checkpoints, newest_sound, open_checkpoint, read_tensors, verify
-from distbelief.checkpoint.retention import delete, tidy
-from distbelief.checkpoint.saving import seal, write_part
-from distbelief.checkpoint.sources import read_source
-from distbelief.checkpoint.weightsfile import open_weights
+from distbelief.checkpoint.saving import delete, seal, tidy, write_part
+from distbelief.checkpoint.sources import open_weights, read_source
 from tests.support.checkpoint.s3 import Gate, s3_server
 from tests.support.checkpoint.samples import FACTS, cut, same_bits, save, state
 

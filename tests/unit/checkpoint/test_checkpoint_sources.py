@@ -17,8 +17,7 @@ from distbelief.checkpoint.faults import CheckpointDamaged, CheckpointMissing, C
 from distbelief.checkpoint.lazy import LazyTensors
 from distbelief.checkpoint.manifest import Facts
 from distbelief.checkpoint.parts import Slice
-from distbelief.checkpoint.retention import delete
-from distbelief.checkpoint.saving import seal, write_part
+from distbelief.checkpoint.saving import delete, seal, write_part
 from distbelief.checkpoint.sources import RecordedJob, open_source, read_source, recorded_job
 from distbelief.checkpoint.weights import named_tensors, persistent_tensors, save_tensors
 from distbelief.errors import DistBeliefError

@@ -16,12 +16,14 @@ from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distbelief.checkpoint import boxes, filling, partreading
-from distbelief.checkpoint.boxes import Box
+from distbelief.checkpoint import lazy as filling
+from distbelief.checkpoint import parts as partreading
 from distbelief.checkpoint.faults import CheckpointDamaged, CheckpointFormat, CheckpointIncomplete
 from distbelief.checkpoint.manifest import Facts, Manifest, PartEntry, decode
 from distbelief.checkpoint.parts import Slice
 from distbelief.checkpoint.reading import list_checkpoints, open_checkpoint, read_manifest, read_tensors, verify
+from distbelief.checkpoint.rules import boxes
+from distbelief.checkpoint.rules.boxes import Box
 from distbelief.checkpoint.saving import seal, write_part
 from distbelief.checkpoint.storage import Where
 from tests.support.checkpoint.boxes import boxes_within, pieces_of, same_bytes, tensors

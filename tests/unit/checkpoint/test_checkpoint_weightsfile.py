@@ -11,9 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distbelief.checkpoint import boxes, filling, partreading
+from distbelief.checkpoint import lazy as filling
+from distbelief.checkpoint import parts as partreading
+from distbelief.checkpoint.rules import boxes
+from distbelief.checkpoint.sources import open_weights
 from distbelief.checkpoint.weights import KINDS, save_tensors
-from distbelief.checkpoint.weightsfile import open_weights
 from distbelief.errors import DistBeliefError
 from tests.support.checkpoint.boxes import boxes_within, same_bytes, tensors
 from tests.support.checkpoint.memory import MIB, peak_growth_bytes

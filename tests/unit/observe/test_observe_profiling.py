@@ -12,8 +12,7 @@ import pytest
 from distbelief.errors import DistBeliefError
 from distbelief.observe.profiling.collecting import collect, read_summary
 from distbelief.observe.profiling.parts import Part, Span, parse
-from distbelief.observe.profiling.rules.clocks import ahead
-from distbelief.observe.profiling.rules.merging import merge
+from distbelief.observe.profiling.rules.merging import ahead, merge
 from distbelief.observe.profiling.rules.shown import as_data, lines
 from distbelief.observe.profiling.rules.summary import summarise
 

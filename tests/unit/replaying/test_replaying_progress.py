@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from distbelief.replaying.progress import WayShown
+from distbelief.replaying.report import WayShown
 
 
 class Terminal(io.StringIO):

@@ -12,10 +12,9 @@ import pytest
 
 from distbelief.checkpoint.weights import weights_sha256
 from distbelief.errors import DistBeliefError
-from distbelief.replaying.progress import WayShown
 from distbelief.replaying.replay import Asked, Replayed
 from distbelief.replaying.replay import replay as execute
-from distbelief.replaying.report import as_json, lines
+from distbelief.replaying.report import WayShown, as_json, lines
 from distbelief.verification.plain import make_model, train_plainly
 from distbelief.worker.jobfile import load_job
 from tests.support.replayed import BAD_SAMPLE, BAD_SHARD, BAD_STEP, JOB, SHARDS, STEPS, journalled, recorded

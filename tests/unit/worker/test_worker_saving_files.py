@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.checkpoint import retention
+from distbelief.checkpoint import saving as retention
 from distbelief.checkpoint.manifest import part_name
 from distbelief.checkpoint.reading import list_checkpoints, verify
 from distbelief.control.messages import CheckpointSealed, PartSaved

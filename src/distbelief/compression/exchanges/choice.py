@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from distbelief.compression.exchanges.base import CompressedExchange
 from distbelief.compression.exchanges.lowrank import LowRankSums
-from distbelief.compression.exchanges.ondevice import CodedOnDevice
+from distbelief.compression.exchanges.ondevice import CodedOnDevice, CodedStretches
 from distbelief.compression.exchanges.partialsums import CodedParts
-from distbelief.compression.exchanges.stretches import CodedStretches
 from distbelief.compression.exchanges.tiles import CodedTiles
 from distbelief.compression.methods import method_of
 from distbelief.compression.powersgd import LowRank

@@ -1,20 +1,180 @@
-"""The exchange of members on accelerators whose gradients are compressed: on the device, so that only encoded bytes go
-to the host and over the network, and only those come back.
+"""The exchange of members on accelerators with compressed gradients: encoded and decoded on the device.
 
-Residuals are on the device, too. What is not compressed, as buffers, and all of a step that goes uncompressed, travels
-as in `DeviceExchange`.
+Only encoded bytes cross to the host and the network, and only these come back. Residuals lie on the device too. Buffers
+and steps that go uncompressed travel as in `DeviceExchange`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from distbelief.compression import block
+from distbelief.compression.codec import Codec
 from distbelief.compression.exchanges.base import CompressedExchange
-from distbelief.transport.device.accelerator import Accelerator
-from distbelief.transport.device.exchange import DeviceExchange, Slot
+from distbelief.compression.exchanges.tiles import CodedTiles
+from distbelief.transport.abort import Abort
+from distbelief.transport.device.accelerator import Accelerator, Stopwatch
+from distbelief.transport.device.exchange import DeviceExchange, Slot, stretches
 from distbelief.transport.exchange import Exchange, Geometry, Source
+from distbelief.transport.gloo.group import wait_all
+from distbelief.transport.gloo.rendezvous import Rendezvous
+from distbelief.transport.shm.segment import Segment
+
+# --- tiles encoded on the device ----------------------------------------------------------------------------------
+# On the wire the bytes are those of `CodedTiles`. A launch of a device operation costs as much for one tile as for a
+# hundred, so neighbouring tiles are encoded together; the host waits for the device only before it sends.
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring tiles of one length and one owner."""
+
+    tiles: range
+    owner: int
+    elements: slice
+    """In the layout, and in the residual."""
+    code: slice
+    """Their bytes among all that are encoded."""
+
+    def vectors(self, flat: torch.Tensor) -> torch.Tensor:
+        """One tile in each row."""
+        return flat[self.elements].view(len(self.tiles), -1)
+
+    def blocks(self, code: torch.Tensor) -> torch.Tensor:
+        return code.view(len(self.tiles), -1)
+
+
+class CodedStretches(CodedTiles):
+    """See `Exchange`; for `CodedOnDevice`."""
+
+    accelerator: Accelerator
+
+    def __init__(
+        self,
+        meeting: Rendezvous,
+        rank: int,
+        geometry: Geometry,
+        abort: Abort,
+        codec: Codec,
+        memory: dict[str, Segment] | None,
+        on: Accelerator,
+    ) -> None:
+        super().__init__(meeting, rank, geometry, abort, codec, memory, on)
+        self._watch = Stopwatch(on.device)
+        length = self._encoded_sums.numel()
+        self._code = torch.zeros(length, dtype=torch.uint8, device=on.device)
+        """What is encoded in this step: first my parts and the sums that I own, then everybody's sums."""
+        self._vectors = [slot.tensor(torch.float32, 0, geometry.slot_bytes // 4) for slot in self.slots]
+        self._total = self.totals.tensor(torch.float32, 0, geometry.slot_bytes // 4)
+        self._runs: dict[range, list[Run]] = {}
+        """By stretch."""
+        for stretch in stretches(geometry.tiles, geometry.gradient_tiles):
+            if stretch.tiles.start in self.compression.tiles:
+                self._runs[stretch.tiles] = self._cut(stretch.tiles)
+        self._every_run = list(itertools.chain(*self._runs.values()))
+        self._segments = [on.beside(length) for _ in range(2)]
+        self._parts, self._encoded_sums = (one.tensor(torch.uint8, 0, length) for one in self._segments)
+        for tile in self._packed:
+            self._outbox[tile] = self._parts[self._starts[tile] : self._starts[tile] + self._sizes[tile]]
+        self._received: dict[tuple[int, range], torch.Tensor] = {}
+        """Sender, tiles of a run of mine -> what it sends of them."""
+        others = [other for other in range(self.size) if other != rank]
+        for run, other in itertools.product(self._every_run, others):
+            if run.owner == rank:
+                self._make_inbox(other, run)
+
+    def _cut(self, tiles: range) -> list[Run]:
+        found = []
+        shapes = self._geometry.tiles
+        for (owner, numel), some in itertools.groupby(tiles, lambda tile: (self._owner[tile], shapes[tile].numel)):
+            mine = list(some)
+            first, count = shapes[mine[0]].offset_bytes // 4, len(mine)
+            code = slice(self._starts[mine[0]], self._starts[mine[-1]] + self._room_bytes(mine[-1]))
+            found.append(Run(range(mine[0], mine[-1] + 1), owner, slice(first, first + count * numel), code))
+        return found
+
+    def _make_inbox(self, other: int, run: Run) -> None:
+        self._segments.append(self.accelerator.beside(run.code.stop - run.code.start))
+        box = self._received[other, run.tiles] = self._segments[-1].tensor(
+            torch.uint8, 0, self._segments[-1].size_bytes
+        )
+        for tile, content in zip(run.tiles, run.blocks(box), strict=True):
+            self._inbox[other, tile] = content[: self._sizes[tile]]
+
+    def _begin_packed(self) -> None:
+        self._watch.reset()
+        super()._begin_packed()
+
+    def encode(self, tiles: range) -> None:
+        for run in self._runs[tiles]:
+            if run.owner == self.rank:
+                continue
+            if self._sources:
+                self._write(run, self._part_of(run))
+                self._parts[run.code].copy_(self._code[run.code], non_blocking=True)
+            else:
+                self.residuals.keep(run.elements)
+
+    def _publish_packed(self, tile: int) -> None:
+        if self._sources and self._owner[tile] != self.rank:
+            self._send(tile)
+
+    def _part_of(self, run: Run) -> torch.Tensor:
+        """Mine."""
+        parts = [run.vectors(self._vectors[source.slot]) for source in self._sources]
+        return sum(parts[1:], parts[0])
+
+    def _write(self, run: Run, vectors: torch.Tensor) -> None:
+        with self._watch.running():
+            rests = run.vectors(self.residuals.after).copy_(run.vectors(self.residuals.before))
+            block.write_rows(self._codec, rests, vectors, run.blocks(self._code[run.code]))
+
+    def _read(self, run: Run, code: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        with self._watch.running():
+            block.read_rows(self._codec, run.blocks(code), out)
+        return out
+
+    def _encode_sums(self) -> None:
+        for run in self._every_run:
+            if run.owner == self.rank:
+                self._write(run, self._sum_of(run))
+                self._encoded_sums[run.code].copy_(self._code[run.code], non_blocking=True)
+        self.accelerator.finish()
+
+    def _sum_of(self, run: Run) -> torch.Tensor:
+        total = run.vectors(self._total)
+        if self._sources:
+            total.copy_(self._part_of(run))
+        else:
+            total.zero_()
+        for rank in sorted(self._senders - {self.rank}):
+            wait_all([self._arrivals[rank, tile] for tile in run.tiles])
+            code = self._received[rank, run.tiles].to(self.accelerator.device, non_blocking=True)
+            total.add_(self._read(run, code, torch.empty_like(total)))
+        return total
+
+    def _collect_packed(self) -> None:
+        self._code.copy_(self._encoded_sums, non_blocking=True)
+        for run in self._every_run:
+            self._read(run, self._code[run.code], run.vectors(self._total))
+        if self._measures:
+            self._codec_s = self._watch.take()
+
+    def _probe(self) -> float:
+        self._watch.reset()
+        code = torch.empty_like(self._code)
+        rooms = [torch.zeros_like(run.vectors(self._total)) for run in self._every_run]
+        for run, room in zip(self._every_run, rooms, strict=True):
+            with self._watch.running():
+                block.write_rows(self._codec, room, run.vectors(self._vectors[0]), run.blocks(code[run.code]))
+        encode_s = self._watch.take()
+        for run, room in zip(self._every_run, rooms, strict=True):
+            self._read(run, code[run.code], room)
+        return self._of_a_step(encode_s, self._watch.take())
 
 
 class CodedOnDevice(DeviceExchange):

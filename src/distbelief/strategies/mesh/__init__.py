@@ -23,9 +23,9 @@ member that gets the result applies the step to its own part without any other m
 that is interrupted inside the vote keeps the gradients, and applies the step in the next generation if any member has.
 
 **How state moves.** Every member knows for each tensor of the state which box of the whole each member holds
-(`state/member.py`, `checkpoint/boxes.py`). Whether a state is complete and which member sends which box are questions
-about boxes (`rules/boxes.py`). When a generation begins, the members report the states that they have and choose the
-newest complete one (`rules/agreement.py`): that of the survivors, or snapshots that each member keeps of itself and of
-a neighbour (`state/snapshots.py`), or a checkpoint, or the initial values. `state/restore.py` transfers it.
-`state/saving.py` writes checkpoints, box by box, and at the end the whole weights, tensor by tensor.
+(`state/member.py`, `checkpoint/rules/boxes.py`). Whether a state is complete and which member sends which box are
+questions about boxes (`rules/boxes.py`). When a generation begins, the members report the states that they have and
+choose the newest complete one (`rules/agreement.py`): that of the survivors, or snapshots that each member keeps of
+itself and of a neighbour (`state/snapshots.py`), or a checkpoint, or the initial values. `state/restore.py` transfers
+it. `state/saving.py` writes checkpoints, box by box, and at the end the whole weights, tensor by tensor.
 """

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from distbelief.checkpoint.coverage import Stretch, coverage_fault
 from distbelief.checkpoint.faults import CheckpointMismatch
+from distbelief.checkpoint.rules.boxes import Stretch, coverage_fault
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.strategies import learn_alike, parse

@@ -1,16 +1,57 @@
-"""The parts of all workers as one trace, in the format that Perfetto, chrome://tracing and TensorBoard read. Pure.
+"""Merges the profiles of all workers into one trace that Perfetto, chrome://tracing and TensorBoard read. Pure.
 
-Each worker is a process of the trace: its phases on one line, torch's operators on the lines of the threads beneath.
-Process and thread numbers are ours: those of the system may be the same on two hosts.
+Each worker becomes a process of the trace: its phases on one line, torch's operators on the lines of the threads
+beneath. Process and thread numbers are assigned here: those of the system may be the same on two hosts. Workers on
+several hosts are put on one clock.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from distbelief.observe.profiling.parts import Part
-from distbelief.observe.profiling.rules.clocks import ahead
+
+# --- one clock for the workers of several hosts -------------------------------------------------------------------
+
+WAIT = "wait"
+
+
+def ahead(parts: Sequence[Part]) -> dict[str, int | None]:
+    """By how many nanoseconds each host's clock is ahead of the first part's host; None: there is no telling."""
+    if not parts:
+        return {}
+    reference = parts[0].host
+    meetings = {part.name: _meetings(part) for part in parts}
+    told: dict[str, int | None] = {}
+    for host in dict.fromkeys(part.host for part in parts):
+        differences = [
+            theirs - meetings[mine.name][step]
+            for mine in parts
+            if mine.host == reference
+            for other in parts
+            if other.host == host
+            for step, theirs in meetings[other.name].items()
+            if step in meetings[mine.name]
+        ]
+        told[host] = 0 if host == reference else round(statistics.median(differences)) if differences else None
+    return told
+
+
+def _meetings(part: Part) -> dict[str, int]:
+    """Step -> when the last wait in it was over."""
+    ends = sorted(
+        start + took for phase, start, took, _, thread in part.spans if phase == WAIT and thread == part.thread
+    )
+    found = {}
+    for phase, start, took, _, _ in part.spans:
+        if phase.startswith("step "):
+            inside = [end for end in ends if start <= end <= start + took]
+            if inside:
+                found[phase] = inside[-1] + part.since_ns
+    return found
+
 
 Trace = dict[str, Any]
 Event = dict[str, Any]

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from distbelief.checkpoint.boxes import Box
+from distbelief.checkpoint.rules.boxes import Box
 from distbelief.strategies.base import Applied
 from distbelief.strategies.mesh.rules.boxes import Holding, first_incomplete
 

@@ -1,7 +1,7 @@
 """Decides how boxes of tensors get from the members that hold them to the members that want them. Pure.
 
-A member holds boxes (`checkpoint/boxes.py`) of named tensors. Checkpoints, new plans and snapshots all ask which member
-holds which box.
+A member holds boxes (`checkpoint/rules/boxes.py`) of named tensors. Checkpoints, new plans and snapshots all ask
+which member holds which box.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from distbelief.checkpoint.boxes import Box, common, volume, whole
+from distbelief.checkpoint.rules.boxes import Box, common, volume, whole
 
 
 @dataclass(frozen=True)

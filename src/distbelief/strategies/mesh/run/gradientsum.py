@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from distbelief.checkpoint.boxes import Box
 from distbelief.checkpoint.lazy import LazyTensors
+from distbelief.checkpoint.rules.boxes import Box
 from distbelief.checkpoint.sources import MODEL
 from distbelief.compression.exchanges.groupsum import CodedSum
 from distbelief.compression.methods import codec_of

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch.distributed.tensor import DTensor
 
-from distbelief.checkpoint.boxes import Box, whole
+from distbelief.checkpoint.rules.boxes import Box, whole
 from distbelief.checkpoint.sources import MODEL
 from distbelief.job import Job
 from distbelief.strategies.flatmodel.layout import trainable

@@ -11,7 +11,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from distbelief.checkpoint.boxes import Box, inside, volume
+from distbelief.checkpoint.rules.boxes import Box, inside, volume
 from distbelief.checkpoint.sources import MODEL
 from distbelief.job import Job
 from distbelief.strategies.flatmodel.layout import trainable

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from distbelief.checkpoint.boxes import Box, sizes, whole
+from distbelief.checkpoint.rules.boxes import Box, sizes, whole
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.strategies.base import Applied

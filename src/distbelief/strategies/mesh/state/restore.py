@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import torch
 
-from distbelief.checkpoint.boxes import Box, sizes
 from distbelief.checkpoint.fit import form
 from distbelief.checkpoint.lazy import LazyTensors, outlines_of
 from distbelief.checkpoint.parts import dtype_name
+from distbelief.checkpoint.rules.boxes import Box, sizes
 from distbelief.checkpoint.sources import MODEL
 from distbelief.strategies.base import BeginFrom, RolledBack, Saved
 from distbelief.strategies.flatmodel.namedtensors import require_fit, tied, transient

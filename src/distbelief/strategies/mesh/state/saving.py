@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from distbelief.checkpoint.boxes import Box, sizes, volume, whole
 from distbelief.checkpoint.manifest import PartEntry
 from distbelief.checkpoint.parts import Slice, dtype_name
+from distbelief.checkpoint.rules.boxes import Box, sizes, volume, whole
 from distbelief.checkpoint.sources import MODEL
 from distbelief.checkpoint.weights import weights_sha256_of, write_weights
 from distbelief.strategies.flatmodel.copying import Copy

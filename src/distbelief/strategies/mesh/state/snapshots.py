@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from distbelief.checkpoint.boxes import Box, sizes, volume
+from distbelief.checkpoint.rules.boxes import Box, sizes, volume
 from distbelief.strategies.mesh.state.memberstate import Forms, MemberState
 from distbelief.transport.gloo.group import TorchGroup
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from distbelief.checkpoint.boxes import Box
+from distbelief.checkpoint.rules.boxes import Box
 from distbelief.strategies.mesh.tensor.plan import TensorPlan
 from distbelief.strategies.mesh.tensor.search import DropoutSite, Style
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from distbelief.checkpoint.boxes import Box
+from distbelief.checkpoint.rules.boxes import Box
 from distbelief.strategies.base import Applied
 from distbelief.strategies.mesh.rules.agreement import CommitDecision, StateReport, choose, merged_history
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distbelief.checkpoint.boxes import inside, sizes, volume, whole
+from distbelief.checkpoint.rules.boxes import inside, sizes, volume, whole
 from distbelief.strategies.mesh.rules.boxes import Holding, Missing, Move, first_incomplete, moves, writers
 from tests.support.mesh.divisions import SHAPES, Held, divisions
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from distbelief.checkpoint.boxes import Box, sizes, whole
+from distbelief.checkpoint.rules.boxes import Box, sizes, whole
 from distbelief.errors import JobError
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.mesh.run.modelpart import HeldParameter

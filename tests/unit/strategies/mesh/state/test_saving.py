@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from distbelief.checkpoint.boxes import sizes
+from distbelief.checkpoint.rules.boxes import sizes
 from distbelief.strategies.flatmodel.copying import Copy
 from distbelief.strategies.mesh.rules.agreement import CommitDecision
 from distbelief.strategies.mesh.state.memberstate import Forms, MemberState

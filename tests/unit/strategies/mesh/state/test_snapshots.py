@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distbelief.checkpoint.boxes import Box, sizes, whole
+from distbelief.checkpoint.rules.boxes import Box, sizes, whole
 from distbelief.strategies.mesh.state.memberstate import Forms
 from distbelief.strategies.mesh.state.snapshots import FIRST_INTERVAL, LONGEST_INTERVAL, PRICE, Snapshot, interval
 
