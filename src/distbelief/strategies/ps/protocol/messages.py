@@ -203,7 +203,6 @@ class RequestLease(Content, frozen=True):
     """A worker wants an update to compute. The answer has a `LeasedUpdate`, or says why there is none."""
 
     worker: int
-    now: float
     version: int = -1
     """How many updates are in the parameters that it has; -1: it fetches them after this."""
     known: int = 0

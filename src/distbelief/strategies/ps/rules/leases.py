@@ -1,115 +1,119 @@
-"""Which worker computes which batch, when nobody waits for a common step: leases, with tokens that fence.
+"""Leases of updates in `ps:async` and `ps:ssp`: which worker computes which update, and which batches are in it. Pure.
 
-Whoever asks gets the next batch, so faster workers do more. What a dead worker had is leased again first, under a
-higher token; what a silent one has may be leased a second time, and the first completion wins. Every batch completes
+The ledger
+----------
+A worker that asks gets the next update, so faster workers do more. An update of a dead worker is leased again first,
+under a higher token. A completion with a token that is not valid any more changes nothing. So every update completes
 once.
 
 The bound on staleness. An update's staleness is the number of updates completed between the version of the parameters
-that it was computed with and its own completion. Let C be the number completed, n the batches that are leased or wait
+that it was computed with and its own completion. Let C be the number completed, n the updates that are leased or wait
 to be leased again, and v the oldest version of a valid lease. The ledger keeps
 
     C + n - 1 - v <= s
 
 by not leasing what would break it. If all the others complete before the oldest one, its staleness is the left side,
-so it is at most s in any order. A completion adds 1 to C and takes 1 from n: nothing that was leased is ever held
-back or thrown away. A smaller count would not do: any of the n may complete at any time, and none can be refused
-without losing its work. A batch of a dead worker keeps its place in n (some slices may already have its change), so
-leasing it again is always allowed, and no death stops the others. For the same reason the bound holds on every slice,
-whose changes come before their completion.
+so it is at most s in any order. A completion adds 1 to C and takes 1 from n: a leased update is never held back or
+thrown away. A smaller count would not do: any of the n may complete at any time, and none can be refused without losing
+its work. An update of a dead worker keeps its place in n (some slices may already have its gradients), so leasing it
+again is always allowed, and no death stops the others. For the same reason the bound holds on every slice, whose
+changes come before their completion.
 
 What s means for N workers: 0 is one lease at a time; N - 1 lets all compute at once, in rounds that wait for the
 slowest; with 2 (N - 1) equal workers never wait, with (f + 1) (N - 1) not even for one that is f times slower.
 
-Pure: time arrives as data, a new state is a new value, and the state grows with the open leases, not with the batches.
+The book
+--------
+`UpdateBook` maps updates to steps (batches) of the run, and holds gates: steps at which all workers halt, so that the
+parameters are those after exactly that many steps. Workers halt there for a checkpoint and at the end of the run.
+
+A new state is a new value, and the state grows with the open leases, not with the updates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final, Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from distbelief.errors import DistBeliefError, JobError
+from distbelief.strategies.ps.protocol.messages import (
+    AtGate,
+    CompleteUpdate,
+    Completion,
+    LeasedUpdate,
+    NoLease,
+    RequestLease,
+)
 from distbelief.strategies.ps.rules.applied import NumberSet
 
 EXACT_BELOW: Final = 64
 """Staleness from here on is counted by powers of two, so that the histogram stays small."""
 
 
-class Lease(Struct, frozen=True, tag=True):
-    batch: int
+class Lease(Struct, frozen=True):
+    update: int
     token: int
     version: int
-    """How many updates are in the parameters that it is computed with."""
+    """The number of completed updates in the parameters that the update is computed with."""
 
 
-class Wait(Struct, frozen=True, tag=True):
+class Wait(Struct, frozen=True):
     reason: str
     todo: Literal["wait", "fetch", "push"]
-    """What helps: waiting for others, fetching newer parameters, or pushing what the worker itself has leased."""
+    """What helps: waiting for other workers, fetching newer parameters, or pushing the worker's own updates."""
 
 
-class Done(Struct, frozen=True, tag=True):
-    """Every batch is completed."""
+class Done(Struct, frozen=True):
+    """Every update is completed."""
 
 
 class Holder(Struct, frozen=True):
-    """One valid lease of a batch."""
+    """The worker that has an update, with its valid token."""
 
     worker: int
     token: int
     version: int
-    seen: float
-    """When it was leased, or its worker was last heard of."""
 
 
 class Ledger(Struct, frozen=True):
+    """The leases of updates 0 to `total` - 1."""
+
     total: int
     bound: int | None = None
     """The staleness that no update exceeds; None: any."""
-    silence_s: float | None = None
-    """A lease whose worker was not heard of for so long may be leased to another as well; None: never."""
     fresh: int = 0
-    """The first batch that was never leased."""
-    open: dict[int, tuple[Holder, ...]] = {}
+    """The first update that was never leased."""
+    open: dict[int, Holder] = {}
     returned: tuple[int, ...] = ()
-    """Batches to lease again, lowest first."""
+    """Updates to lease again, lowest first."""
     done: NumberSet = NumberSet()
     issued: int = 0
     """The highest token given."""
     staleness: dict[int, int] = {}
-    """How many updates had which staleness; from EXACT_BELOW on, under the power of two at or below it."""
+    """Staleness -> the number of updates that had it. From EXACT_BELOW on a key is the power of two at or below it."""
 
     def __post_init__(self) -> None:
         if self.total < 0:
-            raise JobError(f"{self.total} batches cannot be leased", hint="Give a number of at least 0.")
+            raise JobError(f"{self.total} updates cannot be leased", hint="Give a number of at least 0.")
         if self.bound is not None and self.bound < 0:
             raise JobError(f"the bound on staleness is {self.bound}", hint="Give 0 or more, or leave it out for none.")
 
     @property
     def completed(self) -> int:
-        """How many updates are complete: the version of the parameters."""
+        """The number of complete updates: the version of the parameters."""
         return self.done.count
 
-    @property
-    def watermark(self) -> int:
-        """All batches below this one are complete."""
-        return self.done.below
 
-    @property
-    def stalest(self) -> int:
-        """The highest staleness measured, or the power of two at or below it."""
-        return max(self.staleness, default=0)
+def lease(ledger: Ledger, worker: int, version: int | None = None) -> tuple[Ledger, Lease | Wait | Done]:
+    """Lease an update to the worker. `version`: of the parameters that it has; None: it fetches them after this.
 
-
-def lease(ledger: Ledger, worker: int, now: float, version: int | None = None) -> tuple[Ledger, Lease | Wait | Done]:
-    """Give the worker a batch. `version` is that of the parameters it has; None: it fetches them after this.
-
-    >>> ledger, first = lease(Ledger(total=9, bound=0), worker=1, now=0.0)
+    >>> ledger, first = lease(Ledger(total=9, bound=0), worker=1)
     >>> first
-    Lease(batch=0, token=1, version=0)
-    >>> lease(ledger, worker=2, now=0.0)[1].todo
+    Lease(update=0, token=1, version=0)
+    >>> lease(ledger, worker=2)[1].todo
     'wait'
     """
     completed = ledger.completed
@@ -125,92 +129,51 @@ def lease(ledger: Ledger, worker: int, now: float, version: int | None = None) -
     if not _fits(ledger, places, base):
         return ledger, Wait(f"its parameters are {completed - base} updates old: too old to start from", "fetch")
     if ledger.returned:
-        batch, *rest = ledger.returned
-        return _give(replace(ledger, returned=tuple(rest)), batch, worker, base, now)
+        update, *rest = ledger.returned
+        return _give(replace(ledger, returned=tuple(rest)), update, worker, base)
     if ledger.fresh < ledger.total and _fits(ledger, places + 1, min(base, _oldest(ledger, base))):
-        return _give(replace(ledger, fresh=ledger.fresh + 1), ledger.fresh, worker, base, now)
-    silent = _silent(ledger, worker, now)
-    if silent is not None:
-        return _give(ledger, silent, worker, base, now)
+        return _give(replace(ledger, fresh=ledger.fresh + 1), ledger.fresh, worker, base)
     return ledger, _wait(ledger, worker, base, places)
 
 
-def complete(ledger: Ledger, batch: int, token: int) -> tuple[Ledger, bool]:
-    """A worker says that its update is applied everywhere. False: the token is not valid any more, nothing changes."""
-    holder = next((holder for holder in ledger.open.get(batch, ()) if holder.token == token), None)
-    if holder is None:
+def complete(ledger: Ledger, update: int, token: int) -> tuple[Ledger, bool]:
+    """Every slice has applied the update. False: the token is not valid any more, and nothing changes."""
+    holder = ledger.open.get(update)
+    if holder is None or holder.token != token:
         return ledger, False
     stale = _bucket(ledger.completed - holder.version)
-    others = {number: holders for number, holders in ledger.open.items() if number != batch}
+    others = {number: other for number, other in ledger.open.items() if number != update}
     counts = {**ledger.staleness, stale: ledger.staleness.get(stale, 0) + 1}
-    return replace(ledger, open=others, done=ledger.done.add(batch), staleness=counts), True
-
-
-def heard(ledger: Ledger, worker: int, now: float) -> Ledger:
-    """A sign of life: the worker's leases are not silent."""
-    if all(holder.worker != worker for holders in ledger.open.values() for holder in holders):
-        return ledger
-    heard_of = {
-        batch: tuple(replace(h, seen=max(h.seen, now)) if h.worker == worker else h for h in holders)
-        for batch, holders in ledger.open.items()
-    }
-    return replace(ledger, open=heard_of)
+    return replace(ledger, open=others, done=ledger.done.add(update), staleness=counts), True
 
 
 def lost(ledger: Ledger, worker: int) -> Ledger:
-    """The worker is dead or has left: its tokens are refused now, and what only it had is leased again first."""
-    left = {
-        batch: tuple(holder for holder in holders if holder.worker != worker) for batch, holders in ledger.open.items()
-    }
-    returned = sorted([*ledger.returned, *(batch for batch, holders in left.items() if not holders)])
-    return replace(
-        ledger, open={batch: holders for batch, holders in left.items() if holders}, returned=tuple(returned)
-    )
+    """The worker is dead or has left: its tokens become invalid, and its updates are leased again first."""
+    left = {update: holder for update, holder in ledger.open.items() if holder.worker != worker}
+    returned = sorted([*ledger.returned, *(update for update in ledger.open if update not in left)])
+    return replace(ledger, open=left, returned=tuple(returned))
 
 
-def restarted(ledger: Ledger, tokens_above: int) -> Ledger:
-    """The ledger of a checkpoint, for a run that goes on from it: nobody has anything, and no old token is ever valid.
-
-    `tokens_above` is the highest token that may have been given since that checkpoint, or anything higher, such as the
-    number of the restart times 2**40.
-    """
-    returned = sorted([*ledger.returned, *ledger.open])
-    return replace(ledger, open={}, returned=tuple(returned), issued=max(ledger.issued, tokens_above))
-
-
-def _give(ledger: Ledger, batch: int, worker: int, version: int, now: float) -> tuple[Ledger, Lease]:
+def _give(ledger: Ledger, update: int, worker: int, version: int) -> tuple[Ledger, Lease]:
     token = ledger.issued + 1
-    holders = (*ledger.open.get(batch, ()), Holder(worker, token, version, now))
-    return replace(ledger, open={**ledger.open, batch: holders}, issued=token), Lease(batch, token, version)
+    held = {**ledger.open, update: Holder(worker, token, version)}
+    return replace(ledger, open=held, issued=token), Lease(update, token, version)
 
 
 def _fits(ledger: Ledger, places: int, oldest: int) -> bool:
-    """The invariant. A batch that has its place already is asked for with `places` as they are."""
+    """The invariant. For an update that counts in n already, `places` is n; for a fresh one, n + 1."""
     return ledger.bound is None or ledger.completed + max(places, 1) - 1 - oldest <= ledger.bound
 
 
 def _oldest(ledger: Ledger, otherwise: int) -> int:
-    return min((holder.version for holders in ledger.open.values() for holder in holders), default=otherwise)
-
-
-def _silent(ledger: Ledger, worker: int, now: float) -> int | None:
-    """The batch whose holders have all been silent for too long, the longest; never one that the worker itself has."""
-    if ledger.silence_s is None:
-        return None
-    since = {
-        batch: max(holder.seen for holder in holders)
-        for batch, holders in ledger.open.items()
-        if all(holder.worker != worker for holder in holders)
-    }
-    overdue = [batch for batch, seen in since.items() if now - seen >= ledger.silence_s]
-    return min(overdue, key=lambda batch: (since[batch], batch), default=None)
+    return min((holder.version for holder in ledger.open.values()), default=otherwise)
 
 
 def _wait(ledger: Ledger, worker: int, base: int, places: int) -> Wait:
-    if any(holder.worker == worker for holders in ledger.open.values() for holder in holders):
-        return Wait("it has batches itself that are not completed", "push")
+    if any(holder.worker == worker for holder in ledger.open.values()):
+        return Wait("it has updates itself that are not completed", "push")
     if ledger.fresh == ledger.total:
-        return Wait(f"the last {len(ledger.open)} batches are with other workers", "wait")
+        return Wait(f"the last {len(ledger.open)} updates are with other workers", "wait")
     oldest = _oldest(ledger, base)
     if base < min(oldest, ledger.completed) and _fits(ledger, places + 1, oldest):
         return Wait(f"its parameters are {ledger.completed - base} updates old: too old to start from", "fetch")
@@ -219,3 +182,126 @@ def _wait(ledger: Ledger, worker: int, base: int, places: int) -> Wait:
 
 def _bucket(staleness: int) -> int:
     return staleness if staleness < EXACT_BELOW else 1 << (staleness.bit_length() - 1)
+
+
+# --- the book: which steps are in an update, and where all workers halt -----------------------------------------------
+
+
+class LeaseTerms(Struct, frozen=True):
+    """What the run fixes."""
+
+    first: int
+    """The steps that were done before this life of the servers began."""
+    steps: int
+    batches: int = 1
+    """Batches of an update, unless the worker asks for another number; gates are at multiples of it."""
+    bound: int | None = None
+    warm_up: int = 0
+    """This many updates are computed one after the other, before several workers compute at once."""
+    save_every: int = 0
+    """Steps between two checkpoints; 0: checkpoints are taken only on request."""
+
+    def boundary(self, step: int) -> int:
+        """The first step from this one on at which an update can end."""
+        return min(self.first + -(-(step - self.first) // self.batches) * self.batches, self.steps)
+
+
+class UpdateBook(Struct, frozen=True):
+    terms: LeaseTerms
+    ledger: Ledger
+    planned: int
+    """All steps before this one are in an update that was leased."""
+    opened: int
+    """Gates up to this step are behind us."""
+    gates: list[int] = []
+    """Steps beyond which nothing more is leased; sorted."""
+    spans: dict[int, tuple[int, int]] = {}
+    """Update -> (first step, number of batches), for updates that are leased or wait to be leased again."""
+    generation: int = 0
+    workers: int = 1
+    completed: int = 0
+    """Batches of this life."""
+
+    @property
+    def done(self) -> int:
+        """Steps of the run that are done."""
+        return self.terms.first + self.completed
+
+    @property
+    def gate(self) -> int:
+        """The step at which workers halt next."""
+        terms = self.terms
+        found = [*self.gates, terms.steps]
+        if terms.save_every:
+            found.append(terms.boundary((self.opened // terms.save_every + 1) * terms.save_every))
+        return min(gate for gate in found if gate > self.opened or gate == terms.steps)
+
+
+def new_book(terms: LeaseTerms) -> UpdateBook:
+    return UpdateBook(terms, Ledger(0, terms.bound), terms.first, terms.first)
+
+
+def request_lease(book: UpdateBook, ask: RequestLease) -> tuple[UpdateBook, LeasedUpdate | NoLease | AtGate]:
+    """Lease an update to the worker, or tell it why there is none."""
+    terms, gate = book.terms, book.gate
+    bound = 0 if book.ledger.completed < terms.warm_up else terms.bound
+    # A worker that asks computes nothing: it has forgotten the update that the ledger says it has.
+    ledger = lost(book.ledger, ask.worker)
+    limited = replace(ledger, total=ledger.fresh + (book.planned < gate), bound=bound)
+    limited, found = lease(limited, ask.worker, ask.version if ask.version >= 0 else None)
+    book = replace(book, ledger=replace(limited, bound=terms.bound))
+    completed = book.ledger.completed
+    match found:
+        case Lease():
+            if found.update not in book.spans:
+                book = _planned(book, found.update, ask.batches)
+            return book, LeasedUpdate(found.update, found.token, *book.spans[found.update], completed)
+        case Wait():
+            return book, NoLease(found.reason, found.todo == "fetch", completed)
+        case Done():
+            return book, AtGate(gate, gate == terms.steps, completed)
+
+
+def _planned(book: UpdateBook, update: int, wanted: int) -> UpdateBook:
+    """Choose the steps of an update. They stay with its number: some slices may have it when it is leased again."""
+    left = book.gate - book.planned
+    batches = min(wanted or book.terms.batches, left)
+    if wanted:  # the last updates before a halt are small, so that no worker waits long for the others
+        batches = min(batches, -(-left // book.workers))
+    return replace(book, spans={**book.spans, update: (book.planned, batches)}, planned=book.planned + batches)
+
+
+def complete_update(book: UpdateBook, done: CompleteUpdate) -> tuple[UpdateBook, list[Completion]]:
+    """Returns the batches that are completed with the update. None are, if the update counts already."""
+    ledger, counts = complete(book.ledger, done.update, done.token)
+    if not counts:
+        return book, []
+    staleness = book.ledger.completed - book.ledger.open[done.update].version
+    news = [
+        Completion(step, loss, samples, done.worker, staleness, done.at)
+        for step, (loss, samples) in enumerate(zip(done.losses, done.samples, strict=True), book.done)
+    ]
+    spans = {update: span for update, span in book.spans.items() if update != done.update}
+    return replace(book, ledger=ledger, spans=spans, completed=book.completed + len(news)), news
+
+
+def set_members(book: UpdateBook, generation: int, workers: Collection[int]) -> UpdateBook:
+    """A generation begins: updates of workers that are not its members are leased again."""
+    if generation <= book.generation:
+        return book
+    ledger = book.ledger
+    for worker in sorted({holder.worker for holder in ledger.open.values()} - set(workers)):
+        ledger = lost(ledger, worker)
+    return replace(book, ledger=ledger, generation=generation, workers=len(workers))
+
+
+def set_gate(book: UpdateBook, step: int) -> UpdateBook:
+    """Halt all workers at this step, or, if later steps are leased already, where the last of these updates ends."""
+    gate = book.terms.boundary(max(step, book.planned, book.opened + 1))
+    return replace(book, gates=sorted({*book.gates, gate}))
+
+
+def open_gate(book: UpdateBook, step: int) -> UpdateBook:
+    """What was to be done at this step is done: workers may go on."""
+    opened = max(book.opened, book.terms.boundary(step))
+    return replace(book, opened=opened, gates=[gate for gate in book.gates if gate > opened])

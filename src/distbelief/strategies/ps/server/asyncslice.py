@@ -1,35 +1,57 @@
-"""Delay compensation: a gradient that is late is corrected for the way that the parameters have gone meanwhile.
+"""The slices of `ps:async` and `ps:ssp` on servers: parameters that apply each update as it comes, and the leases.
 
-Zheng et al. 2017 (DC-ASGD): the first-order term of the gradient at the present values, with g ⊙ g in place of the
-Hessian. The values that the gradient was computed with come along with it: so servers keep no copy per worker, and what
-a slice becomes is a function of its changes alone, whoever is primary.
+Primary and backup apply the same changes in the same order, so a slice is a function of its changes alone.
 
-
-One slice of a run's parameters when workers wait for nobody: each update is applied as it comes.
-
-It is a `Store` (see holding.py): primary and backup apply the same updates in the same order.
+Delay compensation (Zheng et al. 2017, DC-ASGD) corrects a stale gradient for the updates that it misses: by the
+first-order term of the gradient at the present values, with g ⊙ g in place of the Hessian. The worker sends the values
+that it computed the gradient with, so servers keep no copy of values per worker.
 """
 
 from __future__ import annotations
 
+from collections import deque
+
+import msgspec
 import numpy as np
 import torch
 
 from distbelief.errors import DistBeliefError
 from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.protocol.messages import (
+    CompleteUpdate,
+    Completion,
     Gradient,
+    Inspect,
+    Inspected,
+    LeaseResult,
+    Members,
     Note,
+    OpenGate,
     PulledValues,
     PullValues,
     PushResult,
     Question,
     ReadState,
+    RequestLease,
+    SetGate,
     SliceState,
 )
 from distbelief.strategies.ps.protocol.pushcoding import PushCoding
+from distbelief.strategies.ps.rules.leases import (
+    LeaseTerms,
+    UpdateBook,
+    complete_update,
+    new_book,
+    open_gate,
+    request_lease,
+    set_gate,
+    set_members,
+)
 from distbelief.strategies.ps.server.slicememory import OpenSegment, SliceMemory, gradient_and_values, with_bytes
 from distbelief.strategies.ps.server.stores import Change, Snapshot, State
+
+REMEMBERED = 1024
+"""Batches whose results are kept: many more than are completed between two heartbeats."""
 
 
 def compensate(gradient: torch.Tensor, now: torch.Tensor, then: torch.Tensor, strength: float) -> None:
@@ -125,3 +147,66 @@ class AsynchronousSlice:
                 return Framed(header, None if segment else self.memory.value_view())
             case _:
                 raise DistBeliefError(f"a slice of an asynchronous run is not asked {type(question).__name__}")
+
+
+class LeaseSlice:
+    """The leases of a run (rules/leases.py) as a slice: primary and backup hold them, as they hold parameters.
+
+    The answer to a worker's request for a lease is part of the change that the request makes, so the slice keeps it
+    until the same worker asks again.
+    """
+
+    def __init__(self, terms: LeaseTerms) -> None:
+        self.version = 0
+        self._book = new_book(terms)
+        self._note: tuple[int, bytes] = (-1, b"")
+        self._news: deque[Completion] = deque(maxlen=REMEMBERED)
+        self._given: dict[int, LeaseResult] = {}
+
+    # --- as a store --------------------------------------------------------------------------------------------------
+
+    def apply(self, change: Change) -> None:
+        match change.content:
+            case RequestLease():
+                self._lease(change.content)
+            case CompleteUpdate():
+                self._book, news = complete_update(self._book, change.content)
+                self._news.extend(news)
+                self.version = self._book.ledger.completed
+            case Members(generation=generation, workers=workers):
+                self._book = set_members(self._book, generation, workers)
+            case SetGate(step=step):
+                self._book = set_gate(self._book, step)
+            case OpenGate(step=step):
+                self._book = open_gate(self._book, step)
+            case Note(step=step, content=content):
+                self._note = (step, content)
+
+    def _lease(self, ask: RequestLease) -> None:
+        self._book, what = request_lease(self._book, ask)
+        news = [one for one in self._news if one.step >= ask.known]
+        self._given[ask.worker] = LeaseResult(what, self._book.done, news, self._book.ledger.staleness)
+
+    def state(self) -> State:
+        about = msgspec.msgpack.encode((self._book, self._note, list(self._news), self._given))
+        return Snapshot(self.version, about), torch.zeros(1, dtype=torch.uint8)
+
+    def load(self, state: State) -> None:
+        snapshot, _ = state
+        kind = tuple[UpdateBook, tuple[int, bytes], list[Completion], dict[int, LeaseResult]]
+        self._book, self._note, news, self._given = msgspec.msgpack.decode(snapshot.about, type=kind)
+        self._news = deque(news, maxlen=REMEMBERED)
+        self.version = snapshot.version
+
+    def with_bytes(self, change: Change) -> Change:
+        return change  # it has none
+
+    # --- questions ---------------------------------------------------------------------------------------------------
+
+    def given(self, client: int) -> LeaseResult | None:
+        return self._given.get(client)
+
+    def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Framed | None:
+        assert isinstance(question, Inspect)
+        found = Inspected(question.ticket, question.slice, self._book.done, [], note=self._note)
+        return Framed(msgspec.structs.replace(found, began=self._book.terms.first))

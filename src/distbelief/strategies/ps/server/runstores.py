@@ -11,9 +11,9 @@ from distbelief.strategies.base import Saved, ServerHost, ServerJob
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
 from distbelief.strategies.ps.protocol.pushcoding import PushCoding
+from distbelief.strategies.ps.rules.leases import LeaseTerms
 from distbelief.strategies.ps.rules.slicing import SliceShape
-from distbelief.strategies.ps.server.asyncslice import AsynchronousSlice
-from distbelief.strategies.ps.server.leaseslice import LeaseSlice, LeaseTerms
+from distbelief.strategies.ps.server.asyncslice import AsynchronousSlice, LeaseSlice
 from distbelief.strategies.ps.server.process import LEDGER_BYTES, SliceSource
 from distbelief.strategies.ps.server.slicememory import SliceMemory
 from distbelief.strategies.ps.server.stores import SliceStore

@@ -42,7 +42,7 @@ from distbelief.strategies.ps.protocol.messages import (
     RequestLease,
     SetGate,
 )
-from distbelief.strategies.ps.strategy import ParameterServer
+from distbelief.strategies.ps.rules.options import ParameterServerOptions
 from distbelief.strategies.ps.tables.remote import ANY, RemoteTables
 from distbelief.strategies.ps.tables.rowgradients import RowGradients, added_rows
 from distbelief.strategies.ps.worker.exchange import ServerExchange
@@ -52,7 +52,7 @@ from distbelief.transport.device.exchange import stretches
 from distbelief.transport.shm.segment import Memory, Segment
 
 
-def free_slots(strategy: ParameterServer) -> int:
+def free_slots(strategy: ParameterServerOptions) -> int:
     """How many times the memory for gradients a worker has. Batches that are pushed together need it twice; delay
     compensation has the values in the last one."""
     return (2 if strategy.adaptive else min(strategy.n_push, 2)) + (strategy.dc > 0)
@@ -86,7 +86,7 @@ class AsynchronousReplica(ParameterServerMember):
 
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServerExchange,
-        fetch: FetchBatch, tables: RemoteTables, strategy: ParameterServer,
+        fetch: FetchBatch, tables: RemoteTables, strategy: ParameterServerOptions,
     ) -> None:  # fmt: skip
         super().__init__(computer, recipe, schedule, seat, exchange, fetch, tables)
         self.staleness: Mapping[int, int] = {}
@@ -140,7 +140,7 @@ class AsynchronousReplica(ParameterServerMember):
         n_push, n_fetch = self.pace
         fresh = self._since_fetch == 0 or self._since_fetch >= n_fetch
         version, wanted = -1 if fresh else self._version, n_push if self.adaptive else 0
-        ask = RequestLease(self._seat.worker, time.time(), version, self._known, wanted)
+        ask = RequestLease(self._seat.worker, version, self._known, wanted)
         given = self._client.change(self._ledger, ask, self._abort)
         assert isinstance(given, LeaseResult)
         self._hear(given)

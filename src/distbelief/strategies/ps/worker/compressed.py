@@ -40,8 +40,8 @@ from distbelief.strategies.flatmodel.namedtensors import TilePortion
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.ps.protocol.messages import Gradient, LeasedUpdate, PartialSum, PulledValues, RestartStep
 from distbelief.strategies.ps.protocol.pushcoding import PushCoding
+from distbelief.strategies.ps.rules.options import ParameterServerOptions
 from distbelief.strategies.ps.rules.slicing import SliceShape
-from distbelief.strategies.ps.strategy import ParameterServer
 from distbelief.strategies.ps.tables.remote import RemoteTables
 from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica
 from distbelief.strategies.ps.worker.exchange import ServerExchange
@@ -84,7 +84,7 @@ class OwedResiduals:
             self.add(saved_tensors(begin_from, applied), *seat, into)
 
 
-def uncompressed_notice(strategy: ParameterServer) -> str:
+def uncompressed_notice(strategy: ParameterServerOptions) -> str:
     """For people: nothing is compressed in shared memory."""
     return f"gradients stay in shared memory, so {strategy.compression} is off (it is on with tcp, or with always)"
 
@@ -107,7 +107,7 @@ class CompressedSynchronousReplica(SynchronousReplica):
 
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServerExchange,
-        fetch: FetchBatch, tables: RemoteTables, strategy: ParameterServer, begin_from: BeginFrom,
+        fetch: FetchBatch, tables: RemoteTables, strategy: ParameterServerOptions, begin_from: BeginFrom,
     ) -> None:  # fmt: skip
         self._arrivals: list[tuple[float, int]] = []
         """When the values of a slice came, and how many bytes."""
@@ -310,7 +310,7 @@ class CompressedAsynchronousReplica(AsynchronousReplica):
 
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServerExchange,
-        fetch: FetchBatch, tables: RemoteTables, strategy: ParameterServer, begin_from: BeginFrom,
+        fetch: FetchBatch, tables: RemoteTables, strategy: ParameterServerOptions, begin_from: BeginFrom,
     ) -> None:  # fmt: skip
         super().__init__(computer, recipe, schedule, seat, exchange, fetch, tables, strategy)
         layout = computer.layout

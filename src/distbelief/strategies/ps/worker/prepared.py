@@ -21,8 +21,8 @@ from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
+from distbelief.strategies.ps.rules.options import ParameterServerOptions
 from distbelief.strategies.ps.rules.slicing import SliceShape, cut
-from distbelief.strategies.ps.strategy import ParameterServer
 from distbelief.strategies.ps.tables.embedding import on_servers
 from distbelief.strategies.ps.tables.remote import RemoteTables
 from distbelief.strategies.ps.tables.rowbuckets import parts_for
@@ -43,7 +43,7 @@ from distbelief.transport.singlemember import SingleMemberExchange
 class PreparedParameterServer(PreparedAllReduce):
     messages = RUN_MESSAGES
 
-    def __init__(self, job: Job, schedule: Schedule, device: torch.device, strategy: ParameterServer) -> None:
+    def __init__(self, job: Job, schedule: Schedule, device: torch.device, strategy: ParameterServerOptions) -> None:
         with on_servers():
             super().__init__(job, schedule, device, strategy.waits, updates_on=torch.device("cpu"))
         self.strategy = strategy

@@ -136,7 +136,7 @@ def test_a_server_does_not_decode_the_messages_of_another_feature() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [RequestLease(7, 0.0), Take(1, 7, 0, 0.0), Withdraw(7, 0)], ids=lambda one: type(one).__name__
+    "content", [RequestLease(7), Take(1, 7, 0, 0.0), Withdraw(7, 0)], ids=lambda one: type(one).__name__
 )
 def test_a_client_speaks_for_itself_alone(content: Content) -> None:
     senders = [Sender(WORKER, 7), Sender(WORKER, 8), Sender(SERVER, 7)]

@@ -1,4 +1,4 @@
-"""The ledger against a model of workers that compute, push to slices, fall silent and die in any order."""
+"""The ledger against a model of workers that compute, push to slices, and die in any order."""
 
 from __future__ import annotations
 
@@ -8,24 +8,22 @@ import msgspec
 import pytest
 
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.strategies.ps.rules.leases import Done, Lease, Ledger, Wait, complete, heard, lease, lost, restarted
+from distbelief.strategies.ps.rules.leases import Done, Lease, Ledger, Wait, complete, lease
 from tests.support.ps.leases import SLICES, World
 
-ACTIONS = {"ask": 9, "push": 5, "finish": 6, "late": 2, "die": 1, "heard": 1, "restart": 0.1}
+ACTIONS = {"ask": 9, "push": 5, "finish": 6, "late": 2, "die": 1}
 """What may happen next, and how often."""
 
 
 def play(seed: int, bound: int | None, deaths: bool, old_parameters: bool) -> World:
     chance = random.Random(seed)
-    silence_s = chance.choice([None, 5.0]) if deaths else None
-    world = World(Ledger(total=chance.randrange(1, 60), bound=bound, silence_s=silence_s))
-    workers, now = list(range(chance.randrange(1, 7))), 0.0
+    world = World(Ledger(total=chance.randrange(1, 60), bound=bound))
+    workers = list(range(chance.randrange(1, 7)))
     for _ in range(chance.randrange(10, 200)):
-        now += chance.random()
         (action,) = chance.choices(list(ACTIONS), list(ACTIONS.values()))
         if action == "ask":
             old = chance.randrange(world.ledger.completed + 1) if old_parameters and chance.random() < 0.3 else None
-            answer = world.ask(chance.choice(workers), now, old)
+            answer = world.ask(chance.choice(workers), old)
             if isinstance(answer, Wait) and old is None:
                 assert answer.todo != "fetch", "it would have fetched the newest"
         elif action == "push" and (world.valid or world.fenced) and not old_parameters:
@@ -37,15 +35,10 @@ def play(seed: int, bound: int | None, deaths: bool, old_parameters: bool) -> Wo
         elif deaths and action == "die":
             world.die(workers.pop(chance.randrange(len(workers))))
             workers.append(max([*workers, 100]) + 1)
-        elif deaths and action == "heard":
-            world.ledger = heard(world.ledger, chance.choice(workers), now)
-        elif deaths and action == "restart":
-            world.restart(max(world.tokens, default=0) + chance.randrange(3))
         world.check()
-    if silence_s is None:
-        for worker in workers:
-            world.die(worker)
-    world.drain(999, now + 1_000)  # with silence_s, the others live on and are never told dead
+    for worker in workers:
+        world.die(worker)
+    world.drain(999)
     world.check()
     return world
 
@@ -53,7 +46,7 @@ def play(seed: int, bound: int | None, deaths: bool, old_parameters: bool) -> Wo
 @pytest.mark.parametrize("bound", [0, 1, 2, 4, None])
 @pytest.mark.parametrize("deaths", [False, True])
 @pytest.mark.parametrize("old_parameters", [False, True])
-def test_random_schedules_complete_each_batch_once_within_the_bound(
+def test_random_schedules_complete_each_update_once_within_the_bound(
     bound: int | None, deaths: bool, old_parameters: bool
 ) -> None:
     worlds = [play(seed, bound, deaths, old_parameters) for seed in range(40)]
@@ -67,9 +60,9 @@ def test_random_schedules_complete_each_batch_once_within_the_bound(
 def test_counting_only_how_far_the_oldest_is_behind_would_not_do() -> None:
     """Three leases at version 0 with s = 1: none is behind yet, but whichever completes last would be by 2."""
     world = World(Ledger(total=9, bound=1))
-    assert isinstance(world.ask(1, 0.0), Lease)
-    assert isinstance(world.ask(2, 0.0), Lease)
-    answer = world.ask(3, 0.0)
+    assert isinstance(world.ask(1), Lease)
+    assert isinstance(world.ask(2), Lease)
+    answer = world.ask(3)
     assert isinstance(answer, Wait)
     assert answer.todo == "wait"
 
@@ -84,7 +77,7 @@ def waits(bound: int, takes: list[int]) -> int:
             if ready[worker] == tick:
                 for held in [held for held in world.valid if held.worker == worker]:
                     world.finish(held)
-                leased = isinstance(world.ask(worker, float(tick)), Lease)
+                leased = isinstance(world.ask(worker), Lease)
                 waited += not leased
                 ready[worker] += takes[worker] if leased else 1
     return waited
@@ -100,52 +93,26 @@ def test_what_the_bound_means_for_workers_is_as_the_file_says() -> None:
 
 def test_a_slow_worker_holds_the_others_back_until_its_death_is_told() -> None:
     world = World(Ledger(total=50, bound=2))
-    slow = world.ask(1, 0.0)
+    slow = world.ask(1)
     assert isinstance(slow, Lease)
-    while isinstance(world.ask(2, 0.0), Lease):
+    while isinstance(world.ask(2), Lease):
         world.finish(world.valid[-1])
     assert len(world.order) == 2
     world.die(1)
-    again = world.ask(2, 0.0)
+    again = world.ask(2)
     assert isinstance(again, Lease)
-    assert (again.batch, again.version) == (slow.batch, 2), "first what was taken back, from the newest parameters"
+    assert (again.update, again.version) == (slow.update, 2), "first what was taken back, from the newest parameters"
     assert again.token > slow.token
-    assert complete(world.ledger, slow.batch, slow.token) == (world.ledger, False)
-    world.drain(2, 0.0)
+    assert complete(world.ledger, slow.update, slow.token) == (world.ledger, False)
+    world.drain(2)
 
 
-def test_of_a_silent_worker_and_its_stand_in_the_first_wins() -> None:
-    for first_one in (0, 1):
-        world = World(Ledger(total=1, silence_s=5.0))
-        world.ask(1, 0.0)
-        assert isinstance(world.ask(2, 4.9), Wait)
-        world.ledger = heard(world.ledger, 1, 4.0)
-        assert isinstance(world.ask(2, 8.9), Wait)
-        assert isinstance(world.ask(1, 20.0), Wait), "not to itself"
-        assert isinstance(world.ask(2, 9.0), Lease)
-        assert isinstance(world.ask(3, 13.9), Wait), "the stand-in has its own time"
-        world.finish(world.valid[first_one])
-        world.finish(world.fenced[0])
-        assert isinstance(world.ask(3, 20.0), Done)
-
-
-def test_after_going_back_to_a_checkpoint_no_token_given_since_is_valid() -> None:
-    saved, _ = lease(Ledger(total=9), 1, 0.0)
-    since, zombie = lease(lost(saved, 1), 2, 0.0)
-    assert isinstance(zombie, Lease)
-    ledger, again = lease(restarted(saved, tokens_above=since.issued), 3, 0.0)
-    assert isinstance(again, Lease)
-    assert again.batch == zombie.batch == 0
-    assert not complete(ledger, zombie.batch, zombie.token)[1]
-    assert complete(ledger, again.batch, again.token)[1]
-
-
-def test_whoever_asks_more_often_does_more() -> None:
+def test_a_worker_that_asks_more_often_does_more() -> None:
     world = World(Ledger(total=90))
     done = {1: 0, 2: 0}
     for turn in range(90):
         worker = 1 if turn % 3 else 2
-        world.ask(worker, 0.0)
+        world.ask(worker)
         world.finish(world.valid[-1])
         done[worker] += 1
     assert done == {1: 60, 2: 30}
@@ -153,29 +120,29 @@ def test_whoever_asks_more_often_does_more() -> None:
 
 def test_waiting_says_what_helps() -> None:
     world = World(Ledger(total=9, bound=1))
-    world.ask(1, 0.0)
-    world.ask(1, 0.0)
-    answer = world.ask(1, 0.0)
+    world.ask(1)
+    world.ask(1)
+    answer = world.ask(1)
     assert isinstance(answer, Wait)
     assert answer.todo == "push"
     world.finish(world.valid[0])
     world.finish(world.valid[0])
-    answer = world.ask(1, 0.0, version=0)
+    answer = world.ask(1, version=0)
     assert answer == Wait("its parameters are 2 updates old: too old to start from", "fetch")
-    assert isinstance(world.ask(1, 0.0, version=1), Lease)
-    assert isinstance(world.ask(2, 0.0), Wait), "the first started from version 1: there is no room for another"
+    assert isinstance(world.ask(1, version=1), Lease)
+    assert isinstance(world.ask(2), Wait), "the first started from version 1: there is no room for another"
 
 
 def test_the_state_stays_small_and_travels() -> None:
     world = World(Ledger(total=5_000, bound=7))
     chance = random.Random(1)
     for turn in range(12_000):
-        world.ask(turn % 5, float(turn))
+        world.ask(turn % 5)
         if world.valid and chance.random() < 0.7:
             held = chance.choice(world.valid)
-            world.ledger, _ = complete(world.ledger, held.lease.batch, held.lease.token)
+            world.ledger, _ = complete(world.ledger, held.lease.update, held.lease.token)
             world.valid.remove(held)
-            world.order.append(held.lease.batch)
+            world.order.append(held.lease.update)
         if turn % 1_000 == 0:
             data = msgspec.msgpack.encode(world.ledger)
             assert len(data) < 1_200
@@ -188,26 +155,26 @@ def test_the_histogram_stays_small_too() -> None:
     ledger = Ledger(total=3_000)
     slow: list[Lease] = []
     for turn in range(3_000):
-        ledger, given = lease(ledger, turn, 0.0)
+        ledger, given = lease(ledger, turn)
         assert isinstance(given, Lease)
         if turn < 200:
             slow.append(given)
         else:
-            ledger, _ = complete(ledger, given.batch, given.token)
+            ledger, _ = complete(ledger, given.update, given.token)
     for given in slow:
-        ledger, _ = complete(ledger, given.batch, given.token)
+        ledger, _ = complete(ledger, given.update, given.token)
     assert ledger.staleness == {0: 2_800, 2_048: 200}
 
 
 def test_an_empty_stream_is_done() -> None:
-    assert lease(Ledger(total=0), 1, 0.0)[1] == Done()
+    assert lease(Ledger(total=0), 1)[1] == Done()
 
 
 def test_wrong_values_are_refused() -> None:
     with pytest.raises(JobError, match="bound"):
         Ledger(total=1, bound=-1)
-    with pytest.raises(JobError, match="batches"):
+    with pytest.raises(JobError, match="updates"):
         Ledger(total=-1)
     with pytest.raises(DistBeliefError, match="version 3"):
-        lease(Ledger(total=9), 1, 0.0, version=3)
+        lease(Ledger(total=9), 1, version=3)
     assert complete(Ledger(total=9), 4, 1) == (Ledger(total=9), False)

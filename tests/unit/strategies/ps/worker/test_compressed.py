@@ -9,7 +9,8 @@ from distbelief.errors import DistBeliefError
 from distbelief.strategies.base import Saved
 from distbelief.strategies.flatmodel.layout import lay_out
 from distbelief.strategies.ps.protocol.messages import CompleteUpdate, Inspect, Inspected, RequestLease
-from distbelief.strategies.ps.server.leaseslice import LeaseSlice, LeaseTerms
+from distbelief.strategies.ps.rules.leases import LeaseTerms
+from distbelief.strategies.ps.server.asyncslice import LeaseSlice
 from distbelief.strategies.ps.server.stores import Change
 from distbelief.strategies.ps.worker.compressed import OwedResiduals, saved_tensors
 
@@ -53,7 +54,7 @@ def test_no_checkpoint_of_that_step_is_nothing_owed() -> None:
 
 def test_the_ledger_says_where_the_parameters_began() -> None:
     ledger = LeaseSlice(LeaseTerms(STEP, 100, 1))
-    for content in (RequestLease(1, 0.0), CompleteUpdate(0, 1, 1, [0.5], [8], 0.0)):
+    for content in (RequestLease(1), CompleteUpdate(0, 1, 1, [0.5], [8], 0.0)):
         ledger.apply(Change(content))
     copy = LeaseSlice(LeaseTerms(0, 100, 1))
     copy.load(ledger.state())

@@ -14,7 +14,8 @@ from distbelief.strategies.ps.protocol.messages import (
     RequestLease,
     SetGate,
 )
-from distbelief.strategies.ps.server.leaseslice import LeaseSlice, LeaseTerms
+from distbelief.strategies.ps.rules.leases import LeaseTerms
+from distbelief.strategies.ps.server.asyncslice import LeaseSlice
 from distbelief.strategies.ps.server.stores import Change
 
 
@@ -25,7 +26,7 @@ class Table:
         self.slice = LeaseSlice(LeaseTerms(**{"first": 0, "steps": 10, **terms}))
 
     def ask(self, worker: int, version: int = -1, known: int = 0, batches: int = 0) -> LeasedUpdate | NoLease | AtGate:
-        self.slice.apply(Change(RequestLease(worker, 0.0, version, known, batches)))
+        self.slice.apply(Change(RequestLease(worker, version, known, batches)))
         given = self.slice.given(worker)
         assert given is not None
         return given.what
