@@ -20,8 +20,7 @@ from distbelief.control.credentials import Authority
 from distbelief.control.signatures import SIGNATURE_BYTES, Signer
 from distbelief.coordinator.rules.speakers import FROM_SERVERS, FROM_WORKERS
 from distbelief.launch.manualworkers import SOCKET, short_path
-from distbelief.strategies.ps.protocol.frames import Framed, pack
-from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
+from distbelief.strategies.ps.protocol.frames import RUN_MESSAGES, Framed, pack
 from tests.fuzz.instances import instance
 from tests.fuzz.mutation import garbage, mutated
 

@@ -20,7 +20,7 @@ from distbelief.control import messages
 from distbelief.errors import DistBeliefError
 from distbelief.kv import supervisormessages as words
 from distbelief.kv.messages import MESSAGES as KV_MESSAGES
-from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
+from distbelief.strategies.ps.protocol.frames import RUN_MESSAGES
 from distbelief.strategies.sandblaster.messages import MESSAGES as SEARCH_MESSAGES
 from distbelief.transport.gloo import rendezvousserver
 from distbelief.transport.shm import memfd

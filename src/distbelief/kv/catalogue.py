@@ -24,8 +24,8 @@ from distbelief.kv.messages import (
 )
 from distbelief.kv.tensorbytes import dtype_of
 from distbelief.strategies.ps.protocol.frames import Framed
-from distbelief.strategies.ps.protocol.messages import PushResult, Question
-from distbelief.strategies.ps.server.stores import Change, Snapshot, State
+from distbelief.strategies.ps.protocol.messages import PushResult, Question, Snapshot
+from distbelief.strategies.ps.server.stores import Change, State
 
 PIECE_BYTES = 1 << 20
 """A value is cut into pieces of this size at least: a smaller one costs more in messages than servers gain."""

@@ -27,8 +27,8 @@ from distbelief.kv.messages import (
 )
 from distbelief.kv.tensorbytes import Kind, as_bytes, dtype_of, packed, unpacked
 from distbelief.strategies.ps.protocol.frames import Framed
-from distbelief.strategies.ps.protocol.messages import PushResult, Question
-from distbelief.strategies.ps.server.stores import Change, Snapshot, State
+from distbelief.strategies.ps.protocol.messages import PushResult, Question, Snapshot
+from distbelief.strategies.ps.server.stores import Change, State
 from distbelief.transport.shm.segment import Segment
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from distbelief.strategies.ps.protocol.frames import MessageSet
 from distbelief.strategies.ps.protocol.messages import Content, OrderedQuestion, Reply
-from distbelief.strategies.ps.protocol.messageset import MessageSet
 
 CATALOGUE = 0
 """The number of its slice."""

@@ -45,13 +45,13 @@ class Client:
         return [self.replies.pop(ticket) for ticket in tickets]
 
     def send(self, key: Any) -> None:
-        letter = self.waiting[key]
+        framed = self.waiting[key]
         if self.known is not None:
-            to = self.known.primaries[letter.message.slice]
-            self._post(("worker", self.number), ("server", to), letter)
+            to = self.known.primaries[framed.message.slice]
+            self._post(("worker", self.number), ("server", to), framed)
 
-    def hear(self, letter: Framed) -> None:
-        message = letter.message
+    def hear(self, framed: Framed) -> None:
+        message = framed.message
         match message:
             case Acknowledged():
                 self.waiting.pop((message.slice, message.sequence), None)

@@ -166,18 +166,18 @@ class Client:
                 return
             self.nap(0)
 
-    def _send(self, key: Any, letter: Framed) -> None:
-        self._unanswered[key] = letter
+    def _send(self, key: Any, framed: Framed) -> None:
+        self._unanswered[key] = framed
         if self.known is not None:
-            to = self.known.primaries[letter.message.slice]
-            self._post(("worker", self.number), ("server", to), letter)
+            to = self.known.primaries[framed.message.slice]
+            self._post(("worker", self.number), ("server", to), framed)
 
     def send_again(self) -> None:
-        for key, letter in list(self._unanswered.items()):
-            self._send(key, letter)
+        for key, framed in list(self._unanswered.items()):
+            self._send(key, framed)
 
-    def hear(self, letter: Framed) -> None:
-        match letter.message:
+    def hear(self, framed: Framed) -> None:
+        match framed.message:
             case Acknowledged(slice=number, sequence=sequence, given=given):
                 if self._unanswered.pop((number, sequence), None):
                     self._given[number, sequence] = given
@@ -185,7 +185,7 @@ class Client:
                 pass  # it is sent again
             case message:
                 if self._unanswered.pop(message.ticket, None):
-                    self._replies[message.ticket] = letter
+                    self._replies[message.ticket] = framed
 
 
 @dataclass

@@ -37,14 +37,14 @@ class TableClient(Client):
         self.waiting[key] = Framed(Push(self.number, content.update, number, content), payload)
         self.send(key)
 
-    def hear(self, letter: Framed) -> None:
-        message = letter.message
+    def hear(self, framed: Framed) -> None:
+        message = framed.message
         if isinstance(message, Acknowledged) and message.source == RUN:
             self.waiting.pop((message.slice, RUN, message.sequence), None)
             return
-        if letter.payload is not None and message.ticket in self.waiting:
-            self.payloads[message.ticket] = bytes(letter.payload)
-        super().hear(letter)
+        if framed.payload is not None and message.ticket in self.waiting:
+            self.payloads[message.ticket] = bytes(framed.payload)
+        super().hear(framed)
 
 
 class TableWorld(World):

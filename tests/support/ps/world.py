@@ -99,10 +99,10 @@ class World:
                 message, str(source[1]).encode()))  # fmt: skip
 
     def perform(self, server: int, out: Outgoing) -> None:
-        for client, letter in out.clients:
-            self.post(("server", server), ("worker", int(client)), letter)
-        for other, letter in out.servers:
-            self.post(("server", server), ("server", other), letter)
+        for client, framed in out.clients:
+            self.post(("server", server), ("worker", int(client)), framed)
+        for other, framed in out.servers:
+            self.post(("server", server), ("server", other), framed)
         for report in out.copied:
             self.post(("server", server), MAPS, report)
 

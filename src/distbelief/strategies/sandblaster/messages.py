@@ -10,6 +10,7 @@ from __future__ import annotations
 from msgspec import Struct, field
 
 from distbelief.shards import Range
+from distbelief.strategies.ps.protocol.frames import MessageSet
 from distbelief.strategies.ps.protocol.messages import (
     Content,
     Inspect,
@@ -22,7 +23,6 @@ from distbelief.strategies.ps.protocol.messages import (
     Reply,
     SliceState,
 )
-from distbelief.strategies.ps.protocol.messageset import MessageSet
 
 COUNTS = 24
 """Bits for the commands of one driver."""

@@ -30,11 +30,12 @@ from distbelief.strategies.ps.protocol.messages import (
     PushResult,
     Question,
     SliceState,
+    Snapshot,
     values_at,
 )
 from distbelief.strategies.ps.rules.slicing import SliceShape, parameter_stretch
 from distbelief.strategies.ps.server.slicememory import OpenSegment, with_bytes
-from distbelief.strategies.ps.server.stores import Change, Snapshot, State
+from distbelief.strategies.ps.server.stores import Change, State
 from distbelief.strategies.sandblaster.messages import (
     COUNTS,
     Begin,

@@ -1,8 +1,8 @@
-"""A worker's side of the parameter servers: pushes that are sent until they are answered, questions until they are.
+"""A worker's client of the parameter servers: it repeats pushes and questions until they are answered.
 
-One thread uses it, the training thread; only `learn` may be called from others. What is sent goes to whoever is the
-slice's primary by the newest map. When a newer map names another one, everything that waits there is sent again: a
-change counts once, whatever happens (strategies/ps/rules/replication.py).
+Messages go to the slice's primary by the newest map. When a newer map names another primary, the client sends again to
+that one all that is not answered; servers apply a change once, however often it comes (rules/replication.py). Only the
+training thread uses a client, except for `learn`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distbelief.control.credentials import Credential
 from distbelief.control.messages import ServerMap
 from distbelief.control.sockets import dial_server
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.ps.protocol.frames import Framed, pack
+from distbelief.strategies.ps.protocol.frames import Framed, MessageSet, pack
 from distbelief.strategies.ps.protocol.messages import (
     RUN,
     Acknowledged,
@@ -32,33 +32,32 @@ from distbelief.strategies.ps.protocol.messages import (
     Question,
     Update,
 )
-from distbelief.strategies.ps.protocol.messageset import MessageSet
 from distbelief.transport.abort import Aborted
 
 AGAIN_S = 10.0
-"""What is not answered for so long is sent again: the message, or the answer, may be lost with a connection."""
+"""After this time without an answer a message is sent again: it, or the answer, may be lost with a connection."""
 LOOK_S = 0.05
-"""How often a wait looks whether it is to be given up."""
+"""The interval at which a wait checks whether to give up."""
 
 
 Idle = Callable[[], float]
-"""Called while nothing comes: does something useful, and says after how many seconds it wants to be called again.
-It may push and ask."""
+"""Called while the client waits: it does something useful, and returns after how many seconds to call it again. It may
+push and ask."""
 
 
 class Stop(Protocol):
     def check(self) -> None:
-        """Raise `Aborted` when a wait is to be given up."""
+        """Raise `Aborted` if the wait is to be given up."""
 
 
 @dataclass(frozen=True)
 class _Sent:
-    letter: Framed
+    framed: Framed
     slice: int
     server: int
     at: float
-    each: Callable[[Framed], None] = lambda letter: None
-    """Is given the reply, if it is a question."""
+    each: Callable[[Framed], None] = lambda framed: None
+    """Of a question: called with the reply."""
 
 
 class ServerClient:
@@ -75,15 +74,15 @@ class ServerClient:
         self._newest: ServerMap | None = None
         self._map: ServerMap | None = None
         self._sequences: dict[int, int] = {}
-        """By slice, the number of the last push: each slice sees them without gaps."""
+        """Slice -> the sequence number of the last push. Each slice gets them without gaps."""
         self._tickets = 0
         self._changes: dict[tuple[int, int, int], _Sent] = {}
-        """(slice, source, sequence) -> a push that is not answered."""
+        """(slice, source, sequence) -> a push without acknowledgement."""
         self._given: dict[tuple[int, int], PushResult | None] = {}
-        """(slice, sequence) -> what came with the answer, where somebody waits for it."""
+        """(slice, sequence) -> the result that came with the acknowledgement, if `change` waits for it."""
         self._awaited: tuple[int, int] = (-1, -1)
         self._questions: dict[int, _Sent] = {}
-        """Ticket -> likewise."""
+        """Ticket -> a question without reply."""
         self._outbox: dict[int, list[Framed]] = {}
         self._looked_at = 0.0
         self.waiting = False
@@ -101,14 +100,13 @@ class ServerClient:
 
     @property
     def life(self) -> int:
-        """Goes up when all parameters begin anew."""
+        """The life of the slices: it goes up when all parameters begin anew from a checkpoint."""
         return self._map.life if self._map else 0
 
     # --- for the training thread -------------------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """A generation begins: what the last one has sent is not waited for any more, also if it was for slices that
-        have begun anew since."""
+        """A generation begins: forget the messages of the last one that are not answered."""
         self._changes.clear()
         self._questions.clear()
         self._outbox.clear()
@@ -116,14 +114,14 @@ class ServerClient:
             self._use(self._newest)
 
     def slices(self, abort: Stop) -> int:
-        """How many slices there are. Waits for the first map."""
+        """The number of slices. Waits for the first map."""
         self._wait(lambda: self._map is not None, abort)
         assert self._map is not None
         return len(self._map.primaries)
 
     def push(self, number: int, content: Content, payload: Any = None) -> int:
-        """Have a slice changed. `payload` must stay as it is until that is done. It is sent by `flush`. Returns the
-        number of the push, for `waits_for`."""
+        """Change a slice. The push is sent by `flush`. `payload` must not change before it is acknowledged. Returns the
+        sequence number of the push, for `waits_for`."""
         if isinstance(content, Update):
             source, sequence = RUN, content.update
         else:
@@ -134,24 +132,24 @@ class ServerClient:
         return sequence
 
     def sent(self, number: int) -> int:
-        """How many pushes went to a slice in this client's name."""
+        """The number of pushes to a slice in this client's name."""
         return self._sequences.get(number, -1) + 1
 
     def waits_for(self, number: int, sequence: int) -> bool:
-        """Whether that push of this client is not known to count yet."""
+        """Whether this push of the client is not acknowledged yet."""
         return (number, -1, sequence) in self._changes
 
     def flush(self) -> None:
-        for server, letters in self._outbox.items():
-            self._send(server, letters)
+        for server, several in self._outbox.items():
+            self._send(server, several)
         self._outbox.clear()
 
     def settle(self, abort: Stop) -> None:
-        """Return when everything that was pushed counts."""
+        """Return when all pushes are acknowledged."""
         self._wait(lambda: not self._changes, abort)
 
     def change(self, number: int, content: Content, abort: Stop) -> PushResult | None:
-        """Have a slice changed, and wait for the answer."""
+        """Change a slice, and wait for the result."""
         self.push(number, content)
         self._awaited = (number, self._sequences[number])
         self._wait(lambda: self._awaited in self._given, abort)
@@ -161,12 +159,12 @@ class ServerClient:
         self, questions: Iterable[Callable[[int], Question]], abort: Stop, each: Callable[[Framed], None],
         idle: Idle | None = None,
     ) -> None:  # fmt: skip
-        """Ask, and call `each` with every reply as it comes. A question is made for the ticket that it is given."""
+        """Ask, and call `each` with every reply as it comes. `questions` make a question from its ticket."""
         waiting = set()
 
-        def answered(letter: Framed) -> None:
-            waiting.discard(letter.message.ticket)
-            each(letter)
+        def answered(framed: Framed) -> None:
+            waiting.discard(framed.message.ticket)
+            each(framed)
 
         for make in questions:
             self._tickets += 1
@@ -177,11 +175,11 @@ class ServerClient:
         try:
             self._wait(lambda: not waiting, abort, idle)
         finally:
-            for ticket in waiting:  # given up: a late reply is nobody's
+            for ticket in waiting:  # given up: late replies are dropped
                 self._questions.pop(ticket, None)
 
     def nap(self, seconds: float) -> None:
-        """There is nothing to do for so long."""
+        """Sleep: there is nothing to do."""
         self.waiting = True
         try:
             time.sleep(seconds)
@@ -198,11 +196,11 @@ class ServerClient:
 
     # --- plumbing ----------------------------------------------------------------------------------------------------
 
-    def _queued(self, letter: Framed, number: int) -> _Sent:
+    def _queued(self, framed: Framed, number: int) -> _Sent:
         server = self._map.primaries[number] if self._map else -1
         if server >= 0:
-            self._outbox.setdefault(server, []).append(letter)
-        return _Sent(letter, number, server, time.monotonic())
+            self._outbox.setdefault(server, []).append(framed)
+        return _Sent(framed, number, server, time.monotonic())
 
     def _wait(self, done: Callable[[], bool], abort: Stop, idle: Idle | None = None) -> None:
         self._adopt()
@@ -238,11 +236,11 @@ class ServerClient:
             except zmq.Again:
                 return
             try:
-                letters = self._messages.unpack_for_client(frames)
+                several = self._messages.unpack_for_client(frames)
             except (msgspec.MsgspecError, DistBeliefError):
-                continue  # not a message of ours
-            for letter in letters:
-                match letter.message:
+                continue  # not a message of this protocol
+            for framed in several:
+                match framed.message:
                     case Acknowledged(slice=number, sequence=sequence, source=source, given=given):
                         self._changes.pop((number, source, sequence), None)
                         if source < 0 and (number, sequence) == self._awaited:
@@ -250,18 +248,18 @@ class ServerClient:
                     case NotPrimary(slice=number):
                         self._refused(number)
                     case _:
-                        if sent := self._questions.pop(letter.message.ticket, None):
-                            sent.each(letter)
+                        if sent := self._questions.pop(framed.message.ticket, None):
+                            sent.each(framed)
 
     def _refused(self, number: int) -> None:
-        """One of us has an old map. A newer one is on its way; until then it is asked again, but not at once."""
+        """Client or server has an old map, and will get a newer one. Until then ask again, but not at once."""
         long_ago = time.monotonic() - AGAIN_S + LOOK_S
         everything: list[dict[Any, _Sent]] = [self._changes, self._questions]
         for waiting in everything:
             waiting.update({key: replace(one, at=long_ago) for key, one in waiting.items() if one.slice == number})
 
     def _adopt(self) -> None:
-        """Take the newest map up, and send what waits for servers that are not there any more to others."""
+        """Use the newest map, and send again what waits for servers that are not primaries any more."""
         known = self._newest
         if known is None or known is self._map:
             return
@@ -284,7 +282,7 @@ class ServerClient:
     def _send_again(self, before: float, moved_only: bool = False) -> None:
         assert self._map is not None or not (self._changes or self._questions)
         now = time.monotonic()
-        letters: dict[int, list[Framed]] = {}
+        several: dict[int, list[Framed]] = {}
         everything: list[dict[Any, _Sent]] = [self._changes, self._questions]
         for waiting in everything:
             for key, sent in waiting.items():
@@ -293,15 +291,15 @@ class ServerClient:
                 if server < 0 or (moved_only and server == sent.server) or sent.at > before:
                     continue
                 waiting[key] = replace(sent, server=server, at=now)
-                letters.setdefault(server, []).append(sent.letter)
-        for server, some in letters.items():
+                several.setdefault(server, []).append(sent.framed)
+        for server, some in several.items():
             self._send(server, some)
 
-    def _send(self, server: int, letters: Sequence[Framed]) -> None:
+    def _send(self, server: int, several: Sequence[Framed]) -> None:
         socket = self._socket(server)
         if socket is not None:
-            with contextlib.suppress(zmq.Again):  # it is sent again
-                socket.send_multipart(pack(letters, self._signer), zmq.NOBLOCK, copy=False)
+            with contextlib.suppress(zmq.Again):  # it will be sent again
+                socket.send_multipart(pack(several, self._signer), zmq.NOBLOCK, copy=False)
 
     def _socket(self, server: int) -> zmq.Socket[bytes] | None:
         address = self._map.addresses.get(server) if self._map else None
@@ -309,7 +307,7 @@ class ServerClient:
             return None
         if server not in self._sockets:
             if self._context is None:
-                self._context = zmq.Context()  # here, and not before the worker was forked
+                self._context = zmq.Context()  # a context must not be made before the fork of the worker
             socket = self._context.socket(zmq.DEALER)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, 0)

@@ -1,4 +1,4 @@
-"""The messages between clients and parameter servers: typed headers. frames.py packs them together with their bytes.
+"""The messages between clients and parameter servers, and between servers. frames.py packs them with their payloads.
 
 First come the base classes and the messages that every kind of server shares. A feature derives its own messages from
 the base classes (the strategy `ps` here and in tables/messages.py, `sandblaster` and `kv` in their folders) and lists
@@ -12,14 +12,16 @@ from typing import Generic, TypeVar
 from msgspec import Struct
 
 from distbelief.shards import Range
+from distbelief.strategies.ps.rules.applied import AppliedChanges
 
 VALUES_AT = 4096
-"""In the shared memory of a slice its values begin here at the latest."""
+"""The values of a slice begin at this offset of its shared memory, or before it."""
 
 
 def values_at(first_byte: int) -> int:
-    """Where they begin: as far into a page as in the layout, so that workers can map whole pages to their places. What
-    is before them takes less than the alignment of the layout.
+    """The offset of a slice's values in its shared memory. It is as far into a page as the slice is in the layout, so
+    that workers can map whole pages to their places. The header before the values is smaller than the alignment of the
+    layout.
 
     >>> values_at(0), values_at(4096 * 3 + 256)
     (4096, 256)
@@ -31,11 +33,11 @@ def values_at(first_byte: int) -> int:
 
 
 class Header(Struct, frozen=True, tag=True):
-    """A message without its bytes."""
+    """A message without its payload."""
 
     @property
     def has_payload(self) -> bool:
-        """Whether a frame of bytes follows the message."""
+        """Whether a frame with a payload follows the message."""
         return False
 
 
@@ -49,7 +51,7 @@ class Content(Header, frozen=True):
 
 
 class Update(Content, frozen=True):
-    """A change that is named by the number of an update (`RUN`), whichever client sends it."""
+    """A change that is named by the number of an update (see `RUN`), whichever client sends it."""
 
     update: int
 
@@ -89,12 +91,12 @@ AnyPushResult = TypeVar("AnyPushResult", bound=PushResult)
 class Push(Header, Generic[AnyContent], frozen=True):
     client: int
     sequence: int
-    """With the client, the name of the change: it is applied once, however often it comes."""
+    """(client, sequence) is the name of the change. A change is applied once, however often it is sent."""
     slice: int
     content: AnyContent
     life: int = 0
-    """That of the slices, by the sender's map; 0: it has none yet. What was meant for slices that have begun anew since
-    counts for nothing."""
+    """The life of the slices by the sender's map; 0: it has no map yet. Servers drop a push of an earlier life: all
+    slices have begun anew from a checkpoint since."""
 
     @property
     def has_payload(self) -> bool:
@@ -102,7 +104,7 @@ class Push(Header, Generic[AnyContent], frozen=True):
 
 
 class Acknowledged(Header, Generic[AnyPushResult], frozen=True):
-    """The change counts, whoever dies."""
+    """The change is applied on primary and backup: no single death loses it."""
 
     slice: int
     sequence: int
@@ -112,7 +114,7 @@ class Acknowledged(Header, Generic[AnyPushResult], frozen=True):
 
 
 class NotPrimary(Header, frozen=True):
-    """This server is not the slice's primary, by a map of that version."""
+    """This server is not the primary of the slice by its map, which has this version."""
 
     slice: int
     version: int
@@ -122,23 +124,23 @@ class NotPrimary(Header, frozen=True):
 
 
 class PartialSum(Content, frozen=True):
-    """A partial sum of a step: that of the shards from `first` to `end`. The slice's stretch of it is in a frame, or
-    lies at its place of the layout in a shared segment."""
+    """The partial sum of the shards `first` to `end` - 1 of a step. The slice's stretch of it is the payload, or lies
+    at its offset of the layout in a shared segment."""
 
     step: int
     first: int
     end: int
     rows: bytes
-    """The numbers that these shards tell of themselves (see `transport/exchange.py`), as float64."""
+    """Loss, weight and counts of these shards as float64: ROW numbers per shard (see `transport/exchange.py`)."""
     touched: bytes
-    """A byte per entry of the layout."""
+    """One byte per entry of the layout: whether a shard gave the parameter a gradient."""
     integers: bytes = b""
-    """The integer buffers after the first shard of the step, where that is in it."""
+    """The integer buffers after shard 0; empty if shard 0 is not in the sum."""
     segment: str = ""
     generation: int = -1
-    """Whose partial sum it is, where that makes a difference; see `RestartStep`."""
+    """The sender's generation, if sums of different generations differ; see `RestartStep`."""
     coded: bool = False
-    """The frame is compressed (strategies/ps/protocol/pushcoding.py)."""
+    """The payload is compressed (pushcoding.py)."""
 
     @property
     def has_payload(self) -> bool:
@@ -146,22 +148,22 @@ class PartialSum(Content, frozen=True):
 
 
 class RestartStep(Content, frozen=True):
-    """From that step on only partial sums of this generation count. What others have sent of it is forgotten."""
+    """From this step on only partial sums of this generation count. The slice forgets those of other generations."""
 
     step: int
     generation: int
 
 
 class ApplyStep(Content, frozen=True):
-    """Every slice has all partial sums of the step: it is to be applied, with its gradients multiplied by this."""
+    """Every slice has all partial sums of the step: apply it, with its gradients multiplied by `factor`."""
 
     step: int
     factor: float
 
 
 class StepBegun(Content, frozen=True):
-    """A member computes this step: it has all that it needs of the one before. Said where late shards get backup
-    copies, so that nobody goes on by more than a step without it."""
+    """The member has the values that the step begins with, and computes. Members send it only with backup workers, so
+    that the others are never more than one step ahead of a late member."""
 
     step: int
     generation: int
@@ -169,46 +171,47 @@ class StepBegun(Content, frozen=True):
 
 
 class Note(Content, frozen=True):
-    """Bytes that belong to the state after so many steps."""
+    """Bytes to be kept with the state after `step` steps."""
 
     step: int
     content: bytes
 
 
 class Gradient(Update, frozen=True):
-    """An update of a worker that waits for nobody: its gradients, and by how much it changes the buffers. The slice's
-    stretch is where that of a Node is. It is named by its number (`RUN`), whoever computes it."""
+    """An asynchronous update: its gradients, and the differences by which it changes the buffers. The slice's stretch
+    is the payload, or lies in a shared segment, as that of a `PartialSum`."""
 
     step: int
-    """The first of its batches: for what changes with the steps, such as the learning rate."""
+    """The first of its batches: the learning rate depends on it."""
     touched: bytes
     integers: bytes = b""
-    """By how much the integer buffers change, each as int64. For slice 0."""
+    """The differences of the integer buffers as int64. Only slice 0 gets them."""
     segment: str = ""
     dated: bool = False
-    """The values that it was computed with come along: in the same frame behind it, or in this segment."""
+    """The values that the gradients were computed with come along: behind them in the payload, or in the segment
+    `values`."""
     values: str = ""
     coded: bool = False
-    """The frame is compressed (strategies/ps/protocol/pushcoding.py)."""
+    """The payload is compressed (pushcoding.py)."""
 
     @property
     def has_payload(self) -> bool:
         return not self.segment
 
 
-# --- changes of the ledger -------------------------------------------------------------------------------------------
+# --- changes of the slice of leases ----------------------------------------------------------------------------------
 
 
 class RequestLease(Content, frozen=True):
-    """A worker wants an update to compute. The answer has a `LeasedUpdate`, or says why there is none."""
+    """A worker wants an update to compute. The result has a `LeasedUpdate`, or says why there is none."""
 
     worker: int
     version: int = -1
-    """How many updates are in the parameters that it has; -1: it fetches them after this."""
+    """The number of updates in the parameters that the worker has; -1: it pulls them after this."""
     known: int = 0
-    """It has heard of all steps before this one."""
+    """The worker knows the completions of all steps before this one."""
     batches: int = 0
-    """So many it would like to push together; 0: as many as the run fixes."""
+    """The number of batches that the worker would like to push together; 0: as many as the run fixes."""
 
     @property
     def speaker(self) -> int:
@@ -216,13 +219,13 @@ class RequestLease(Content, frozen=True):
 
 
 class CompleteUpdate(Content, frozen=True):
-    """Every slice has the update."""
+    """Every slice has applied the update."""
 
     update: int
     token: int
     worker: int
     losses: list[float]
-    """Of its batches."""
+    """By batch; so are the samples."""
     samples: list[int]
     at: float
 
@@ -232,7 +235,7 @@ class CompleteUpdate(Content, frozen=True):
 
 
 class Members(Content, frozen=True):
-    """Whoever is not among them is gone: what it had is leased again."""
+    """A generation begins: updates of workers that are not its members are leased again."""
 
     generation: int
     workers: list[int]
@@ -246,12 +249,12 @@ class SetGate(Content, frozen=True):
 
 
 class OpenGate(Content, frozen=True):
-    """What was to be done at that step has been done."""
+    """What was to be done at the gate of this step is done: workers may go on."""
 
     step: int
 
 
-# --- what the ledger returns -----------------------------------------------------------------------------------------
+# --- results of the slice of leases ----------------------------------------------------------------------------------
 
 
 class LeasedUpdate(Struct, frozen=True, tag=True):
@@ -261,18 +264,18 @@ class LeasedUpdate(Struct, frozen=True, tag=True):
     """The first of its batches."""
     batches: int
     completed: int
-    """Updates completed."""
+    """Updates completed in this life."""
 
 
 class NoLease(Struct, frozen=True, tag=True):
     reason: str
     fetch: bool
-    """Newer parameters would help; else only time does."""
+    """Pulling newer parameters would help; otherwise only waiting does."""
     completed: int
 
 
 class AtGate(Struct, frozen=True, tag=True):
-    """The parameters are those after exactly so many steps, and nobody computes. `last`: of the run."""
+    """The parameters are those after exactly `step` steps, and no worker computes. `last`: the run is done."""
 
     step: int
     last: bool
@@ -280,10 +283,10 @@ class AtGate(Struct, frozen=True, tag=True):
 
 
 class Completion(Struct, frozen=True):
-    """A batch that counts."""
+    """A completed batch."""
 
     step: int
-    """How many were complete before it."""
+    """The number of batches that were complete before it."""
     loss: float
     samples: int
     worker: int
@@ -292,45 +295,45 @@ class Completion(Struct, frozen=True):
 
 
 class LeaseResult(PushResult, frozen=True):
-    """The answer to an `RequestLease`."""
+    """The result of a `RequestLease`."""
 
     what: LeasedUpdate | NoLease | AtGate
     done: int
-    """Steps."""
+    """Steps that are done."""
     news: list[Completion] = []
     staleness: dict[int, int] = {}
-    """How many updates had which, so far."""
+    """Staleness -> the number of updates that had it."""
 
 
 # --- questions -------------------------------------------------------------------------------------------------------
 
 
 class PullValues(Question, frozen=True):
-    """Answered when the slice has this version at least, or never will."""
+    """The values of the slice. Answered when it has this version at least, or never will."""
 
     version: int
     inline: bool = False
-    """The values are wanted in a frame."""
+    """The values are to be the payload, not a segment."""
 
 
 class MeasureStep(Question, frozen=True):
-    """Answered when the step's gradients are all there: what do the squares of each tile add up to?"""
+    """The sum of squares of each tile's gradients. Answered when slice and backup have all sums of the step."""
 
     step: int
     generation: int = 0
     members: int = 0
-    """So many of this generation must have begun the step too; 0: nobody says so."""
+    """This many members of the generation must have begun the step, too; 0: members do not send `StepBegun`."""
 
 
 class Inspect(Question, frozen=True):
-    """What is there of the step that is under way, and of those before it?"""
+    """What a slice has of the step under way, and what it remembers of earlier steps."""
 
     briefly: bool = False
-    """Nothing of those before it."""
+    """Leave out the earlier steps."""
 
 
 class ReadState(Question, frozen=True):
-    """Values and optimizer state at this version, for a checkpoint."""
+    """Values and optimizer state of this version, for a checkpoint."""
 
     version: int
 
@@ -340,12 +343,12 @@ class ReadState(Question, frozen=True):
 
 class PulledValues(Reply, frozen=True):
     version: int
-    """Lower than what was asked for: the step before that cannot be applied, and `rows` say why."""
+    """Lower than the version of the question: the step between them cannot be applied, and `rows` say why."""
     rows: bytes = b""
-    """Of the step that led to this version, or of the one that cannot be applied. From slice 0 only."""
+    """See `PartialSum`: of the step that led to this version, or of the step that cannot be applied. Slice 0 only."""
     integers: bytes = b""
     segment: str = ""
-    """Where the values are; empty: in a frame."""
+    """The shared memory that has the values; empty: they are the payload."""
 
     @property
     def has_payload(self) -> bool:
@@ -357,7 +360,7 @@ class StepMeasured(Reply, frozen=True):
 
 
 class StepRecord(Struct, frozen=True):
-    """What a step gave, as it was kept with the parameters."""
+    """The results of a step, as slice 0 keeps them with the parameters."""
 
     step: int
     rows: bytes
@@ -367,22 +370,79 @@ class StepRecord(Struct, frozen=True):
 class Inspected(Reply, frozen=True):
     version: int
     nodes: list[Range]
-    """Partial sums of the step under way that are there."""
+    """The partial sums of the step under way that the slice has."""
     past: list[StepRecord] = []
-    """Of the last steps, from slice 0 only; so is the note, with the steps that were applied when it was kept."""
+    """The last steps. Slice 0 only, as the note, which comes with the number of steps applied when it was kept."""
     note: tuple[int, bytes] = (-1, b"")
     integers: bytes = b""
     began: int = 0
-    """The step from which the parameters have gone on since they began, or began anew. From the ledger only."""
+    """The step at which this life of the servers began. From the slice of leases only."""
 
 
 class SliceState(Reply, frozen=True):
-    """Values, then optimizer state, tile by tile, in a frame; none, if the version is another one."""
+    """Payload: values, then optimizer state, tile by tile. Version -1: the slice has gone on to another version."""
 
     version: int
     counts: list[int] = []
-    """Of a part of the tables: how many rows of each it has."""
+    """For a part of the tables: the number of its rows by table."""
 
     @property
     def has_payload(self) -> bool:
         return self.version >= 0
+
+
+# --- between servers: replication of a slice (rules/replication.py) --------------------------------------------------
+
+
+class Snapshot(Struct, frozen=True):
+    """The state of a slice without its large arrays."""
+
+    version: int
+    about: bytes
+    """Encoded by the kind of slice that it is."""
+
+
+class ForwardedChange(Header, Generic[AnyContent], frozen=True):
+    """See `replication.Forward`."""
+
+    server: int
+    """The sender."""
+    life: int
+    slice: int
+    term: int
+    before: tuple[int, int]
+    position: tuple[int, int]
+    name: tuple[int, int] | None = None
+    content: AnyContent | None = None
+
+    @property
+    def has_payload(self) -> bool:
+        return self.content is not None and self.content.has_payload
+
+
+class SliceCopySent(Header, frozen=True):
+    """See `replication.SendCopy`. Payload: the arrays of the slice."""
+
+    server: int
+    life: int
+    slice: int
+    term: int
+    position: tuple[int, int]
+    applied: AppliedChanges
+    about: Snapshot
+
+    @property
+    def has_payload(self) -> bool:
+        return True
+
+
+class ChangeAcknowledged(Header, frozen=True):
+    """See `replication.Acknowledge`."""
+
+    server: int
+    life: int
+    slice: int
+    term: int
+    position: tuple[int, int]
+    version: int
+    differs: bool = False

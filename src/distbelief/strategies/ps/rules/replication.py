@@ -1,12 +1,14 @@
-"""One server's copy of one slice: which changes it takes, in which order, and when a change may be answered.
+"""Replication of one slice, on one server: which changes it applies, in which order, and when it answers the client.
 
-The primary numbers changes and sends each to its followers (the backup, and a recruit that is to become one) as it
-came; all apply the same changes in the same order, so all have the same bits. A change is answered when every
-follower that counts has it. Every message to a follower names the change before it: one that has another last change
-(it is new, missed something, or was primary itself and went on alone) says so, and gets a copy of the whole slice. So
-no special case is needed for lost messages, restarts and handed-over slices.
+The primary numbers the changes and forwards each to its followers: the backup, and a recruit (a server that gets a copy
+in order to become the backup). All apply the same changes in the same order, so all have the same bits. The primary
+answers a change when every follower that counts has it.
 
-No sockets and no clock: events come in as calls, messages go out as values. What a change is, the store knows.
+Every forwarded change names the change before it. A follower whose last change is another one (it is new, it missed a
+message, or it was primary itself and went on alone) says so, and the primary sends it a copy of the whole slice. So
+lost messages, restarts and handed-over slices need no special case.
+
+No sockets and no clock: events come in as calls, and messages go out as values. Only the store knows what a change is.
 """
 
 from __future__ import annotations
@@ -20,24 +22,24 @@ from distbelief.strategies.ps.rules.applied import AppliedChanges
 Name = tuple[int, int]
 """(source, sequence) of a change."""
 Position = tuple[int, int]
-"""(version of the map in which its primary was made primary, number since the slice began)."""
+"""Of a change: (term, number since the slice began). The term is the version of the map that chose the primary."""
 NO_CHANGE: Position = (0, 0)
 
 
 class Store(Protocol):
-    """Where the values are. The same contents in the same order give the same bits."""
+    """Holds the values. The same contents in the same order give the same bits."""
 
     def apply(self, content: Any) -> None: ...
 
     def state(self) -> Any:
-        """A copy: later changes must not show in it."""
+        """A copy, which later changes do not change."""
 
     def load(self, state: Any) -> None: ...
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Who has the slice, by a map of that version. -1: nobody."""
+    """The servers of the slice, by the map of this version. -1: none."""
 
     version: int
     primary: int
@@ -50,48 +52,50 @@ class Roles:
 
 @dataclass(frozen=True)
 class Forward:
-    """To a follower: apply this, if your last change is `before`. Without a name: only say whether it is."""
+    """To a follower: apply this change if your last one is `before`. Without a name: only say whether it is."""
 
     to: int
     term: int
     before: Position
-    tag: Position
+    position: Position
     name: Name | None = None
     content: Any = None
 
 
 @dataclass(frozen=True)
 class SendCopy:
+    """To a follower: the whole slice."""
+
     to: int
     term: int
-    tag: Position
+    position: Position
     applied: AppliedChanges
     state: Any
 
 
 @dataclass(frozen=True)
 class Acknowledge:
-    """To the primary: this is my last change. `differs`: what was sent did not fit to it."""
+    """To the primary: the follower's last change. `differs`: the forwarded change does not follow it."""
 
     to: int
     term: int
-    """That of the message that is answered: what was said to an earlier term of the same primary counts no more."""
-    tag: Position
+    """The term of the answered message: the primary ignores acknowledgements of its earlier terms."""
+    position: Position
     version: int
-    """Of the map that the sender goes by. By an earlier one it may have had a copy that it has dropped since."""
+    """The version of the sender's map. By an earlier map it may have had a copy that it has dropped since."""
     differs: bool = False
 
 
 @dataclass(frozen=True)
 class AnswerClient:
-    """To the client: the change counts, whoever dies."""
+    """To the client: the change is on all servers that count."""
 
     name: Name
 
 
 @dataclass(frozen=True)
 class RefuseClient:
-    """To the client: this server is not the primary, by a map of that version."""
+    """To the client: this server is not the primary, by the map of this version."""
 
     name: Name
     version: int
@@ -99,7 +103,7 @@ class RefuseClient:
 
 @dataclass(frozen=True)
 class ReportCopied:
-    """To whoever makes maps: the recruit has everything that was ever answered."""
+    """To the maker of maps (the coordinator, in a run): the recruit has every change that was ever answered."""
 
     server: int
 
@@ -109,20 +113,20 @@ Output = Forward | SendCopy | Acknowledge | AnswerClient | RefuseClient | Report
 
 @dataclass
 class _Follower:
-    took: Position | None = None
-    """Its last change, as it said; None: it has said nothing that fits."""
+    acknowledged: Position | None = None
+    """The last change that it has acknowledged; None: none yet that fits."""
     counts: bool = False
-    """Answers wait for it."""
+    """Answers to clients wait for this follower."""
     barrier: int = 0
-    """A recruit is complete when it has all changes up to this one: later ones wait for it."""
+    """A recruit is complete when it has all changes up to this one: later answers wait for it."""
     reported: bool = False
     since: int = 0
-    """The version of the map in which this primary saw it named."""
+    """The version of the map that first named this follower."""
 
 
 @dataclass
 class ReplicatedSlice:
-    """A slice on the server `me`."""
+    """A slice on the server `me`, which is primary or follower."""
 
     me: int
     store: Store
@@ -132,15 +136,15 @@ class ReplicatedSlice:
     _term: int = 0
     _followers: dict[int, _Follower] = field(default_factory=dict)
     _waiting: dict[Name, int] = field(default_factory=dict)
-    """Changes that are not answered yet -> the number that must be everywhere first."""
+    """Changes that are not answered yet -> the number of the change that all followers must have first."""
 
     @property
     def is_primary(self) -> bool:
         return self.roles.primary == self.me
 
     def begin(self) -> list[Output]:
-        """The first map: nobody has anything yet, so all have the same."""
-        return self._take_up(self.roles)
+        """The first map: all servers of the slice have the same first state."""
+        return self._lead(self.roles)
 
     def learn(self, roles: Roles) -> list[Output]:
         """A newer map."""
@@ -154,11 +158,11 @@ class ReplicatedSlice:
             return refused
         if not was_primary:
             self._followers.clear()
-        if roles.recruit != before.recruit:  # what it had, it may have dropped in between
+        if roles.recruit != before.recruit:  # it may have dropped its copy in between
             self._followers.pop(roles.recruit, None)
-        return self._take_up(roles, promoted=not was_primary)
+        return self._lead(roles, promoted=not was_primary)
 
-    def _take_up(self, roles: Roles, promoted: bool = True) -> list[Output]:
+    def _lead(self, roles: Roles, promoted: bool = True) -> list[Output]:
         if not self.is_primary:
             return []
         if promoted:
@@ -174,7 +178,7 @@ class ReplicatedSlice:
         return out + list(self._answers())
 
     def change(self, name: Name, content: Any) -> list[Output]:
-        """A client's push, perhaps not for the first time."""
+        """A client pushes a change, perhaps not for the first time."""
         if not self.is_primary:
             return [RefuseClient(name, self.roles.version)]
         out: list[Output] = []
@@ -186,66 +190,66 @@ class ReplicatedSlice:
         self._waiting[name] = self.last[1]
         return out + list(self._answers())
 
-    def took(self, sender: int, message: Acknowledge) -> list[Output]:
-        """A follower says where it is."""
+    def acknowledged(self, sender: int, message: Acknowledge) -> list[Output]:
+        """A follower acknowledges."""
         follower = self._followers.get(sender)
         if not self.is_primary or follower is None or message.term != self._term:
             return []
         if message.version < follower.since:
-            return []  # it is asked again
+            return []  # the timer asks it again
         if message.differs:
-            follower.took = None
+            follower.acknowledged = None
             return [SendCopy(sender, self._term, self.last, self.applied, self.store.state())]
-        follower.took = max(message.tag, follower.took or NO_CHANGE)
+        follower.acknowledged = max(message.position, follower.acknowledged or NO_CHANGE)
         out: list[Output] = []
-        if not follower.counts:  # from now on nothing is answered without it; what was, is below the barrier
+        if not follower.counts:  # from now on answers wait for it; the barrier is above all earlier answers
             follower.counts, follower.barrier = True, self.last[1]
-        if sender == self.roles.recruit and not follower.reported and follower.took[1] >= follower.barrier:
+        if sender == self.roles.recruit and not follower.reported and follower.acknowledged[1] >= follower.barrier:
             follower.reported = True
             out.append(ReportCopied(sender))
         return out + list(self._answers())
 
     def forwarded(self, sender: int, message: Forward) -> list[Output]:
-        """The primary sends a change, or asks where I am."""
+        """The primary forwards a change, or asks for the last change here."""
         if sender != self.roles.primary or self.is_primary:
-            return []  # one of us has an old map: it is asked again later
+            return []  # one of the two servers has an old map: the primary asks again
         if self.last != message.before:
-            if self.last == message.tag:  # it came twice
+            if self.last == message.position:  # it came twice
                 return [Acknowledge(sender, message.term, self.last, self.roles.version)]
             return [Acknowledge(sender, message.term, self.last, self.roles.version, differs=True)]
         if message.name is not None:
             self.applied, _ = self.applied.add(*message.name)
             self.store.apply(message.content)
-        self.last = message.tag
+        self.last = message.position
         return [Acknowledge(sender, message.term, self.last, self.roles.version)]
 
     def copied(self, sender: int, message: SendCopy) -> list[Output]:
         if sender != self.roles.primary or self.is_primary:
             return []
         self.store.load(message.state)
-        self.applied, self.last = message.applied, message.tag
+        self.applied, self.last = message.applied, message.position
         return [Acknowledge(sender, message.term, self.last, self.roles.version)]
 
     def remind(self) -> list[Output]:
-        """Ask the followers that are behind where they are, and tell of copies again: a message may be lost, also with
-        whoever makes maps. For a timer."""
+        """For a timer: ask followers that are behind for their last change, and report complete copies again. Messages
+        may be lost, and the coordinator may have died with a report."""
         out: list[Output] = [
             Forward(server, self._term, self.last, self.last)
             for server, one in sorted(self._followers.items())
-            if one.took != self.last
+            if one.acknowledged != self.last
         ]
         recruit = self._followers.get(self.roles.recruit)
         return [*out, ReportCopied(self.roles.recruit)] if recruit and recruit.reported else out
 
     def waits_for(self, server: int) -> bool:
-        """Whether nothing is answered before that follower has it."""
+        """Whether answers to clients wait for this follower."""
         follower = self._followers.get(server)
         return follower is not None and follower.counts
 
     @property
     def everywhere(self) -> int:
-        """The number of the last change that every follower that counts has."""
-        counted = [one.took[1] if one.took else -1 for one in self._followers.values() if one.counts]
+        """The number of the last change that every follower that counts has acknowledged."""
+        counted = [one.acknowledged[1] if one.acknowledged else -1 for one in self._followers.values() if one.counts]
         return min(counted, default=self.last[1])
 
     def _answers(self) -> Iterator[Output]:

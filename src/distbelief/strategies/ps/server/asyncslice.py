@@ -35,6 +35,7 @@ from distbelief.strategies.ps.protocol.messages import (
     RequestLease,
     SetGate,
     SliceState,
+    Snapshot,
 )
 from distbelief.strategies.ps.protocol.pushcoding import PushCoding
 from distbelief.strategies.ps.rules.leases import (
@@ -48,7 +49,7 @@ from distbelief.strategies.ps.rules.leases import (
     set_members,
 )
 from distbelief.strategies.ps.server.slicememory import OpenSegment, SliceMemory, gradient_and_values, with_bytes
-from distbelief.strategies.ps.server.stores import Change, Snapshot, State
+from distbelief.strategies.ps.server.stores import Change, State
 
 REMEMBERED = 1024
 """Batches whose results are kept: many more than are completed between two heartbeats."""

@@ -9,7 +9,7 @@ import torch
 
 from distbelief.strategies.base import Saved, ServerHost, ServerJob
 from distbelief.strategies.flatmodel.state import ReplicaState
-from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
+from distbelief.strategies.ps.protocol.frames import RUN_MESSAGES
 from distbelief.strategies.ps.protocol.pushcoding import PushCoding
 from distbelief.strategies.ps.rules.leases import LeaseTerms
 from distbelief.strategies.ps.rules.slicing import SliceShape

@@ -1,6 +1,8 @@
-"""The sockets of a parameter server. One thread, one poll loop: clients and other servers come to one socket, whoever
-makes the maps is reached over another, and each other server over one more. What it does with a message is
-`strategies/ps/server/node.py`'s, and what it has slices of is said by whoever starts it.
+"""The sockets of a parameter server: one thread with one poll loop.
+
+Clients and other servers connect to one socket. The server itself connects to the coordinator (or, outside of runs, to
+the supervisor that makes the maps), and to each other server. node.py decides what a message does, and `Slices` says
+which slices there are.
 """
 
 from __future__ import annotations
@@ -35,8 +37,7 @@ from distbelief.control.messages import (
 from distbelief.control.signatures import MALFORMED, UNSIGNED, WRONG_SENDER, Refusals, Refused
 from distbelief.control.sockets import dial, dial_server, protect_server
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.ps.protocol.frames import Framed, pack
-from distbelief.strategies.ps.protocol.messageset import MessageSet, may_say
+from distbelief.strategies.ps.protocol.frames import Framed, MessageSet, may_say, pack
 from distbelief.strategies.ps.server.node import Outgoing, ServerNode
 from distbelief.strategies.ps.server.stores import SliceStore
 from distbelief.transport.shm.memfd import free_memory_bytes
@@ -44,13 +45,13 @@ from distbelief.transport.shm.memfd import free_memory_bytes
 BEAT_S = 0.2
 REMIND_S = 0.5
 WAITING_MESSAGES = 1000
-"""Of one sender; what is more waits there, not in our memory."""
+"""Of one sender. Further messages wait in the sender's memory."""
 LEAST_MESSAGE_BYTES = 1 << 30
-"""A frame holds a slice of the parameters and its optimizer state at most."""
+"""The largest frame holds a slice of the parameters with its optimizer state."""
 
 
 class Reachable(Protocol):
-    """Which server this is, and where it finds whoever makes the maps."""
+    """Which server this is, and the address of the coordinator or supervisor."""
 
     @property
     def worker(self) -> int: ...
@@ -63,24 +64,27 @@ class Reachable(Protocol):
 
 
 class Slices(Protocol):
-    """What a server has slices of."""
+    """The slices that a server can be given."""
 
     messages: MessageSet
     """The messages that clients exchange with these slices."""
     life: int
     sealed: int
+    """The newest checkpoint of the run, by the map."""
     sizes: list[int]
+    """Of each slice, in bytes; for balancing."""
 
-    def make(self, number: int, first: bool) -> tuple[SliceStore, str]: ...
+    def make(self, number: int, first: bool) -> tuple[SliceStore, str]:
+        """See `node.Make`."""
 
-    def began(self) -> None: ...
+    def began(self) -> None:
+        """All slices of a new map are made."""
 
-    def facts(self) -> dict[str, str]: ...
+    def facts(self) -> dict[str, str]:
+        """What the coordinator compares with the workers: versions, threads and the like."""
 
 
 class ServerSockets:
-    """The sockets of a parameter server."""
-
     def __init__(self, spec: Reachable, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._spec = spec
         self._server_key = spec.credential.servers_key
@@ -165,7 +169,7 @@ class ServerSockets:
                 found.append(command)
 
     def _receive(self, node: ServerNode, messages: MessageSet) -> None:
-        """Everything that waits, then one round of answers: they go out in as few messages as can be."""
+        """Take all waiting messages, then send all answers: in as few ZeroMQ messages as possible."""
         out = Outgoing()
         for _ in range(1000):
             try:
@@ -173,35 +177,35 @@ class ServerSockets:
             except zmq.Again:
                 break
             try:
-                letters = self._letters(frames, messages)
+                several = self._checked(frames, messages)
             except Refused as refused:
                 self._refusals.add(refused.reason)
                 continue
             self._limit.authenticated(identity)
-            for letter in letters:
-                out.add(node.receive(letter, identity.bytes))
+            for framed in several:
+                out.add(node.receive(framed, identity.bytes))
         self._send(out)
 
-    def _letters(self, frames: list[zmq.Frame], messages: MessageSet) -> list[Framed]:
+    def _checked(self, frames: list[zmq.Frame], messages: MessageSet) -> list[Framed]:
         if len(frames) < 2:
             raise Refused(UNSIGNED)
         sender = self._verifier.verify(frames[0].bytes, frames[1].buffer)
         try:
-            letters = messages.unpack_for_server(frames[1:])
+            several = messages.unpack_for_server(frames[1:])
         except (msgspec.MsgspecError, DistBeliefError):
             raise Refused(MALFORMED) from None
-        if not all(may_say(sender, letter.message) for letter in letters):
+        if not all(may_say(sender, framed.message) for framed in several):
             raise Refused(WRONG_SENDER)
-        return letters
+        return several
 
     def _send(self, out: Outgoing) -> None:
-        for identity, letters in _by_addressee(out.clients).items():
-            with contextlib.suppress(zmq.ZMQError):  # it is gone
-                self._inbox.send_multipart([identity, *pack(letters)], zmq.NOBLOCK, copy=False)
-        for server, letters in _by_addressee(out.servers).items():
+        for identity, several in _by_addressee(out.clients).items():
+            with contextlib.suppress(zmq.ZMQError):  # the client is gone
+                self._inbox.send_multipart([identity, *pack(several)], zmq.NOBLOCK, copy=False)
+        for server, several in _by_addressee(out.servers).items():
             socket = self._peer(server)
             if socket is not None:
-                socket.send_multipart(pack(letters, self._to_peers), zmq.NOBLOCK, copy=False)
+                socket.send_multipart(pack(several, self._to_peers), zmq.NOBLOCK, copy=False)
         for number, recruit, version in out.copied:
             self._tell(SliceCopied(self._spec.worker, number, recruit, version))
 
@@ -218,7 +222,7 @@ class ServerSockets:
         return self._peers[server]
 
     def _hang_up(self) -> None:
-        """On servers that are not there any more."""
+        """Disconnect from servers that the map does not name any more."""
         assert self._map is not None
         for server in [one for one in self._peers if one not in self._map.addresses]:
             self._peers.pop(server).close(linger=0)
@@ -245,8 +249,8 @@ class ServerSockets:
         sys.stdout.flush()
 
 
-def _by_addressee(letters: list[tuple[Any, Framed]]) -> dict[Any, list[Framed]]:
+def _by_addressee(several: list[tuple[Any, Framed]]) -> dict[Any, list[Framed]]:
     found: dict[Any, list[Framed]] = {}
-    for addressee, letter in letters:
-        found.setdefault(addressee, []).append(letter)
+    for addressee, framed in several:
+        found.setdefault(addressee, []).append(framed)
     return found

@@ -1,4 +1,4 @@
-"""What all kinds of slices have in common: how they are changed, copied and asked."""
+"""The interface of all kinds of slices on a server: they are changed, copied and asked."""
 
 from __future__ import annotations
 
@@ -6,37 +6,28 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from msgspec import Struct
 
 from distbelief.strategies.ps.protocol.frames import Framed
-from distbelief.strategies.ps.protocol.messages import Content, PushResult, Question
+from distbelief.strategies.ps.protocol.messages import Content, PushResult, Question, Snapshot
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change as it came: the header, and the bytes that came with it, if any."""
+    """A change as it came: its message, and its payload, if any."""
 
     content: Content
     payload: Any = None
-
-
-class Snapshot(Struct, frozen=True):
-    """What a copy of the slice needs beside its bytes."""
-
-    version: int
-    about: bytes
-    """As that kind of slice understands it."""
 
 
 State = tuple[Snapshot, torch.Tensor]
 
 
 class SliceStore(Protocol):
-    """A `holding.Store` that can be asked. What it becomes is a function of the changes alone."""
+    """A `replication.Store` that answers questions. Its state is a function of its changes alone."""
 
     @property
     def version(self) -> int:
-        """Goes up when there is something new to be fetched."""
+        """Goes up with every step or update that is applied."""
 
     def apply(self, change: Change) -> None: ...
 
@@ -45,11 +36,11 @@ class SliceStore(Protocol):
     def load(self, state: State) -> None: ...
 
     def with_bytes(self, change: Change) -> Change:
-        """The change with the bytes that it names, as they are now: for who may read it later than its maker waits."""
+        """The change with a copy of the bytes that it names: a follower may read late, after they are overwritten."""
 
     def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Framed | None:
-        """The answer, or None: not yet. `segment`: where its values can be mapped. `everywhere`: all servers that count
-        have the present version; `caught_up`: and every change since."""
+        """The reply, or None: not yet. `segment`: the shared memory with its values. `everywhere`: all servers that
+        count have the present version. `caught_up`: they have every change since, too."""
 
     def given(self, client: int) -> PushResult | None:
-        """What goes with the answer to this client's last change."""
+        """The result of this client's last change, which goes with the acknowledgement."""

@@ -40,6 +40,7 @@ from distbelief.strategies.ps.protocol.messages import (
     ReadState,
     RestartStep,
     SliceState,
+    Snapshot,
     StepBegun,
     StepMeasured,
     StepRecord,
@@ -48,7 +49,7 @@ from distbelief.strategies.ps.protocol.pushcoding import PushCoding
 from distbelief.strategies.ps.rules.gathering import StepSums
 from distbelief.strategies.ps.rules.slicing import SliceShape
 from distbelief.strategies.ps.server.slicememory import OpenSegment, SliceMemory, tiles_of, with_bytes
-from distbelief.strategies.ps.server.stores import Change, Snapshot, State
+from distbelief.strategies.ps.server.stores import Change, State
 from distbelief.transport.exchange import ROW, depth, tree_add
 
 

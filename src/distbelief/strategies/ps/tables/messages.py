@@ -1,4 +1,4 @@
-"""Messages about tables: they name rows, where other messages (protocol/messages.py) mean a slice of an array."""
+"""Messages about sparse tables: they name rows. Those of dense parameters are in protocol/messages.py."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from distbelief.strategies.ps.protocol.messages import Content, Question, Reply,
 
 
 class ShardRowGradients(Content, frozen=True):
-    """What some shards of a step say about rows of tables, for one part of them: see
-    `strategies/ps/tables/rowgradients.py`."""
+    """The gradients of rows that some shards of a step give, for one part of the tables. Payload: see
+    rowgradients.py."""
 
     step: int
     shards: list[int]
     counts: list[list[int]]
-    """By table, by shard: how many rows."""
+    """By table, by shard: the number of rows."""
     told: bytes
-    """The numbers that these shards tell of themselves, as in a Node."""
+    """`rows` of these shards, as in a `PartialSum`."""
 
     @property
     def has_payload(self) -> bool:
@@ -24,11 +24,11 @@ class ShardRowGradients(Content, frozen=True):
 
 
 class UpdateRowGradients(Update, frozen=True):
-    """Likewise of an update of a worker that waits for nobody. It is named as a Gradient is."""
+    """The gradients of rows of an asynchronous update. It is named as a `Gradient` is."""
 
     step: int
     counts: list[int]
-    """By table."""
+    """By table: the number of rows."""
 
     @property
     def has_payload(self) -> bool:
@@ -39,7 +39,7 @@ class UpdateRowGradients(Update, frozen=True):
 
 
 class PullRows(Question, frozen=True):
-    """The values of rows of a table. Answered when the part has this version, or a later one; -1: at once."""
+    """The values of rows of a table. Answered when the part has this version, or a later one; version -1: at once."""
 
     version: int
     table: int
@@ -48,14 +48,14 @@ class PullRows(Question, frozen=True):
 
 
 class ListRows(Question, frozen=True):
-    """Which rows of a table are there, at this version? Answered as a Pull: their numbers, as int64."""
+    """The numbers of the rows that a table has at this version. Answered by a `PulledRows` with int64 numbers."""
 
     version: int
     table: int
 
 
 class CountRows(Question, frozen=True):
-    """How many rows of each table are there, at this version?"""
+    """The number of rows of each table at this version."""
 
     version: int
 
@@ -64,7 +64,7 @@ class CountRows(Question, frozen=True):
 
 
 class PulledRows(Reply, frozen=True):
-    """The values are in a frame; none, if the part has gone on to another version."""
+    """Payload: the values. Version -1: the part has gone on to another version."""
 
     version: int
 

@@ -62,13 +62,13 @@ class RemoteTables:
         places = {number: np.flatnonzero(parts == part) for part, number in enumerate(self.slices)}
         version, gone_on = self._version(), []
 
-        def pulled(letter: Framed) -> None:
-            message: PulledRows = letter.message
+        def pulled(framed: Framed) -> None:
+            message: PulledRows = framed.message
             if message.version < 0:
                 gone_on.append(message.slice)
                 return
             mine = places[message.slice]
-            values[mine] = np.frombuffer(letter.payload, np.float32).reshape(len(mine), values.shape[1])
+            values[mine] = np.frombuffer(framed.payload, np.float32).reshape(len(mine), values.shape[1])
 
         questions = [
             partial(_pull, number, version, table, rows[mine].tobytes()) for number, mine in places.items() if mine.size
@@ -105,7 +105,7 @@ class RemoteTables:
 
         def ask(version: int, slices: Sequence[int]) -> None:
             questions = [partial(_count, number, version) for number in slices]
-            each = lambda letter: found.__setitem__(letter.message.slice, letter.message)  # noqa: E731
+            each = lambda framed: found.__setitem__(framed.message.slice, framed.message)  # noqa: E731
             self._client.ask(questions, self._stop, each)
 
         ask(version, self.slices)
@@ -125,10 +125,10 @@ class RemoteTables:
     def _numbers(self, table: int, version: int) -> NDArray[np.int64]:
         found = [np.zeros(0, np.int64)]
 
-        def heard(letter: Framed) -> None:
-            if letter.message.version < 0:
+        def heard(framed: Framed) -> None:
+            if framed.message.version < 0:
                 raise _gone_on(version)
-            found.append(np.frombuffer(letter.payload, np.int64))
+            found.append(np.frombuffer(framed.payload, np.int64))
 
         self._client.ask([partial(_numbers, number, version, table) for number in self.slices], self._stop, heard)
         return np.sort(np.concatenate(found))
@@ -141,11 +141,11 @@ class RemoteTables:
         """Everything that these parts have: `each` is called with (part, rows by table, bytes)."""
         for part in parts:  # one after the other: together they may be more than there is memory for
 
-            def read(letter: Framed, part: int = part) -> None:
-                message: SliceState = letter.message
+            def read(framed: Framed, part: int = part) -> None:
+                message: SliceState = framed.message
                 if message.version < 0:
                     raise _gone_on(version)
-                each(part, message.counts, letter.payload)
+                each(part, message.counts, framed.payload)
 
             self._client.ask([partial(_read, self.slices[part], version)], self._stop, read)
 

@@ -36,9 +36,10 @@ from distbelief.strategies.ps.protocol.messages import (
     Question,
     ReadState,
     SliceState,
+    Snapshot,
     StepMeasured,
 )
-from distbelief.strategies.ps.server.stores import Change, Snapshot, State
+from distbelief.strategies.ps.server.stores import Change, State
 from distbelief.strategies.ps.tables.messages import (
     CountedRows,
     CountRows,

@@ -111,7 +111,7 @@ class AsynchronousReplica(ParameterServerMember):
         self._client.restart()
         self._check_slices(besides=1)
         looked: list[Inspected] = []
-        self._client.ask([partial(_look, self._ledger)], exchange.abort, lambda letter: looked.append(letter.message))
+        self._client.ask([partial(_look, self._ledger)], exchange.abort, lambda framed: looked.append(framed.message))
         self._applied, self._began = looked[0].version, looked[0].began
         self._note = looked[0].note
         self._known = 0  # the ledger remembers what may not have been reported
@@ -171,9 +171,9 @@ class AsynchronousReplica(ParameterServerMember):
     def fetch(self) -> None:
         """Bring the values to what the servers have now."""
 
-        def fetched(letter: Framed) -> None:
-            message: PulledValues = letter.message
-            self._take(message, letter.payload)
+        def fetched(framed: Framed) -> None:
+            message: PulledValues = framed.message
+            self._take(message, framed.payload)
             if message.slice == 0:
                 self._base_integers = np.frombuffer(message.integers, np.int64)
                 self._computer.commit_integers(self._as_buffers(self._base_integers))

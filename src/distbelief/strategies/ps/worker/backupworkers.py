@@ -88,7 +88,7 @@ class BackupWorkerReplica(SynchronousReplica):
     def _look_briefly(self) -> Inspected:
         """Of one slice: what a member has pushed reaches all of them, or it has died."""
         found: list[Inspected] = []
-        self._client.ask([_look], self.exchange.abort, lambda letter: found.append(letter.message))
+        self._client.ask([_look], self.exchange.abort, lambda framed: found.append(framed.message))
         return found[0]
 
     def _sums(self, step: int) -> dict[Range, int]:

@@ -238,14 +238,14 @@ class ParameterServerMember:
         portion, shapes = self._portions[rank], self._slices[rank :: self.exchange.size]
         missing: list[int] = []
 
-        def read(letter: Framed) -> None:
-            message: SliceState = letter.message
+        def read(framed: Framed) -> None:
+            message: SliceState = framed.message
             if message.version < 0:
                 missing.append(message.slice)
                 return
             shape = self._slices[message.slice]
             at = portion.starts[shape.tiles[0]]
-            into.tensor(torch.uint8, at, shape.size_bytes).copy_(torch.frombuffer(letter.payload, dtype=torch.uint8))
+            into.tensor(torch.uint8, at, shape.size_bytes).copy_(torch.frombuffer(framed.payload, dtype=torch.uint8))
 
         self._whole.restore()
         self._client.ask([partial(_read, shape, version) for shape in shapes], abort, read)

@@ -20,7 +20,7 @@ from distbelief.strategies.dataparallel.replica import DataParallelReplica
 from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
-from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
+from distbelief.strategies.ps.protocol.frames import RUN_MESSAGES
 from distbelief.strategies.ps.rules.options import ParameterServerOptions
 from distbelief.strategies.ps.rules.slicing import SliceShape, cut
 from distbelief.strategies.ps.tables.embedding import on_servers

@@ -132,7 +132,7 @@ class SynchronousReplica(ParameterServerMember):
 
     def _look(self) -> list[Inspected]:
         found: dict[int, Inspected] = {}
-        self._ask(Inspect, lambda letter: found.__setitem__(letter.message.slice, letter.message), self._everything)
+        self._ask(Inspect, lambda framed: found.__setitem__(framed.message.slice, framed.message), self._everything)
         return [found[number] for number in self._everything]
 
     @property
@@ -309,8 +309,8 @@ class SynchronousReplica(ParameterServerMember):
         how the first member learns that the step may be applied."""
         squares: dict[int, list[float]] = {}
 
-        def measured(letter: Framed) -> None:
-            message: StepMeasured = letter.message
+        def measured(framed: Framed) -> None:
+            message: StepMeasured = framed.message
             squares[message.slice] = message.squares
 
         self._ask(self._measure(step), measured, self._everything, idle)
@@ -326,11 +326,11 @@ class SynchronousReplica(ParameterServerMember):
         """Bring the values to that version. Returns what the step before it gave, if the servers still know."""
         told: dict[int, PulledValues] = {}
 
-        def fetched(letter: Framed) -> None:
-            message: PulledValues = letter.message
+        def fetched(framed: Framed) -> None:
+            message: PulledValues = framed.message
             told[message.slice] = message
             if message.version >= 0:
-                self._take(message, letter.payload)
+                self._take(message, framed.payload)
 
         dense = range(len(self._slices))  # rows are brought when they are wanted
         self._ask(partial(_fetch, version, not self.exchange.maps), fetched, dense, self._meanwhile(version - 1, told))

@@ -13,7 +13,7 @@ from distbelief.control.credentials import Authority
 from distbelief.control.messages import ServerMap
 from distbelief.strategies.ps.protocol import client as serverclient
 from distbelief.strategies.ps.protocol.client import ServerClient
-from distbelief.strategies.ps.protocol.frames import Framed, pack
+from distbelief.strategies.ps.protocol.frames import RUN_MESSAGES, Framed, pack
 from distbelief.strategies.ps.protocol.messages import (
     Acknowledged,
     ApplyStep,
@@ -24,7 +24,6 @@ from distbelief.strategies.ps.protocol.messages import (
     PullValues,
     Push,
 )
-from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
 from distbelief.transport.abort import Abort, Aborted
 
 BADGE = Authority(bytes(range(32))).worker(3)
@@ -49,8 +48,8 @@ class Played:
         return RUN_MESSAGES.unpack_for_server(frames)
 
     def say(self, *messages: object, payloads: tuple[bytes, ...] = ()) -> None:
-        letters = [Framed(message) for message in messages]
-        self.socket.send_multipart([self.client, *pack(letters), *payloads])
+        several = [Framed(message) for message in messages]
+        self.socket.send_multipart([self.client, *pack(several), *payloads])
 
 
 @pytest.fixture
@@ -104,9 +103,9 @@ def test_pushes_are_numbered_by_slice_and_settle_when_answered(servers: list[Pla
     for number in (0, 0, 1):
         client.push(number, ApplyStep(5, 1.0))
     waiting = Waiting(lambda: client.settle(Abort()))
-    first = [letter.message for letter in servers[0].heard()]
+    first = [framed.message for framed in servers[0].heard()]
     assert first == [Push(3, 0, 0, ApplyStep(5, 1.0), 1), Push(3, 1, 0, ApplyStep(5, 1.0), 1)]
-    assert [letter.message for letter in servers[1].heard()] == [Push(3, 0, 1, ApplyStep(5, 1.0), 1)]
+    assert [framed.message for framed in servers[1].heard()] == [Push(3, 0, 1, ApplyStep(5, 1.0), 1)]
     servers[0].say(Acknowledged(0, 0), Acknowledged(0, 1))
     servers[1].say(Acknowledged(1, 0))
     waiting.end()
@@ -116,13 +115,13 @@ def test_what_waits_goes_to_the_new_primary(servers: list[Played], client: Serve
     client.learn(map_of(servers, [0, 0]))
     found: list[object] = []
     questions = [lambda ticket: Inspect(ticket, 0), lambda ticket: Inspect(ticket, 1)]
-    waiting = Waiting(lambda: client.ask(questions, Abort(), lambda letter: found.append(letter.message)))
-    asked = [letter.message for letter in servers[0].heard()]
+    waiting = Waiting(lambda: client.ask(questions, Abort(), lambda framed: found.append(framed.message)))
+    asked = [framed.message for framed in servers[0].heard()]
     assert asked == [Inspect(1, 0), Inspect(2, 1)]
     servers[0].say(Inspected(1, 0, 7, []))  # then it dies
     time.sleep(0.2)
     client.learn(map_of(servers, [1, 1], version=2))
-    assert [letter.message for letter in servers[1].heard()] == [Inspect(2, 1)]
+    assert [framed.message for framed in servers[1].heard()] == [Inspect(2, 1)]
     servers[1].say(Inspected(2, 1, 7, []))
     waiting.end()
     assert found == [Inspected(1, 0, 7, []), Inspected(2, 1, 7, [])]
@@ -134,7 +133,7 @@ def test_what_is_refused_is_asked_again(servers: list[Played], client: ServerCli
     client.push(0, ApplyStep(1, 1.0))
     waiting = Waiting(lambda: client.settle(Abort()))
     for _ in range(3):
-        assert [letter.message for letter in servers[0].heard()] == [Push(3, 0, 0, ApplyStep(1, 1.0))]
+        assert [framed.message for framed in servers[0].heard()] == [Push(3, 0, 0, ApplyStep(1, 1.0))]
         servers[0].say(NotPrimary(0, 1))
     servers[0].heard()
     servers[0].say(Acknowledged(0, 0))
@@ -167,7 +166,7 @@ def test_what_makes_no_sense_is_ignored(servers: list[Played], client: ServerCli
     door.say(PulledValues(1, 0, 2), payloads=(b"values",))
     door.say(PulledValues(1, 0, 2), payloads=(b"twice",))
     waiting.end()
-    assert [(letter.message, bytes(letter.payload)) for letter in found] == [(PulledValues(1, 0, 2), b"values")]
+    assert [(framed.message, bytes(framed.payload)) for framed in found] == [(PulledValues(1, 0, 2), b"values")]
 
 
 def test_when_the_parameters_begin_anew_everything_is_given_up(servers: list[Played], client: ServerClient) -> None:
@@ -212,7 +211,7 @@ def test_what_was_not_sent_before_all_began_anew_is_never_sent(servers: list[Pla
     client.restart()
     client.push(0, ApplyStep(2, 1.0))
     waiting = Waiting(lambda: client.settle(Abort()))
-    assert [letter.message for letter in servers[0].heard()] == [Push(3, 1, 0, ApplyStep(2, 1.0), 2)]
+    assert [framed.message for framed in servers[0].heard()] == [Push(3, 1, 0, ApplyStep(2, 1.0), 2)]
     servers[0].say(Acknowledged(0, 1))
     waiting.end()
 
@@ -225,7 +224,7 @@ def test_a_new_generation_does_not_wait_for_what_the_last_one_sent(servers: list
     client.settle(Abort())
     client.push(0, ApplyStep(2, 1.0))
     waiting = Waiting(lambda: client.settle(Abort()))
-    assert [letter.message for letter in servers[0].heard()] == [
+    assert [framed.message for framed in servers[0].heard()] == [
         Push(3, 1, 0, ApplyStep(2, 1.0), 1)
     ]  # the number goes on
     servers[0].say(Acknowledged(0, 1))

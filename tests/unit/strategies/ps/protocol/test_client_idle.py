@@ -13,9 +13,8 @@ import zmq
 from distbelief.control.credentials import Authority
 from distbelief.control.messages import ServerMap
 from distbelief.strategies.ps.protocol.client import ServerClient
-from distbelief.strategies.ps.protocol.frames import Framed, pack
+from distbelief.strategies.ps.protocol.frames import RUN_MESSAGES, Framed, pack
 from distbelief.strategies.ps.protocol.messages import Inspect, Inspected, MeasureStep, Question, StepMeasured
-from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES
 from distbelief.transport.abort import Abort
 
 BADGE = Authority(bytes(range(32))).worker(1)
@@ -72,12 +71,12 @@ def test_a_question_inside_of_a_wait(client: ServerClient) -> None:
 
     def idle() -> float:
         waiting.append(client.waiting)
-        client.ask([look], Abort(), lambda letter: versions.append(letter.message.version))
+        client.ask([look], Abort(), lambda framed: versions.append(framed.message.version))
         return 0.0 if len(versions) < 3 else 60.0
 
     client.slices(Abort())
     client.ask(
-        [partial(MeasureStep, slice=0, step=0)], Abort(), lambda letter: told.append(letter.message.squares[0]), idle
+        [partial(MeasureStep, slice=0, step=0)], Abort(), lambda framed: told.append(framed.message.squares[0]), idle
     )
     assert (told, versions) == ([0.5], [1, 2, 3])
     assert not any(waiting)  # who does something does not wait
@@ -87,5 +86,5 @@ def test_a_question_inside_of_a_wait(client: ServerClient) -> None:
 def test_nothing_to_do_meanwhile(client: ServerClient) -> None:
     found: list[int] = []
     client.slices(Abort())
-    client.ask([look, look], Abort(), lambda letter: found.append(letter.message.version))
+    client.ask([look, look], Abort(), lambda framed: found.append(framed.message.version))
     assert found == [1, 2]

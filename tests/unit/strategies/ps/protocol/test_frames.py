@@ -12,11 +12,13 @@ from distbelief.control.signatures import SERVER, WORKER, Sender
 from distbelief.errors import DistBeliefError
 from distbelief.kv.messages import MESSAGES as KV_MESSAGES
 from distbelief.kv.messages import Consult, Withdraw
-from distbelief.strategies.ps.protocol.frames import Framed, pack
+from distbelief.strategies.ps.protocol.frames import RUN_MESSAGES, Framed, may_say, pack
 from distbelief.strategies.ps.protocol.messages import (
     Acknowledged,
     ApplyStep,
+    ChangeAcknowledged,
     Content,
+    ForwardedChange,
     Inspect,
     Inspected,
     MeasureStep,
@@ -30,14 +32,13 @@ from distbelief.strategies.ps.protocol.messages import (
     ReadState,
     Reply,
     RequestLease,
+    SliceCopySent,
     SliceState,
+    Snapshot,
     StepMeasured,
     StepRecord,
 )
-from distbelief.strategies.ps.protocol.messageset import RUN_MESSAGES, may_say
-from distbelief.strategies.ps.protocol.peers import ChangeAcknowledged, ForwardedChange, SliceCopySent
 from distbelief.strategies.ps.rules.applied import AppliedChanges
-from distbelief.strategies.ps.server.syncslice import Snapshot
 from distbelief.strategies.sandblaster.messages import MESSAGES as SEARCH_MESSAGES
 from distbelief.strategies.sandblaster.messages import Take
 
@@ -74,12 +75,12 @@ TO_CLIENTS = [
 ]
 
 
-def frames(letters: list[Framed]) -> list[zmq.Frame]:
-    return [zmq.Frame(part) for part in pack(letters)]
+def frames(several: list[Framed]) -> list[zmq.Frame]:
+    return [zmq.Frame(part) for part in pack(several)]
 
 
-def plain(letters: list[Framed]) -> list[tuple[object, bytes | None]]:
-    return [(one.message, None if one.payload is None else bytes(one.payload)) for one in letters]
+def plain(several: list[Framed]) -> list[tuple[object, bytes | None]]:
+    return [(one.message, None if one.payload is None else bytes(one.payload)) for one in several]
 
 
 def test_all_arrive_as_they_were_sent_each_with_its_bytes() -> None:
@@ -88,11 +89,11 @@ def test_all_arrive_as_they_were_sent_each_with_its_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    "letter", [one for one in TO_SERVERS if one.payload], ids=lambda one: type(one.message).__name__
+    "framed", [one for one in TO_SERVERS if one.payload], ids=lambda one: type(one.message).__name__
 )
-def test_one_that_comes_without_its_bytes_is_refused(letter: Framed) -> None:
+def test_one_that_comes_without_its_bytes_is_refused(framed: Framed) -> None:
     with pytest.raises(DistBeliefError, match="came without its bytes"):
-        RUN_MESSAGES.unpack_for_server(frames([Framed(letter.message)]))
+        RUN_MESSAGES.unpack_for_server(frames([Framed(framed.message)]))
 
 
 def test_what_is_for_others_and_garbage_is_refused() -> None:
@@ -106,12 +107,12 @@ def test_what_is_for_others_and_garbage_is_refused() -> None:
             RUN_MESSAGES.unpack_for_server([zmq.Frame(odd)])
         with pytest.raises(msgspec.MsgspecError):
             RUN_MESSAGES.unpack_for_client([zmq.Frame(odd)])
-    for letter in TO_CLIENTS:
+    for framed in TO_CLIENTS:
         with pytest.raises(msgspec.MsgspecError):
-            RUN_MESSAGES.unpack_for_server(frames([letter]))
-    for letter in TO_SERVERS:
+            RUN_MESSAGES.unpack_for_server(frames([framed]))
+    for framed in TO_SERVERS:
         with pytest.raises(msgspec.MsgspecError):
-            RUN_MESSAGES.unpack_for_client(frames([letter]))
+            RUN_MESSAGES.unpack_for_client(frames([framed]))
 
 
 def leaves(base: type) -> set[type]:

@@ -106,18 +106,18 @@ class Cluster:
             self.placed, _ = placement.copied(self.placed, 0, source, message)
             self._tell_map()
             return
-        holding = self.holdings.get(to)
-        if holding is None:
+        replicated = self.holdings.get(to)
+        if replicated is None:
             return
         match message:
             case Roles():
-                self._perform(to, holding.learn(message))
+                self._perform(to, replicated.learn(message))
             case Forward():
-                self._perform(to, holding.forwarded(source, message))
+                self._perform(to, replicated.forwarded(source, message))
             case SendCopy():
-                self._perform(to, holding.copied(source, message))
+                self._perform(to, replicated.copied(source, message))
             case Acknowledge():
-                self._perform(to, holding.took(source, message))
+                self._perform(to, replicated.acknowledged(source, message))
 
     def kill(self, wanted: int = NONE) -> None:
         """That one, or any that can die without loss: there is another complete holder."""
@@ -144,8 +144,8 @@ class Cluster:
         self._tell_map()
 
     def remind(self) -> None:
-        for server, holding in list(self.holdings.items()):
-            self._perform(server, holding.remind())
+        for server, replicated in list(self.holdings.items()):
+            self._perform(server, replicated.remind())
 
     def settle(self) -> None:
         """Nothing happens any more, and no message is lost: everything is answered and equal in the end."""
@@ -213,18 +213,18 @@ def test_twenty_primaries_are_killed_in_one_run() -> None:
 
 
 def test_nothing_is_answered_before_the_backup_has_it() -> None:
-    holding = ReplicatedSlice(0, Ordered(), Roles(1, primary=0, backup=1))
-    (hello,) = holding.begin()
+    replicated = ReplicatedSlice(0, Ordered(), Roles(1, primary=0, backup=1))
+    (hello,) = replicated.begin()
     assert isinstance(hello, Forward)
-    (forward,) = holding.change((5, 0), 7)
+    (forward,) = replicated.change((5, 0), 7)
     assert isinstance(forward, Forward)
     backup = ReplicatedSlice(1, Ordered(), Roles(1, primary=0, backup=1))
     (there,) = backup.forwarded(0, hello)
     assert isinstance(there, Acknowledge)
-    assert holding.took(1, there) == []
+    assert replicated.acknowledged(1, there) == []
     (took,) = backup.forwarded(0, forward)
     assert isinstance(took, Acknowledge)
-    assert holding.took(1, took) == [AnswerClient((5, 0))]
+    assert replicated.acknowledged(1, took) == [AnswerClient((5, 0))]
 
 
 def test_an_old_primary_cannot_answer() -> None:
@@ -235,7 +235,7 @@ def test_an_old_primary_cannot_answer() -> None:
     new = ReplicatedSlice(1, Ordered(), Roles(1, primary=0, backup=1))
     (there,) = new.forwarded(0, hello)
     assert isinstance(there, Acknowledge)
-    old.took(1, there)
+    old.acknowledged(1, there)
     new.learn(Roles(2, primary=1))
     (forward,) = old.change((5, 0), 7)
     assert isinstance(forward, Forward)
@@ -247,21 +247,21 @@ def test_an_old_primary_cannot_answer() -> None:
 
 def test_what_was_said_to_an_earlier_term_does_not_count() -> None:
     """The same two servers, in the same roles as before; a message of that time arrives late."""
-    holding = ReplicatedSlice(0, Ordered(), Roles(1, primary=0, backup=1))
-    holding.begin()
-    holding.learn(Roles(2, primary=1, backup=0))
-    holding.learn(Roles(3, primary=0, backup=1))
-    holding.change((5, 0), 7)
-    assert holding.took(1, Acknowledge(0, 1, (1, 9), 9)) == []
-    assert holding.took(1, Acknowledge(0, 3, holding.last, 9)) == [AnswerClient((5, 0))]
+    replicated = ReplicatedSlice(0, Ordered(), Roles(1, primary=0, backup=1))
+    replicated.begin()
+    replicated.learn(Roles(2, primary=1, backup=0))
+    replicated.learn(Roles(3, primary=0, backup=1))
+    replicated.change((5, 0), 7)
+    assert replicated.acknowledged(1, Acknowledge(0, 1, (1, 9), 9)) == []
+    assert replicated.acknowledged(1, Acknowledge(0, 3, replicated.last, 9)) == [AnswerClient((5, 0))]
 
 
 def test_what_a_recruit_said_of_a_copy_that_it_has_dropped_does_not_count() -> None:
     """It was backup, then another one was, and now it is recruited again: it has nothing."""
-    holding = ReplicatedSlice(0, Ordered(), Roles(1, primary=0, backup=1))
-    holding.begin()
-    holding.change((5, 0), 7)
-    holding.learn(Roles(2, primary=0, backup=2))
-    holding.learn(Roles(3, primary=0, recruit=1))
-    assert holding.took(1, Acknowledge(0, 1, holding.last, version=1)) == []  # it was long on its way
-    assert holding.took(1, Acknowledge(0, 1, holding.last, version=3)) == [ReportCopied(1)]
+    replicated = ReplicatedSlice(0, Ordered(), Roles(1, primary=0, backup=1))
+    replicated.begin()
+    replicated.change((5, 0), 7)
+    replicated.learn(Roles(2, primary=0, backup=2))
+    replicated.learn(Roles(3, primary=0, recruit=1))
+    assert replicated.acknowledged(1, Acknowledge(0, 1, replicated.last, version=1)) == []  # it was long on its way
+    assert replicated.acknowledged(1, Acknowledge(0, 1, replicated.last, version=3)) == [ReportCopied(1)]

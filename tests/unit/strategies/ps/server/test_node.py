@@ -51,7 +51,7 @@ def map_of(kit: Kit, primary: int, backup: int = -1, recruit: int = -1, version:
 
 
 def told(out: Outgoing) -> list[object]:
-    return [letter.message for _, letter in out.clients]
+    return [framed.message for _, framed in out.clients]
 
 
 def push(kit: Kit, sequence: int = 0, step: int = 0) -> Framed:
@@ -68,19 +68,19 @@ def both_ways(one: ServerNode, other: ServerNode, out: Outgoing) -> list[object]
     heard: list[object] = []
     while out.servers:
         back = Outgoing()
-        for _, letter in out.servers:
-            back.add(other.receive(letter))
+        for _, framed in out.servers:
+            back.add(other.receive(framed))
         out = Outgoing()
-        for _, letter in back.servers:
-            out.add(one.receive(letter))
+        for _, framed in back.servers:
+            out.add(one.receive(framed))
         heard += told(out)
     return heard
 
 
 def test_one_that_is_not_primary_refuses(kit: Kit) -> None:
     for server in (node(kit, 1, map_of(kit, 0, 1)), node(kit, 2, map_of(kit, 0, 1)), node(kit, 1)):
-        for letter in (push(kit), Framed(Inspect(1, 0)), Framed(PullValues(1, 0, 1)), Framed(ReadState(1, 0, 0))):
-            assert told(server.receive(letter, WORKER)) == [NotPrimary(0, server.version)]
+        for framed in (push(kit), Framed(Inspect(1, 0)), Framed(PullValues(1, 0, 1)), Framed(ReadState(1, 0, 0))):
+            assert told(server.receive(framed, WORKER)) == [NotPrimary(0, server.version)]
 
 
 def test_what_was_meant_for_another_life_counts_for_nothing(kit: Kit) -> None:
@@ -152,8 +152,8 @@ def test_a_new_life_begins_anew_and_forgets_what_others_say_of_the_old_one(kit: 
     both_ways(primary, backup, primary.learn(map_of(kit, 0, 1)))
     late = primary.receive(push(kit), WORKER)
     backup.learn(map_of(kit, 1, 0, version=2, life=2))
-    for _, letter in late.servers:
-        assert backup.receive(letter) == Outgoing()
+    for _, framed in late.servers:
+        assert backup.receive(framed) == Outgoing()
     assert told(backup.receive(Framed(Inspect(1, 0)), WORKER)) == []  # the other one has not said that it is there
     hello = primary.learn(map_of(kit, 1, 0, version=2, life=2))
     assert told(hello) == []  # the push is of the old life: the worker gives it up with its generation

@@ -90,11 +90,11 @@ def test_rows_of_another_step_are_not_given(kit: Kit) -> None:
     store.apply(kit.changes(0, list(found), list(found.values()))[0])
     store.apply(Change(ApplyStep(0, 1.0)))
     now = [answered(store, question) for question in questions]
-    assert [letter.message.version for letter in now if letter] == [1, 1, 1]
+    assert [framed.message.version for framed in now if framed] == [1, 1, 1]
     late = [
         answered(store, question) for question in (PullRows(1, 0, 0, 1, rows), CountRows(2, 0, 0), ReadState(3, 0, 0))
     ]
-    assert [(letter.message.version, letter.payload) for letter in late if letter] == [(-1, None)] * 3
+    assert [(framed.message.version, framed.payload) for framed in late if framed] == [(-1, None)] * 3
 
 
 def test_a_loss_that_is_no_number_is_not_applied(kit: Kit) -> None:

@@ -59,7 +59,7 @@ def test_the_ledger_says_where_the_parameters_began() -> None:
     copy = LeaseSlice(LeaseTerms(0, 100, 1))
     copy.load(ledger.state())
     for one in (ledger, copy):
-        letter = one.reply(Inspect(1, 0), "", everywhere=True, caught_up=True)
-        assert letter is not None
-        assert isinstance(letter.message, Inspected)
-        assert (letter.message.version, letter.message.began) == (STEP + 1, STEP)
+        framed = one.reply(Inspect(1, 0), "", everywhere=True, caught_up=True)
+        assert framed is not None
+        assert isinstance(framed.message, Inspected)
+        assert (framed.message.version, framed.message.began) == (STEP + 1, STEP)
