@@ -49,12 +49,11 @@ def doctor(
     import msgspec
 
     from distbelief.control.addresses import endpoint, host_name
-    from distbelief.doctor.host import examine
+    from distbelief.doctor.checks import examine
+    from distbelief.doctor.connection import LeaderSocket, with_key
     from distbelief.doctor.joining import join as join_others
-    from distbelief.doctor.line import Door, with_key
-    from distbelief.doctor.meeting import Meeting
-    from distbelief.doctor.rules.finding import Host, Report
-    from distbelief.doctor.rules.report import lines
+    from distbelief.doctor.leader import Leader
+    from distbelief.doctor.rules.report import Host, Report, lines
 
     def say(text: str) -> None:
         typer.echo(typer.style(f"{text} …", dim=True), err=True)
@@ -64,10 +63,10 @@ def doctor(
 
     if listen:
         assert key is not None
-        with Door(endpoint(listen), with_key(read_key(key))) as door:
+        with LeaderSocket(endpoint(listen), with_key(read_key(key))) as door:
             how = f"distbelief doctor --join {door.address.removeprefix('tcp://')} --key FILE"
             say(f"waiting for {hosts - 1} more: {how}")
-            report = Meeting(door, host_name(), hosts, wait, say).hold(here)
+            report = Leader(door, host_name(), hosts, wait, say).hold(here)
     elif join:
         report = join_others(join, key, here, say)
     else:

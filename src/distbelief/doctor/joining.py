@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distbelief.control.addresses import interface_to, own_address
-from distbelief.doctor import messages as words
-from distbelief.doctor.line import Line, way_in
-from distbelief.doctor.links import Doorway, measure
-from distbelief.doctor.rules import ofrun
+from distbelief.doctor import messages
+from distbelief.doctor.connection import Connection, way_in
+from distbelief.doctor.links import MeasuringServer, measure
+from distbelief.doctor.rules import compare as ofrun
 from distbelief.doctor.rules.clock import Exchange, skew
-from distbelief.doctor.rules.finding import Finding, Host, Report, duration, ok, problem
+from distbelief.doctor.rules.report import Finding, Host, Report, duration, ok, problem
 from distbelief.errors import DistBeliefError
 
 SILENT_S = 90.0
@@ -26,14 +26,14 @@ def join(where: str, key: Path | None, examine: Examine, say: Say) -> Report:
     host: Host | None = None
     try:
         endpoint, authority = way_in(where, key)
-        with Line(endpoint, authority) as line:
+        with Connection(endpoint, authority) as line:
             answer, exchanges = line.ask()
             host = examine()
-            if isinstance(answer, words.Gathering):
+            if isinstance(answer, messages.Gathering):
                 return _meet(line, exchanges, host, say)
     except DistBeliefError as error:
         return Report([host or examine()], [problem("connection", error.message, error.hint)])
-    return Report([host], [connection(endpoint, exchanges), *ofrun.judge(answer, host, exchanges)])
+    return Report([host], [connection(endpoint, exchanges), *ofrun.compare_with_run(answer, host, exchanges)])
 
 
 def connection(endpoint: str, exchanges: Sequence[Exchange]) -> Finding:
@@ -44,26 +44,26 @@ def connection(endpoint: str, exchanges: Sequence[Exchange]) -> Finding:
     )
 
 
-def _meet(line: Line, exchanges: Sequence[Exchange], host: Host, say: Say) -> Report:
+def _meet(line: Connection, exchanges: Sequence[Exchange], host: Host, say: Say) -> Report:
     name, said = host.name, ""
-    with Doorway(own_address(line.endpoint)) as doorway:
-        line.send(words.Arrived(host, skew(exchanges), doorway.door, doorway.token))
+    with MeasuringServer(own_address(line.endpoint)) as server:
+        line.send(messages.Arrived(host, skew(exchanges), server.door, server.token))
         while True:
             message = line.hear(SILENT_S)
             match message:
-                case words.Gathering():
+                case messages.Gathering():
                     text = f"{message.here} of {message.expected} hosts are here"
                     if text != said:
                         say(text)
                     said = text
-                case words.Admitted():
+                case messages.Admitted():
                     name = message.name
-                case words.Measure():
+                case messages.Measure():
                     say(f"measuring the way to {message.to}")
-                    line.send(words.Measured(measure(name, message.to, message.door, message.token)))
-                case words.Concluded():
+                    line.send(messages.Measured(measure(name, message.to, message.door, message.token)))
+                case messages.Concluded():
                     return message.report
-                case words.Dissolved():
+                case messages.Dissolved():
                     raise DistBeliefError(message.reason, hint="start it there again, and then here")
                 case _:
                     continue

@@ -16,7 +16,7 @@ import time
 
 from distbelief.control.addresses import bracketed, split
 from distbelief.control.unreachable import attempt
-from distbelief.doctor.rules.finding import Link
+from distbelief.doctor.rules.report import Link
 
 TOKEN_BYTES = 32
 ROUND_TRIPS = 20
@@ -30,7 +30,7 @@ _ASK = struct.Struct(">cQ")  # (p)ing, (t)ake or (g)ive so many bytes
 _CHUNK = bytes(256 << 10)
 
 
-class Doorway:
+class MeasuringServer:
     """Where others measure the way to this host, one at a time, if they have its token. A context manager."""
 
     def __init__(self, address: str) -> None:
@@ -40,7 +40,7 @@ class Doorway:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
-    def __enter__(self) -> Doorway:
+    def __enter__(self) -> MeasuringServer:
         self._thread.start()
         return self
 

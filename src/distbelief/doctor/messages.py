@@ -11,7 +11,7 @@ from msgspec import Struct
 from distbelief.control.commands import RunFacts
 from distbelief.control.events import FactsAsked
 from distbelief.doctor.rules.clock import Skew
-from distbelief.doctor.rules.finding import Host, Link, Report
+from distbelief.doctor.rules.report import Host, Link, Report
 
 MOST_BYTES = 1 << 20
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from distbelief.cli.main import app
 from distbelief.control.keyfiles import new_key
-from distbelief.doctor import line
+from distbelief.doctor import connection as line
 
 
 @pytest.mark.parametrize(

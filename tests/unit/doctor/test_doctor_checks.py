@@ -13,28 +13,15 @@ from pathlib import Path
 import pytest
 
 from distbelief.control.addresses import Card, Machine
-from distbelief.doctor.checks import (
-    cards,
-    cgroup,
-    disk,
-    gpu,
-    leftovers,
-    memory,
-    openfiles,
-    ports,
-    processor,
-    products,
-    sharedmemory,
-    software,
-)
-from distbelief.doctor.rules.finding import Finding
+from distbelief.doctor.checks import disk, gpu, leftovers, limits, network, processor, software
+from distbelief.doctor.rules.report import Finding
 
 GIB = 1 << 30
 GOOD_SOFTWARE = software.Software("3.12.1", "2.13.0+cpu", "2.1", "", "")
 GOOD_CPU = processor.Processor(8, 8, 0.0, "x86_64 AVX2", 8, 1.0)
-GOOD_SHM = sharedmemory.SharedMemory("", -1, 8 * GIB, 8 * GIB)
+GOOD_SHM = limits.SharedMemory("", -1, 8 * GIB, 8 * GIB)
 GOOD_DISK = disk.Disk("/runs", "", 100 * GIB, 5e8, 0.002)
-GOOD_PORTS = ports.Ports({"127.0.0.1": "", "10.0.0.1": ""}, ["127.0.0.1"], 28000)
+GOOD_PORTS = network.Ports({"127.0.0.1": "", "10.0.0.1": ""}, ["127.0.0.1"], 28000)
 GOOD_GPU = gpu.Gpu(0, "H200", 140 * GIB, 139 * GIB, 0, "", 40, 0)
 ETH = Card("eth0", ("10.0.0.1",))
 
@@ -45,23 +32,39 @@ PROBLEMS: list[Case] = [
     (lambda: software.judge(replace(GOOD_SOFTWARE, torch="2.4.1")), "torch 2.4.1", "2.6 or newer"),
     (lambda: software.judge(replace(GOOD_SOFTWARE, python="3.9.2")), "Python 3.9.2", "3.11 or newer"),
     (lambda: software.judge(replace(GOOD_SOFTWARE, driver="550.1")), "without CUDA", "with CUDA"),
-    (lambda: processor.judge(replace(GOOD_CPU, quota=0.5)), "0.5 cores", "cpu limit"),
-    (lambda: processor.judge(replace(GOOD_CPU, load=40.0)), "40.0 processes", "fewer workers"),
-    (lambda: memory.judge(memory.Memory(8 * GIB, GIB // 2)), "537 MB of 8.59 GB", "fewer workers"),
-    (lambda: memory.judge(memory.Memory(8 * GIB, 8 * GIB, GIB, 1 << 28)), "268 MB are free", "container's memory"),
-    (lambda: sharedmemory.judge(replace(GOOD_SHM, error="File too large", file_limit=1 << 20)), "RLIMIT", "ulimit -f"),
-    (lambda: sharedmemory.judge(replace(GOOD_SHM, shm_total=1 << 26, shm_free=1 << 20)), "1.05 MB", "--shm-size"),
-    (lambda: sharedmemory.judge(replace(GOOD_SHM, shm_free=1 << 20)), "1.05 MB", "left there"),
-    (lambda: openfiles.judge(openfiles.OpenFiles(256, 4096)), "256 open", "ulimit -n"),
-    (lambda: openfiles.judge(openfiles.OpenFiles(256, 512)), "256 open", "limits.conf"),
+    (lambda: processor.judge_processor(replace(GOOD_CPU, quota=0.5)), "0.5 cores", "cpu limit"),
+    (lambda: processor.judge_processor(replace(GOOD_CPU, load=40.0)), "40.0 processes", "fewer workers"),
+    (lambda: limits.judge_memory(limits.Memory(8 * GIB, GIB // 2)), "537 MB of 8.59 GB", "fewer workers"),
+    (
+        lambda: limits.judge_memory(limits.Memory(8 * GIB, 8 * GIB, GIB, 1 << 28)),
+        "268 MB are free",
+        "container's memory",
+    ),
+    (
+        lambda: limits.judge_sharedmemory(replace(GOOD_SHM, error="File too large", file_limit=1 << 20)),
+        "RLIMIT",
+        "ulimit -f",
+    ),
+    (
+        lambda: limits.judge_sharedmemory(replace(GOOD_SHM, shm_total=1 << 26, shm_free=1 << 20)),
+        "1.05 MB",
+        "--shm-size",
+    ),
+    (lambda: limits.judge_sharedmemory(replace(GOOD_SHM, shm_free=1 << 20)), "1.05 MB", "left there"),
+    (lambda: limits.judge_openfiles(limits.OpenFiles(256, 4096)), "256 open", "ulimit -n"),
+    (lambda: limits.judge_openfiles(limits.OpenFiles(256, 512)), "256 open", "limits.conf"),
     (lambda: disk.judge(disk.Disk("/runs", "Read-only file system")), "/runs cannot be written", "--run-dir"),
     (lambda: disk.judge(replace(GOOD_DISK, free=1 << 20)), "1.05 MB free", "free some space"),
     (lambda: disk.judge(replace(GOOD_DISK, append_s=0.7)), "durable in 700 ms", "local one"),
     (lambda: disk.judge(replace(GOOD_DISK, bytes_per_s=1e6)), "1 MB/s", "local one"),
-    (lambda: cards.judge(Machine([], [], lambda name: []), needed=True), "no card", "ip link"),
-    (lambda: ports.judge(replace(GOOD_PORTS, tried={"10.0.0.1": "timed out"})), "10.0.0.1: timed out", "firewall"),
-    (lambda: ports.judge(replace(GOOD_PORTS, localhost=["10.0.0.1"])), "localhost is 10.0.0.1", "/etc/hosts"),
-    (lambda: ports.judge(replace(GOOD_PORTS, free=10)), "10 are handed out", "sysctl"),
+    (lambda: network.judge_cards(Machine([], [], lambda name: []), needed=True), "no card", "ip link"),
+    (
+        lambda: network.judge_ports(replace(GOOD_PORTS, tried={"10.0.0.1": "timed out"})),
+        "10.0.0.1: timed out",
+        "firewall",
+    ),
+    (lambda: network.judge_ports(replace(GOOD_PORTS, localhost=["10.0.0.1"])), "localhost is 10.0.0.1", "/etc/hosts"),
+    (lambda: network.judge_ports(replace(GOOD_PORTS, free=10)), "10 are handed out", "sysctl"),
     (lambda: gpu.judge([replace(GOOD_GPU, wrong=7)])[0], "7 numbers", "out of service"),
     (lambda: gpu.judge([replace(GOOD_GPU, error="CUDA error: ECC")])[0], "does not work", "out of service"),
     (lambda: gpu.judge([replace(GOOD_GPU, ecc_errors=2)])[0], "2 memory errors", "reset"),
@@ -87,14 +90,14 @@ def test_what_is_well() -> None:
     running = leftovers.Process(7, "distbelief.coordinator", orphan=False, stopped=False)
     findings = [
         software.judge(GOOD_SOFTWARE),
-        processor.judge(GOOD_CPU),
-        memory.judge(memory.Memory(8 * GIB, 4 * GIB)),
-        sharedmemory.judge(GOOD_SHM),
-        openfiles.judge(openfiles.OpenFiles(1024, 4096)),
-        openfiles.judge(openfiles.OpenFiles(-1, -1)),
+        processor.judge_processor(GOOD_CPU),
+        limits.judge_memory(limits.Memory(8 * GIB, 4 * GIB)),
+        limits.judge_sharedmemory(GOOD_SHM),
+        limits.judge_openfiles(limits.OpenFiles(1024, 4096)),
+        limits.judge_openfiles(limits.OpenFiles(-1, -1)),
         disk.judge(GOOD_DISK),
-        cards.judge(Machine([ETH], ["10.0.0.1"], lambda name: []), needed=True),
-        ports.judge(GOOD_PORTS),
+        network.judge_cards(Machine([ETH], ["10.0.0.1"], lambda name: []), needed=True),
+        network.judge_ports(GOOD_PORTS),
         *gpu.judge([GOOD_GPU]),
         leftovers.judge([running]),
         leftovers.judge([]),
@@ -104,7 +107,7 @@ def test_what_is_well() -> None:
 
 def test_what_is_not_there_is_skipped() -> None:
     assert gpu.judge([])[0].status == "skipped"
-    assert cards.judge(Machine([], [], lambda name: []), needed=False).status == "skipped"
+    assert network.judge_cards(Machine([], [], lambda name: []), needed=False).status == "skipped"
 
 
 # --- probing for real ------------------------------------------------------------------------------------------------
@@ -128,7 +131,7 @@ def test_a_limit_on_the_size_of_segments_is_found() -> None:
     """The limit holds for the whole process, so another one has it."""
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096));"
-        "from distbelief.doctor.checks import sharedmemory as s; print(s.judge(s.probe(1 << 30)))"
+        "from distbelief.doctor.checks import limits as s; print(s.judge_sharedmemory(s.probe_sharedmemory(1 << 30)))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "status='problem'" in said
@@ -136,23 +139,25 @@ def test_a_limit_on_the_size_of_segments_is_found() -> None:
 
 
 def test_this_machine() -> None:
-    assert openfiles.probe() == openfiles.OpenFiles(*resource.getrlimit(resource.RLIMIT_NOFILE))
-    assert ports.judge(ports.probe([])).status == "ok"
-    assert memory.probe().total > 0
-    assert sharedmemory.probe(GIB).error == ""
+    assert limits.probe_openfiles() == limits.OpenFiles(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    assert network.judge_ports(network.probe_ports([])).status == "ok"
+    assert limits.probe_memory().total > 0
+    assert limits.probe_sharedmemory(GIB).error == ""
     assert all(process.pid != os.getpid() for process in leftovers.probe())
-    found = processor.probe()
+    found = processor.probe_processor()
     assert 0 < found.usable <= found.cores
     assert found.facts()["instruction_set"] == found.instruction_set
-    assert products.probe().torch > 0
+    assert processor.probe_products().torch > 0
     assert software.probe().facts()["torch"]
 
 
 def test_the_faster_library_is_named() -> None:
-    assert "onednn" in products.judge(products.Products(120e9, 265e9)).found
-    assert products.judge(products.Products(250e9, 265e9)).found.endswith("250 GFLOP/s by torch, 265 by oneDNN")
-    assert products.judge(products.Products(250e9)).status == "ok"
-    assert products.judge(products.Products()).status == "skipped"
+    assert "onednn" in processor.judge_products(processor.Products(120e9, 265e9)).found
+    assert processor.judge_products(processor.Products(250e9, 265e9)).found.endswith(
+        "250 GFLOP/s by torch, 265 by oneDNN"
+    )
+    assert processor.judge_products(processor.Products(250e9)).status == "ok"
+    assert processor.judge_products(processor.Products()).status == "skipped"
 
 
 def test_limits_of_a_container(tmp_path: Path) -> None:
@@ -160,15 +165,15 @@ def test_limits_of_a_container(tmp_path: Path) -> None:
     inner.mkdir(parents=True)
     mine = tmp_path / "cgroup"
     mine.write_text("0::/pod/job\n")
-    assert cgroup.cpu_quota(tmp_path / "cg", mine) == 0
-    assert cgroup.memory_left(tmp_path / "cg", mine) == (0, 0)
+    assert limits.cpu_quota(tmp_path / "cg", mine) == 0
+    assert limits.memory_left(tmp_path / "cg", mine) == (0, 0)
     (inner / "cpu.max").write_text("max 100000\n")
     (inner.parent / "cpu.max").write_text("150000 100000\n")
     (inner / "memory.max").write_text("1000\n")
     (inner / "memory.current").write_text("400\n")
     (inner.parent / "memory.max").write_text("max\n")
-    assert cgroup.cpu_quota(tmp_path / "cg", mine) == 1.5
-    assert cgroup.memory_left(tmp_path / "cg", mine) == (1000, 600)
+    assert limits.cpu_quota(tmp_path / "cg", mine) == 1.5
+    assert limits.memory_left(tmp_path / "cg", mine) == (1000, 600)
 
 
 def test_limits_of_a_container_of_the_first_version(tmp_path: Path) -> None:
@@ -180,5 +185,5 @@ def test_limits_of_a_container_of_the_first_version(tmp_path: Path) -> None:
     (tmp_path / "cpu" / "pod" / "cpu.cfs_period_us").write_text("100000")
     (tmp_path / "memory" / "pod" / "memory.limit_in_bytes").write_text("2000")
     (tmp_path / "memory" / "pod" / "memory.usage_in_bytes").write_text("2500")
-    assert cgroup.cpu_quota(tmp_path, mine) == 0.5
-    assert cgroup.memory_left(tmp_path, mine) == (2000, 0)
+    assert limits.cpu_quota(tmp_path, mine) == 0.5
+    assert limits.memory_left(tmp_path, mine) == (2000, 0)

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from distbelief.control.commands import RunFacts
-from distbelief.doctor.rules import clock, compare, ofrun, report
+from distbelief.doctor.rules import clock, compare, report
+from distbelief.doctor.rules import compare as ofrun
 from distbelief.doctor.rules.clock import Exchange, Skew, skew
-from distbelief.doctor.rules.finding import Finding, Host, Link, Report, ok, problem
+from distbelief.doctor.rules.report import Finding, Host, Link, Report, ok, problem
 
 FACTS = {"torch": "2.13.0", "python": "3.12.1", "instruction_set": "x86_64 AVX512", "MKL-DNN": "default"}
 RUN = RunFacts(
@@ -144,7 +145,7 @@ def test_every_pair_measures_once_and_nobody_twice_at_a_time(hosts: int) -> None
 
 
 def test_a_host_that_could_take_part() -> None:
-    found = ofrun.judge(RUN, here(), IN_STEP)
+    found = ofrun.compare_with_run(RUN, here(), IN_STEP)
     assert [one.status for one in found] == ["ok"] * 3
     assert "2 workers on a, b" in found[0].found
 
@@ -159,21 +160,21 @@ def test_a_host_that_could_take_part() -> None:
     ],
 )
 def test_a_host_that_would_be_refused(name: str, value: str, words: str) -> None:
-    (found,) = problems(ofrun.judge(RUN, here(**{name: value}), IN_STEP))
+    (found,) = problems(ofrun.compare_with_run(RUN, here(**{name: value}), IN_STEP))
     assert words in found
 
 
 def test_a_host_without_the_runs_device() -> None:
     run = replace(RUN, facts={**RUN.facts, "device": "cuda"})
-    assert problems(ofrun.judge(run, here(), IN_STEP)) == [
+    assert problems(ofrun.compare_with_run(run, here(), IN_STEP)) == [
         "the run computes on cuda, and there is none here that works"
     ]
     with_gpu = Host("here", here().facts, [ok("GPU 0", "fine")])
-    assert problems(ofrun.judge(run, with_gpu, IN_STEP)) == []
+    assert problems(ofrun.compare_with_run(run, with_gpu, IN_STEP)) == []
 
 
 def test_a_run_in_which_nobody_is_ready_yet() -> None:
-    found = ofrun.judge(replace(RUN, facts={}), here(), IN_STEP)
+    found = ofrun.compare_with_run(replace(RUN, facts={}), here(), IN_STEP)
     assert "skipped" in [one.status for one in found]
 
 

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from distbelief.doctor.rules.finding import Finding, duration, megabytes, ok, problem
+from distbelief.doctor.rules.report import Finding, duration, megabytes, ok, problem
 
 WRITTEN_BYTES = 16 << 20
 APPENDS = 12

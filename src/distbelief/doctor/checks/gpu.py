@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from distbelief.doctor.rules.finding import Finding, megabytes, ok, problem, skipped
+from distbelief.doctor.rules.report import Finding, megabytes, ok, problem, skipped
 
 _SIZE = 512
 _LEAST_FREE = 0.1

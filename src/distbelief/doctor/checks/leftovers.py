@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from distbelief.doctor.rules.finding import Finding, ok, problem
+from distbelief.doctor.rules.report import Finding, ok, problem
 
 _OURS = ("distbelief.coordinator", "distbelief.launch.zygote", "distbelief.kv")
 

@@ -1,13 +1,17 @@
-"""Cores, threads and the instruction set: what decides how fast steps are, and to which bits."""
+"""Cores, threads and the instruction set, which decide how fast steps are and which bits they have; and how fast
+torch's own library and oneDNN multiply matrices (`Job.matmul` chooses between them).
+"""
 
 from __future__ import annotations
 
 import os
 import platform
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from distbelief.doctor.checks.cgroup import cpu_quota
-from distbelief.doctor.rules.finding import Finding, ok, problem
+from distbelief.doctor.checks.limits import cpu_quota
+from distbelief.doctor.rules.report import Finding, ok, problem, skipped
 
 BUSY = 2.0
 """Processes that want to run, for each core: with more the workers wait for cores instead of each other."""
@@ -35,7 +39,7 @@ class Processor:
         return {**facts, "MKL-DNN": self.onednn or "default"}
 
 
-def probe() -> Processor:
+def probe_processor() -> Processor:
     instruction_set, threads = "", 0
     try:
         import torch
@@ -49,7 +53,7 @@ def probe() -> Processor:
     return Processor(cores, usable, cpu_quota(), instruction_set, threads, os.getloadavg()[0], onednn)
 
 
-def judge(found: Processor) -> Finding:
+def judge_processor(found: Processor) -> Finding:
     about = "processor"
     text = f"{found.cores} cores, {found.instruction_set or platform.machine()}, {found.threads} threads by default"
     if found.usable < found.cores:
@@ -65,4 +69,64 @@ def judge(found: Processor) -> Finding:
             f"{text}; {found.load:.1f} processes wanted to run over the last minute",
             "other programs take the cores: end them (see `top`), or start fewer workers here",
         )
+    return ok(about, text)
+
+
+# --- products of matrices ---------------------------------------------------------------------------------------------
+
+
+SIDE = 512
+TRIES = 7
+WORTH_SAYING = 1.2
+
+
+@dataclass(frozen=True)
+class Products:
+    """Floating-point operations a second, in one thread; 0: it could not be tried."""
+
+    torch: float = 0.0
+    onednn: float = 0.0
+
+
+def probe_products() -> Products:
+    try:
+        return _measured()
+    except Exception:  # the check of the software says why
+        return Products()
+
+
+def _measured() -> Products:
+    import torch
+
+    from distbelief.strategies.flatmodel.onednn import available, use_onednn
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows, plain, ours = torch.ones(SIDE, SIDE), torch.nn.Linear(SIDE, SIDE), torch.nn.Linear(SIDE, SIDE)
+        if available():
+            use_onednn(ours)
+        with torch.no_grad():
+            times = [(_seconds(lambda: plain(rows)), _seconds(lambda: ours(rows))) for _ in range(TRIES)]
+    finally:
+        torch.set_num_threads(threads)
+    of_torch, of_onednn = (2 * SIDE**3 / min(some) for some in zip(*times, strict=True))
+    return Products(of_torch, of_onednn if available() else 0.0)
+
+
+def _seconds(multiply: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    multiply()
+    return time.perf_counter() - started
+
+
+def judge_products(found: Products) -> Finding:
+    about = "products"
+    if not found.torch:
+        return skipped(about, "torch does not work")
+    text = f"of matrices, in one thread: {found.torch / 1e9:.0f} GFLOP/s by torch"
+    if found.onednn:
+        text += f", {found.onednn / 1e9:.0f} by oneDNN"
+    if found.onednn > WORTH_SAYING * found.torch:
+        text += '; Job(matmul="onednn") takes the faster one for linear layers'
     return ok(about, text)

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from distbelief.doctor.rules.finding import Finding, ok, problem
+from distbelief.doctor.rules.report import Finding, ok, problem
 from distbelief.version import __version__
 
 OLDEST_PYTHON = (3, 11)

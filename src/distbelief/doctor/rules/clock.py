@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from distbelief.doctor.rules.finding import Finding, duration, ok, problem
+from distbelief.doctor.rules.report import Finding, duration, ok, problem
 
 MOST_S = 1.0
 """Training compares no clocks across hosts; people who read the logs of several do, and so do certificates and S3."""

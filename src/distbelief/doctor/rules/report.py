@@ -1,10 +1,92 @@
-"""A report as text: each finding with OK, PROBLEM or skipped, and what to do."""
+"""What a check has found, and a report of all findings as text: OK, PROBLEM or skipped, and what to do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
-from distbelief.doctor.rules.finding import Finding, Link, Report, duration, megabytes
+from msgspec import Struct
+
+Status = Literal["ok", "problem", "skipped"]
+
+
+class Finding(Struct, frozen=True):
+    about: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+def ok(about: str, found: str) -> Finding:
+    return Finding(about, "ok", found)
+
+
+def problem(about: str, found: str, advice: str) -> Finding:
+    return Finding(about, "problem", found, advice)
+
+
+def skipped(about: str, why: str) -> Finding:
+    return Finding(about, "skipped", why)
+
+
+class Host(Struct, frozen=True):
+    """One machine: what it has, and what was found on it."""
+
+    name: str
+    facts: dict[str, str]
+    """What must be the same on all hosts of a run (see compare.py)."""
+    findings: list[Finding]
+
+
+class Link(Struct, frozen=True):
+    """From one host to another, as it was measured."""
+
+    source: str
+    target: str
+    latency_s: float = 0.0
+    """A round trip."""
+    bytes_per_s: float = 0.0
+    error: str = ""
+    """Why it could not be measured."""
+
+
+class Report(Struct, frozen=True):
+    """All that was found. The same on every host that took part."""
+
+    hosts: list[Host]
+    shared: list[Finding] = []
+    """About the hosts together, or this one and a run."""
+    links: list[Link] = []
+
+    @property
+    def problems(self) -> list[Finding]:
+        every = [finding for host in self.hosts for finding in host.findings] + list(self.shared)
+        return [finding for finding in every if finding.status == "problem"]
+
+
+def megabytes(size: float) -> str:
+    """
+    >>> megabytes(1.5e6), megabytes(32e9), megabytes(512)
+    ('1.5 MB', '32 GB', '512 B')
+    """
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}" if size < 1000 * factor else f"{size / factor:.0f} {unit}"
+    return f"{size:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(0.000012), duration(0.0254), duration(5.02)
+    ('0.012 ms', '25 ms', '5.0 s')
+    """
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1000:.2g} ms" if seconds < 0.1 else f"{seconds * 1000:.0f} ms"
+
+
+# --- as text ----------------------------------------------------------------------------------------------------------
+
 
 _WORDS = {"ok": "OK", "problem": "PROBLEM", "skipped": "skipped"}
 

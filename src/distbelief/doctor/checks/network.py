@@ -1,4 +1,4 @@
-"""Whether a process can listen and be reached on this very machine: on loopback, and at its own address."""
+"""Network: the cards and addresses at which other hosts can reach this one, and whether ports can be opened."""
 
 from __future__ import annotations
 
@@ -7,12 +7,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distbelief.control.addresses import resolve
-from distbelief.doctor.rules.finding import Finding, ok, problem
+from distbelief.control.addresses import Machine, resolve, this_machine
+from distbelief.doctor.rules.report import Finding, ok, problem, skipped
 
-_LIMIT_S = 3.0
+# --- cards and routes -------------------------------------------------------------------------------------------------
+
+
+def probe_cards() -> Machine:
+    return this_machine()
+
+
+def judge_cards(found: Machine, needed: bool) -> Finding:
+    """`needed`: whether other hosts are to come."""
+    about = "network"
+    known = [f"{card.name} {' '.join(card.usable)}" for card in found.cards if card.usable]
+    if not known:
+        if needed:
+            return problem(about, "there is no card with an address but loopback", "bring one up: ip link, ip address")
+        return skipped(about, "there is no card with an address but loopback: this machine works by itself")
+    way = f"; the way out is from {' and '.join(found.outward)}" if found.outward else "; there is no default route"
+    return ok(about, ", ".join(known) + way)
+
+
+# --- ports ------------------------------------------------------------------------------------------------------------
+
+
+_ANSWER_S = 3.0
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-LEAST = 1000
+LEAST_PORTS = 1000
 
 
 @dataclass(frozen=True)
@@ -25,31 +47,31 @@ class Ports:
     """How many ports the system hands out by itself."""
 
 
-def probe(addresses: Sequence[str]) -> Ports:
+def probe_ports(addresses: Sequence[str]) -> Ports:
     try:
         first, last = map(int, _RANGE.read_text().split())
     except (OSError, ValueError):
         first, last = 32768, 60999
-    tried = {address: _try(address) for address in dict.fromkeys(["127.0.0.1", *addresses])}
+    tried = {address: _try_port(address) for address in dict.fromkeys(["127.0.0.1", *addresses])}
     return Ports(tried, resolve("localhost"), last - first + 1)
 
 
-def _try(address: str) -> str:
+def _try_port(address: str) -> str:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.create_server((address, 0), family=family) as listener:
-            listener.settimeout(_LIMIT_S)
-            with socket.create_connection(listener.getsockname()[:2], timeout=_LIMIT_S) as near:
+            listener.settimeout(_ANSWER_S)
+            with socket.create_connection(listener.getsockname()[:2], timeout=_ANSWER_S) as near:
                 far, _ = listener.accept()
                 with far:
-                    far.settimeout(_LIMIT_S)
+                    far.settimeout(_ANSWER_S)
                     near.sendall(b"?")
                     return "" if far.recv(1) == b"?" else "what was sent did not arrive"
     except OSError as error:
         return error.strerror or str(error)
 
 
-def judge(found: Ports) -> Finding:
+def judge_ports(found: Ports) -> Finding:
     about = "ports"
     wrong = [f"{address}: {error}" for address, error in found.tried.items() if error]
     if wrong:
@@ -65,6 +87,6 @@ def judge(found: Ports) -> Finding:
             "have 127.0.0.1 localhost in /etc/hosts",
         )
     text = f"can be opened and reached at {', '.join(found.tried)}; {found.free} are handed out"
-    if found.free < LEAST:
+    if found.free < LEAST_PORTS:
         return problem(about, text, "widen net.ipv4.ip_local_port_range (sysctl)")
     return ok(about, text)

@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from distbelief.control import unreachable as reaching
-from distbelief.doctor import line, meeting
-from distbelief.doctor import messages as words
+from distbelief.doctor import connection as line
+from distbelief.doctor import leader as meeting
+from distbelief.doctor import messages
+from distbelief.doctor.connection import Connection, LeaderSocket, way_in, with_key
 from distbelief.doctor.joining import join
-from distbelief.doctor.line import Door, Line, way_in, with_key
-from distbelief.doctor.links import TOKEN_BYTES, Doorway, measure
-from distbelief.doctor.meeting import Meeting
+from distbelief.doctor.leader import Leader
+from distbelief.doctor.links import TOKEN_BYTES, MeasuringServer, measure
 from distbelief.doctor.rules.clock import skew
-from distbelief.doctor.rules.finding import Host, Report
+from distbelief.doctor.rules.report import Host, Report
 
 KEY = bytes(range(32))
 AUTHORITY = with_key(KEY)
@@ -47,8 +48,8 @@ def silent(text: str) -> None: ...
 @contextlib.contextmanager
 def led(expected: int, wait_s: float = 60.0) -> Iterator[tuple[str, Callable[[], Report]]]:
     """A leader in a thread: its address, and what it concludes."""
-    with ThreadPoolExecutor(1) as pool, Door(LISTEN, AUTHORITY) as door:
-        report = pool.submit(Meeting(door, "first", expected, wait_s, silent).hold, host("first"))
+    with ThreadPoolExecutor(1) as pool, LeaderSocket(LISTEN, AUTHORITY) as door:
+        report = pool.submit(Leader(door, "first", expected, wait_s, silent).hold, host("first"))
         yield door.address.removeprefix("tcp://"), report.result
 
 
@@ -105,8 +106,8 @@ def test_a_leader_that_gives_up_says_so(key: Path) -> None:
         asked.set()
         return host("second")()
 
-    with ThreadPoolExecutor(1) as pool, Door(LISTEN, AUTHORITY) as door:
-        leader = pool.submit(Meeting(door, "first", 2, 60.0, silent).hold, broken)
+    with ThreadPoolExecutor(1) as pool, LeaderSocket(LISTEN, AUTHORITY) as door:
+        leader = pool.submit(Leader(door, "first", 2, 60.0, silent).hold, broken)
         report = join(door.address.removeprefix("tcp://"), key, arriving, silent)
         with pytest.raises(RuntimeError, match="on fire"):
             leader.result()
@@ -119,11 +120,11 @@ def test_a_member_that_dies_while_it_measures(key: Path, monkeypatch: pytest.Mon
     with led(3) as (address, result), ThreadPoolExecutor(1) as pool:
         alive = pool.submit(join, address, key, host("alive"), silent)
         endpoint, authority = way_in(address, key)
-        with Doorway("127.0.0.2") as doorway:
+        with MeasuringServer("127.0.0.2") as server:
             pass  # nobody is behind it any more
-        with Line(endpoint, authority) as mine:
+        with Connection(endpoint, authority) as mine:
             _, exchanges = mine.ask()
-            mine.send(words.Arrived(host("dead")(), skew(exchanges), doorway.door, doorway.token))
+            mine.send(messages.Arrived(host("dead")(), skew(exchanges), server.door, server.token))
             report = result()
         assert alive.result() == report
     broken = {(link.source, link.target) for link in report.links if link.error}
@@ -135,25 +136,25 @@ def test_a_member_that_dies_while_it_measures(key: Path, monkeypatch: pytest.Mon
 
 
 def test_only_who_has_the_token_may_measure() -> None:
-    with Doorway("127.0.0.1") as doorway:
-        (stranger,) = measure("a", "b", doorway.door, bytes(TOKEN_BYTES))
+    with MeasuringServer("127.0.0.1") as server:
+        (stranger,) = measure("a", "b", server.door, bytes(TOKEN_BYTES))
         assert stranger.error
-        to, back = measure("a", "b", doorway.door, doorway.token)
+        to, back = measure("a", "b", server.door, server.token)
         assert (to.source, to.target, back.source, back.target) == ("a", "b", "b", "a")
         assert to.bytes_per_s > 0 < back.bytes_per_s
         assert not to.error
 
 
 def test_a_stranger_that_says_nothing_holds_nobody_up_for_long() -> None:
-    with Doorway("127.0.0.1") as doorway:
-        host_name, _, port = doorway.door.rpartition(":")
+    with MeasuringServer("127.0.0.1") as server:
+        host_name, _, port = server.door.rpartition(":")
         with socket.create_connection((host_name, int(port))):
-            assert not measure("a", "b", doorway.door, doorway.token)[0].error
+            assert not measure("a", "b", server.door, server.token)[0].error
 
 
 def test_a_door_that_is_closed() -> None:
-    with Doorway("127.0.0.1") as doorway:
-        door = doorway.door
+    with MeasuringServer("127.0.0.1") as server:
+        door = server.door
     (link,) = measure("a", "b", door, bytes(TOKEN_BYTES))
     assert "refused" in link.error
 

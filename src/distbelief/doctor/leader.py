@@ -11,11 +11,11 @@ from msgspec.structs import replace as changed
 
 from distbelief.control.addresses import own_address
 from distbelief.control.events import FactsAsked
-from distbelief.doctor import messages as words
-from distbelief.doctor.line import Door
-from distbelief.doctor.links import Doorway, measure
+from distbelief.doctor import messages
+from distbelief.doctor.connection import LeaderSocket
+from distbelief.doctor.links import MeasuringServer, measure
 from distbelief.doctor.rules import clock, compare
-from distbelief.doctor.rules.finding import Finding, Host, Link, Report, ok, problem
+from distbelief.doctor.rules.report import Finding, Host, Link, Report, ok, problem
 
 REMIND_S = 2.0
 ROUND_S = 60.0
@@ -25,11 +25,11 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Guest:
+class Visitor:
     """A host that has come."""
 
     identity: bytes
-    arrived: words.Arrived
+    arrived: messages.Arrived
 
     @property
     def name(self) -> str:
@@ -37,17 +37,17 @@ class Guest:
 
 
 @dataclass
-class Meeting:
+class Leader:
     """All that the leader knows."""
 
-    door: Door
+    door: LeaderSocket
     name: str
     """What this host is called."""
     expected: int
     """Hosts, this one included."""
     wait_s: float
     say: Say
-    guests: dict[bytes, Guest] = field(default_factory=dict)
+    visitors: dict[bytes, Visitor] = field(default_factory=dict)
     waiting: set[bytes] = field(default_factory=set)
     """Who has asked and is looking at itself."""
 
@@ -57,50 +57,50 @@ class Meeting:
             with ThreadPoolExecutor(1) as aside:  # others are answered while this host looks at itself
                 me = aside.submit(examine)
                 self._gather(me)
-            with Doorway(own_address(self.door.address)) as doorway:
-                report = self._conclude(me.result(), self._measure(doorway))
-            self._tell(words.Concluded(report))
+            with MeasuringServer(own_address(self.door.address)) as server:
+                report = self._conclude(me.result(), self._measure(server))
+            self._tell(messages.Concluded(report))
             return report
         except BaseException as error:
-            self._tell(words.Dissolved(f"{self.name} has given up: {str(error) or type(error).__name__}"))
+            self._tell(messages.Dissolved(f"{self.name} has given up: {str(error) or type(error).__name__}"))
             raise
 
     def _gather(self, me: Future[Host]) -> None:
         until, next_reminder = time.monotonic() + self.wait_s, 0.0
-        while not me.done() or (len(self.guests) + 1 < self.expected and time.monotonic() < until):
+        while not me.done() or (len(self.visitors) + 1 < self.expected and time.monotonic() < until):
             if time.monotonic() >= next_reminder:
                 next_reminder = time.monotonic() + REMIND_S
                 self._tell(self._gathering())
             for identity, message in self.door.heard(0.2):
                 self._hear(identity, message)
 
-    def _hear(self, identity: bytes, message: words.ToLeader) -> list[Link]:
+    def _hear(self, identity: bytes, message: messages.ToLeader) -> list[Link]:
         if isinstance(message, FactsAsked):
             self.waiting.add(identity)
             self.door.send(identity, self._gathering(message.number))
-        elif isinstance(message, words.Arrived) and identity not in self.guests:
-            name = _unlike(message.host.name, [self.name, *(guest.name for guest in self.guests.values())])
+        elif isinstance(message, messages.Arrived) and identity not in self.visitors:
+            name = _unlike(message.host.name, [self.name, *(visitor.name for visitor in self.visitors.values())])
             message = changed(message, host=changed(message.host, name=name))
-            self.guests[identity] = Guest(identity, message)
-            self.door.send(identity, words.Admitted(name))
-            self.say(f"{name} is here ({len(self.guests) + 1} of {self.expected})")
-        elif isinstance(message, words.Measured):
+            self.visitors[identity] = Visitor(identity, message)
+            self.door.send(identity, messages.Admitted(name))
+            self.say(f"{name} is here ({len(self.visitors) + 1} of {self.expected})")
+        elif isinstance(message, messages.Measured):
             return message.links
         return []
 
-    def _gathering(self, number: int = -1) -> words.Gathering:
-        return words.Gathering(number, time.time(), len(self.guests) + 1, self.expected)
+    def _gathering(self, number: int = -1) -> messages.Gathering:
+        return messages.Gathering(number, time.time(), len(self.visitors) + 1, self.expected)
 
-    def _tell(self, message: words.FromLeader) -> None:
-        for identity in {*self.guests, *self.waiting}:
+    def _tell(self, message: messages.FromLeader) -> None:
+        for identity in {*self.visitors, *self.waiting}:
             self.door.send(identity, message)
 
     # --- measuring ---------------------------------------------------------------------------------------------------
 
-    def _measure(self, mine: Doorway) -> list[Link]:
-        names = [self.name, *(guest.name for guest in self.guests.values())]
-        doors = [(mine.door, mine.token), *((one.arrived.door, one.arrived.token) for one in self.guests.values())]
-        identities = [b"", *self.guests]
+    def _measure(self, mine: MeasuringServer) -> list[Link]:
+        names = [self.name, *(visitor.name for visitor in self.visitors.values())]
+        doors = [(mine.door, mine.token), *((one.arrived.door, one.arrived.token) for one in self.visitors.values())]
+        identities = [b"", *self.visitors]
         found: list[Link] = []
         for number, pairs in enumerate(turns := compare.rounds(len(names)), 1):
             self.say(f"measuring, round {number} of {len(turns)}")
@@ -111,7 +111,7 @@ class Meeting:
                     to_measure = b
                 else:
                     awaited[identities[a]] = (names[a], names[b])
-                    self.door.send(identities[a], words.Measure(names[b], *doors[b]))
+                    self.door.send(identities[a], messages.Measure(names[b], *doors[b]))
             if to_measure:
                 found += measure(self.name, names[to_measure], *doors[to_measure])
             found += self._collect(awaited)
@@ -130,12 +130,12 @@ class Meeting:
         return found + [Link(a, b, error=f"{a} has not answered for {ROUND_S:.0f} s") for a, b in awaited.values()]
 
     def _conclude(self, me: Host, links: list[Link]) -> Report:
-        guests = sorted(self.guests.values(), key=lambda guest: guest.name)
-        hosts = [me, *(guest.arrived.host for guest in guests)]
+        visitors = sorted(self.visitors.values(), key=lambda visitor: visitor.name)
+        hosts = [me, *(visitor.arrived.host for visitor in visitors)]
         shared: list[Finding] = [self._attendance(len(hosts))]
-        if guests:
+        if visitors:
             shared += compare.versions({host.name: host.facts for host in hosts})
-            shared.append(clock.judge({guest.name: guest.arrived.skew for guest in guests}, self.name))
+            shared.append(clock.judge({visitor.name: visitor.arrived.skew for visitor in visitors}, self.name))
             shared += compare.links(links)
         return Report(hosts, shared, sorted(links, key=lambda link: (link.source, link.target)))
 

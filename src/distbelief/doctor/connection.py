@@ -18,7 +18,7 @@ from distbelief.control.signatures import Refused
 from distbelief.control.sockets import dial, protect
 from distbelief.control.unreachable import reach, unanswered
 from distbelief.coordinator.client import whereabouts
-from distbelief.doctor import messages as words
+from distbelief.doctor import messages
 from distbelief.doctor.rules.clock import Exchange
 from distbelief.errors import DistBeliefError
 
@@ -28,7 +28,7 @@ PATIENCE_S = 10.0
 EXCHANGES = 8
 
 
-class Line:
+class Connection:
     """From here to who leads, or to a coordinator. A context manager."""
 
     def __init__(self, endpoint: str, authority: Authority) -> None:
@@ -39,29 +39,29 @@ class Line:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, words.MOST_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MOST_BYTES)
         dial(self._socket, endpoint, credential.coordinator_key)
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> Connection:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._context.destroy()
 
-    def send(self, message: words.ToLeader) -> None:
-        data = words.encode(message)
+    def send(self, message: messages.ToLeader) -> None:
+        data = messages.encode(message)
         self._socket.send_multipart([self._signer.sign(data), data])
 
-    def hear(self, limit_s: float | None = None) -> words.FromLeader:
+    def hear(self, limit_s: float | None = None) -> messages.FromLeader:
         """What comes next. Raises an error that explains why nothing does."""
         until = time.monotonic() + (ANSWER_S if limit_s is None else limit_s)
         while (left_s := until - time.monotonic()) > 0:
             if self._socket.poll(int(left_s * 1000) + 1):
                 with contextlib.suppress(msgspec.MsgspecError):  # what is no word of ours is not for us
-                    return words.decode_from_leader(self._socket.recv_multipart()[-1])
+                    return messages.decode_from_leader(self._socket.recv_multipart()[-1])
         raise unanswered(self.endpoint, self._key, "who listens")
 
-    def ask(self) -> tuple[RunFacts | words.Gathering, list[Exchange]]:
+    def ask(self) -> tuple[RunFacts | messages.Gathering, list[Exchange]]:
         """Who is there, and what its clock says, several times."""
         exchanges = []
         for number in range(EXCHANGES):
@@ -71,14 +71,14 @@ class Line:
             exchanges.append(Exchange(asked, answer.now, time.time()))
         return answer, exchanges
 
-    def _answer_to(self, number: int) -> RunFacts | words.Gathering:
+    def _answer_to(self, number: int) -> RunFacts | messages.Gathering:
         while True:
             answer = self.hear()
-            if isinstance(answer, RunFacts | words.Gathering) and answer.number == number:
+            if isinstance(answer, RunFacts | messages.Gathering) and answer.number == number:
                 return answer
 
 
-class Door:
+class LeaderSocket:
     """Where the leader is reached. A context manager."""
 
     def __init__(self, listen: str, authority: Authority) -> None:
@@ -86,7 +86,7 @@ class Door:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 2000)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, words.MOST_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MOST_BYTES)
         self._socket.setsockopt(zmq.IPV6, "[" in listen)
         protect(self._socket, authority.keys())
         try:
@@ -98,18 +98,18 @@ class Door:
         assert isinstance(address, bytes)
         self.address = address.rstrip(b"\0").decode()
 
-    def __enter__(self) -> Door:
+    def __enter__(self) -> LeaderSocket:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._socket.close()
         self._context.term()  # what was said last gets out
 
-    def send(self, to: bytes, message: words.FromLeader) -> None:
+    def send(self, to: bytes, message: messages.FromLeader) -> None:
         with contextlib.suppress(zmq.ZMQError):  # it is gone
-            self._socket.send_multipart([to, words.encode(message)], zmq.NOBLOCK)
+            self._socket.send_multipart([to, messages.encode(message)], zmq.NOBLOCK)
 
-    def heard(self, limit_s: float) -> Iterator[tuple[bytes, words.ToLeader]]:
+    def heard(self, limit_s: float) -> Iterator[tuple[bytes, messages.ToLeader]]:
         """What is there, after so long at most."""
         if not self._socket.poll(int(limit_s * 1000)):
             return
@@ -118,7 +118,7 @@ class Door:
             with contextlib.suppress(ValueError, Refused, msgspec.MsgspecError):  # strangers are not heard
                 signature, data = frames
                 self._verifier.verify(signature, data, time.monotonic())
-                yield identity, words.decode_to_leader(data)
+                yield identity, messages.decode_to_leader(data)
 
 
 def way_in(where: str, key: Path | None) -> tuple[str, Authority]:
