@@ -81,7 +81,7 @@ def train(
     (20, True)
     """
     from distbelief.job import Job as JobType
-    from distbelief.launch import engines as chosen
+    from distbelief.launch import engines
     from distbelief.launch.launch import Launch, Placement
     from distbelief.worker.spec import JobSource
 
@@ -106,7 +106,7 @@ def train(
         profile=profile_text(profile),
     )
     source = JobSource(sys_path=tuple(sys.path), pickled=_pickled(job))
-    chosen.check(on)
+    engines.check(on)
     launch = Launch(_run_dir(run_dir, job.name or "job"), options, source, Placement(on=on))
     with _view(quiet) as view:
         return _run(launch, view)
@@ -126,9 +126,9 @@ def resume(
     With any number of workers the weights at the end are those of a run that was never interrupted. `job` is needed
     where the run was started by `train` with a Job: the same one again. A run that is complete is left alone.
     """
-    from distbelief.launch import engines as chosen
+    from distbelief.launch import engines
 
-    chosen.check(on)
+    engines.check(on)
     with _view(quiet) as view:
         return resume_run(Path(run_dir), workers=workers, strategy=strategy, view=view, job=job, on=on)
 
@@ -252,7 +252,7 @@ def _run(launch: Launch, view: View, announce: Announce | None = None) -> Result
     from dataclasses import replace
 
     from distbelief.control.messages import PROFILE_FOLDER
-    from distbelief.launch import engines as chosen
+    from distbelief.launch import engines
     from distbelief.launch.launch import keep_launch
     from distbelief.launch.rundir import make_run_dir
 
@@ -266,11 +266,11 @@ def _run(launch: Launch, view: View, announce: Announce | None = None) -> Result
         launch = launch.with_options(begin_from=_pinned(launch, view))
     keep_launch(launch)
     if not options.profile:
-        return result_of(chosen.run(launch, view, announce), launch.run_dir, started)
+        return result_of(engines.run(launch, view, announce), launch.run_dir, started)
     (launch.run_dir / PROFILE_FOLDER).mkdir(exist_ok=True)
     found: dict[str, Any] = {}
     try:
-        record = chosen.run(launch, view, announce)
+        record = engines.run(launch, view, announce)
     finally:  # also of a run that failed, or was stopped
         found = _profile(launch.run_dir, view)
     return replace(result_of(record, launch.run_dir, started), profile=found)

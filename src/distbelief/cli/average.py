@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
-from distbelief.cli.destination import check_destination, size
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
-from distbelief.cli.source import FORMS, read
+from distbelief.cli.weightfiles import FORMS, check_destination, read_weights, size
 
 
 def average(
@@ -44,7 +43,7 @@ def average(
     from distbelief.checkpoint.average import average as mean
     from distbelief.checkpoint.weights import save_tensors
 
-    found = [read(source) for source in sources]
+    found = [read_weights(source) for source in sources]
     tensors = mean(found, shares)
     save_tensors(tensors, to)
     size_bytes = to.stat().st_size

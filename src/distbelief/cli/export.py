@@ -12,9 +12,8 @@ from typing import Annotated
 
 import typer
 
-from distbelief.cli.destination import check_destination, size
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
-from distbelief.cli.source import FORMS, read
+from distbelief.cli.weightfiles import FORMS, check_destination, read_weights, size
 
 
 class Form(enum.StrEnum):
@@ -56,7 +55,7 @@ def export(
 
     from distbelief.exporting.export import export as write
 
-    weights = read(source)
+    weights = read_weights(source)
     with contextlib.redirect_stdout(sys.stderr if json else sys.stdout):  # the job file may print
         exported = write(weights, to, chosen.value, model_of)
     if json:

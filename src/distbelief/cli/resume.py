@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
+from distbelief.cli.engines import On, placed
 from distbelief.cli.failures import MACHINE_OUTPUT
 from distbelief.cli.keys import KeyFile, key_file
 from distbelief.cli.options import AsJson, Plain
-from distbelief.cli.placing import On, placed
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.launch.engines import LOCAL
 from distbelief.launch.launchers.rules.place import LauncherRequest

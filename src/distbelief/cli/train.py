@@ -15,10 +15,10 @@ from typing import Annotated, Any
 
 import typer
 
+from distbelief.cli.engines import On, placed
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
 from distbelief.cli.keys import KeyFile, key_file
 from distbelief.cli.options import AsJson, JobFile, Listen, Plain, Settings, with_run_options
-from distbelief.cli.placing import On, placed
 from distbelief.cli.profile import Profile, ProfileSteps, asked_steps, print_profile
 from distbelief.cli.summary import print_json, print_summary
 from distbelief.errors import JobError

@@ -25,7 +25,7 @@ from distbelief.launch.agent import GRACE_S, HASTE_S, Agent, Room, signal_name
 from distbelief.launch.launch import Invitation, Launch, Observer
 from distbelief.launch.pollloop import Signals, signals_blocked
 from distbelief.launch.processes import CoordinatorProcess, LogPipe
-from distbelief.launch.rules.silence import Silence
+from distbelief.launch.rules.restarting import ShortLives, Silence
 from distbelief.launch.rundir import ended, verdict
 
 REFRESH_S = 0.2
@@ -164,16 +164,14 @@ class _Lead:
         self._observer.refresh()
 
 
-SHORT_LIFE_S = 2.0  # a coordinator that ends by itself so soon would do so again
-MOST_SHORT_LIVES = 5
-
-
 class RestartingCoordinator:
+    """The coordinator's process. When it dies, another one continues the run from the journal, at the same address."""
+
     def __init__(self, launch: Launch, authority: Authority, host: str, log: Callable[[str], LogPipe]) -> None:
         self._run_dir = launch.run_dir
-        self._shelters = launch.placement.blocks_signals
+        self._blocks_signals = launch.placement.blocks_signals
         self._log = log
-        self._short_lives = 0
+        self._short_lives = ShortLives()
         self._order = {
             "run_dir": str(launch.run_dir),
             "secret": authority.secret.hex(),
@@ -186,11 +184,11 @@ class RestartingCoordinator:
         self._start()
 
     def _start(self) -> None:
-        with signals_blocked(self._shelters):
+        with signals_blocked(self._blocks_signals):
             self._process = CoordinatorProcess(self._order, self._log("coordinator"))
 
     def address(self) -> str:
-        """Where it listens; waits until it says so. A later one listens there too."""
+        """Where the coordinator listens; waits until it reports that. A later coordinator listens there too."""
         address = self._order["listen"] = self._process.address()
         self._order["resume"] = ""  # once
         return address
@@ -199,7 +197,7 @@ class RestartingCoordinator:
         self._process.kill()
 
     def has_died(self) -> bool:
-        """It has ended although the run has not."""
+        """Whether the coordinator has ended although the run has not."""
         return self._process.ended() and not ended(self._run_dir)
 
     def has_ended(self) -> bool:
@@ -207,11 +205,9 @@ class RestartingCoordinator:
 
     def start_again(self) -> None:
         lived_s = time.monotonic() - self._process.started_at
-        if not self._process.was_killed:
-            self._short_lives = self._short_lives + 1 if lived_s < SHORT_LIFE_S else 0
-        if self._short_lives >= MOST_SHORT_LIVES:
+        if self._short_lives.died(lived_s, self._process.was_killed):
             raise RunFailed(
-                f"the coordinator died {self._short_lives} times within seconds",
+                f"the coordinator died {self._short_lives.count} times within seconds",
                 hint=f"see {self._run_dir}/logs/coordinator.log",
             )
         self._process.close()

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from distbelief.errors import DistBeliefError
-from distbelief.launch import engines as chosen
+from distbelief.launch import engines
 from distbelief.launch.ray import cluster
 
 
@@ -23,13 +23,13 @@ from distbelief.launch.ray import cluster
 )
 def test_addresses(on: str, address: str) -> None:
     assert cluster.address_of(on) == address
-    chosen.check(on)
+    engines.check(on)
 
 
 @pytest.mark.parametrize("on", ["ray:", "ray://", "ray:host", "ray://host", "ray:host:port", "ray://a b:1", "rya", ""])
 def test_what_is_no_address_is_refused_before_anything_is_started(on: str) -> None:
     with pytest.raises(DistBeliefError, match="--on"):
-        chosen.check(on)
+        engines.check(on)
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`--on ENGINE`: where a run is. A process that a launcher has started may lead, or only help."""
+"""`--on ENGINE`: where a run is. A process that a launcher has started may lead the run, or only help."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distbelief.launch.rules.silence import LOOK_S, SILENT_S, Silence
+from distbelief.launch.rules.restarting import LOOK_S, SILENT_S, Silence
 
 
 def first_too_long(silence: Silence, looks: list[float], answered_at: float) -> float | None:

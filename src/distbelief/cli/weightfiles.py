@@ -1,10 +1,16 @@
-"""The FILE of `--to`, checked before any work is done for it, and the words for what was written there."""
+"""What commands about weights have in common: SOURCE is read, and FILE of `--to` is checked before any work is done."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
 
 from distbelief.cli.failures import UsageError
+
+if TYPE_CHECKING:
+    from distbelief.checkpoint.sources import Source
 
 
 def check_destination(to: Path, force: bool) -> None:
@@ -26,3 +32,18 @@ def size(size_bytes: int) -> str:
     while value >= 1000 and len(units) > 1:
         value, units = value / 1000, units[1:]
     return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+FORMS = "run directory, checkpoint, folder of checkpoints (paths or URLs), or .safetensors file"
+
+
+def read_weights(where: str) -> Source:
+    """The weights at `where`; what had to be skipped on the way is said, with the reason."""
+    from distbelief.checkpoint.sources import read_source
+
+    source = read_source(where)
+    for fault in source.skipped:
+        typer.echo(f"{typer.style('warning:', fg='yellow', bold=True)} a checkpoint was skipped: {fault}", err=True)
+    if source.checkpoint:
+        typer.echo(f"reading {source.checkpoint}", err=True)
+    return source
