@@ -20,7 +20,7 @@ import zmq
 
 from distbelief import kv
 from distbelief.errors import DistBeliefError
-from distbelief.kv import beginning
+from distbelief.kv import store as kvstore
 from distbelief.kv.messages import DeclareKey, Dense, PlaceKey
 from tests.support.runs.command import Run
 
@@ -86,9 +86,9 @@ def test_counts_are_exact_while_servers_are_killed(service: str, tmp_path: Path,
 
 def shared_values(above: psutil.Process) -> int:
     """How many pieces of memory are kept in the name of servers."""
-    (warden,) = [child for child in above.children() if "distbelief.kv" in command(child)]
+    (supervisor,) = [child for child in above.children() if "distbelief.kv" in command(child)]
     kept = 0
-    for fd in Path(f"/proc/{warden.pid}/fd").iterdir():
+    for fd in Path(f"/proc/{supervisor.pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             kept += os.readlink(fd).startswith("/memfd:server ")
     return kept
@@ -97,7 +97,7 @@ def shared_values(above: psutil.Process) -> int:
 def settled(service: str, count: int) -> bool:
     """Whether every slice has its backup again: only then another death loses nothing."""
     with kv.connect(service) as store:
-        known = store._traffic.client._newest
+        known = store._transfers.client._newest
         return known is not None and len(known.addresses) == count and -1 not in known.backups
 
 
@@ -132,10 +132,10 @@ def test_synchronous_workers_get_the_sum(service: str) -> None:
             one.init("sum", torch.zeros(100_000))
             other.push("sum", torch.full((100_000,), 2.0))
             other.wait()
-            other._traffic.timeout_s = 0.5
+            other._transfers.timeout_s = 0.5
             with pytest.raises(DistBeliefError, match="pushes of all 2 workers to 'sum' were not there in"):
                 other.pull("sum")
-            other._traffic.timeout_s = 60.0
+            other._transfers.timeout_s = 60.0
             one.push("sum", torch.ones(100_000))
             assert one.pull("sum").unique().tolist() == other.pull("sum").unique().tolist() == [3.0]
         with kv.connect(service, rank=1, workers=2, sync=True) as replacement:
@@ -151,15 +151,15 @@ def test_a_barrier_says_who_is_missing(service: str) -> None:
 
 
 def test_a_first_value_whose_giver_is_gone_is_given_by_another(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beginning, "TAKEN_OVER_AFTER_S", 0.3)
+    monkeypatch.setattr(kvstore, "TAKEN_OVER_AFTER_S", 0.3)
     with kv.connect(service) as dead, kv.connect(service) as store:
-        traffic = dead._traffic
-        traffic.change(DeclareKey(traffic.me, "orphan", Dense("float32", (3,))))
+        transfers = dead._transfers
+        transfers.change(DeclareKey(transfers.me, "orphan", Dense("float32", (3,))))
         store.init("orphan", torch.ones(3))
         place = PlaceKey("orphan", 0, Dense("float32", (3,)), 0, 3)  # it was not dead: but now it is too late
-        for number in traffic.slices:
-            traffic.client.push(number, place, torch.full((3,), 9.0).view(torch.uint8).numpy())
-        traffic.settle()
+        for number in transfers.slices:
+            transfers.client.push(number, place, torch.full((3,), 9.0).view(torch.uint8).numpy())
+        transfers.settle()
         assert store.pull("orphan").tolist() == [1.0] * 3
 
 
@@ -167,7 +167,7 @@ def test_values_that_cannot_be_mapped_any_more_are_sent(service: str, monkeypatc
     with kv.connect(service) as store:
         store.init("far", torch.arange(300_000.0))
         assert torch.equal(store.pull("far"), torch.arange(300_000.0))
-        monkeypatch.setattr(store._traffic._buffers, "values", lambda *_: None)
+        monkeypatch.setattr(store._transfers._buffers, "values", lambda *_: None)
         assert torch.equal(store.pull("far"), torch.arange(300_000.0))
 
 
@@ -220,7 +220,7 @@ def test_strangers_are_not_heard(service: str, tmp_path: Path) -> None:
         kv.connect(wrong, timeout_s=1.0)
     with kv.connect(service) as store:
         store.init("safe", torch.zeros(3))
-        addresses = list(store._traffic.client._newest.addresses.values())  # type: ignore[union-attr]
+        addresses = list(store._transfers.client._newest.addresses.values())  # type: ignore[union-attr]
         with zmq.Context() as context:
             for address in [known["address"], *addresses]:
                 with context.socket(zmq.DEALER) as socket:

@@ -30,7 +30,7 @@ def besiege(frames: int, seed: int = 1) -> tuple[dict[str, int], dict[int, float
 
 
 def _besieged(
-    store: kv.Store, warden: str, folder: Path, enemy: Attacker, frames: int
+    store: kv.Store, supervisor: str, folder: Path, enemy: Attacker, frames: int
 ) -> tuple[dict[str, int], dict[int, float]]:
     store.init("w", torch.zeros(1000))
     processes = psutil.Process().children(recursive=True)
@@ -43,28 +43,28 @@ def _besieged(
     for round_ in range(1, 4):
         for host, port in doors:
             address = f"tcp://{host}:{port}"
-            key = enemy.authority.keys()[0] if address == warden else b""
+            key = enemy.authority.keys()[0] if address == supervisor else b""
             attacks = {
                 "raw bytes": enemy.raw(host, port, each // 12),
                 "strangers": enemy.strangers(address, each // 12),
                 "unsigned": enemy.unsigned(address, key, each // 12),
-                "members": enemy.member(address, key, each // 12, servers=address != warden),
+                "members": enemy.member(address, key, each // 12, servers=address != supervisor),
             }
             for name, count in attacks.items():
                 sent[name] = sent.get(name, 0) + count
-        sent["keeper"] = sent.get("keeper", 0) + _keeper(folder, enemy.random, min(each // 50, 200))
+        sent["segments"] = sent.get("segments", 0) + _segments(folder, enemy.random, min(each // 50, 200))
         store.push("w", torch.ones(1000))
         assert store.pull("w").tolist() == [float(round_)] * 1000
     assert {one.pid for one in psutil.Process().children(recursive=True)} == before.keys(), "no process has died"
     return sent, {one.pid: (one.memory_info().rss - before[one.pid]) / 2**20 for one in processes}
 
 
-def _keeper(folder: Path, random: Random, count: int) -> int:
+def _segments(folder: Path, random: Random, count: int) -> int:
     """The Unix socket over which memory is handed out, as its owner could misuse it."""
     said = [b'{"drop": "x"}', b'{"name": "nothing", "size_bytes": -1}', b'{"name": 1}', b"[" * 60000, b"[]"]
     for _ in range(count):
         with contextlib.suppress(OSError), sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET) as door:
-            door.connect(str(folder / "keeper.sock"))
+            door.connect(str(folder / "segments.sock"))
             door.send(
                 mutated(random.choice(said), said, random).replace(b'"size_bytes": -1', b'"size_bytes": -2') or b"x"
             )

@@ -1,6 +1,6 @@
 """A key-value service without sockets: messages are late, lost and doubled, servers die, and clients push and pull.
 
-Servers are the real nodes and stores, maps are decided by the real `watch.py`; clients are as simple as can be.
+Servers are the real nodes and stores, maps are decided by the real `supervision.py`; clients are as simple as can be.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from distbelief.control.messages import ServerMap
 from distbelief.kv.catalogue import Catalogue
 from distbelief.kv.keyslice import KeySlice
 from distbelief.kv.messages import CATALOGUE, AddToKey, Dense, PlaceKey, PullKey
-from distbelief.kv.rules import watch
+from distbelief.kv.rules import supervision
 from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.protocol.messages import Acknowledged, NotPrimary, Push
 from distbelief.strategies.ps.server.node import Outgoing, ServerNode
@@ -82,7 +82,7 @@ class World:
         self.nodes: dict[int, ServerNode] = {}
         self.stores: dict[tuple[int, int], KeySlice | Catalogue] = {}
         self.clients = [Client(number, self) for number in range(clients)]
-        self.fleet, outputs = watch.begun(servers, 0.0)
+        self.fleet, outputs = supervision.begun(servers, 0.0)
         self._do(outputs)
         self.deliver_all()
 
@@ -122,25 +122,27 @@ class World:
         for other, letter in out.servers:
             self.post(f"server {server}", f"server {other}", letter)
         for number, recruit, known in out.copied:
-            self._tell_maps(server, lambda n=number, r=recruit, k=known: watch.copied(self.fleet, n, server, r, k))
+            self._tell_maps(
+                server, lambda n=number, r=recruit, k=known: supervision.copied(self.fleet, n, server, r, k)
+            )
 
-    def _tell_maps(self, server: int, event: Callable[[], watch.Result]) -> None:
+    def _tell_maps(self, server: int, event: Callable[[], supervision.Result]) -> None:
         self.post(f"server {server}", "maps", event)
 
-    def _do_result(self, result: watch.Result) -> None:
+    def _do_result(self, result: supervision.Result) -> None:
         self.fleet, outputs = result
         self._do(outputs)
 
-    def _do(self, outputs: list[watch.Output]) -> None:
+    def _do(self, outputs: list[supervision.Output]) -> None:
         for one in outputs:
             match one:
-                case watch.Start(server=server):
+                case supervision.Start(server=server):
                     self._start(server)
-                case watch.TellAll():
+                case supervision.TellAll():
                     known = self.fleet.map()
                     for to in [*(f"server {n}" for n in self.nodes), *(f"client {c.number}" for c in self.clients)]:
                         self.post("maps", to, known)
-                case watch.Fail():
+                case supervision.Fail():
                     raise AssertionError(one.message)
 
     def _start(self, server: int) -> None:
@@ -150,7 +152,7 @@ class World:
             return store, ""
 
         self.nodes[server] = ServerNode(server, make)
-        self._tell_maps(server, lambda: watch.ready(self.fleet, server, "host", server, f"{server}", 0.0))
+        self._tell_maps(server, lambda: supervision.ready(self.fleet, server, "host", server, f"{server}", 0.0))
 
     def kill(self) -> None:
         """Any server that can die without loss."""
@@ -165,7 +167,7 @@ class World:
         del self.nodes[victim]
         for link in [link for link in self.links if f"server {victim}" in link]:
             del self.links[link]
-        self._do_result(watch.exited(self.fleet, victim, -9, 0.0))
+        self._do_result(supervision.exited(self.fleet, victim, -9, 0.0))
 
     def remind(self) -> None:
         for server, node in self.nodes.items():

@@ -43,8 +43,8 @@ def kv(
     It prints the path of its connection file. Clients: `from distbelief import kv; store = kv.connect(PATH)`.
     """
     ctx.meta[MACHINE_OUTPUT] = json
-    from distbelief.kv.connection import endpoint
-    from distbelief.kv.supervisor import Order, Warden
+    from distbelief.kv.service import endpoint
+    from distbelief.kv.supervisor import ServiceOptions, Supervisor
     from distbelief.launch.pollloop import Signals
 
     where = endpoint(listen)
@@ -58,10 +58,10 @@ def kv(
         else:
             typer.echo(f"{path}\n{servers} server{'s' * (servers > 1)}; kv.connect with this file; Ctrl-C ends it")
 
-    order = Order(place.resolve(), servers, where, shares=not no_shared_memory)
+    options = ServiceOptions(place.resolve(), servers, where, shares=not no_shared_memory)
     try:
-        with Signals() as signals, Warden(order, lambda text: typer.echo(text, err=True)) as warden:
-            warden.run(signals.wake_fd, ready)
+        with Signals() as signals, Supervisor(options, lambda text: typer.echo(text, err=True)) as supervisor:
+            supervisor.run(signals.wake_fd, ready)
     finally:
         if mine:
             shutil.rmtree(place, ignore_errors=True)

@@ -17,13 +17,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distbelief.kv.connecting import connect
     from distbelief.kv.service import serve
-    from distbelief.kv.store import Store
+    from distbelief.kv.store import Store, connect
 
 _HOME = {
     "Store": "distbelief.kv.store",
-    "connect": "distbelief.kv.connecting",
+    "connect": "distbelief.kv.store",
     "serve": "distbelief.kv.service",
 }
 

@@ -1,5 +1,5 @@
-"""The process behind `kv.serve`. One JSON line comes in on stdin, and its end ends the service; one goes out on stdout:
-the connection file, or what went wrong."""
+"""The supervisor process of `kv.serve`. It reads one JSON line from stdin, the `ServiceOptions`, and writes one to
+stdout: the path of the connection file, or an error. The end of stdin ends the service."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import sys
 from pathlib import Path
 
 from distbelief.errors import DistBeliefError
-from distbelief.kv.supervisor import Order, Warden
+from distbelief.kv.supervisor import ServiceOptions, Supervisor
 
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    order = json.loads(sys.stdin.readline())
-    order["folder"] = Path(order["folder"])
+    options = json.loads(sys.stdin.readline())
+    options["folder"] = Path(options["folder"])
     try:
         with (
-            (order["folder"] / "service.log").open("w", buffering=1) as log,
-            Warden(Order(**order), lambda text: print(text, file=log)) as warden,
+            (options["folder"] / "service.log").open("w", buffering=1) as log,
+            Supervisor(ServiceOptions(**options), lambda text: print(text, file=log)) as supervisor,
         ):
-            warden.run(sys.stdin.fileno(), lambda path: print(json.dumps({"file": str(path)}), flush=True))
+            supervisor.run(sys.stdin.fileno(), lambda path: print(json.dumps({"file": str(path)}), flush=True))
     except DistBeliefError as error:
         print(json.dumps({"error": error.message, "hint": error.hint, "details": error.details}), flush=True)
         return error.exit_code
     finally:
-        shutil.rmtree(order["folder"], ignore_errors=True)  # whoever made it may have been killed
+        shutil.rmtree(options["folder"], ignore_errors=True)  # the process that made the folder may have been killed
     return 0
 
 

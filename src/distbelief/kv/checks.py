@@ -1,4 +1,4 @@
-"""What a caller of a key-value store gave, checked and said in words. No sockets."""
+"""Checks of the arguments that a caller gives to a `Store`: they raise errors in plain words. No sockets."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from distbelief.kv.tensorbytes import dtype_of, name_of
 HELD = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def listed(keys: str | Sequence[str], values: Any, what: str) -> list[tuple[str, Any]]:
-    """Several keys with as many values, or one with one."""
+def pair_up(keys: str | Sequence[str], values: Any, what: str) -> list[tuple[str, Any]]:
+    """Pair several keys with as many values, or one key with one value. `what`: the values, for an error message."""
     if isinstance(keys, str):
         return [(keys, values)]
     given = list(keys)
@@ -27,6 +27,7 @@ def listed(keys: str | Sequence[str], values: Any, what: str) -> list[tuple[str,
 
 
 def form_of(key: str, value: Any) -> Dense:
+    """The form of a first value."""
     if not isinstance(value, torch.Tensor):
         raise DistBeliefError(
             f"the value of '{key}' is {type(value).__name__}, not a tensor", hint="torch.as_tensor(…)"
@@ -40,9 +41,10 @@ def form_of(key: str, value: Any) -> Dense:
     return Dense(name_of(value.dtype), tuple(value.shape))
 
 
-def described(form: Form) -> str:
-    """
-    >>> described(Dense("float32", (2, 3)))
+def describe(form: Form) -> str:
+    """A form in words.
+
+    >>> describe(Dense("float32", (2, 3)))
     'float32 numbers of shape [2, 3]'
     """
     if isinstance(form, Dense):
@@ -50,7 +52,8 @@ def described(form: Form) -> str:
     return f"a table of {form.rows:,} rows of {form.width}"
 
 
-def dense(key: str, entry: Entry) -> Dense:
+def require_dense(key: str, entry: Entry) -> Dense:
+    """The form of a key that must not be a table."""
     if isinstance(entry.form, Dense):
         return entry.form
     raise DistBeliefError(
@@ -58,28 +61,31 @@ def dense(key: str, entry: Entry) -> Dense:
     )
 
 
-def table(key: str, entry: Entry) -> Rows:
+def require_table(key: str, entry: Entry) -> Rows:
+    """The form of a key that must be a table."""
     if isinstance(entry.form, Rows):
         return entry.form
     raise DistBeliefError(
-        f"'{key}' is no table, it is {described(entry.form)}", hint="pull it whole, or declare a table with init_table"
+        f"'{key}' is no table, it is {describe(entry.form)}", hint="pull it whole, or declare a table with init_table"
     )
 
 
-def fitting(key: str, form: Dense, value: Any, what: str) -> torch.Tensor:
+def require_like(key: str, form: Dense, value: Any, what: str) -> torch.Tensor:
+    """The value, if it has the shape and the type of the key. `what`: its role, for an error message."""
     if not isinstance(value, torch.Tensor):
         raise DistBeliefError(f"{what} '{key}' is {type(value).__name__}, not a tensor", hint="torch.as_tensor(…)")
     found = Dense(name_of(value.dtype), tuple(value.shape))
     if found != form or value.is_sparse:
-        has = f"{'sparse ' if value.is_sparse else ''}{described(found)}"
+        has = f"{'sparse ' if value.is_sparse else ''}{describe(found)}"
         raise DistBeliefError(
-            f"'{key}' holds {described(form)}, but {what} it has {has}",
+            f"'{key}' holds {describe(form)}, but {what} it has {has}",
             hint="give the shape and the type that the key was initialised with",
         )
     return value.detach()
 
 
 def row_numbers(key: str, form: Rows, rows: Any) -> torch.Tensor:
+    """The numbers of rows, as an int64 tensor, if the table has them."""
     numbers = torch.as_tensor(rows).detach().cpu()
     if numbers.shape == (0,):
         numbers = numbers.to(torch.int64)  # torch takes an empty list for one of float32
@@ -99,7 +105,7 @@ def row_numbers(key: str, form: Rows, rows: Any) -> torch.Tensor:
 
 
 def row_gradients(key: str, form: Rows, value: Any, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a sparse tensor, as nn.Embedding(sparse=True) gives it, or of rows and a gradient for each."""
+    """(row numbers, a gradient for each), from a sparse tensor as nn.Embedding(sparse=True) gives it, or from both."""
     if isinstance(value, torch.Tensor) and value.is_sparse and rows is None:
         if value.sparse_dim() != 1 or value.dense_dim() != 1:
             raise DistBeliefError(f"the push of '{key}' is not sparse by rows", hint="one sparse dimension, then dense")
@@ -108,11 +114,11 @@ def row_gradients(key: str, form: Rows, value: Any, rows: Any) -> tuple[torch.Te
         raise DistBeliefError(f"'{key}' is a table: which rows?", hint=f"push('{key}', gradients, rows=…)")
     numbers = row_numbers(key, form, rows)
     wanted = Dense("float32", (len(numbers), form.width))
-    return numbers, fitting(key, wanted, value, "the push of").cpu().contiguous()
+    return numbers, require_like(key, wanted, value, "the push of").cpu().contiguous()
 
 
-def output(key: str, form: Dense, out: torch.Tensor | None) -> torch.Tensor:
-    """Where to put a value."""
+def output_tensor(key: str, form: Dense, out: torch.Tensor | None) -> torch.Tensor:
+    """The tensor to put a value into: a new one, or `out`."""
     if out is None:
         return torch.empty(form.shape, dtype=dtype_of(form.dtype))
-    return fitting(key, form, out, "the output for")
+    return require_like(key, form, out, "the output for")

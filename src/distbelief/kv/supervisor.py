@@ -1,7 +1,7 @@
-"""The process that watches over a key-value service: it starts servers, sees them end, and says who has what.
+"""The supervisor of a key-value service: it starts servers, replaces servers that end, and tells everybody the map.
 
-One thread, one poll loop. What it decides is `watch.py`'s; here are the sockets, the processes and the clock. It also
-keeps the memory that servers and clients of this machine share.
+One thread, one poll loop. Sockets, processes and the clock are here; kv/rules/supervision.py decides. The supervisor
+also owns the memory that servers and clients of this machine share.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from distbelief.control.signatures import MALFORMED, OWNER, SERVER, UNSIGNED, WR
 from distbelief.coordinator.rules.servers.fleetstate import Fleet
 from distbelief.coordinator.server import bind
 from distbelief.errors import DistBeliefError
-from distbelief.kv import connection
-from distbelief.kv import supervisormessages as words
-from distbelief.kv.rules import watch
+from distbelief.kv import supervisormessages as m
+from distbelief.kv.rules import supervision
+from distbelief.kv.service import CONNECTION_FILE, Connection, this_boot, write_connection_file
 from distbelief.launch.pollloop import PollLoop
 from distbelief.launch.processes import LogPipe, Zygote
 from distbelief.transport.shm.memfd import free_memory_bytes, receive_message
@@ -37,13 +37,14 @@ from distbelief.transport.shm.segmentserver import SegmentServer
 TICK_S = 0.2
 GONE_S = 120.0
 """A client that was not heard of for so long is told of no maps any more, until it is heard of again."""
+SEGMENT_SOCKET = "segments.sock"
 _SERVER = "distbelief.kv.server"
 _WARM = "ps:sync"
 """The warm process imports what servers need."""
 
 
 @dataclass(frozen=True)
-class Order:
+class ServiceOptions:
     folder: Path
     """Where the connection file and the logs go. Only its owner may look into it."""
     servers: int = 2
@@ -59,30 +60,30 @@ class _Client:
     heard_at: float
 
 
-class Warden:
+class Supervisor:
     """Used as a context: on leaving it, everything has ended."""
 
-    def __init__(self, order: Order, say: Callable[[str], None]) -> None:
-        self._order = order
+    def __init__(self, options: ServiceOptions, say: Callable[[str], None]) -> None:
+        self._options = options
         self._say = say
         self._stack = contextlib.ExitStack()
         self._authority = Authority(secrets.token_bytes(SECRET_BYTES))
         self._verifier = self._authority.verifier()
         self._refusals = Refusals()
         self._segments = SegmentServer()
-        self._room = free_memory_bytes() // min(order.servers, 2)  # every value has two holders, if there are two
-        self._watching = PollLoop()
+        self._room = free_memory_bytes() // min(options.servers, 2)  # every value has two holders, if there are two
+        self._loop = PollLoop()
         self._pids: dict[int, int] = {}
         self._identities: dict[int, bytes] = {}
         self._clients: dict[str, _Client] = {}
         self._next_client = 0
-        self._failed: watch.Fail | None = None
+        self._failed: supervision.Fail | None = None
         self._owned: dict[sockets.socket, str] = {}
         """How the names of the memory begin that a client has asked for over that socket."""
         self._departed: list[tuple[float, str]] = []
         """When the memory of a client that is gone may go too."""
 
-    def __enter__(self) -> Warden:
+    def __enter__(self) -> Supervisor:
         try:
             self._begin()
         except BaseException:
@@ -94,24 +95,24 @@ class Warden:
         self._stack.close()
 
     def _begin(self) -> None:
-        order, stack = self._order, self._stack
+        options, stack = self._options, self._stack
         stack.callback(self._segments.close)
         context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
         try:
-            self._socket, self.address = bind(context, self._authority.keys(), order.listen)
+            self._socket, self.address = bind(context, self._authority.keys(), options.listen)
         except DistBeliefError as error:
             raise DistBeliefError(error.message.replace("the coordinator", "the service"), hint=error.hint) from error
         stack.callback(self._socket.close, 500)
         self._limit = ConnectionLimit(self._socket, self._refusals)
         stack.callback(self._limit.close)
-        self._listener = self._listen(order.folder / "keeper.sock")
+        self._listener = self._listen(options.folder / SEGMENT_SOCKET)
         stack.callback(self._listener.close)
-        self._watching.watch(self._socket, self._receive)
-        self._watching.watch(self._limit.events, self._limit.enforce)
-        self._watching.watch(self._listener, self._accept)
+        self._loop.watch(self._socket, self._receive)
+        self._loop.watch(self._limit.events, self._limit.enforce)
+        self._loop.watch(self._listener, self._accept)
         self._zygote = Zygote(self._log("starter"), _WARM)
         stack.callback(self._zygote.close)
-        self._watching.watch(self._zygote.socket, self._warm)
+        self._loop.watch(self._zygote.socket, self._warm)
         self._fleet = Fleet()
 
     def _listen(self, path: Path) -> sockets.socket:
@@ -135,34 +136,34 @@ class Warden:
     def run(self, stop: int, ready: Callable[[Path], None]) -> None:
         """Until the descriptor `stop` can be read. `ready` is called once, with the connection file."""
         stopped: list[bool] = []
-        self._watching.watch(stop, lambda: stopped.append(True))
-        path = self._order.folder / connection.FILE
+        self._loop.watch(stop, lambda: stopped.append(True))
+        path = self._options.folder / CONNECTION_FILE
         told = False
         try:
             while not stopped:
-                self._watching.serve(TICK_S)
+                self._loop.serve(TICK_S)
                 for event in self._zygote.early_exits:
                     self._exited(event)
                 self._zygote.early_exits.clear()
-                self._do(watch.ticked(self._fleet, time.monotonic()))
+                self._do(supervision.ticked(self._fleet, time.monotonic()))
                 self._forget_clients()
                 if news := self._refusals.news(time.monotonic()):
                     self._say(news)
                 if self._failed:
                     log = next(iter(self._failed.hint.split()[-1:]), "")
                     raise DistBeliefError(
-                        self._failed.message, hint=self._failed.hint, details=_tail(self._order.folder / log)
+                        self._failed.message, hint=self._failed.hint, details=_tail(self._options.folder / log)
                     )
                 if self._fleet.life and not told:
                     told = True
-                    keeper = str(self._order.folder / "keeper.sock") if self._order.shares else ""
-                    boot = connection.this_boot()
+                    segments = str(self._options.folder / SEGMENT_SOCKET) if self._options.shares else ""
+                    boot = this_boot()
                     secret = self._authority.secret.hex()
-                    connection.write(path, connection.Connection(self.address, secret, boot, keeper))
+                    write_connection_file(path, Connection(self.address, secret, boot, segments))
                     ready(path)
         finally:
             path.unlink(missing_ok=True)
-            (self._order.folder / "keeper.sock").unlink(missing_ok=True)
+            (self._options.folder / SEGMENT_SOCKET).unlink(missing_ok=True)
             self._end()
 
     def _end(self) -> None:
@@ -176,8 +177,8 @@ class Warden:
 
     def _warm(self) -> None:
         self._zygote.wait_ready()
-        self._watching.watch(self._zygote.socket, self._process_ended)
-        self._do(watch.begun(self._order.servers, time.monotonic()))
+        self._loop.watch(self._zygote.socket, self._process_ended)
+        self._do(supervision.begun(self._options.servers, time.monotonic()))
 
     def _start(self, number: int) -> None:
         host = sockets.gethostname()
@@ -186,20 +187,20 @@ class Warden:
             "host": host,
             "address": self.address,
             "credential": msgspec.to_builtins(self._authority.server(number)),
-            "slices": watch.slices_for(self._order.servers),
+            "slices": supervision.slices_for(self._options.servers),
             "room": self._room,
-            "shares": self._order.shares,
+            "shares": self._options.shares,
         }
-        pid, keeper = self._zygote.fork_entry(number, _SERVER, spec, self._log(f"server-{number}"))
+        pid, channel = self._zygote.fork_entry(number, _SERVER, spec, self._log(f"server-{number}"))
         self._pids[pid] = number
-        self._watching.watch(keeper, lambda: self._kept(keeper))
+        self._loop.watch(channel, lambda: self._segment_asked(channel))
 
     def _process_ended(self) -> None:
         try:
             event, _ = receive_message(self._zygote.socket)
         except EOFError:
-            self._watching.unwatch(self._zygote.socket)
-            self._failed = watch.Fail(
+            self._loop.unwatch(self._zygote.socket)
+            self._failed = supervision.Fail(
                 "the process that starts servers has ended, and they with it", "look in starter.log"
             )
             return
@@ -210,26 +211,26 @@ class Warden:
             number = self._pids.pop(event["pid"])
             self._identities.pop(number, None)
             self._segments.drop_all(f"server {number}/")
-            self._do(watch.exited(self._fleet, number, event["status"], time.monotonic()))
+            self._do(supervision.exited(self._fleet, number, event["status"], time.monotonic()))
 
     def _log(self, name: str) -> LogPipe:
-        pipe = LogPipe(name, self._order.folder / f"{name}.log", lambda source, line: None)
-        self._watching.watch(pipe.read_fd, lambda: self._logged(pipe))
+        pipe = LogPipe(name, self._options.folder / f"{name}.log", lambda source, line: None)
+        self._loop.watch(pipe.read_fd, lambda: self._logged(pipe))
         self._stack.callback(pipe.close)
         return pipe
 
     def _logged(self, pipe: LogPipe) -> None:
         if not pipe.pump():
-            self._watching.unwatch(pipe.read_fd)
+            self._loop.unwatch(pipe.read_fd)
             pipe.close()
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
         client, _ = self._listener.accept()
-        self._watching.watch(client, lambda: self._kept(client))
+        self._loop.watch(client, lambda: self._segment_asked(client))
 
-    def _kept(self, asker: sockets.socket) -> None:
+    def _segment_asked(self, asker: sockets.socket) -> None:
         """The kernel closes the socket when a client ends; one that is only stopped may go on, and needs its memory."""
         try:
             owner, line, _ = self._segments.answer(asker).partition("/")
@@ -238,7 +239,7 @@ class Warden:
         except (EOFError, OSError, ValueError, KeyError, TypeError):
             if asker in self._owned:  # a server may still have to map what it has pushed
                 self._departed.append((time.monotonic() + GONE_S, self._owned.pop(asker)))
-            self._watching.unwatch(asker)
+            self._loop.unwatch(asker)
             asker.close()
 
     def _forget_clients(self) -> None:
@@ -263,33 +264,33 @@ class Warden:
             self._limit.authenticated(identity)
             self._hear(identity.bytes, message)
 
-    def _heard(self, frames: list[bytes]) -> words.Heard:
+    def _heard(self, frames: list[bytes]) -> m.Heard:
         if len(frames) != 2:
             raise Refused(UNSIGNED)
         sender = self._verifier.verify(frames[0], frames[1], time.monotonic())
         try:
-            message = words.decode_heard(frames[1])
+            message = m.decode_heard(frames[1])
         except msgspec.MsgspecError:
             raise Refused(MALFORMED) from None
         if not _may_say(sender, message):
             raise Refused(WRONG_SENDER)
         return message
 
-    def _hear(self, identity: bytes, message: words.Heard) -> None:
+    def _hear(self, identity: bytes, message: m.Heard) -> None:
         now = time.monotonic()
         match message:
             case ServerReady(server=server, host=host, pid=pid, address=address):
                 self._identities[server] = identity
-                self._do(watch.ready(self._fleet, server, host, pid, address, now), identity)
+                self._do(supervision.ready(self._fleet, server, host, pid, address, now), identity)
             case ServerBeat(server=server, version=version):
-                self._do(watch.beat(self._fleet, server, version, now), identity)
+                self._do(supervision.beat(self._fleet, server, version, now), identity)
             case SliceCopied(server=server, slice=number, target=target, known=known):
-                self._do(watch.copied(self._fleet, number, server, target, known))
+                self._do(supervision.copied(self._fleet, number, server, target, known))
             case ServerFailed(server=server, message=text):
                 self._say(f"server {server}: {text}")  # its end follows
-            case words.ClientHere(name=name, version=version):
+            case m.ClientHere(name=name, version=version):
                 self._greet(identity, name, version, now)
-            case words.ClientGone(name=name):
+            case m.ClientGone(name=name):
                 self._clients.pop(name, None)
 
     def _greet(self, identity: bytes, name: str, version: int, now: float) -> None:
@@ -301,39 +302,39 @@ class Warden:
             self._next_client += 1
         client = self._clients[name]
         client.identity, client.heard_at = identity, now
-        self._send(identity, words.Welcome(client.number, watch.slices_for(self._order.servers)))
+        self._send(identity, m.Welcome(client.number, supervision.slices_for(self._options.servers)))
         if version < known.version:
             self._send(identity, Serve(1, known))
 
-    def _send(self, identity: bytes, message: words.Told) -> None:
+    def _send(self, identity: bytes, message: m.Told) -> None:
         with contextlib.suppress(zmq.ZMQError):  # it is gone
-            self._socket.send_multipart([identity, words.encode(message)], zmq.NOBLOCK)
+            self._socket.send_multipart([identity, m.encode(message)], zmq.NOBLOCK)
 
-    def _do(self, result: watch.Result, speaker: bytes = b"") -> None:
+    def _do(self, result: supervision.Result, speaker: bytes = b"") -> None:
         self._fleet, outputs = result
         known = self._fleet.map()
         for one in outputs:
             match one:
-                case watch.Start(server=server):
+                case supervision.Start(server=server):
                     self._start(server)
-                case watch.Kill(server=server):
+                case supervision.Kill(server=server):
                     for pid in [pid for pid, number in self._pids.items() if number == server]:
                         self._zygote.kill(pid)
-                case watch.Tell() if known:
+                case supervision.Tell() if known:
                     self._send(speaker, Serve(1, known))
-                case watch.TellAll() if known:
+                case supervision.TellAll() if known:
                     told = Serve(1, known)
                     for identity in [*self._identities.values(), *(one.identity for one in self._clients.values())]:
                         self._send(identity, told)
-                case watch.Say(text=text):
+                case supervision.Say(text=text):
                     self._say(text)
-                case watch.Fail():
+                case supervision.Fail():
                     self._failed = one
 
 
-def _may_say(sender: Sender, message: words.Heard) -> bool:
+def _may_say(sender: Sender, message: m.Heard) -> bool:
     """Servers speak for themselves; whoever has the connection file is a client."""
-    if isinstance(message, words.ClientHere | words.ClientGone):
+    if isinstance(message, m.ClientHere | m.ClientGone):
         return sender.role == OWNER
     return sender == (SERVER, message.server)
 

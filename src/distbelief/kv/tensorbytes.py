@@ -9,7 +9,7 @@ import torch
 from msgspec import Struct
 
 
-class Kind(Struct, frozen=True):
+class TensorKind(Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
 
@@ -40,18 +40,18 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def packed(tensors: Sequence[torch.Tensor]) -> tuple[list[Kind], torch.Tensor]:
+def packed(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorKind], torch.Tensor]:
     """
     >>> kinds, content = packed([torch.ones(2), torch.tensor(3.0, dtype=torch.float64)])
     >>> content.numel(), unpacked(kinds, content)
     (16, [tensor([1., 1.]), tensor(3., dtype=torch.float64)])
     """
-    kinds = [Kind(name_of(one.dtype), tuple(one.shape)) for one in tensors]
+    kinds = [TensorKind(name_of(one.dtype), tuple(one.shape)) for one in tensors]
     parts = [as_bytes(one) for one in tensors]
     return kinds, torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8)
 
 
-def unpacked(kinds: Sequence[Kind], content: torch.Tensor) -> list[torch.Tensor]:
+def unpacked(kinds: Sequence[TensorKind], content: torch.Tensor) -> list[torch.Tensor]:
     """Copies, each aligned as its numbers need."""
     found, at = [], 0
     for kind in kinds:

@@ -21,11 +21,11 @@ def test_only_numbers_that_servers_can_add_are_held(dtype: torch.dtype) -> None:
 
 
 def test_one_key_has_one_value_and_several_have_a_list() -> None:
-    assert checks.listed("w", 5, "values") == [("w", 5)]
-    assert checks.listed(["a", "b"], (1, 2), "values") == [("a", 1), ("b", 2)]
+    assert checks.pair_up("w", 5, "values") == [("w", 5)]
+    assert checks.pair_up(["a", "b"], (1, 2), "values") == [("a", 1), ("b", 2)]
     for keys, values in ((["a", "b"], torch.zeros(2)), (["a"], [1, 2]), (["a", "a"], [1, 2]), (["a"], "b")):
         with pytest.raises(DistBeliefError):
-            checks.listed(keys, values, "values")
+            checks.pair_up(keys, values, "values")
 
 
 @pytest.mark.parametrize("rows", [[1, 2], torch.tensor([1, 2], dtype=torch.int32), range(1, 3)])
@@ -53,7 +53,7 @@ def test_a_sparse_gradient_is_rows_with_a_gradient_each() -> None:
 
 def test_a_result_goes_where_it_fits() -> None:
     form = Dense("float32", (2, 3))
-    assert checks.output("w", form, None).shape == (2, 3)
+    assert checks.output_tensor("w", form, None).shape == (2, 3)
     for wrong in (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64), [1.0]):
         with pytest.raises(DistBeliefError):
-            checks.output("w", form, wrong)  # type: ignore[arg-type]
+            checks.output_tensor("w", form, wrong)  # type: ignore[arg-type]

@@ -7,14 +7,12 @@ primary has answered it. What is pushed is copied first, so the caller may go on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from distbelief.errors import DistBeliefError
-from distbelief.kv.buffers import LENT_BYTES, SMALLEST, Buffers
-from distbelief.kv.link import Link
 from distbelief.kv.messages import (
     CATALOGUE,
     AddToKey,
@@ -25,11 +23,12 @@ from distbelief.kv.messages import (
     PullKey,
     PullKeyRows,
 )
-from distbelief.kv.patience import Patience
+from distbelief.kv.supervisorlink import Deadline, SupervisorLink
 from distbelief.kv.tensorbytes import as_bytes
 from distbelief.strategies.ps.protocol.client import ServerClient, Stop
 from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.tables.rowbuckets import bucket_of
+from distbelief.transport.shm.segment import Segment, SegmentClient
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,12 @@ class _Wanted:
     """Where it goes."""
 
 
-class Traffic:
+class Transfers:
     def __init__(
         self,
         client: ServerClient,
-        link: Link,
-        buffers: Buffers,
+        link: SupervisorLink,
+        buffers: PushBuffers,
         who: tuple[int, int, bool],
         me: int,
         slices: int,
@@ -62,9 +61,9 @@ class Traffic:
         self._rounds: dict[str, int] = {}
         """Of synchronous pushes: the next one of each key."""
 
-    def patience(self, what: str, seconds: float | None = None) -> Patience:
+    def deadline(self, what: str, seconds: float | None = None) -> Deadline:
         hint = "look in the logs beside the connection file; give more time with kv.connect(…, timeout_s=…)"
-        return Patience(self.link, self.timeout_s if seconds is None else seconds, what, hint)
+        return Deadline(self.link, self.timeout_s if seconds is None else seconds, what, hint)
 
     def close(self) -> None:
         self.link.close()
@@ -73,22 +72,22 @@ class Traffic:
 
     def settle(self) -> None:
         """Return when all that was pushed counts."""
-        self.client.settle(self.patience("servers have not answered to what was pushed"))
-        self._buffers.take_back(self.client.waits_for)
+        self.client.settle(self.deadline("servers have not answered to what was pushed"))
+        self._buffers.reclaim(self.client.waits_for)
 
     # --- the catalogue -----------------------------------------------------------------------------------------------
 
     def change(self, content: Any) -> None:
-        self.client.change(CATALOGUE, content, self.patience("the service's catalogue did not answer"))
+        self.client.change(CATALOGUE, content, self.deadline("the service's catalogue did not answer"))
 
     def consult(
-        self, keys: Sequence[str], sealed: bool = False, rank: int = -1, patience: Stop | None = None
+        self, keys: Sequence[str], sealed: bool = False, rank: int = -1, deadline: Stop | None = None
     ) -> Consulted:
         found: list[Consulted] = []
         after = self.client.sent(CATALOGUE)
         self.client.ask(
             [lambda ticket: Consult(ticket, CATALOGUE, self.me, after, list(keys), sealed, rank)],
-            patience or self.patience("the service's catalogue did not answer"),
+            deadline or self.deadline("the service's catalogue did not answer"),
             lambda letter: found.append(letter.message),
         )
         return found[0]
@@ -106,10 +105,10 @@ class Traffic:
             for one in entry.stretches:
                 self.client.push(one.slice, made, content[one.first * item_bytes : one.end * item_bytes])
             return
-        self._buffers.take_back(self.client.waits_for)
-        if self._buffers.lent_bytes > LENT_BYTES:
+        self._buffers.reclaim(self.client.waits_for)
+        if self._buffers.reserved_bytes > MOST_RESERVED_BYTES:
             self.settle()
-        buffer = self._buffers.lend(size_bytes)
+        buffer = self._buffers.reserve(size_bytes)
         buffer.tensor(value.dtype, value.numel()).view(value.shape).copy_(value)
         for one in entry.stretches:
             offset = one.first * item_bytes
@@ -132,7 +131,7 @@ class Traffic:
         for out, whole in zip(outs, flat, strict=True):
             if whole.data_ptr() != out.data_ptr():
                 out.copy_(whole.view(out.shape))
-        self._buffers.take_back(self.client.waits_for)
+        self._buffers.reclaim(self.client.waits_for)
 
     def _pull(self, wanted: list[_Wanted], inline: bool) -> list[_Wanted]:
         """Returns those whose memory could not be mapped."""
@@ -161,7 +160,7 @@ class Traffic:
                 one.part.copy_(torch.frombuffer(letter.payload, dtype=one.part.dtype))
 
         key = wanted[0].key if wanted else ""
-        self.client.ask([question(one) for one in wanted], self.patience(self._unanswered(key)), arrived)
+        self.client.ask([question(one) for one in wanted], self.deadline(self._unanswered(key)), arrived)
         return missed
 
     # --- tables ------------------------------------------------------------------------------------------------------
@@ -192,7 +191,7 @@ class Traffic:
             out[some.to(out.device)] = values.to(out.device)
 
         questions = [asked(slice_, some) for slice_, some in self._by_slice(rows)]
-        self.client.ask(questions, self.patience(self._unanswered(key)), arrived)
+        self.client.ask(questions, self.deadline(self._unanswered(key)), arrived)
 
     def _by_slice(self, rows: torch.Tensor, empty: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
         """The slices that have these rows (`empty`: and the others), with the places of their rows."""
@@ -213,7 +212,7 @@ class Traffic:
             found: list[int] = []
             self.client.ask(
                 [_rounds_of(self.me, key, number) for number in slices],
-                self.patience(f"servers did not tell of '{key}'"),
+                self.deadline(f"servers did not tell of '{key}'"),
                 lambda letter: found.append(letter.message.rounds),
             )
             self._rounds[key] = min(found, default=0)
@@ -246,3 +245,83 @@ def _require(there: bool, key: str) -> None:
         raise DistBeliefError(
             f"a server has nothing of '{key}'", hint="it was declared, but its servers do not know it: report this"
         )
+
+
+SMALLEST = 1 << 16
+MOST_RESERVED_BYTES = 256 << 20
+"""With more than this on its way, a push waits for those before it."""
+
+
+@dataclass
+class PushBuffer:
+    name: str
+    """Under which servers find it; empty: they cannot."""
+    segment: Segment
+    pushes: list[tuple[int, int]] = field(default_factory=list)
+    """(slice, number) of the pushes that are made from it."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.segment.size_bytes
+
+    def tensor(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        return self.segment.tensor(dtype, 0, count)
+
+
+class PushBuffers:
+    def __init__(self, client: int, segments: SegmentClient | None) -> None:
+        self._client = client
+        self._segments = segments
+        self._made = 0
+        self._free: list[PushBuffer] = []
+        self._reserved: list[PushBuffer] = []
+        self._mapped: dict[tuple[str, int], tuple[str, Segment]] = {}
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(one.size_bytes for one in self._reserved)
+
+    @property
+    def shares(self) -> bool:
+        return self._segments is not None
+
+    def reserve(self, size_bytes: int) -> PushBuffer:
+        """One of that size at least."""
+        size = max(SMALLEST, 1 << (size_bytes - 1).bit_length())
+        fitting = (one for one in self._free if one.size_bytes >= size)
+        found = min(fitting, key=lambda one: one.size_bytes, default=None)
+        if found is not None:
+            self._free.remove(found)
+        elif self._segments is not None:
+            self._made += 1
+            name = f"client {self._client}/{self._made}"
+            found = PushBuffer(name, self._segments.segment(name, size))
+        else:
+            found = PushBuffer("", Segment.private(size))
+        found.pushes.clear()
+        self._reserved.append(found)
+        return found
+
+    def reclaim(self, waits_for: Callable[[int, int], bool]) -> None:
+        """Those whose pushes all count."""
+        still: list[PushBuffer] = []
+        for one in self._reserved:
+            one.pushes = [push for push in one.pushes if waits_for(*push)]
+            (still if one.pushes else self._free).append(one)
+        self._reserved = still
+
+    def close(self) -> None:
+        if self._segments is not None:
+            self._segments.close()
+
+    def values(self, key: str, slice_: int, name: str) -> Segment | None:
+        """What a server has of a key; None: it has it no more. When another server has it, the memory of the old one is
+        let go."""
+        assert self._segments is not None
+        held = self._mapped.get((key, slice_))
+        if held is None or held[0] != name:
+            try:
+                held = self._mapped[key, slice_] = (name, self._segments.segment(name))
+            except DistBeliefError:
+                return None
+        return held[1]

@@ -10,7 +10,7 @@ import pytest
 
 from distbelief import kv
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.kv import connection
+from distbelief.kv.service import Connection, read_connection_file, write_connection_file
 
 
 def test_a_connection_file_is_for_its_owner_alone(tmp_path: Path) -> None:
@@ -18,9 +18,9 @@ def test_a_connection_file_is_for_its_owner_alone(tmp_path: Path) -> None:
     left = tmp_path / f".kv.json.{os.getpid()}.draft"
     left.write_text("left behind")
     left.chmod(0o666)
-    content = connection.Connection("tcp://127.0.0.1:1", "ab" * 16, "boot", "")
-    connection.write(path, content)
-    assert connection.read(path) == content
+    content = Connection("tcp://127.0.0.1:1", "ab" * 16, "boot", "")
+    write_connection_file(path, content)
+    assert read_connection_file(path) == content
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [file.name for file in tmp_path.iterdir()] == ["kv.json"]
 

@@ -15,7 +15,7 @@ from distbelief.control.credentials import Credential
 from distbelief.control.messages import EndRun, Serve, ServerMap
 from distbelief.control.sockets import dial
 from distbelief.errors import DistBeliefError
-from distbelief.kv import supervisormessages as words
+from distbelief.kv import supervisormessages as m
 
 HERE_S = 0.5
 LOOK_S = 0.05
@@ -23,7 +23,7 @@ SILENT_S = 20.0
 """A service that does not answer for so long is gone."""
 
 
-class Link:
+class SupervisorLink:
     def __init__(self, address: str, credential: Credential) -> None:
         self._address = address
         self._server_key = credential.coordinator_key
@@ -31,14 +31,14 @@ class Link:
         self._name = uuid.uuid4().hex
         self._learn: Callable[[ServerMap], None] = lambda known: None
         self._map: ServerMap | None = None
-        self._welcome: words.Welcome | None = None
+        self._welcome: m.Welcome | None = None
         self._here = threading.Event()
         self._closing = threading.Event()
         self._heard_at = time.monotonic()
         self._ended = ""
         self._thread = threading.Thread(target=self._live, name="distbelief kv", daemon=True)
 
-    def begin(self, timeout_s: float) -> words.Welcome:
+    def begin(self, timeout_s: float) -> m.Welcome:
         """Be let in."""
         self._thread.start()
         if not self._here.wait(timeout_s) or self._welcome is None:
@@ -79,22 +79,22 @@ class Link:
                 now = time.monotonic()
                 if now >= next_time:
                     next_time = now + HERE_S
-                    self._send(socket, words.ClientHere(self._name, self._map.version if self._map else 0))
+                    self._send(socket, m.ClientHere(self._name, self._map.version if self._map else 0))
                 if socket.poll(int(LOOK_S * 1000)):
                     self._hear(socket)
-            self._send(socket, words.ClientGone(self._name))
+            self._send(socket, m.ClientGone(self._name))
 
-    def _send(self, socket: zmq.Socket[bytes], message: words.Heard) -> None:
-        data = words.encode(message)
+    def _send(self, socket: zmq.Socket[bytes], message: m.Heard) -> None:
+        data = m.encode(message)
         with contextlib.suppress(zmq.Again):
             socket.send_multipart([self._signer.sign(data), data], zmq.NOBLOCK)
 
     def _hear(self, socket: zmq.Socket[bytes]) -> None:
         with contextlib.suppress(zmq.Again, msgspec.MsgspecError):
-            message = words.decode_told(socket.recv_multipart(zmq.NOBLOCK)[-1])
+            message = m.decode_told(socket.recv_multipart(zmq.NOBLOCK)[-1])
             self._heard_at = time.monotonic()
             match message:
-                case words.Welcome():
+                case m.Welcome():
                     self._welcome = message
                     self._here.set()
                 case Serve(map=known):
@@ -102,3 +102,22 @@ class Link:
                     self._learn(known)
                 case EndRun(reason=reason):
                     self._ended = reason or "it was stopped"
+
+
+class CallTimedOut(DistBeliefError):
+    """A call was not answered in time. What was pushed still counts, once, if servers get it."""
+
+
+class Deadline:
+    """Ends a wait when the service has ended, or when it takes too long. See `serverclient.Stop`."""
+
+    def __init__(self, link: SupervisorLink, seconds: float, what: str = "no answer", hint: str = "") -> None:
+        self._link = link
+        self._end = time.monotonic() + seconds
+        self._text = f"{what} in {seconds:g} s"
+        self._hint = hint
+
+    def check(self) -> None:
+        self._link.check()
+        if time.monotonic() > self._end:
+            raise CallTimedOut(self._text, hint=self._hint)
