@@ -20,7 +20,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from distbelief.strategies.mesh.tensor import apply as headdropout
 from distbelief.strategies.mesh.tensor import apply as tensorapply
 from distbelief.strategies.mesh.tensor import plan as tensorplan
 from distbelief.transport.shm.segment import SegmentClient
@@ -130,8 +129,8 @@ def compare(
     segments: SegmentClient, rank: int, port: int, case: str, tensor: int, fsdp: int = 1, how: str = ""
 ) -> Difference:
     if how == "broken":
-        headdropout._RULES.clear()
-        headdropout.DropoutMasks.end = lambda *args, **kwargs: None  # type: ignore[method-assign]
+        tensorapply._RULES.clear()
+        tensorapply.DropoutMasks.end = lambda *args, **kwargs: None  # type: ignore[method-assign]
     store = dist.TCPStore("127.0.0.1", port, tensor * fsdp, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=tensor * fsdp)
     mesh = init_device_mesh("cpu", (fsdp, tensor), mesh_dim_names=("sharded", "tensor"))
@@ -153,10 +152,10 @@ def compare(
     local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
     if how == "traced":  # only the layers are called: neither the model nor its blocks
         traced = torch.fx.symbolic_trace(model)
-        with headdropout.whole_masks(masks):
+        with tensorapply.whole_masks(masks):
             result, result_state = run(traced, batch())
     else:
-        with headdropout.whole_masks(masks):
+        with tensorapply.whole_masks(masks):
             result, result_state = run(model, batch())
     expected, expected_state = run(whole, batch())
     gradients = {name: _apart(p, given[name]) for name, p in model.named_parameters()}  # before FSDP gathers again

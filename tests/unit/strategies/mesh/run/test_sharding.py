@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from distbelief.strategies.mesh.run.sharding import ScratchBuffer, ScratchReduceScatter, mapped
-from tests.support.mesh.gathering import whole
+from tests.support.mesh.sharding import whole
 from tests.support.stage import Stage
 
-MEMBER = "tests.support.mesh.gathering"
+MEMBER = "tests.support.mesh.sharding"
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (3, torch.float32), (4, torch.int64)])
