@@ -247,8 +247,10 @@ def _read(tensors: Mapping[str, torch.Tensor], name: str, box: Box) -> torch.Ten
 
 @dataclass(frozen=True)
 class GradientCompression:
+    """How a strategy compresses gradients."""
+
     codec: str
-    """As in the strategy's text: bf16, int8 or topk=0.01."""
+    """bf16, int8 or topk=F, as in the strategy's text."""
     always: bool
     """Whether compression stays on where the link is faster than the codec."""
 

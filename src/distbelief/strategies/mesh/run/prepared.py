@@ -133,8 +133,8 @@ class PreparedMesh:
         degrees = Degrees(*seat.degrees)
         return_blocks(self._block_bytes(degrees))
         groups = MeshGroups(exchange, degrees, seat.generation)
-        cut = self._pipeline_schedule if degrees.pipeline > 1 else DEFAULT_SCHEDULE
-        pipeline = PipelineSeat(groups.pipeline, groups.place.pipeline, cut)
+        pipeline_schedule = self._pipeline_schedule if degrees.pipeline > 1 else DEFAULT_SCHEDULE
+        pipeline = PipelineSeat(groups.pipeline, groups.place.pipeline, pipeline_schedule)
 
         def batch() -> Any:
             return fetch(0, 0, 1)[0]
@@ -150,7 +150,7 @@ class PreparedMesh:
         part = build_part(self.model, self._job, groups, pipeline, example, costs)
         whole_parts = degrees.tensor == degrees.sharded == 1
         transfer = StageTransfer(exchange, self._same_shapes)
-        halves = cut == "zbv" and whole_parts
+        halves = pipeline_schedule == "zbv" and whole_parts
         runner = StageRunner(self._job, part.stages, pipeline, transfer, halves, part.call_context)
         state = MemberState(self._job, part, PartOptimizer(self._recipe, part.held), runner.buffers)
         held = exchange_boxes(groups, state.boxes())
