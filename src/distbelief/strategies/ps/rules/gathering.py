@@ -35,7 +35,7 @@ class StepSums(Generic[Sum]):
     sums: dict[Range, Sum] = field(default_factory=dict)
 
     def add(self, node: Range, value: Sum) -> bool:
-        """Keep a partial sum, in place of those that it contains. False: a sum that contains it is there already."""
+        """Keep a partial sum in place of the sums that it contains. False: a sum that contains it is there already."""
         if any(first <= node[0] and node[1] <= end for first, end in self.sums):
             return False
         inside = [known for known in self.sums if node[0] <= known[0] and known[1] <= node[1]]
@@ -76,8 +76,8 @@ def shards_on_all_slices(looked: Sequence[Inspected], shards: int) -> list[Range
 def choose_late_shards(
     missing: Collection[int], ranges: Sequence[Range], rank: int, backups: int, elapsed_s: float, shard_s: float
 ) -> list[int]:
-    """The missing shards that member `rank` computes, the first one first: those that it has left out itself, then
-    those of late members.
+    """The missing shards that member `rank` computes, the first one first: the shards that it has left out itself,
+    then shards of late members.
 
     The `backups` late members that miss most shards are helped, each from its last shard on. Several helpers begin at
     different shards. `shard_s`: how long the helper takes for a shard.

@@ -1,21 +1,22 @@
-"""How often a worker pushes gradients (every n_push batches, which are one update) and fetches parameters (every
-n_fetch updates), from what was measured.
+"""How often a worker pushes gradients and pulls parameters: the pace that `adaptive` chooses from measurements. Pure.
 
-Communicating after every batch is best for learning, so it starts there, and becomes rarer only while the wait for
-communication costs more than a share of the computing. Pure arithmetic; knows no clock.
+A worker pushes every n_push batches, which are one update, and pulls every n_fetch updates. Communication after every
+batch is best for learning. So the pace starts there, and communication becomes rarer only while it costs more than a
+share of the computing time.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 from msgspec import Struct
 
 from distbelief.errors import JobError
 
 CALM = 0.7
-"""Communication becomes more frequent again only if its cost would then be below this part of what is allowed.
-So one noisy measurement near the limit does not switch to and fro."""
+"""Communication becomes more frequent again only if its cost would then be below this part of the allowed share. So one
+noisy measurement near the limit does not switch to and fro."""
 
 
 class Pace(Struct, frozen=True):
@@ -25,9 +26,9 @@ class Pace(Struct, frozen=True):
 
 class Limits(Struct, frozen=True):
     share: float = 0.1
-    """What fetching and pushing together may cost, as a part of the time spent computing."""
+    """The time of pulls and pushes together, as a part of the computing time."""
     most: int = 64
-    """n_fetch and n_push are no larger than this."""
+    """The largest n_fetch and n_push."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.share) and self.share > 0):
@@ -37,10 +38,9 @@ class Limits(Struct, frozen=True):
 
 
 def next_pace(pace: Pace, compute_s: float, fetch_s: float, push_s: float, limits: Limits | None = None) -> Pace:
-    """The pace after a stretch of batches at `pace`, in which the worker computed and waited for so many seconds.
+    """The pace after a stretch of updates at `pace`, in which the worker computed and waited for these seconds.
 
-    Seconds in which communication ran beside computing are not waited for, and do not count. Of the share that is
-    allowed, fetching and pushing may have half each. Numbers are doubled or halved, one step at a time.
+    Pulls and pushes may have half of the allowed share each. Each number is kept, doubled or halved.
 
     >>> next_pace(Pace(), compute_s=1.0, fetch_s=0.01, push_s=0.3)
     Pace(n_fetch=1, n_push=2)
@@ -51,7 +51,7 @@ def next_pace(pace: Pace, compute_s: float, fetch_s: float, push_s: float, limit
     """
     limits = limits or Limits()
     if not all(math.isfinite(seconds) and seconds >= 0 for seconds in (compute_s, fetch_s, push_s)) or compute_s == 0:
-        return pace  # nothing was measured
+        return pace  # nothing could be measured
     allowed_s = compute_s * limits.share / 2
     return Pace(
         _next(pace.n_fetch, fetch_s, allowed_s, limits.most), _next(pace.n_push, push_s, allowed_s, limits.most)
@@ -66,3 +66,53 @@ def _next(every: int, waited_s: float, allowed_s: float, most: int) -> int:
     if fewer and waited_s * every / fewer < CALM * allowed_s:
         return min(fewer, most)
     return min(every, most)
+
+
+UNCOUNTED = 2
+"""The first updates open connections and map memory, so they are not measured."""
+STRETCH = 8
+"""The least number of updates between two decisions; there are also two pulls between them."""
+
+
+@dataclass
+class TimeSpent:
+    """The seconds that a worker has waited or computed. Communication beside computing does not count."""
+
+    compute_s: float = 0.0
+    fetch_s: float = 0.0
+    push_s: float = 0.0
+    """Pushes and requests for leases, of which there is one per push."""
+    updates: int = 0
+
+
+class PaceKeeper:
+    """Decides about the pace after every stretch of updates.
+
+    >>> keeper, spent = PaceKeeper((1, 1)), TimeSpent()
+    >>> for update in range(20):
+    ...     spent = TimeSpent(spent.compute_s + 1.0, spent.fetch_s + 0.01, spent.push_s + 0.3, update + 1)
+    ...     pace = keeper.look(spent)
+    >>> pace
+    (4, 1)
+    """
+
+    def __init__(self, pace: tuple[int, int]) -> None:
+        n_push, n_fetch = pace
+        self._pace = Pace(n_fetch, n_push)
+        self._since: TimeSpent | None = None
+
+    def look(self, spent: TimeSpent) -> tuple[int, int]:
+        """`spent`: since the generation began. Returns n_push and n_fetch from now on."""
+        since = self._since
+        if since is None:
+            if spent.updates >= UNCOUNTED:
+                self._since = replace(spent)
+        elif spent.updates - since.updates >= max(STRETCH, 2 * self._pace.n_fetch):
+            self._pace = next_pace(
+                self._pace,
+                spent.compute_s - since.compute_s,
+                spent.fetch_s - since.fetch_s,
+                spent.push_s - since.push_s,
+            )
+            self._since = replace(spent)
+        return self._pace.n_push, self._pace.n_fetch

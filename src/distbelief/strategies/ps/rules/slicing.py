@@ -1,4 +1,4 @@
-"""Where the parameters are cut into slices: what servers own, copy and answer for. A function of the model alone."""
+"""Where the parameters are cut into slices, the units that servers own and replicate. A function of the model alone."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
 FEWEST_SLICES, MOST_SLICES = 4, 16
 """Enough to balance a few servers, and few enough that messages about them cost little beside a step."""
 SLICE_BYTES = 8 << 20
-"""Of values and optimizer state. What is said and done about a slice in a step costs as much as adding up a quarter of
-that: smaller models have fewer slices."""
+"""Of values and optimizer state. The messages about a slice in a step cost as much as adding up a quarter of that, so
+smaller models have fewer slices."""
 
 
 @dataclass(frozen=True)
 class SliceShape:
-    """Some neighbouring tiles: their values are one stretch of the layout, with a gap where another type begins."""
+    """Neighbouring tiles. Their values are one stretch of the layout, with a gap where another dtype begins."""
 
     number: int
     tiles: range
     first_byte: int
     end_byte: int
     state_bytes: tuple[int, ...]
-    """Of the optimizer's state, by tile."""
+    """Bytes of the optimizer's state, by tile."""
     size_bytes: int
-    """Of the tiles and their state, without the gaps."""
+    """Bytes of the tiles and their state, without the gaps."""
 
     @property
     def value_bytes(self) -> int:
-        """Of the stretch."""
+        """Bytes of the stretch."""
         return self.end_byte - self.first_byte
 
 
@@ -56,8 +56,8 @@ def cut(layout: Layout, recipe: Recipe) -> list[SliceShape]:
 
 
 def parameter_stretch(layout: Layout, shape: SliceShape) -> tuple[int, Range]:
-    """The elements of all parameters together, and those of this slice, where all parameters have one type: (0, 0) for
-    a slice of buffers alone."""
+    """(number of elements of all parameters, range of the elements of this slice), if all parameters have one dtype.
+    The range is (0, 0) for a slice of buffers alone."""
     last = layout.tiles[layout.parameter_tiles - 1]
     size = last.offset_bytes // last.dtype.itemsize + last.numel
     first = shape.first_byte // last.dtype.itemsize

@@ -1,23 +1,16 @@
-"""Which server a row of a sparse table belongs to.
+"""The part of the tables that a row lies in: its number hashes to one of 1,024 buckets, and a part has a run of them.
 
-Rows fall into 1,024 fixed buckets by a hash of their number, and servers own buckets. Buckets rather than rendezvous
-over the rows themselves: the map is a list of 1,024 numbers that can be sent, versioned and changed one bucket at a
-time; loads differ by at most one bucket; and a new server takes its fair share of buckets and nothing else moves.
-The hash spreads consecutive and strided numbers alike: real row numbers are often multiples of something.
+The hash spreads consecutive and strided numbers alike: row numbers are often multiples of something.
 """
 
 from __future__ import annotations
-
-from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distbelief.errors import DistBeliefError
-
 BUCKETS = 1024
-_SHIFT = np.uint64(64 - 10)  # the top bits; a table's own map from rows to slots uses the low ones
+_SHIFT = np.uint64(64 - 10)  # the top bits; the hash table of RowSlots uses the low ones
 
 
 def mixed(numbers: NDArray[np.int64] | NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -37,7 +30,7 @@ def mixed(numbers: NDArray[np.int64] | NDArray[np.uint64]) -> NDArray[np.uint64]
 
 
 def bucket_of(rows: torch.Tensor) -> torch.Tensor:
-    """The bucket of every row: for whoever keeps a map from buckets to servers of its own.
+    """The bucket of every row.
 
     >>> bucket_of(torch.tensor([0, 1, 2, 1]))
     tensor([904, 580, 605, 580])
@@ -46,55 +39,13 @@ def bucket_of(rows: torch.Tensor) -> torch.Tensor:
 
 
 def buckets_of(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The same of arrays."""
+    """`bucket_of` for arrays."""
     return (mixed(rows) >> _SHIFT).astype(np.int64)
 
 
-@lru_cache(maxsize=64)
-def bucket_owners(servers: int) -> tuple[int, ...]:
-    """The server of every bucket. Server n takes one bucket at a time from whichever of 0 to n - 1 then has most.
-
-    >>> owners = bucket_owners(3)
-    >>> [owners.count(server) for server in range(3)]
-    [341, 342, 341]
-    >>> sum(a != b for a, b in zip(owners, bucket_owners(4)))
-    256
-    """
-    if not 1 <= servers <= BUCKETS:
-        raise DistBeliefError(
-            f"a sparse table cannot be divided among {servers} servers",
-            hint=f"a table has {BUCKETS} buckets of rows: use 1 to {BUCKETS} servers",
-        )
-    held = [list(range(BUCKETS))]
-    for _ in range(1, servers):
-        new: list[int] = []
-        while len(new) < BUCKETS // (len(held) + 1):
-            most = max(range(len(held)), key=lambda server: (len(held[server]), -server))
-            new.append(held[most].pop())
-        held.append(new)
-    owners = {bucket: server for server, buckets in enumerate(held) for bucket in buckets}
-    return tuple(owners[bucket] for bucket in range(BUCKETS))
-
-
-@lru_cache(maxsize=64)
-def _owner_array(servers: int) -> torch.Tensor:
-    return torch.tensor(bucket_owners(servers))
-
-
-def server_of(rows: torch.Tensor, servers: int) -> torch.Tensor:
-    """The number of the server, of so many, that every row belongs to.
-
-    >>> server_of(torch.tensor([0, 1, 2, 1]), 2)
-    tensor([1, 1, 1, 1])
-    >>> torch.bincount(server_of(torch.arange(100_000), 2)).tolist()
-    [50286, 49714]
-    """
-    return _owner_array(servers)[bucket_of(rows)]
-
-
 def parts_for(servers: int) -> int:
-    """As many as the run begins with servers, so that each has one. Two at least, for a second server to come; not
-    more, since every part takes part in every update, however few of its rows are its own.
+    """The number of parts: the number of servers that the run begins with, so that each has one, but at least two, for
+    a second server that is added later. More parts would cost time: every part takes part in every update.
 
     >>> parts_for(1), parts_for(3)
     (2, 3)
@@ -103,7 +54,7 @@ def parts_for(servers: int) -> int:
 
 
 def part_of(rows: NDArray[np.int64], parts: int) -> NDArray[np.int64]:
-    """The part of every row: a run of buckets each.
+    """The part of every row.
 
     >>> part_of(np.array([0, 1, 2, 1]), 8).tolist()
     [7, 4, 4, 4]

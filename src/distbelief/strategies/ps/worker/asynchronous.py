@@ -10,7 +10,6 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,6 +42,7 @@ from distbelief.strategies.ps.protocol.messages import (
     SetGate,
 )
 from distbelief.strategies.ps.rules.options import ParameterServerOptions
+from distbelief.strategies.ps.rules.pace import TimeSpent
 from distbelief.strategies.ps.tables.remote import ANY, RemoteTables
 from distbelief.strategies.ps.tables.rowgradients import RowGradients, added_rows
 from distbelief.strategies.ps.worker.exchange import ServerExchange
@@ -56,17 +56,6 @@ def free_slots(strategy: ParameterServerOptions) -> int:
     """How many times the memory for gradients a worker has. Batches that are pushed together need it twice; delay
     compensation has the values in the last one."""
     return (2 if strategy.adaptive else min(strategy.n_push, 2)) + (strategy.dc > 0)
-
-
-@dataclass
-class TimeSpent:
-    """Where a worker's time went, in seconds. What runs beside computing does not count."""
-
-    compute_s: float = 0.0
-    fetch_s: float = 0.0
-    push_s: float = 0.0
-    """With the question for the next update, of which there is one per push."""
-    updates: int = 0
 
 
 class AbortAtBoundaries:

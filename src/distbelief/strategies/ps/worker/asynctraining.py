@@ -5,53 +5,17 @@ the end of the run, which the members do in common.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from distbelief.control.messages import WorkerFinished
 from distbelief.job import Job
 from distbelief.strategies.base import Training
 from distbelief.strategies.ps.protocol.messages import AtGate, LeasedUpdate, NoLease
-from distbelief.strategies.ps.rules.pace import Pace, next_pace
-from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica, TimeSpent
+from distbelief.strategies.ps.rules.pace import PaceKeeper
+from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica
 
 SHORTEST_NAP_S = 0.001
 LONGEST_NAP_S = 0.02
-UNCOUNTED = 2
-"""The first updates open connections and map memory: they say nothing of the ones to come."""
-STRETCH = 8
-"""Updates, at least, from one look to the next; and as many that there are two fetches among them."""
-
-
-class PaceKeeper:
-    """
-    >>> segments, spent = PaceKeeper((1, 1)), TimeSpent()
-    >>> for update in range(20):
-    ...     spent = TimeSpent(spent.compute_s + 1.0, spent.fetch_s + 0.01, spent.push_s + 0.3, update + 1)
-    ...     pace = segments.look(spent)
-    >>> pace
-    (4, 1)
-    """
-
-    def __init__(self, pace: tuple[int, int]) -> None:
-        n_push, n_fetch = pace
-        self._pace = Pace(n_fetch, n_push)
-        self._since: TimeSpent | None = None
-
-    def look(self, spent: TimeSpent) -> tuple[int, int]:
-        """`spent`: since the generation began. Returns n_push and n_fetch from now on."""
-        since = self._since
-        if since is None:
-            if spent.updates >= UNCOUNTED:
-                self._since = replace(spent)
-        elif spent.updates - since.updates >= max(STRETCH, 2 * self._pace.n_fetch):
-            self._pace = next_pace(
-                self._pace,
-                spent.compute_s - since.compute_s,
-                spent.fetch_s - since.fetch_s,
-                spent.push_s - since.push_s,
-            )
-            self._since = replace(spent)
-        return self._pace.n_push, self._pace.n_fetch
 
 
 @dataclass

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -21,31 +19,15 @@ def marks_of(held: list[int]) -> NumberSet:
     return marks
 
 
-def applied_of(held: list[tuple[int, int]], gone: Iterable[int] = ()) -> AppliedChanges:
-    applied = AppliedChanges()
-    for source, sequence in held:
-        applied, _ = applied.add(source, sequence)
-    for source in gone:
-        applied = applied.forget(source)
-    return applied
-
-
 @settings(deadline=None)
 @given(numbers)
 def test_marks_are_the_set_in_its_shortest_form(held: list[int]) -> None:
     marks = marks_of(held)
     assert [number for number in range(-2, 35) if marks.holds(number)] == sorted(set(held))
     assert marks.count == len(set(held))
-    assert list(marks.gaps()) == [n for n in range(max(held, default=0)) if n not in held]
     edges = [0, marks.below, *(edge for stretch in marks.beyond for edge in stretch)]
     assert edges[1:] == sorted(set(edges[1:])), "no stretch is empty, and none touches the next"
     assert marks == marks_of(sorted(held)), "the order in which they came leaves no trace"
-
-
-@settings(deadline=None)
-@given(numbers, numbers)
-def test_merged_marks_are_the_union(one: list[int], other: list[int]) -> None:
-    assert marks_of(one).merge(marks_of(other)) == marks_of(one + other)
 
 
 @settings(deadline=None)
@@ -60,19 +42,6 @@ def test_every_name_is_new_exactly_once(sent: list[tuple[int, int]]) -> None:
         seen.add(name)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(applied), type=AppliedChanges) == applied
     assert msgspec.json.decode(msgspec.json.encode(applied), type=AppliedChanges) == applied
-
-
-@settings(deadline=None)
-@given(names, names, st.sets(st.integers(0, 3)), st.sets(st.integers(0, 3)))
-def test_merging_holds_what_either_holds(
-    one: list[tuple[int, int]], other: list[tuple[int, int]], left: set[int], away: set[int]
-) -> None:
-    a, b = applied_of(one, left), applied_of(other, away)
-    both = a.merge(b)
-    assert both == b.merge(a) == both.merge(a) == both.merge(both)
-    for source in range(5):
-        for sequence in range(14):
-            assert both.holds(source, sequence) == (a.holds(source, sequence) or b.holds(source, sequence))
 
 
 def test_streams_in_order_take_a_few_bytes() -> None:
@@ -94,17 +63,6 @@ def test_memory_grows_with_the_gaps_only() -> None:
     applied, _ = applied.add(0, 900)
     applied, _ = applied.add(0, 7)
     assert applied.sources[0] == NumberSet(2_000)
-
-
-def test_what_comes_in_the_name_of_one_who_left_is_a_repetition() -> None:
-    applied = applied_of([(4, 0), (5, 0)]).forget(4)
-    assert 4 not in applied.sources
-    assert applied.add(4, 0) == (applied, False)
-    assert applied.add(4, 1) == (applied, False)
-    assert applied.add(5, 1)[1]
-    for source in range(1_000):
-        applied = applied.forget(source)
-    assert applied == AppliedChanges(gone=NumberSet(1_000)), "a thousand clients that came and left"
 
 
 def test_a_negative_number_is_refused() -> None:
