@@ -18,7 +18,7 @@ import zmq
 from distbelief.control import messages as m
 from distbelief.control.credentials import Authority
 from distbelief.control.signatures import SIGNATURE_BYTES, Signer
-from distbelief.coordinator.rules.speakers import FROM_SERVERS, FROM_WORKERS
+from distbelief.coordinator.rules.authorization import FROM_SERVERS, FROM_WORKERS
 from distbelief.launch.manualworkers import SOCKET, short_path
 from distbelief.strategies.ps.protocol.frames import RUN_MESSAGES, Framed, pack
 from tests.fuzz.instances import instance

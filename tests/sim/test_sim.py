@@ -143,8 +143,7 @@ def test_not_waiting_for_a_member_that_leaves_is_noticed(monkeypatch: pytest.Mon
         state, more = regroup.regroup(gone, "leave", "it is asked to leave", now)
         return state, outputs + more
 
-    monkeypatch.setattr(faults, "release", hasty)
-    monkeypatch.setattr("distbelief.coordinator.rules.joining.release", hasty)
+    monkeypatch.setattr("distbelief.coordinator.rules.members.release", hasty)
     noticed("although generation", only=["scale", "leave"])
 
 

@@ -29,8 +29,8 @@ from distbelief.control.sockets import protect
 from distbelief.coordinator import traceparts
 from distbelief.coordinator.journal import Journal
 from distbelief.coordinator.rules import state as s
+from distbelief.coordinator.rules.authorization import FROM_SERVERS, FROM_WORKERS, is_introduced, may_send
 from distbelief.coordinator.rules.progress import REMEMBERED, Seen
-from distbelief.coordinator.rules.speakers import FROM_SERVERS, FROM_WORKERS, is_introduced, may_say
 from distbelief.errors import DistBeliefError
 
 DEFAULT_LISTEN = "tcp://127.0.0.1:*"
@@ -326,7 +326,7 @@ def _heard(verifier: Verifier, frames: list[bytes]) -> m.Event:
         event = m.decode_event(frames[1])
     except msgspec.MsgspecError:
         raise Refused(MALFORMED) from None
-    if not may_say(sender, event):
+    if not may_send(sender, event):
         raise Refused(WRONG_SENDER)
     return event
 

@@ -23,7 +23,7 @@ from distbelief.control.connectionlimit import ConnectionLimit
 from distbelief.control.credentials import Authority
 from distbelief.control.messages import SECRET_BYTES, EndRun, Serve, ServerBeat, ServerFailed, ServerReady, SliceCopied
 from distbelief.control.signatures import MALFORMED, OWNER, SERVER, UNSIGNED, WRONG_SENDER, Refusals, Refused, Sender
-from distbelief.coordinator.rules.servers.fleetstate import Fleet
+from distbelief.coordinator.rules.servers.fleet import Fleet
 from distbelief.coordinator.server import bind
 from distbelief.errors import DistBeliefError
 from distbelief.kv import supervisormessages as m

@@ -431,6 +431,11 @@ class Strategy(ABC):
         return 1
 
     @property
+    def work_unit(self) -> str:
+        """What people call a unit of the work that the members divide among themselves."""
+        return "shard"
+
+    @property
     def in_steps(self) -> bool:
         """Whether the members compute each step together. False: each takes whole batches, and nobody waits."""
         return True

@@ -17,7 +17,7 @@ from distbelief.control.credentials import Authority, Credential
 from distbelief.control.signatures import Signer
 from distbelief.control.sockets import dial
 from distbelief.coordinator import journal
-from distbelief.coordinator.rules.speakers import FROM_SERVERS, FROM_WORKERS
+from distbelief.coordinator.rules.authorization import FROM_SERVERS, FROM_WORKERS
 
 SECRET = bytes(range(m.SECRET_BYTES))
 AUTHORITY = Authority(SECRET)

@@ -204,7 +204,7 @@ def test_a_shard_that_kills_two_workers_ends_the_run_and_is_named() -> None:
     run.kill(2)
     entry = ended(run.feed(broken(0, 3, 1, 2)))
     assert entry["status"] == "failed"
-    assert "shard 1 of step 4 has killed 2 workers (1, 2): whoever computes it dies" in entry["reason"]
+    assert "shard 1 of step 4 has killed 2 workers (1, 2): every worker that computes it dies" in entry["reason"]
     assert (entry["failure"]["step"], entry["failure"]["shard"]) == (4, 1)
     assert "logs/worker-2.log" in entry["failure"]["hint"]
 

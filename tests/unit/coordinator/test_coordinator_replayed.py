@@ -7,7 +7,7 @@ import pytest
 
 from distbelief.control import messages as m
 from distbelief.coordinator.rules import state as s
-from distbelief.coordinator.rules.speakers import FROM_WORKERS
+from distbelief.coordinator.rules.authorization import FROM_WORKERS
 from tests.support.coordinator.play import CANARY, JOB, Run, failure, finished, heartbeat, report
 
 WHOLE_RUN: list[m.Event] = [

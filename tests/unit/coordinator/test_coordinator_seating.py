@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from distbelief.coordinator.rules.seating import seat
+from distbelief.coordinator.rules.generation import seat
 from distbelief.strategies.rules.degrees import Degrees, Wish, fit
 
 wishes = st.builds(

@@ -9,7 +9,7 @@ import pytest
 from distbelief.control import messages as m
 from distbelief.control.events import Event
 from distbelief.control.signatures import Sender
-from distbelief.coordinator.rules.speakers import FROM_SERVERS, FROM_WORKERS, is_introduced, may_say
+from distbelief.coordinator.rules.authorization import FROM_SERVERS, FROM_WORKERS, is_introduced, may_send
 
 OF_AGENTS = (m.EngineAttached("here"), m.WorkerExited(3, 0), m.ServerExited(3, 0))
 OF_OWNERS = (
@@ -27,12 +27,12 @@ SENDERS = [Sender(role, number) for role in ("owner", "agent", "worker", "server
 
 @pytest.mark.parametrize("event", OF_OWNERS)
 def test_what_only_owners_say(event: m.Event) -> None:
-    assert [sender.role for sender in SENDERS if may_say(sender, event)] == ["owner", "owner", "agent", "agent"]
+    assert [sender.role for sender in SENDERS if may_send(sender, event)] == ["owner", "owner", "agent", "agent"]
 
 
 @pytest.mark.parametrize("event", OF_AGENTS)
 def test_what_only_agents_of_this_start_say(event: m.Event) -> None:
-    assert [sender.role for sender in SENDERS if may_say(sender, event)] == ["agent", "agent"]
+    assert [sender.role for sender in SENDERS if may_send(sender, event)] == ["agent", "agent"]
 
 
 @pytest.mark.parametrize(
@@ -40,17 +40,17 @@ def test_what_only_agents_of_this_start_say(event: m.Event) -> None:
     [m.WorkerLeft(3, 1), m.WorkerJoined(3, "here", 1), m.Heartbeat(3, 1, 1, 0, m.Timing())],
 )
 def test_a_worker_speaks_for_itself(event: m.Event) -> None:
-    assert [sender for sender in SENDERS if may_say(sender, event)] == [("worker", 3)]
+    assert [sender for sender in SENDERS if may_send(sender, event)] == [("worker", 3)]
 
 
 def test_a_worker_leaves_by_itself_or_with_its_host() -> None:
-    may = [sender for sender in SENDERS if may_say(sender, m.LeaveRequested(3))]
+    may = [sender for sender in SENDERS if may_send(sender, m.LeaveRequested(3))]
     assert may == [("agent", 3), ("agent", 4), ("worker", 3)]
 
 
 @pytest.mark.parametrize("event", [m.ServerBeat(3, 1, 1), m.SliceCopied(3, 0, 1, 1)])
 def test_a_server_speaks_for_itself(event: m.Event) -> None:
-    assert [sender for sender in SENDERS if may_say(sender, event)] == [("server", 3)]
+    assert [sender for sender in SENDERS if may_send(sender, event)] == [("server", 3)]
 
 
 def test_no_event_is_forgotten() -> None:

@@ -1,19 +1,40 @@
-"""Workers die, freeze, leave or lose their connections, and the run goes on. Pure."""
+"""Workers fail, die, freeze or become unreachable, and connections break: what follows, so that the run goes on.
+
+How it works:
+- *A process ended.* Its agent reports the exit (`exited`). A signal counts at once. After an exit code the coordinator
+  waits briefly for the WorkerFailed that names the cause (REPORTED_GRACE_S, EXIT_GRACE_S): user errors end the run, all
+  else is a death. The others regroup without the dead worker, and a new worker is started (`_lost`). Too many deaths
+  without a committed step in between end the run.
+- *A worker is frozen.* detector.py says who, and how long it is waited for. A frozen worker is not dead: it may wake in
+  the middle of a write. So it is killed first (`_fence`), and only its exit brings the next generation.
+- *A worker cannot be killed*, because its host's agent is silent too. Where members share no memory a cut-off member
+  can do no harm: it is left out (estranged). If it is heard of again, it finds that its generation is over and joins
+  anew. In shared memory it must be killed, so the run waits.
+- *A host is silent* for hosts.LOST_S, or is reported lost: all its workers and servers are given up.
+- *A connection broke* and no death is reported within EXPLAINED_S: the same members start a new generation.
+- *A step was begun* by the generation before: the next one reports what it took over, and which shard each dead worker
+  was computing. A shard that killed two workers ends the run: it would kill every worker in turn.
+- *A part of a divided model is lost*: the members go back to an older state and report how far.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from distbelief.control import messages as m
-from distbelief.coordinator.rules import balance, cutoff, detector, explain
+from distbelief.coordinator.rules import balance, detector, explain, hosts
 from distbelief.coordinator.rules.ending import Result, fail, fail_without_culprit, record, say, with_worker
-from distbelief.coordinator.rules.hiring import MOST_FAILED_HIRES, hire
-from distbelief.coordinator.rules.regroup import regroup, release, start_when_complete
+from distbelief.coordinator.rules.generation import SHARING
+from distbelief.coordinator.rules.hosts import MOST_FAILED_HIRES, hire, launching
+from distbelief.coordinator.rules.progress import forget
+from distbelief.coordinator.rules.regroup import regroup, start_when_complete
+from distbelief.coordinator.rules.servers import lifecycle
 from distbelief.coordinator.rules.vocabulary import (
     ENGINE,
     EXIT_GRACE_S,
     REPORTED_GRACE_S,
     Output,
+    Reply,
     Report,
     Send,
     State,
@@ -22,15 +43,20 @@ from distbelief.coordinator.rules.vocabulary import (
 )
 
 LOOK_EVERY_S = 2.0
+"""How often load balance is looked at."""
 EXPLAINED_S = 1.0
-"""A connection that breaks is most often the first sign of a death: wait this long for the news of it."""
+"""A connection that breaks is most often the first sign of a death: wait this long for the report of it."""
 MOST_RETRIES = 10
+_SOURCES = {"snapshots": "snapshots in the memory of neighbours", "checkpoint": "a checkpoint"}
+
+
+# --- a process fails or ends -----------------------------------------------------------------------------------------
 
 
 def failed(state: State, event: m.WorkerFailed, now: float) -> Result:
     worker = state.workers.get(event.worker)
     if state.phase == "training" and not state.is_member(event.worker):
-        # The members do not need it: a newcomer that cannot load the job must not end a healthy run.
+        # The members do not need it: a new worker that cannot load the job must not end a healthy run.
         text = f"worker {event.worker} failed, but it is no member: {event.message}"
         goodbye = Send(event.worker, m.EndRun(state.epoch, "failed", text))
         if worker is None or worker.refused or worker.exited is not None:
@@ -48,8 +74,8 @@ def exited(state: State, event: m.WorkerExited, now: float) -> Result:
     if worker.exited is not None:
         return state, []
     known = event.worker in state.workers
-    if event.worker in state.guests:  # somebody's own worker, and it thought better of it
-        state = with_worker(state, replace(worker, exited=event.status))  # the engine will tell of it again
+    if event.worker in state.guests:  # started by hand, and ended before it joined: nobody counted on it
+        state = with_worker(state, replace(worker, exited=event.status))
         return replace(state, guests=state.guests - {event.worker}), []
     state = with_worker(state, replace(worker, exited=event.status))
     state = replace(state, hired={w: at for w, at in state.hired.items() if w != event.worker})
@@ -57,49 +83,49 @@ def exited(state: State, event: m.WorkerExited, now: float) -> Result:
         return state, []
     if worker.leaving and not state.is_member(event.worker):
         return state, []
-    if worker.leaving:  # gone before we heard that it had let go
+    if worker.leaving:  # its exit arrived before its WorkerLeft
         return regroup(state, "leave", f"{worker.name} has left", now)
     if state.phase == "training" and not state.is_member(event.worker):
         text = f"{worker.name}, which was no member, {explain.ending(event.status)}"
-        # The engine tells of it again; the next coordinator must not count it once more.
+        # Recorded, so that the next coordinator, which hears of the exit again, does not count it again.
         written = record(state, now, "exited", text, worker=event.worker, status=event.status)
         if known and worker.ready:
             state, outputs = hire(state, now)
             return state, [written, say(text, now), *outputs]
         return _after_failed_hire(state, text, now, [written])
-    if event.status < 0:  # a signal: there is no report of a cause to wait for
+    if event.status < 0:  # killed by a signal: no report of a cause will come
         return _lost(state, state.workers[event.worker], now)
     grace_s = REPORTED_GRACE_S if event.status == m.EXIT_REPORTED else EXIT_GRACE_S
     return replace(state, pending={**state.pending, event.worker: now + grace_s}), []
 
 
 def peer_died(state: State, event: m.PeerDied, now: float) -> Result:
-    """A member saw it before the engine could. Whatever of the process is left does not touch the shared memory."""
+    """A member saw another member's death before the agent could. The dead process no longer touches shared memory."""
     worker = state.workers.get(event.dead)
     if event.generation != state.generation or not state.is_member(event.dead) or worker is None or worker.gone:
         return state, []
     if worker.finished is not None or worker.leaving:
-        return state, []  # its process ends soon, one way or the other, and the engine tells how
+        return state, []  # its process ends soon in any case, and the agent reports how
     worker = replace(worker, exited=m.STATUS_UNKNOWN)
     return _lost(with_worker(state, worker), worker, now)
 
 
 def _after_failed_hire(state: State, text: str, now: float, outputs: list[Output]) -> Result:
-    """A new worker came to nothing. Try again, but not for ever."""
+    """A new worker ended before it was ready. Start another one, up to MOST_FAILED_HIRES in a row."""
     failed_hires = state.troubles.failed_hires + 1
     state = replace(state, troubles=replace(state.troubles, failed_hires=failed_hires))
     if failed_hires >= MOST_FAILED_HIRES:
         text += f"; after {failed_hires} such failures no more are started (distbelief scale tries again)"
     state, more = hire(state, now)
     outputs = [*outputs, say(text, now), *more]
-    if state.paused and state.phase == "training":  # nobody may be left to wait for
+    if state.paused and state.phase == "training":  # perhaps no worker is left to wait for
         state, more = regroup(state, "death", text, now)
         outputs += more
     return state, outputs
 
 
 def _lost(state: State, worker: Worker, now: float) -> Result:
-    """A member, or a worker that was to become one, is gone without a reported cause."""
+    """A member, or a worker that was to become one, died without a reported cause."""
     assert worker.exited is not None
     state = replace(state, pending={w: until for w, until in state.pending.items() if w != worker.number})
     losses = state.troubles.losses + 1
@@ -116,7 +142,7 @@ def _lost(state: State, worker: Worker, now: float) -> Result:
     outputs: list[Output] = [record(state, now, "lost", ended, worker=worker.number, status=worker.exited)]
     if state.phase == "gathering":
         outputs.append(say(f"{ended} before the run had started; another one is started", now))
-        if state.reference:  # the others may have been ready all the time that the cause of this exit was waited for
+        if state.reference:  # the start may only have waited for this exit's cause
             state, more = start_when_complete(state, now)
             outputs += more
     else:
@@ -128,7 +154,7 @@ def _lost(state: State, worker: Worker, now: float) -> Result:
 
 
 def outstanding(state: State, now: float) -> Result:
-    """What follows from decisions that are on record and was not carried out: a coordinator died in between."""
+    """Carry out what follows from recorded decisions and was not done, because a coordinator died in between."""
     if state.pending or state.phase == "ended":
         return state, []
     outputs: list[Output] = []
@@ -139,78 +165,7 @@ def outstanding(state: State, now: float) -> Result:
     return state, outputs + more
 
 
-def taken_over(state: State, event: m.StepTakenOver, now: float) -> Result:
-    """The members of a new generation found a step begun. A shard that kills whoever computes it must not go round."""
-    if event.generation <= state.taken_over:
-        return state, []
-    killers = dict(state.troubles.killers)
-    for one in event.broken:
-        before = killers.get((one.step, one.shard), ())
-        if one.worker not in before:
-            killers[one.step, one.shard] = (*before, one.worker)
-    line = {"kind": "recovery", "generation": event.generation, "step": event.step, "recomputed": event.recomputed}
-    state = replace(state, taken_over=event.generation, troubles=replace(state.troubles, killers=killers))
-    for (step, shard), workers in killers.items():
-        if len(workers) > 1:
-            which = f"step {step}" if state.config.stride == 1 else f"the steps from {step} on"
-            message = (
-                f"shard {shard} of {which} has killed {len(workers)} workers "
-                f"({', '.join(map(str, workers))}): whoever computes it dies"
-            )
-            hint = f"look at the samples of that shard, and in logs/worker-{workers[-1]}.log"
-            failure = m.WorkerFailed(workers[-1], "", "exit", message, hint, step=step, shard=shard)
-            return fail(state, failure, now)
-    outputs: list[Output] = [Report({**line, "at": now})]
-    if state.config.stride > 1 and event.recomputed and state.reference:
-        outputs.append(say(_back_to_outer_step(event, state.reference.job.shards), now))
-    return state, outputs
-
-
-def _back_to_outer_step(event: m.StepTakenOver, replicas: int) -> str:
-    again = f"{event.recomputed} of {replicas} replica{'s' if replicas > 1 else ''}"
-    return f"goes back to the last outer step, after step {event.step}: {again} computed again from there"
-
-
-def collective_failed(state: State, event: m.CollectiveFailed, now: float) -> Result:
-    if event.generation != state.generation or not state.is_member(event.worker):
-        return state, []
-    if state.troubles.broken_at is None:
-        what = f"worker {event.worker}: {event.message}"
-        state = replace(state, troubles=replace(state.troubles, broken_at=now, broken=what))
-    return state, []
-
-
-def leave_requested(state: State, event: m.LeaveRequested, now: float) -> Result:
-    worker = state.workers.get(event.worker)
-    if worker is None or worker.gone or worker.leaving or state.saves.stopping:
-        return state, []  # a batch system tells everybody to go: those who save are needed until the end
-    target = max(state.target - 1, state.config.min_workers)
-    text = f"{worker.name} was asked to go, and leaves after the present step"
-    state = replace(state, target=target)
-    outputs: list[Output] = [record(state, now, "leaves", text, worker=worker.number, target=target), say(text, now)]
-    state, more = release(state, worker, now)
-    outputs += more
-    if state.phase == "gathering" and state.reference:  # it may have been the last one that was waited for
-        state, more = start_when_complete(state, now)
-        outputs += more
-    state, more = hire(state, now)
-    return state, outputs + more
-
-
-def left(state: State, event: m.WorkerLeft, now: float) -> Result:
-    """It has let go of the generation: the others go on without it, and it may end."""
-    worker = state.workers.get(event.worker)
-    if worker is None or worker.exited is not None or event.generation < state.generation:
-        return state, []
-    goodbye = Send(event.worker, m.EndRun(state.epoch, "left", "it has handed its work over"))
-    if worker.left:
-        return state, [goodbye]
-    state = with_worker(state, replace(worker, left=True, leaving=True))
-    state, outputs = regroup(state, "leave", f"{worker.name} has left", now)
-    return state, [*outputs, goodbye]
-
-
-# --- time passes -----------------------------------------------------------------------------------------------------
+# --- time passes: frozen workers, broken connections, silent hosts ---------------------------------------------------
 
 
 def ticked(state: State, event: Ticked, now: float) -> Result:
@@ -218,7 +173,7 @@ def ticked(state: State, event: Ticked, now: float) -> Result:
     overdue = [(until, worker) for worker, until in state.pending.items() if until <= now]
     if overdue:
         return _lost(state, state.workers[min(overdue)[1]], now)
-    state, outputs = cutoff.ticked(state, now)
+    state, outputs = _give_up_silent(state, now)
     if outputs:
         return state, outputs
     if state.phase == "gathering":
@@ -245,22 +200,13 @@ def _gathering_too_long(state: State, now: float) -> Result:
     return fail_without_culprit(state, "timeout", message, hint, now)
 
 
-def _try_again(state: State, now: float) -> Result:
-    retries = state.troubles.retries + 1
-    state = replace(state, troubles=replace(state.troubles, broken_at=None, retries=retries))
-    if retries > MOST_RETRIES:
-        message = f"connections between members broke {retries} times in a row: {state.troubles.broken}"
-        return fail_without_culprit(state, "network", message, "see the workers' logs; is the network up?", now)
-    return regroup(state, "broken", f"{state.troubles.broken}; all are alive, and meet again", now)
-
-
 def _fence(state: State, suspects: list[detector.Suspect], now: float) -> Result:
-    """Frozen, not dead: it may wake in the middle of a write. So it is killed first; its exit brings the change."""
+    """Kill frozen workers. The generation changes when their exits are reported, not before."""
     outputs: list[Output] = []
     for one in suspects:
         worker = replace(state.workers[one.worker], fenced=True)
-        if cutoff.is_out_of_reach(state, worker, now):
-            state, more = cutoff.estrange(state, {one.worker: one.reason}, now)
+        if _is_unreachable(state, worker, now):
+            state, more = _estrange(state, {one.worker: one.reason}, now)
             outputs += more
             continue
         state = with_worker(state, worker)
@@ -271,7 +217,7 @@ def _fence(state: State, suspects: list[detector.Suspect], now: float) -> Result
 
 
 def _look(state: State, now: float) -> Result:
-    """Would the step be shorter with the shards divided otherwise?"""
+    """Regroup with another assignment if that makes steps shorter (balance.py)."""
     if not state.config.balances or state.paused or state.finished:
         return state, []
     ranges = [member.shards for member in state.members]
@@ -281,3 +227,200 @@ def _look(state: State, now: float) -> Result:
     if better is None:
         return state, []
     return regroup(state, "balance", balance.explain(ranges, better, members, state.speeds), now, better)
+
+
+def collective_failed(state: State, event: m.CollectiveFailed, now: float) -> Result:
+    if event.generation != state.generation or not state.is_member(event.worker):
+        return state, []
+    if state.troubles.broken_at is None:
+        what = f"worker {event.worker}: {event.message}"
+        state = replace(state, troubles=replace(state.troubles, broken_at=now, broken=what))
+    return state, []
+
+
+def _try_again(state: State, now: float) -> Result:
+    retries = state.troubles.retries + 1
+    state = replace(state, troubles=replace(state.troubles, broken_at=None, retries=retries))
+    if retries > MOST_RETRIES:
+        message = f"connections between members broke {retries} times in a row: {state.troubles.broken}"
+        return fail_without_culprit(state, "network", message, "see the workers' logs; is the network up?", now)
+    return regroup(state, "broken", f"{state.troubles.broken}; all are alive, and meet again", now)
+
+
+# --- workers that cannot be killed, and hosts that are lost ----------------------------------------------------------
+
+
+def _is_unreachable(state: State, worker: Worker, now: float) -> bool:
+    """Whether the worker shares no memory with others and its host's agent, which could kill it, is silent.
+
+    A coordinator that has just started does not know its hosts yet: then no worker counts as unreachable.
+    """
+    apart = state.start is not None and state.start.transport not in SHARING
+    return apart and bool(state.hosts) and hosts.is_silent(state.hosts, worker.host, now)
+
+
+def _estrange(state: State, workers: dict[int, str], now: float) -> Result:
+    """Go on without these workers. `workers`: number -> reason."""
+    outputs: list[Output] = []
+    for number, reason in workers.items():
+        worker = state.workers[number]
+        state = with_worker(state, replace(worker, fenced=False, estranged=True))
+        outputs.append(record(state, now, "estranged", reason, worker=number))
+    members = [state.workers[number].name for number in workers if state.is_member(number)]
+    if not members:
+        return state, outputs
+    verb = "does" if len(members) == 1 else "do"
+    state, more = regroup(state, "cut", f"{', '.join(members)} {verb} not answer", now)
+    return state, outputs + more
+
+
+def returned(state: State, worker: Worker, now: float) -> Result:
+    """An estranged worker is heard of again."""
+    state = with_worker(state, replace(worker, estranged=False, finished=None))
+    if state.phase == "gathering":
+        return start_when_complete(state, now)
+    return regroup(state, "join", f"{worker.name} is back", now)
+
+
+def host_lost(state: State, event: m.HostLost, now: float) -> Result:
+    """A host is reported lost. If its workers are alive all the same, they are taken back when they are heard of."""
+    answer = Reply(m.Answer(state.epoch, True, "heard"))
+    known = {*state.hosts, *state.placed.values(), *(worker.host for worker in state.workers.values())}
+    known |= {*state.fleet.placed.values(), *(one.host for one in state.fleet.there.values())}
+    if event.host not in known or (state.start is not None and state.start.transport in SHARING):
+        return state, [answer]
+    reason = f"the host {event.host} is lost: {event.reason}"
+    state, outputs, there = _without_host(state, event.host, reason, now)
+    for server in [one.number for one in state.fleet.there.values() if one.host == event.host]:
+        state, more = _without_server(state, server, now)
+        outputs += more
+    if state.phase != "ended":
+        state, more = _estrange(state, dict.fromkeys(there, reason), now)
+        outputs += more
+    return state, [*outputs, answer]
+
+
+def _give_up_silent(state: State, now: float) -> Result:
+    """Give up hosts that were silent for hosts.LOST_S, with their workers, and frozen members that cannot be killed.
+
+    The launching process's host is never given up: a user may stop that process for a while, which hurts only workers
+    that want shared memory from it; and the coordinator ends with that process.
+    """
+    outputs: list[Output] = []
+    cut: dict[int, str] = {}
+    awake_s = state.pulse.awake_s(now)
+    gone = {*hosts.lost(state.hosts, now, awake_s), *hosts.never_heard(state, now)} - {launching(state)}
+    for name in sorted(gone):
+        reason = f"the host {name} has not been heard of for {hosts.LOST_S:.0f} s"
+        state, more, there = _without_host(state, name, reason, now)
+        outputs += more
+        # Members are judged by their own heartbeats, below. Other workers come back with their next heartbeat.
+        cut |= {worker: reason for worker in there if not state.is_member(worker)}
+    for one in list(state.fleet.there.values()) if state.hosts else ():  # servers, too, by their own heartbeats
+        if one.host not in state.hosts and min(now - one.heard_at, awake_s) > hosts.LOST_S:
+            state, more = _without_server(state, one.number, now)
+            outputs += more
+    if state.phase == "ended":
+        return state, outputs
+    mute = {member.host for member in state.members} - {
+        name for name in state.hosts if not hosts.is_silent(state.hosts, name, now)
+    }
+    for member in state.members if mute else ():
+        worker = state.workers[member.worker]
+        given_up = worker.fenced or state.pulse.silent_s(worker.number, now) > hosts.LOST_S
+        if given_up and not worker.gone and _is_unreachable(state, worker, now):
+            cut[worker.number] = f"{worker.name} does not answer, nor does the agent of its host"
+    if not cut:
+        return state, outputs
+    state, more = _estrange(state, cut, now)
+    return state, outputs + more
+
+
+def _without_host(state: State, name: str, reason: str, now: float) -> tuple[State, list[Output], list[int]]:
+    """Expect nothing of that host any more. The list holds the workers that ran there."""
+    state, outputs = hosts.forgotten(state, name, reason, now)
+    outputs.insert(0, say(reason, now))
+    there = [worker.number for worker in state.workers.values() if worker.host == name and not worker.gone]
+    return state, outputs, there
+
+
+def _without_server(state: State, server: int, now: float) -> Result:
+    """Treat the server as dead. If it is alive, its next heartbeat is answered with EndRun."""
+    if state.phase == "ended":
+        return state, []
+    return lifecycle.exited(state, m.ServerExited(server, m.STATUS_UNKNOWN), now)
+
+
+# --- what a new generation found -------------------------------------------------------------------------------------
+
+
+def taken_over(state: State, event: m.StepTakenOver, now: float) -> Result:
+    """The members of a new generation found a step begun. A shard that killed two workers ends the run."""
+    if event.generation <= state.taken_over:
+        return state, []
+    killers = dict(state.troubles.killers)
+    for one in event.broken:
+        before = killers.get((one.step, one.shard), ())
+        if one.worker not in before:
+            killers[one.step, one.shard] = (*before, one.worker)
+    line = {"kind": "recovery", "generation": event.generation, "step": event.step, "recomputed": event.recomputed}
+    state = replace(state, taken_over=event.generation, troubles=replace(state.troubles, killers=killers))
+    for (step, shard), workers in killers.items():
+        if len(workers) > 1:
+            which = f"step {step}" if state.config.stride == 1 else f"the steps from {step} on"
+            message = (
+                f"shard {shard} of {which} has killed {len(workers)} workers "
+                f"({', '.join(map(str, workers))}): every worker that computes it dies"
+            )
+            hint = f"look at the samples of that shard, and in logs/worker-{workers[-1]}.log"
+            failure = m.WorkerFailed(workers[-1], "", "exit", message, hint, step=step, shard=shard)
+            return fail(state, failure, now)
+    outputs: list[Output] = [Report({**line, "at": now})]
+    if state.config.stride > 1 and event.recomputed and state.reference:
+        outputs.append(say(_back_to_outer_step(event, state.reference.job.shards), now))
+    return state, outputs
+
+
+def _back_to_outer_step(event: m.StepTakenOver, replicas: int) -> str:
+    again = f"{event.recomputed} of {replicas} replica{'s' if replicas > 1 else ''}"
+    return f"goes back to the last outer step, after step {event.step}: {again} computed again from there"
+
+
+def rolled_back(state: State, event: m.RolledBack, now: float) -> Result:
+    """The only holder of a part of a divided model died: the members go back to the newest state that is whole.
+
+    The steps since then are executed again. Results are equal only up to rounding, so those steps are reported anew.
+    """
+    if event.generation <= state.rolled_back:
+        return state, []  # repeated to a coordinator that has taken over
+    # It counts even if its generation is over by now: the next generation went on from the state that it went back to.
+    again = max(event.reached - event.step, 0)
+    saves = replace(state.saves, open={})
+    if event.source == "checkpoint":  # if it is not the newest, the newer ones were found damaged
+        saves = replace(saves, sealed=min(saves.sealed, event.step), sealed_at=now)
+    state = replace(
+        state,
+        rolled_back=event.generation,
+        reexecuted=state.reexecuted + again,
+        progress=forget(state.progress, event.step, event.reached),
+        saves=saves,
+    )
+    where = _SOURCES.get(event.source, event.source)
+    steps = "1 step is" if again == 1 else f"{again} steps are"
+    text = f"goes back from step {event.reached} to {event.step} ({where}): {steps} executed again"
+    facts = {"generation": event.generation, "step": event.step, "reached": event.reached, "source": event.source}
+    return state, [
+        record(state, now, "rolled_back", text, **facts),
+        Report({"kind": "rollback", **facts, "at": now}),
+        say(text, now),
+    ]
+
+
+def plan_shown(state: State, event: m.PlanShown, now: float) -> Result:
+    """Report how the model is divided, unless the generation before had the same plan."""
+    if event.generation != state.generation or tuple(event.lines) == state.plan:
+        return state, []
+    state = replace(state, plan=tuple(event.lines))
+    reason = f"the plan of generation {event.generation}"
+    written = record(state, now, "plan", reason, generation=event.generation, lines=event.lines)
+    return state, [written, *(say(line, now) for line in event.lines)]

@@ -14,9 +14,10 @@ from dataclasses import replace
 import msgspec
 
 from distbelief.control import messages as m
-from distbelief.coordinator.rules import balance, explain, membership
+from distbelief.coordinator.rules import balance, explain
 from distbelief.coordinator.rules.ending import Result, fail_without_culprit, record, say, with_worker
-from distbelief.coordinator.rules.hiring import MOST_FAILED_HIRES
+from distbelief.coordinator.rules.generation import plan_members, plan_mesh
+from distbelief.coordinator.rules.hosts import MOST_FAILED_HIRES
 from distbelief.coordinator.rules.servers import mapping
 from distbelief.coordinator.rules.vocabulary import Output, Send, State, Troubles, Worker
 from distbelief.shards import Range
@@ -76,9 +77,9 @@ def _start(
     if problem:
         return fail_without_culprit(state, "job", problem, "", now)
     if state.config.wish:
-        plan = membership.plan_mesh(state, shards, candidates)
+        plan = plan_mesh(state, shards, candidates)
     else:
-        plan = membership.plan(state.config, shards, candidates, ranges or _ranges(state, shards, candidates))
+        plan = plan_members(state.config, shards, candidates, ranges or _ranges(state, shards, candidates))
     if plan.problem:
         return fail_without_culprit(state, "job", plan.problem, 'use transport "auto" or "gloo"', now)
     past = list(state.start.past) if state.start else []

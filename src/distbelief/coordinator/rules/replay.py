@@ -15,10 +15,9 @@ import msgspec
 
 from distbelief.control import messages as m
 from distbelief.coordinator.rules.ending import with_worker
-from distbelief.coordinator.rules.hosts import Offer
-from distbelief.coordinator.rules.servers.fleetstate import Fleet, ServerProcess
+from distbelief.coordinator.rules.servers.fleet import Fleet, ServerProcess, retargeted
 from distbelief.coordinator.rules.servers.roles import Placement
-from distbelief.coordinator.rules.vocabulary import State, Worker
+from distbelief.coordinator.rules.vocabulary import Offer, State, Worker
 
 Entry = Mapping[str, Any]
 
@@ -89,7 +88,7 @@ def replay(state: State, entry: Entry, now: float) -> State:
             left = {server: at for server, at in fleet.lost_at.items() if server != entry["server"]}
             return replace(state, fleet=replace(fleet, lost_at=left, pauses=(*fleet.pauses, entry["pause_s"])))
         case "servers_scaled":
-            return replace(state, fleet=state.fleet.aiming_at(entry["target"], entry["dropped"]))
+            return replace(state, fleet=retargeted(state.fleet, entry["target"], entry["dropped"]))
         case "resumed":
             return _resumed(state, entry, now)
         case "ended":

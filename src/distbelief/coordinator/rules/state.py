@@ -1,30 +1,39 @@
-"""The coordinator's decisions: step(state, event, now) -> (state, outputs).
-
-The rules of these files (joining, regroup, faults, ending, and this one with the table):
-- They are pure: no socket, clock, thread, randomness or torch. Time comes in as `now`; whoever calls performs the
-  outputs.
-- Which event means what in which phase is the table `TRANSITIONS` at the end. An event that is not in the table for a
-  phase raises ProtocolError and changes nothing; late and repeated messages are expected and are ignored on purpose.
-- Outputs are performed in order. A decision is a Record with a reason, and comes before the Sends that carry it out.
-- A message may be lost. So a worker that does not know the present generation, or a later coordinator, is told again
-  whenever it is heard of; and an engine says again and again which workers run.
+"""The coordinator's state machine: step(state, event, now) -> (state, outputs).
 
 Phases: gathering (workers join and load the job) -> training (generations of members) -> ended.
+
+The rules of all files in this folder:
+- They are pure: no socket, clock, thread, randomness or torch. Time comes in as `now`; the caller performs the outputs.
+- The table `TRANSITIONS` at the end says which function handles which event in which phase. An event that is not in the
+  table raises ProtocolError and changes nothing; late and repeated messages are expected and ignored on purpose.
+- Outputs are performed in order. A decision is a Record with a reason, and comes before the Sends that carry it out.
+- A message may be lost. A worker whose heartbeat names an old generation, or an earlier coordinator, is told again; and
+  agents repeat once a second which processes run.
+
+Where to find what:
+- members.py: workers join, are refused, become spares, are scaled, leave. hosts.py: on which host they are started.
+- regroup.py: a new generation; generation.py: its seats; assignment.py and balance.py: its shards.
+- faults.py: deaths, broken connections, lost hosts. detector.py: how long a frozen worker is waited for.
+- servers/: parameter servers. saving.py: checkpoints. ending.py: results and failures. progress.py: metrics lines.
+- replay.py: the state after a restart, from the journal. explain.py: texts for people. authorization.py: who may send
+  what.
+- vocabulary.py: the values State, RunConfig, Worker, and the outputs.
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from distbelief.control import messages as m
-from distbelief.coordinator.rules import cutoff, facts, faults, hosting, joining, rollback, saving
+from distbelief.coordinator.rules import faults, hosts, members, saving
 from distbelief.coordinator.rules.ending import Result, end, fail
 from distbelief.coordinator.rules.progress import Seen, absorb
 from distbelief.coordinator.rules.regroup import committed
 from distbelief.coordinator.rules.replay import replay
-from distbelief.coordinator.rules.servers import fleet, fleetsize, pacing, serverpauses
+from distbelief.coordinator.rules.servers import fleet, lifecycle
 from distbelief.coordinator.rules.vocabulary import (
     ENGINE,
     EVERYBODY,
@@ -44,6 +53,7 @@ from distbelief.coordinator.rules.vocabulary import (
     Ticked,
     Worker,
 )
+from distbelief.version import __version__
 
 __all__ = [
     "ENGINE",
@@ -69,7 +79,7 @@ __all__ = [
 
 
 def begin(config: RunConfig, epoch: int, now: float) -> State:
-    """A run that has nobody yet; the launching process starts the first workers by itself, if it starts any."""
+    """A run without any process yet. The launching process starts the first workers by itself, if it starts any."""
     workers = config.workers
     local = workers if config.local_workers < 0 else min(config.local_workers, workers)
     servers = fleet.begun(config.servers, now, local=config.local_servers if local else 0)
@@ -93,8 +103,10 @@ def resume(
     steps: Seen | None = None,
     evaluations: Seen | None = None,
 ) -> State:
-    """The run as its journal tells it, and what its metrics file has of steps and evaluations. Whoever is alive says so
-    soon."""
+    """The state of a run from its journal's records and from the steps and evaluations in its metrics file.
+
+    Processes that are alive report soon.
+    """
     state = begin(config, epoch, now)
     for entry in records:
         state = replay(state, entry, now)
@@ -104,7 +116,7 @@ def resume(
 
 
 def step(state: State, event: Input, now: float) -> Result:
-    """One event in; the new state and what to do about it out. Raises ProtocolError for an event out of place."""
+    """The new state, and what to do. Raises ProtocolError for an event that makes no sense in this state."""
     handler = TRANSITIONS[state.phase].get(type(event))
     if handler is None:
         raise ProtocolError(f"{type(event).__name__} makes no sense while {state.phase}: {event}")
@@ -116,20 +128,20 @@ def _ignored(state: State, event: object, now: float) -> Result:
 
 
 def _attached(state: State, event: m.EngineAttached, now: float) -> Result:
-    """What an engine tells again and again includes the exits: whichever of them was missed is heard now."""
-    state, outputs = hosting.attached(state, event, now)
+    """An agent reports. Its report includes all exits, so an exit that was missed is handled now."""
+    state, outputs = hosts.attached(state, event, now)
     for worker, status in event.exited.items():
         known = state.workers.get(worker)
         if (known is None or known.exited is None) and state.phase != "ended":
             state, more = faults.exited(state, m.WorkerExited(worker, status), now)
             outputs += more
-    state, more = faults.outstanding(state, now)  # who is missing is started before the run grows
+    state, more = faults.outstanding(state, now)  # missing workers are started before the run grows
     outputs += more
-    state, more = hosting.grown(state, event.host, now)
+    state, more = hosts.grown(state, event.host, now)
     outputs += more
-    state, more = fleet.attached(state, event, now)
+    state, more = lifecycle.attached(state, event, now)
     outputs += more
-    state, more = fleetsize.kept(state, now)
+    state, more = lifecycle.maintained(state, now)
     return state, outputs + more
 
 
@@ -141,26 +153,26 @@ def _heartbeat(state: State, event: m.Heartbeat, now: float) -> Result:
     if worker is None or not worker.ready or event.epoch < state.epoch:
         return state, [_introduce(state)] if worker is None or worker.exited is None else []
     if worker.estranged:
-        return cutoff.returned(state, worker, now)
+        return faults.returned(state, worker, now)
     if event.generation != state.generation or not state.is_member(event.worker):
         state = replace(state, pulse=state.pulse.alive(event.worker, now))
-        return state, [*fleet.told_worker(state, event), *_told_again(state, worker, event.generation)]
+        return state, [*lifecycle.told_worker(state, event), *_told_again(state, worker, event.generation)]
     before = state.progress.reported
     progress, lines = absorb(state.progress, state.members, event, now, exact=state.config.exact)
     pulse = state.pulse.heard(event.worker, event.step, event.waiting, now)
     if progress.reported is not before:
         pulse = pulse.committed([report.at for report in event.reports], now)
-        if any(report.step >= progress.redone for report in event.reports):  # else it is where it was before
-            state = fleet.committed(committed(state))
+        if any(report.step >= progress.redone for report in event.reports):  # else a lost step was only repeated
+            state = lifecycle.committed(committed(state))
     speeds = state.speeds.observe(event.worker, event.timing, now)
     state = replace(state, progress=progress, pulse=pulse, speeds=speeds)
     outputs: list[Output] = [Report(line) for line in lines]
-    state, paused = serverpauses.applied(state, event.reports, now)
-    state, more = pacing.heard(state, event, now)
-    outputs += [*paused, *more, *fleet.told_worker(state, event)]
+    state, pauses = lifecycle.applied(state, event.reports, now)
+    state, more = lifecycle.paced(state, event, now)
+    outputs += [*pauses, *more, *lifecycle.told_worker(state, event)]
     if worker.leaving:
         outputs += _told_again(state, worker, event.generation)
-    elif event.finished and worker.finished is None:  # that it has finished was not heard
+    elif event.finished and worker.finished is None:  # its WorkerFinished was lost
         outputs.append(_introduce(state))
     return state, outputs
 
@@ -170,7 +182,7 @@ def _introduce(state: State) -> Reply:
 
 
 def _told_again(state: State, worker: Worker, generation: int) -> list[Output]:
-    """It does not know the present generation, or that it is to go: what it was told may be lost."""
+    """Repeat the last command to a worker that does not know the present generation, or that it is to leave."""
     if worker.left:
         return [Reply(m.EndRun(state.epoch, "left", "it has handed its work over"))]
     if worker.leaving and state.is_member(worker.number):
@@ -197,7 +209,7 @@ def _finished(state: State, event: m.WorkerFinished, now: float) -> Result:
 
 def _ticked(state: State, event: Ticked, now: float) -> Result:
     state, outputs = faults.ticked(state, event, now)
-    state, more = fleet.ticked(state, now)
+    state, more = lifecycle.ticked(state, now)
     outputs += more
     if state.phase != "training":
         return state, outputs
@@ -225,7 +237,7 @@ def _too_late(state: State, event: object, now: float) -> Result:
 
 
 def _over(state: State, event: m.EngineAttached, now: float) -> Result:
-    """Only after a restart is there anybody left to attach: the end was decided, but perhaps nobody was told."""
+    """An agent reports after the end, which happens only after a restart: the end was recorded but perhaps not sent."""
     assert state.outcome is not None
     status: Any = state.outcome.status
     return state, [Reply(state.outcome), Exit(status)]
@@ -235,6 +247,27 @@ def _refused(state: State, event: object, now: float) -> Result:
     return state, [Reply(m.Answer(state.epoch, False, "the run is over"))]
 
 
+# --- questions from outside ------------------------------------------------------------------------------------------
+
+_SOFTWARE = {"distbelief": __version__, "python": platform.python_version()}
+
+
+def _facts_asked(state: State, event: m.FactsAsked, now: float) -> Result:
+    """An outside process (doctor) compares a host with the run. The run does not change."""
+    answer = m.RunFacts(
+        epoch=state.epoch,
+        number=event.number,
+        now=now,
+        phase=state.phase,
+        strategy=state.config.strategy,
+        step=state.progress.reported.complete,
+        members={worker.number: worker.host for worker in state.workers.values() if worker.counts},
+        software=_SOFTWARE,
+        facts=state.reference.canary.facts if state.reference else {},
+    )
+    return state, [Reply(answer)]
+
+
 # --- the table -------------------------------------------------------------------------------------------------------
 
 Handler = Callable[[State, Any, float], Result]
@@ -242,51 +275,51 @@ Handler = Callable[[State, Any, float], Result]
 TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
     "gathering": {
         m.EngineAttached: _attached,
-        m.WorkerJoined: joining.joined,
-        m.WorkerReady: joining.ready,
+        m.WorkerJoined: members.joined,
+        m.WorkerReady: members.ready,
         m.Heartbeat: _heartbeat,
         m.WorkerFailed: fail,
         m.WorkerExited: faults.exited,
-        m.LeaveRequested: faults.leave_requested,
-        m.WorkerLeft: faults.left,
-        m.TracePart: _ignored,  # nothing is decided by it
-        m.JoinRequested: joining.admitted,
-        m.HostOffered: hosting.offered,
-        m.HostLost: cutoff.lost,
-        m.ScaleRequested: joining.scaled,
-        m.ServersRequested: fleetsize.scaled,
-        m.FactsAsked: facts.told,
+        m.LeaveRequested: members.leave_requested,
+        m.WorkerLeft: members.left,
+        m.TracePart: _ignored,  # the server stores it
+        m.JoinRequested: members.admitted,
+        m.HostOffered: hosts.offered,
+        m.HostLost: faults.host_lost,
+        m.ScaleRequested: members.scaled,
+        m.ServersRequested: lifecycle.scaled,
+        m.FactsAsked: _facts_asked,
         m.StopRequested: _stopped,
         m.CheckpointRequested: saving.requested,
-        m.ServerReady: fleet.ready,
-        m.ServerBeat: fleet.beat,
-        m.ServerFailed: fleet.failed,
-        m.ServerExited: fleet.exited,
+        m.ServerReady: lifecycle.ready,
+        m.ServerBeat: lifecycle.beat,
+        m.ServerFailed: lifecycle.failed,
+        m.ServerExited: lifecycle.exited,
         Ticked: faults.ticked,
         CoordinatorFailed: _broken,
     },
     "training": {
         m.EngineAttached: _attached,
-        m.WorkerJoined: joining.joined,
-        m.WorkerReady: joining.ready,
+        m.WorkerJoined: members.joined,
+        m.WorkerReady: members.ready,
         m.Heartbeat: _heartbeat,
         m.StepTakenOver: faults.taken_over,
-        m.RolledBack: rollback.rolled_back,
-        m.PlanShown: rollback.plan_shown,
+        m.RolledBack: faults.rolled_back,
+        m.PlanShown: faults.plan_shown,
         m.PeerDied: faults.peer_died,
         m.CollectiveFailed: faults.collective_failed,
         m.WorkerFinished: _finished,
         m.WorkerFailed: faults.failed,
         m.WorkerExited: faults.exited,
-        m.LeaveRequested: faults.leave_requested,
-        m.WorkerLeft: faults.left,
-        m.TracePart: _ignored,  # nothing is decided by it
-        m.JoinRequested: joining.admitted,
-        m.HostOffered: hosting.offered,
-        m.HostLost: cutoff.lost,
-        m.ScaleRequested: joining.scaled,
-        m.ServersRequested: fleetsize.scaled,
-        m.FactsAsked: facts.told,
+        m.LeaveRequested: members.leave_requested,
+        m.WorkerLeft: members.left,
+        m.TracePart: _ignored,  # the server stores it
+        m.JoinRequested: members.admitted,
+        m.HostOffered: hosts.offered,
+        m.HostLost: faults.host_lost,
+        m.ScaleRequested: members.scaled,
+        m.ServersRequested: lifecycle.scaled,
+        m.FactsAsked: _facts_asked,
         m.StopRequested: _stopped,
         m.CheckpointRequested: saving.requested,
         m.CheckpointLoaded: saving.loaded,
@@ -294,11 +327,11 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.CheckpointSealed: saving.sealed,
         m.SaveFailed: saving.failed,
         m.SaveMissed: saving.missed,
-        m.ServerReady: fleet.ready,
-        m.ServerBeat: fleet.beat,
-        m.SliceCopied: fleet.copied,
-        m.ServerFailed: fleet.failed,
-        m.ServerExited: fleet.exited,
+        m.ServerReady: lifecycle.ready,
+        m.ServerBeat: lifecycle.beat,
+        m.SliceCopied: lifecycle.copied,
+        m.ServerFailed: lifecycle.failed,
+        m.ServerExited: lifecycle.exited,
         Ticked: _ticked,
         CoordinatorFailed: _broken,
     },
@@ -323,7 +356,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.HostLost: _refused,
         m.ScaleRequested: _refused,
         m.ServersRequested: _refused,
-        m.FactsAsked: facts.told,
+        m.FactsAsked: _facts_asked,
         m.StopRequested: _ignored,
         m.CheckpointRequested: _refused,
         m.CheckpointLoaded: _ignored,
@@ -337,6 +370,6 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.ServerFailed: _ignored,
         m.ServerExited: _ignored,
         Ticked: _ignored,
-        CoordinatorFailed: _broken,  # the end that was decided could not be recorded, so nobody was told of it
+        CoordinatorFailed: _broken,  # the end could not be recorded, so no process was told of it
     },
 }

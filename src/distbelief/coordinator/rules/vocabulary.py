@@ -1,6 +1,6 @@
-"""The words of the coordinator's decisions: a run's configuration, its state, what comes in and what goes out.
+"""The values of the coordinator's decisions: a run's configuration, its state, and the machine's inputs and outputs.
 
-Plain values, without a rule in them; `state.py` has the rules. Everything is frozen: a new state is a new value.
+Values without rules; state.py and the files beside it have the rules. Everything is frozen: a new state is a new value.
 """
 
 from __future__ import annotations
@@ -13,51 +13,52 @@ from distbelief.control import messages as m
 from distbelief.coordinator.rules import explain
 from distbelief.coordinator.rules.balance import Look, Speeds
 from distbelief.coordinator.rules.detector import Pulse
-from distbelief.coordinator.rules.hosts import Host, Offer
 from distbelief.coordinator.rules.paged import Paged
 from distbelief.coordinator.rules.progress import Progress
-from distbelief.coordinator.rules.servers.fleetstate import Fleet
+from distbelief.coordinator.rules.servers.fleet import Fleet
 from distbelief.errors import DistBeliefError
 from distbelief.options import RunOptions
 from distbelief.strategies import parse
 from distbelief.strategies.rules.degrees import Degrees, Wish
 
 REPORTED_GRACE_S: Final = 5.0
+"""How long to wait for the cause of an exit whose status says that the cause is reported."""
 EXIT_GRACE_S: Final = 0.3
-"""An exit and the report of its cause travel on different sockets: wait this long, so that the cause is shown."""
+"""How long to wait after other exit codes: the exit and the report of its cause travel on different sockets."""
 ENGINE: Final = -1
 """As the addressee of a Send: the agents of all hosts."""
-
 EVERYBODY: Final = -2
-"""As the addressee: all that are known."""
+"""As the addressee: all workers (Send) or all servers (SendServer) that are known."""
+NO_LIMIT: Final = -1
+"""As a host's room."""
 
 Phase = Literal["gathering", "training", "ended"]
 Status = Literal["completed", "failed", "stopped"]
 
 
 class ProtocolError(DistBeliefError):
-    """A message that makes no sense now. It is dropped; the run goes on."""
+    """A message that makes no sense in the present state. It is dropped; the run goes on."""
 
 
 class RunConfig(RunOptions, frozen=True, forbid_unknown_fields=True):
     """What the coordinator knows of the run: the user's options, and what the launching process made of them."""
 
     strategy: str = ""
-    """Its string form. Empty: one in which every member has the whole model."""
+    """The strategy's string form. Empty: a strategy in which every member has the whole model."""
     servers: int = 0
-    """Parameter servers."""
+    """The number of parameter servers."""
     local_workers: int = -1
-    """How many of the workers the launching process starts; -1: all. With 0, other hosts have the servers too."""
+    """How many of the workers the launching process starts; -1: all. With 0 it starts no servers either."""
     local_servers: int = -1
-    """Likewise parameter servers, if the launching process starts any workers."""
+    """How many parameter servers the launching process starts, if it starts any workers; -1: all."""
     takes_hosts: bool = False
-    """Whether agents of other hosts may come."""
+    """Whether agents of other hosts may join."""
     on_accelerators: bool = False
-    """Then every worker has a state of its own, also a worker that computes on a processor."""
+    """If so, every worker has its own state, even a worker that computes on a processor."""
     transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"
     exact: bool = True
     gather_timeout_s: float = 300.0
-    """The longest time without any worker joining or becoming ready."""
+    """The longest time before the start without any worker joining or becoming ready."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,7 +66,7 @@ class RunConfig(RunOptions, frozen=True, forbid_unknown_fields=True):
 
     @property
     def wish(self) -> Wish | None:
-        """Of a strategy that divides the model."""
+        """How the strategy divides the model; None: every member has the whole model."""
         return parse(self.strategy).wish if self.strategy else None
 
     @property
@@ -75,13 +76,12 @@ class RunConfig(RunOptions, frozen=True, forbid_unknown_fields=True):
 
     @property
     def unit(self) -> str:
-        """What the members divide among themselves."""
-        units = {"local_sgd": "replica", "sandblaster": "portion"}
-        return units.get(self.strategy.partition(":")[0], "shard")
+        """What people call a unit of the work that the members divide among themselves."""
+        return parse(self.strategy).work_unit if self.strategy else "shard"
 
     @property
     def balances(self) -> bool:
-        """In a mesh members of one data index depend on each other: no shard can move to one of them alone."""
+        """In a mesh the members of one data index depend on each other: no shard can move to one of them alone."""
         return self.balance and self.wish is None
 
 
@@ -90,12 +90,12 @@ class RunConfig(RunOptions, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Ticked:
-    """Time has passed; comes about ten times a second."""
+    """Time has passed; an input about ten times a second."""
 
 
 @dataclass(frozen=True)
 class CoordinatorFailed:
-    """The coordinator itself cannot go on, e.g. its disk is full."""
+    """The coordinator itself cannot go on, for example because its disk is full."""
 
     message: str
     hint: str = ""
@@ -112,7 +112,7 @@ class Send:
 
 @dataclass(frozen=True)
 class SendServer:
-    """To a parameter server."""
+    """Send a command to a parameter server."""
 
     server: int
     command: m.Command
@@ -120,7 +120,7 @@ class SendServer:
 
 @dataclass(frozen=True)
 class Record:
-    """A decision for the journal; durable before anything after it in the list is performed."""
+    """A decision for the journal: it is durable before any later output in the list is performed."""
 
     entry: dict[str, Any]
 
@@ -134,14 +134,14 @@ class Report:
 
 @dataclass(frozen=True)
 class Reply:
-    """To whoever sent the event that is being handled."""
+    """Send a command to the sender of the present event."""
 
     command: m.Command
 
 
 @dataclass(frozen=True)
 class Exit:
-    """The run is over and everybody has been told: the coordinator may end."""
+    """The run is over and all processes have been told: the coordinator may end."""
 
     status: Status
 
@@ -153,23 +153,46 @@ Output = Send | SendServer | Record | Report | Reply | Exit
 
 
 @dataclass(frozen=True)
+class Host:
+    """A host whose agent has reported."""
+
+    name: str
+    heard_at: float
+    room: int = NO_LIMIT
+    """The most workers that it takes."""
+    server_room: int = NO_LIMIT
+    """The most parameter servers that it takes."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The agent of another host that has joined under this name."""
+
+    host: str
+    grows: bool = False
+    """Whether the target rises by the host's spare slots when it first reports."""
+    added: int = 0
+    """By how much the target rose."""
+
+
+@dataclass(frozen=True)
 class Worker:
     number: int
     host: str = ""
     pid: int = 0
-    """0 when its exit was seen before it joined."""
+    """0: its exit was reported before it joined."""
     gpu: str = ""
-    """The accelerator that its state is on."""
+    """The accelerator that holds its state."""
     ready: bool = False
     refused: bool = False
     leaving: bool = False
-    """It was asked to go, or asked itself."""
+    """It is to leave, because it received SIGTERM or the run was scaled."""
     left: bool = False
-    """It has let go of the generation: nothing of it is computing or writing in there."""
+    """It has left the generation: it computes and writes nothing in it any more."""
     fenced: bool = False
     """It was frozen and is being killed."""
     estranged: bool = False
-    """It does not answer, and nobody can kill it where it is: the others go on, and it may come back."""
+    """It does not answer and cannot be killed: the others go on without it, and it may come back."""
     finished: m.WorkerFinished | None = None
     exited: int | None = None
 
@@ -179,31 +202,31 @@ class Worker:
 
     @property
     def gone(self) -> bool:
-        """It certainly does nothing in the present generation any more."""
+        """Whether it certainly does nothing in the present generation any more."""
         return self.exited is not None or self.left or self.estranged
 
     @property
     def counts(self) -> bool:
-        """It is there, and meant to stay."""
+        """Whether it is alive and meant to stay."""
         return not (self.gone or self.refused or self.leaving)
 
 
 @dataclass(frozen=True)
 class Troubles:
-    """What went wrong since a step was last committed, and what dead workers were doing."""
+    """What went wrong since a step was last committed, and which shards dead workers were computing."""
 
     losses: int = 0
     """Members that died."""
     broken_at: float | None = None
-    """When a member said that a connection broke, and nobody is known to be dead."""
+    """When a member reported a broken connection while no member was known to be dead."""
     broken: str = ""
-    """What it said."""
+    """That report."""
     retries: int = 0
-    """Generations that were started again for that reason."""
+    """Generations that were started because of broken connections."""
     killers: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     """(step, shard) -> workers that died while they computed it."""
     failed_hires: int = 0
-    """New workers that ended before they were ready, one after the other."""
+    """New workers in a row that ended before they were ready."""
 
 
 @dataclass(frozen=True)
@@ -212,13 +235,13 @@ class OpenSave:
 
     step: int
     generation: int
-    """Whose members write it."""
+    """The generation whose members write it."""
     members: tuple[int, ...]
     """By rank."""
     parts: Mapping[int, m.PartSaved] = field(default_factory=dict)
     """Worker -> the part that it has written."""
     sealer: int = -1
-    """Who was asked to write the manifest."""
+    """The worker that was asked to write the manifest."""
     sealer_asked_at: float = 0.0
 
 
@@ -227,26 +250,26 @@ class Saves:
     loaded_by: int = -1
     """The last worker that loaded a checkpoint for a generation that had no state of its own."""
     sealed: int = 0
-    """The newest checkpoint's step; 0: there is none."""
+    """The newest checkpoint's step; 0: none exists."""
     sealed_at: float | None = None
-    """When it was; before there is one, when training began."""
+    """When it was sealed; before the first one, when training began."""
     open: Mapping[int, OpenSave] = field(default_factory=dict)
-    """Step -> the one in the making."""
+    """Step -> the checkpoint that is being written."""
     asked: int | None = None
-    """The members were told to save at this step."""
+    """The step at which the members were told to save."""
     asked_at: float = 0.0
     ahead_s: float = 0.0
-    """So far ahead of the members the step was named."""
+    """How far ahead of the members that step was chosen."""
     complaints: frozenset[str] = frozenset()
-    """What was said about failures since the last checkpoint: it is not said again."""
+    """The causes of failures that were reported since the last checkpoint: each is reported once."""
     final_tries: int = 0
-    """How often the last checkpoint was begun anew because a writer of it was lost."""
+    """How often the last checkpoint was restarted because a writer of it was lost."""
     final_lost: bool = False
     """The last checkpoint could not be saved; the run ends without it."""
     finished_at: float | None = None
     """Since when only the last checkpoint is missing."""
     stopping: str = ""
-    """Why the run is to end as soon as a checkpoint is there."""
+    """Why the run is to end as soon as a checkpoint is saved."""
     stopping_at: float = 0.0
 
 
@@ -266,28 +289,28 @@ class State:
     phase: Phase = "gathering"
     workers: Paged[Worker] = field(default_factory=Paged)
     reference: m.WorkerReady | None = None
-    """The first worker that was ready: the others must match its job and its canary."""
+    """The report of the first ready worker: the others must match its job and its canary."""
     start: m.StartGeneration | None = None
     seats: Mapping[int, int] = field(default_factory=dict)
     """Member -> its rank."""
     lost: tuple[int, ...] = ()
     """Members of this generation that have died."""
     hosts: Mapping[str, Host] = field(default_factory=dict)
-    """Those on which an agent can start and kill a worker and tell of its end, by name."""
+    """The hosts whose agents have reported, by name."""
     offers: Mapping[str, Offer] = field(default_factory=dict)
-    """Agents of other hosts that were welcomed, by their nonces."""
+    """The agents of other hosts that have joined, by nonce."""
     hired: Mapping[int, float] = field(default_factory=dict)
-    """Workers that are to be started and have not joined yet -> when an agent was last asked to."""
+    """Workers that are to be started and have not joined yet -> when an agent was last asked to start them."""
     placed: Mapping[int, str] = field(default_factory=dict)
-    """Those of them that an agent was asked for -> its host; empty: that of the launching process."""
+    """Hired workers for which an agent was asked -> its host; empty: the launching process."""
     guests: frozenset[int] = frozenset()
-    """Numbers that were given to workers started by hand. They may come, or not: nobody counts on them before."""
+    """Numbers given to manually started workers that have not joined yet: the target does not include them."""
     paused: bool = False
-    """There are too few workers to go on."""
+    """Whether the run waits because it has fewer than `min_workers` workers."""
     finished: int = 0
     """Members that have finished."""
     pending: Mapping[int, float] = field(default_factory=dict)
-    """Worker that has exited -> until when its report of the cause is waited for."""
+    """Exited worker -> until when the coordinator waits for a report of the cause."""
     progress: Progress = field(default_factory=Progress)
     pulse: Pulse = field(default_factory=Pulse)
     speeds: Speeds = field(default_factory=Speeds)
@@ -297,15 +320,15 @@ class State:
     saves: Saves = field(default_factory=Saves)
     recoveries: int = 0
     taken_over: int = 0
-    """The newest generation that told what it took over."""
+    """The newest generation that reported what it took over."""
     rolled_back: int = 0
-    """The newest generation that had to go back to an earlier state."""
+    """The newest generation that went back to an earlier state."""
     reexecuted: int = 0
-    """Steps that were executed again for that reason."""
+    """Steps that were executed again after going back."""
     fleet: Fleet = field(default_factory=Fleet)
     """The parameter servers, if the strategy has any."""
     plan: tuple[str, ...] = ()
-    """How the model is divided, as it was last said."""
+    """How the model is divided, as last reported."""
     outcome: m.EndRun | None = None
 
     @property
@@ -314,7 +337,7 @@ class State:
 
     @property
     def degrees(self) -> Degrees | None:
-        """Of the present mesh, if the model is divided."""
+        """The present mesh's degrees, if the model is divided."""
         return Degrees(*self.start.degrees) if self.start and self.start.degrees else None
 
     def is_member(self, worker: int) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from distbelief.coordinator.rules.explain import ending
 from distbelief.coordinator.rules.servers import placement
-from distbelief.coordinator.rules.servers.fleetstate import Fleet, ServerProcess
+from distbelief.coordinator.rules.servers.fleet import Fleet, ServerProcess
 from distbelief.coordinator.rules.servers.roles import Decision, Placement, Slice
 
 SILENT_S = 15.0

@@ -120,6 +120,10 @@ class LocalSGD(Strategy):
         return True
 
     @property
+    def work_unit(self) -> str:
+        return "replica"
+
+    @property
     def learning(self) -> str:
         return str(replace(self, transport="auto", copies=None))
 

@@ -70,6 +70,10 @@ class Sandblaster(Strategy):
         return "gloo" if self.over == "tcp" else self.over
 
     @property
+    def work_unit(self) -> str:
+        return "portion"
+
+    @property
     def learning(self) -> str:
         return str(replace(self, servers=2, over="auto"))
 

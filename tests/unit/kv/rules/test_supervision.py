@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distbelief.coordinator.rules.servers.fleetstate import Fleet
+from distbelief.coordinator.rules.servers.fleet import Fleet
 from distbelief.kv.rules import supervision
 from distbelief.kv.rules.supervision import Fail, Kill, Output, Say, Start, Tell, TellAll
 

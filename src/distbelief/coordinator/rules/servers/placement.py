@@ -1,20 +1,26 @@
-"""Which server holds which slice, as servers come, die, leave and report copies. Events in; a map and commands out.
+"""Which server holds which slice, as servers come, die, leave and report copies: events in, a map and commands out.
 
-Every slice has a primary and, where there are two servers or more, a backup elsewhere. Only a server that has all of
-a slice (a *complete* holder) is ever in the map, so only such a one is promoted; one that is *wanted* but still gets
-its copy is a recruit beside the map. A slice is lost only if all its complete holders die.
+Every slice has a primary and, if there are two servers or more, a backup on another server. The map names only servers
+that have all of a slice (*complete* holders), so only a complete holder is ever promoted. A server that is still
+receiving its copy is a recruit; recruits are kept beside the map. A slice is lost only if all its complete holders die.
+Server numbers are never used twice: a server that restarts gets a new number, because it has lost its contents.
 
-Servers are numbered by whoever starts them. One that comes back comes under a new number: it has nothing of what it
-had.
+After each event the placement is settled, in this order: slices of leaving servers are handed over; every slice gets a
+backup; and once every slice has one, loads are balanced. Loads are counted as they will be when all copies under way
+are complete, so nothing is ordered twice. Balancing first evens out the bytes of primaries, since primaries do the
+work: it exchanges the roles of a primary and its backup, which moves no bytes, and copies only for the rest. Then it
+evens out the bytes held; a moved backup changes no primary. Every move lowers the sum of the squares of the loads, so
+balancing ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Final
 
 from distbelief.coordinator.rules.servers.roles import (
     NONE,
-    Command,
     CopyTo,
     Decision,
     Draft,
@@ -25,32 +31,23 @@ from distbelief.coordinator.rules.servers.roles import (
     Release,
     Slice,
 )
-from distbelief.coordinator.rules.servers.settling import Loads, choose, settle
 from distbelief.errors import DistBeliefError, JobError
 
-__all__ = [
-    "NONE",
-    "Command",
-    "CopyTo",
-    "Decision",
-    "Drop",
-    "Map",
-    "Placement",
-    "Promote",
-    "Release",
-    "Slice",
-    "copied",
-    "first",
-    "leave",
-    "with_server",
-    "without",
-]
+NEAR: Final = 0.05
+"""No move between two servers whose loads differ by less than this part of the mean load: moves disturb training."""
+
+Fit = Callable[[int, int, int], int | None]
+"""(slice, from, to) → the cost of moving the slice, for choosing among slices; None: the move is not allowed."""
+
+
+# --- events ---------------------------------------------------------------------------------------------------------
 
 
 def first(slices: Sequence[Slice], hosts: Mapping[int, str], version: int = 1) -> Placement:
-    """Place slices that no server has yet: all holders start from the same values, so no copies are needed.
+    """Place slices that no server has yet: all holders load the same values, so no copies are needed.
 
-    Largest first, each to the server with the fewest bytes; then backups likewise, on another host if there is one.
+    Primaries are placed first, then backups. The largest slice goes first, each to the server with the fewest bytes; a
+    backup goes to another host than its primary if there is one.
 
     >>> first([Slice(0, 5), Slice(1, 3), Slice(2, 2)], {0: "a", 1: "a"}).map
     Map(version=1, primaries=(0, 1, 1), backups=(1, 0, 0))
@@ -74,7 +71,7 @@ def first(slices: Sequence[Slice], hosts: Mapping[int, str], version: int = 1) -
 
 
 def without(placement: Placement, dead: Collection[int]) -> tuple[Placement, Decision]:
-    """Servers have died, one or several at once. Their backups are promoted, and new backups get copies.
+    """One or several servers died. The backups of their slices are promoted, and new backups receive copies.
 
     >>> placed = first([Slice(0, 4), Slice(1, 4)], {0: "a", 1: "a", 2: "a"})
     >>> placed, change = without(placed, {0})
@@ -101,7 +98,7 @@ def without(placement: Placement, dead: Collection[int]) -> tuple[Placement, Dec
 
 
 def with_server(placement: Placement, server: int, host: str) -> tuple[Placement, Decision]:
-    """A server has come: it gets copies of its part, and is promoted where it is to be primary once it has them.
+    """A server came. It receives copies, and becomes primary of a part of them as soon as each copy is complete.
 
     >>> placed, change = with_server(first([Slice(0, 4), Slice(1, 4)], {0: "a"}), 1, "a")
     >>> placed.map.backups, placed.recruits, change.commands
@@ -121,7 +118,7 @@ def with_server(placement: Placement, server: int, host: str) -> tuple[Placement
 
 
 def leave(placement: Placement, server: int) -> tuple[Placement, Decision]:
-    """A server wishes to leave: all that it has is handed over first. `Release` says, now or later, that it may go."""
+    """A server is to leave. It hands its slices over first; a `Release`, now or in a later decision, lets it go."""
     if server not in placement.hosts:
         return placement, Decision((), f"server {server} is not there, it cannot leave")
     draft = Draft(placement)
@@ -139,10 +136,10 @@ def leave(placement: Placement, server: int) -> tuple[Placement, Decision]:
 def copied(
     placement: Placement, number: int, source: int, target: int, known: int | None = None
 ) -> tuple[Placement, Decision]:
-    """The primary reports that a copy is complete. A report that is not asked for any more changes nothing.
+    """The primary reports that a copy is complete. A report of a copy that is no longer wanted changes nothing.
 
-    `known`: the version of the map that the primary goes by. A report of one that has not heard of this recruit is
-    about an earlier copy, which the server may have dropped since.
+    `known` is the version of the primary's map. If the primary does not know of this recruit yet, its report is about
+    an earlier copy, which the target may have dropped since.
 
     >>> placed, _ = with_server(first([Slice(0, 4)], {0: "a"}), 1, "a")
     >>> placed, change = copied(placed, 0, source=0, target=1)
@@ -169,7 +166,7 @@ def copied(
 
 
 def _survives(draft: Draft, number: int, gone: set[int]) -> bool:
-    """Take the dead out of one slice's roles; False when no complete holder is left."""
+    """Remove dead servers from one slice's roles; False if no complete holder is left."""
     if draft.recruits[number] in gone:
         draft.recruits[number], draft.handovers[number] = NONE, False
     if draft.backups[number] in gone:
@@ -182,10 +179,162 @@ def _survives(draft: Draft, number: int, gone: set[int]) -> bool:
             draft.dismiss(number)
         return False
     draft.commands.append(Promote(number, draft.primaries[number]))
-    if draft.recruits[number] != NONE:  # what it got came from the dead one, and may be behind: from the beginning
+    if draft.recruits[number] != NONE:  # its copy came from the dead primary and may be incomplete: start again
         draft.recruit(number, draft.recruits[number])
     return True
 
 
 def _many(count: int, one: str, more: str = "") -> str:
     return f"{count} {one if count == 1 else more or one + 's'}"
+
+
+# --- settling -------------------------------------------------------------------------------------------------------
+
+
+class Loads:
+    """The bytes of each staying server: of the slices of which it is primary, and of all that it holds."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+        self.primary = dict.fromkeys(draft.staying, 0)
+        self.held = dict.fromkeys(draft.staying, 0)
+        for part in draft.slices:
+            self.count(part.number)
+
+    def count(self, number: int, sign: int = 1) -> None:
+        size = sign * self.draft.slices[number].size_bytes
+        primary, backup = self.draft.wanted(number)
+        if primary in self.primary:
+            self.primary[primary] += size
+        for server in (primary, backup):
+            if server in self.held:
+                self.held[server] += size
+
+    def recruit(self, number: int, target: int, handover: bool = False) -> None:
+        self.count(number, -1)
+        self.draft.recruit(number, target, handover)
+        self.count(number)
+
+    def swap(self, number: int) -> None:
+        self.count(number, -1)
+        self.draft.swap(number)
+        self.count(number)
+
+
+def settle(draft: Draft) -> None:
+    """Add to the draft all that follows from its present roles."""
+    _hand_over(draft)
+    loads = Loads(draft)
+    if _give_backups(draft, loads):
+        _balance_primaries(draft, loads)
+        _balance_held(draft, loads)
+    _release(draft)
+
+
+def _hand_over(draft: Draft) -> None:
+    for part in draft.slices:
+        number = part.number
+        backup = draft.backups[number]
+        can = backup != NONE and backup not in draft.leaving and draft.recruits[number] == NONE
+        if can and draft.primaries[number] in draft.leaving:
+            draft.swap(number)
+
+
+def _give_backups(draft: Draft, loads: Loads) -> bool:
+    """Find a backup for each slice that has none. Returns whether every slice has its backup already."""
+    staying = draft.staying
+    whole = True
+    for part in sorted(draft.slices, key=lambda part: (-part.size_bytes, part.number)):
+        number = part.number
+        primary, backup = draft.primaries[number], draft.backups[number]
+        if primary == NONE or (primary in loads.held and backup in loads.held):
+            continue
+        if draft.recruits[number] == NONE:
+            target = choose(draft, loads, primary)
+            if target != NONE:
+                loads.recruit(
+                    number, target
+                )  # a leaving primary swaps roles with the recruit once the copy is complete
+            elif backup != NONE and primary in staying:  # only one server stays: no other could be backup
+                draft.commands.append(Drop(number, backup))
+                draft.backups[number] = NONE
+        whole = whole and draft.recruits[number] == NONE
+    return whole
+
+
+def choose(draft: Draft, loads: Loads, primary: int) -> int:
+    """The next holder beside the primary: on another host if there is one, and there the least loaded server."""
+    others = [server for server in draft.staying if server != primary]
+    return min(others, key=lambda s: (not draft.apart(s, primary), loads.held[s], s), default=NONE)
+
+
+def _balance_primaries(draft: Draft, loads: Loads) -> None:
+    def exchange(number: int, source: int, target: int) -> int | None:
+        return 0 if draft.primaries[number] == source and draft.backups[number] == target else None
+
+    def handover(number: int, source: int, target: int) -> int | None:
+        primary, backup = draft.primaries[number], draft.backups[number]
+        if primary != source or backup == target:
+            return None
+        return -loads.held[backup]  # the backup is relieved of the slice, so prefer a backup that holds much
+
+    for number, _ in _moves(draft, loads.primary, exchange):
+        loads.swap(number)
+    for number, target in _moves(draft, loads.primary, handover):
+        loads.recruit(number, target, handover=True)
+
+
+def _balance_held(draft: Draft, loads: Loads) -> None:
+    def moved(number: int, source: int, target: int) -> int | None:
+        primary, backup = draft.primaries[number], draft.backups[number]
+        if backup != source or primary == target:
+            return None
+        was, will = draft.apart(primary, source), draft.apart(primary, target)
+        return None if was and not will else int(was or not will)
+
+    for number, target in _moves(draft, loads.held, moved):
+        loads.recruit(number, target)
+
+
+def _moves(draft: Draft, load: dict[int, int], fit: Fit) -> Iterator[tuple[int, int]]:
+    """The moves as (slice, target). The caller carries each one out before it asks for the next."""
+    held: dict[int, list[int]] = {
+        server: [] for server in load
+    }  # stays true while moves are chosen: each ends only when its copy is complete
+    for part in draft.slices:
+        primary, backup = draft.primaries[part.number], draft.backups[part.number]
+        if part.size_bytes and primary in load and backup in load:
+            held[primary].append(part.number)
+            held[backup].append(part.number)
+    while (move := _move(draft, load, fit, held)) is not None:
+        yield move
+
+
+def _move(draft: Draft, load: dict[int, int], fit: Fit, held: dict[int, list[int]]) -> tuple[int, int] | None:
+    """The move that evens out the most, between the pair of servers with the largest difference that has a move.
+
+    A slice of more than three quarters of the difference is not moved: that would change little.
+    """
+    enough = NEAR * sum(load.values()) / max(len(load), 1)
+    for source, target in sorted(product(load, load), key=lambda pair: (load[pair[1]] - load[pair[0]], pair)):
+        gap = load[source] - load[target]
+        if gap <= enough:
+            return None
+        ranked = []
+        for number in held[source]:
+            size = draft.slices[number].size_bytes
+            if 4 * size <= 3 * gap and draft.recruits[number] == NONE:
+                suited = fit(number, source, target)
+                if suited is not None:
+                    ranked.append((abs(gap - 2 * size), suited, number))
+        if ranked:
+            return min(ranked)[2], target
+    return None
+
+
+def _release(draft: Draft) -> None:
+    busy = {*draft.primaries, *draft.backups, *draft.recruits}
+    for server in sorted(draft.leaving - busy):
+        draft.leaving.remove(server)
+        del draft.hosts[server]
+        draft.commands.append(Release(server))

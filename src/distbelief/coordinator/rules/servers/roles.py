@@ -1,7 +1,6 @@
-"""The words of placement: which server is primary and which is backup of a slice, and what servers are told to do.
+"""The values of placement: slices, the map of primaries and backups, the commands to servers, and a draft of a change.
 
-Plain values. `placement.py` has what happens (servers come, die, leave, report a copy), `settling.py` what follows
-from it.
+The rules over these values are in placement.py.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Final
 from msgspec import Struct
 
 NONE: Final = -1
-"""In place of a server: there is none."""
+"""Stands for: no server."""
 
 
 class Slice(Struct, frozen=True):
@@ -21,7 +20,7 @@ class Slice(Struct, frozen=True):
 
 
 class Map(Struct, frozen=True):
-    """What clients and servers know. Only servers that have all of the slice are in it."""
+    """What clients and servers are told. It names only servers that have all of the slice."""
 
     version: int
     primaries: tuple[int, ...]
@@ -29,16 +28,17 @@ class Map(Struct, frozen=True):
 
 
 class Promote(Struct, frozen=True, tag=True):
-    """The server, which has all of the slice, is its primary from now on. A primary that lives hands over in order."""
+    """The server, which has all of the slice, becomes its primary. A live old primary hands over in order."""
 
     slice: int
     server: int
 
 
 class CopyTo(Struct, frozen=True, tag=True):
-    """The source, which is primary, sends the slice and every change after to the target.
+    """The source, which is primary, sends the slice and every later change to the target.
 
-    It reports the copy once the target has all of it and it answers no push any more that the target does not have.
+    The source reports the copy as complete once the target has all of the slice; from then on the source acknowledges a
+    push only when the target has it too.
     """
 
     slice: int
@@ -47,14 +47,14 @@ class CopyTo(Struct, frozen=True, tag=True):
 
 
 class Drop(Struct, frozen=True, tag=True):
-    """The server forgets the slice, or what it has of it."""
+    """The server deletes its copy of the slice, complete or not."""
 
     slice: int
     server: int
 
 
 class Release(Struct, frozen=True, tag=True):
-    """The server that wished to leave holds nothing any more, and may go."""
+    """The leaving server holds nothing any more, and may exit."""
 
     server: int
 
@@ -66,14 +66,14 @@ class Placement(Struct, frozen=True):
     map: Map
     slices: tuple[Slice, ...]
     hosts: dict[int, str]
-    """The servers that live, and the host that each is on."""
+    """Live server -> its host."""
     recruits: tuple[int, ...]
-    """By slice: the server that is wanted as a holder, and has not all of the copy yet."""
+    """By slice: the server that is receiving a copy, to become a holder."""
     handovers: tuple[bool, ...]
-    """By slice: whether the recruit is to be primary once it has the copy; else it will be backup."""
+    """By slice: whether the recruit becomes primary once it has the copy; else it becomes backup."""
     leaving: tuple[int, ...] = ()
     named: tuple[int, ...] = ()
-    """By slice: the version of the map in which its last recruit was named."""
+    """By slice: the version of the map that first named its last recruit."""
 
     @property
     def settled(self) -> bool:
@@ -82,7 +82,7 @@ class Placement(Struct, frozen=True):
 
 
 class Decision(Struct, frozen=True):
-    """What follows from an event: orders for servers, slices that nobody has any more, and a line for people."""
+    """What follows from an event: commands to servers, slices that no server has any more, and a reason for people."""
 
     commands: tuple[Command, ...]
     reason: str
@@ -90,7 +90,7 @@ class Decision(Struct, frozen=True):
 
 
 class Draft:
-    """A placement while one event is worked into it; `done` makes it a value again."""
+    """A mutable copy of a placement while one event is applied to it; `done` returns the new placement."""
 
     def __init__(self, placement: Placement) -> None:
         self.before = placement
@@ -117,12 +117,12 @@ class Draft:
             return primary, backup
         if not self.handovers[number]:
             return primary, recruit
-        # The old primary is the best backup: it ends where the new one begins. Unless that would put both on one host.
+        # The old primary is the best backup, since it is complete and up to date, unless both are on one host.
         holders = [server for server in (primary, backup) if server != NONE]
         return recruit, min(holders, key=lambda holder: (holder in self.leaving, not self.apart(holder, recruit)))
 
     def swap(self, number: int) -> None:
-        """The backup becomes primary and the primary becomes backup: no bytes move."""
+        """Exchange the roles of primary and backup: no bytes move."""
         self.primaries[number], self.backups[number] = self.backups[number], self.primaries[number]
         self.commands.append(Promote(number, self.primaries[number]))
 
@@ -131,7 +131,7 @@ class Draft:
         self.commands.append(CopyTo(number, self.primaries[number], target))
 
     def dismiss(self, number: int) -> None:
-        """The copy under way is not wanted any more."""
+        """Cancel the copy under way."""
         self.commands.append(Drop(number, self.recruits[number]))
         self.recruits[number], self.handovers[number] = NONE, False
 

@@ -1,4 +1,15 @@
-"""Workers come, are checked, and are given a seat. Pure."""
+"""Workers join, are checked and seated, are scaled, and leave.
+
+How it works:
+- A worker joins with a number that it was given: by an agent that was asked to start it, or by `admitted` if a user
+  started it by hand. The target counts a manually started worker only from the moment it joins.
+- A ready worker is compared with the first ready worker (the reference): another job, or in exact runs other bits for
+  the same shard, and it is refused with the reason (explain.py).
+- Before the start a ready worker is waited for until all are ready; later it gets a seat at the next regroup if the
+  members can be more, else it is a spare.
+- A member leaves in two steps: it is told to retire, it leaves its generation and reports that (WorkerLeft), and only
+  then the others regroup. So nothing of it writes in the next generation.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +18,38 @@ from dataclasses import replace
 import msgspec
 
 from distbelief.control import messages as m
-from distbelief.coordinator.rules import explain, membership
+from distbelief.coordinator.rules import explain, generation
 from distbelief.coordinator.rules.ending import Result, fail, record, say, with_worker
-from distbelief.coordinator.rules.hiring import hire
+from distbelief.coordinator.rules.hosts import hire
 from distbelief.coordinator.rules.regroup import regroup, release, start_when_complete
 from distbelief.coordinator.rules.vocabulary import Output, ProtocolError, Reply, Send, State, Worker
+
+# --- joining ---------------------------------------------------------------------------------------------------------
+
+
+def admitted(state: State, event: m.JoinRequested, now: float) -> Result:
+    """A user starts one more worker by hand: it gets the next number."""
+    number = state.next_worker
+    reason = f"a worker was started by hand (pid {event.pid})"
+    state = replace(state, next_worker=number + 1, guests=state.guests | {number})
+    return state, [
+        record(state, now, "admitted", reason, worker=number),
+        Reply(m.Admit(state.epoch, number)),
+    ]
 
 
 def joined(state: State, event: m.WorkerJoined, now: float) -> Result:
     known = state.workers.get(event.worker)
     newcomer = Worker(event.worker, event.host, event.pid)
     if known is not None and known.pid in (0, event.pid):
-        # A repeat, or a worker whose exit overtook its joining: what is known of it stays.
+        # A repeated message, or the worker's exit was reported before its joining: keep what is known of it.
         newcomer = replace(known, host=event.host, pid=event.pid, estranged=known.estranged and known.ready)
     elif known is not None and known.exited is None:
         raise ProtocolError(f"{newcomer.name} says it is worker {event.worker}, which is {known.name} and alive")
     elif known is not None:
         raise ProtocolError(f"{newcomer.name} takes the number of a worker that is gone; give it another one")
     hired = state.hired
-    if event.worker in hired:  # not so when it says it again
+    if event.worker in hired:  # false if the message is repeated
         hired = {worker: at for worker, at in hired.items() if worker != event.worker}
         state = replace(state, placed={worker: host for worker, host in state.placed.items() if worker != event.worker})
     state = replace(state, next_worker=max(state.next_worker, event.worker + 1))
@@ -39,9 +63,9 @@ def joined(state: State, event: m.WorkerJoined, now: float) -> Result:
 
 def ready(state: State, event: m.WorkerReady, now: float) -> Result:
     worker = state.workers.get(event.worker)
-    if worker is None or (not worker.pid and worker.exited is None):  # it is known from the journal only
+    if worker is None or (not worker.pid and worker.exited is None):  # known from the journal only
         return state, [Reply(m.Introduce(state.epoch, state.progress.reported.complete))]
-    if worker.refused and worker.exited is None:  # it was told, but has not heard
+    if worker.refused and worker.exited is None:  # the first refusal may be lost
         return state, [Reply(m.Refuse(state.epoch, "it does not fit into the run; the journal says why"))]
     if worker.ready or worker.exited is not None:
         return state, []
@@ -54,7 +78,7 @@ def ready(state: State, event: m.WorkerReady, now: float) -> Result:
     else:
         run = state.reference
         reason = explain.refusal(event.worker, event.job, event.canary, run.job, run.canary, state.config.exact)
-        reason = reason or _out_of_reach(state, worker) or _unfit_device(state, worker, event.gpu)
+        reason = reason or _unfit_host(state, worker) or _unfit_device(state, worker, event.gpu)
         if reason:
             return _refuse(state, worker, reason, now)
     worker = replace(worker, ready=True, gpu=event.gpu)
@@ -66,8 +90,8 @@ def ready(state: State, event: m.WorkerReady, now: float) -> Result:
     return state, outputs + more
 
 
-def _out_of_reach(state: State, worker: Worker) -> str:
-    """Why a newcomer cannot take part although it computes the same."""
+def _unfit_host(state: State, worker: Worker) -> str:
+    """Why a worker on this host cannot take part; "" if it can."""
     hosts = sorted({member.host for member in state.members} - {worker.host})
     if state.config.transport != "shm" or not hosts:
         return ""
@@ -75,7 +99,7 @@ def _out_of_reach(state: State, worker: Worker) -> str:
 
 
 def _unfit_device(state: State, worker: Worker, gpu: str) -> str:
-    """Why a newcomer cannot take part because of what it computes on."""
+    """Why a worker on this device cannot take part; "" if it can."""
     if gpu and state.start is not None and state.start.transport == "shm":
         return f"{worker.name} computes on a GPU, and the members share a state in their host's memory"
     others = {member.gpu for member in state.members if not state.workers[member.worker].gone}
@@ -88,7 +112,7 @@ def _unfit_device(state: State, worker: Worker, gpu: str) -> str:
 def _refuse(state: State, worker: Worker, reason: str, now: float) -> Result:
     state = with_worker(state, replace(worker, refused=True))
     if state.phase == "training":
-        # Another one would be refused as well: go on with those that are there.
+        # A replacement would be refused as well: go on with the present workers.
         state = replace(state, target=max(state.target - 1, 1))
     outputs: list[Output] = [
         record(state, now, "refused", reason, worker=worker.number, target=state.target),
@@ -96,17 +120,17 @@ def _refuse(state: State, worker: Worker, reason: str, now: float) -> Result:
     ]
     if state.phase == "training":
         return state, [*outputs, say(f"refused: {reason}", now)]
-    # The run counts on this worker and would wait for it for ever.
+    # The start waits for this worker, and would wait for ever.
     failure = m.WorkerFailed(worker=worker.number, host=worker.host, kind="refused", message=reason)
     state, more = fail(state, failure, now)
     return state, outputs + more
 
 
 def _seat(state: State, worker: Worker, now: float) -> Result:
-    """A worker that is ready after the start: a seat at the next boundary, if there is one, else it is a spare."""
+    """A worker is ready after the start: it becomes a member if the members can be more, else a spare."""
     assert state.start is not None
     there = sum(1 for one in state.workers.values() if one.ready and one.counts)
-    if membership.takes(state, there) or any(state.workers[member.worker].gone for member in state.members):
+    if generation.takes(state, there) or any(state.workers[member.worker].gone for member in state.members):
         return regroup(state, "join", f"{worker.name} has joined", now)
     members = len(state.members)
     why = f"there are {members} shards for {members} other members"
@@ -120,20 +144,20 @@ def _seat(state: State, worker: Worker, now: float) -> Result:
     ]
 
 
-# --- from outside ----------------------------------------------------------------------------------------------------
+# --- how many there should be ----------------------------------------------------------------------------------------
 
 
 def scaled(state: State, event: m.ScaleRequested, now: float) -> Result:
-    """Somebody wants another number of workers."""
+    """A user wants another number of workers."""
     if not 1 <= event.workers <= 100_000:
         return state, [_answer(state, False, f"a run has 1 to 100,000 workers, not {event.workers:,}")]
     if event.workers < state.config.min_workers:
         text = f"the run was started with --min-workers {state.config.min_workers}; {event.workers} are fewer"
         return state, [_answer(state, False, text)]
     there = [worker for worker in state.workers.values() if worker.counts]
-    # Those on their way go first, then spares, then the members of the highest ranks: those at the front keep their
-    # shards and what is cached.
-    there.sort(key=lambda worker: (_standing(state, worker.number), worker.number))
+    # Starting workers go first, then spares, then the members of the highest ranks: the lowest ranks keep their shards
+    # and what they have cached.
+    there.sort(key=lambda worker: (_seniority(state, worker.number), worker.number))
     surplus = [*there, *(Worker(number) for number in sorted(state.hired))][event.workers :]
     leaving = [worker.number for worker in surplus]
     reason = f"{event.workers} workers were asked for instead of {state.target}"
@@ -154,8 +178,8 @@ def scaled(state: State, event: m.ScaleRequested, now: float) -> Result:
     return state, outputs
 
 
-def _standing(state: State, worker: int) -> tuple[int, int]:
-    """The lower, the longer it stays. In a mesh whole copies of the model go, so that one of them is left."""
+def _seniority(state: State, worker: int) -> tuple[int, int]:
+    """Workers with the lowest value stay longest. In a mesh whole copies of the model go, so that one copy stays."""
     rank = state.seats.get(worker, len(state.seats))
     if state.degrees and state.is_member(worker):
         return state.degrees.place(rank).data, rank
@@ -163,7 +187,7 @@ def _standing(state: State, worker: int) -> tuple[int, int]:
 
 
 def _scaling(there: int, target: int, waiting: int) -> str:
-    """`waiting`: those for whom no host has room now."""
+    """`waiting`: how many workers no host has room for now."""
     if target > there:
         starting = target - there - max(waiting, 0)
         texts = [f"{starting} more {'worker is' if starting == 1 else 'workers are'} being started"] if starting else []
@@ -175,16 +199,39 @@ def _scaling(there: int, target: int, waiting: int) -> str:
     return f"there are {target} workers already"
 
 
-def admitted(state: State, event: m.JoinRequested, now: float) -> Result:
-    """One more worker that nobody was asked to start: it gets the next number."""
-    number = state.next_worker
-    reason = f"a worker was started by hand (pid {event.pid})"
-    state = replace(state, next_worker=number + 1, guests=state.guests | {number})
-    return state, [
-        record(state, now, "admitted", reason, worker=number),
-        Reply(m.Admit(state.epoch, number)),
-    ]
-
-
 def _answer(state: State, ok: bool, text: str) -> Reply:
     return Reply(m.Answer(state.epoch, ok, text))
+
+
+# --- leaving ---------------------------------------------------------------------------------------------------------
+
+
+def leave_requested(state: State, event: m.LeaveRequested, now: float) -> Result:
+    """A worker received SIGTERM."""
+    worker = state.workers.get(event.worker)
+    if worker is None or worker.gone or worker.leaving or state.saves.stopping:
+        return state, []  # a batch system terminates all workers at once: they are needed for the last checkpoint
+    target = max(state.target - 1, state.config.min_workers)
+    text = f"{worker.name} was asked to go, and leaves after the present step"
+    state = replace(state, target=target)
+    outputs: list[Output] = [record(state, now, "leaves", text, worker=worker.number, target=target), say(text, now)]
+    state, more = release(state, worker, now)
+    outputs += more
+    if state.phase == "gathering" and state.reference:  # perhaps only this worker was waited for
+        state, more = start_when_complete(state, now)
+        outputs += more
+    state, more = hire(state, now)
+    return state, outputs + more
+
+
+def left(state: State, event: m.WorkerLeft, now: float) -> Result:
+    """A worker has left its generation: the others go on without it, and it may end."""
+    worker = state.workers.get(event.worker)
+    if worker is None or worker.exited is not None or event.generation < state.generation:
+        return state, []
+    goodbye = Send(event.worker, m.EndRun(state.epoch, "left", "it has handed its work over"))
+    if worker.left:
+        return state, [goodbye]
+    state = with_worker(state, replace(worker, left=True, leaving=True))
+    state, outputs = regroup(state, "leave", f"{worker.name} has left", now)
+    return state, [*outputs, goodbye]

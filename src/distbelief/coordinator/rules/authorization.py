@@ -34,11 +34,11 @@ FROM_AGENTS = (m.EngineAttached, m.WorkerExited, m.ServerExited)
 FROM_SERVERS = (m.ServerReady, m.ServerBeat, m.SliceCopied, m.ServerFailed)
 
 
-def may_say(sender: Sender, event: m.Event) -> bool:
+def may_send(sender: Sender, event: m.Event) -> bool:
     """
-    >>> may_say(Sender(WORKER, 3), m.LeaveRequested(3)), may_say(Sender(WORKER, 3), m.LeaveRequested(4))
+    >>> may_send(Sender(WORKER, 3), m.LeaveRequested(3)), may_send(Sender(WORKER, 3), m.LeaveRequested(4))
     (True, False)
-    >>> may_say(Sender(WORKER, 3), m.StopRequested("I do not like it"))
+    >>> may_send(Sender(WORKER, 3), m.StopRequested("I do not like it"))
     False
     """
     if isinstance(event, m.LeaveRequested) and sender.role == AGENT:  # a host that leaves takes its workers along
