@@ -1,8 +1,9 @@
-"""`python -m distbelief.coordinator`: the coordinator as a process that lives and dies with the engine that starts it.
+"""`python -m distbelief.coordinator`: the coordinator as a process that ends with the launching process.
 
-One JSON line comes in on stdin (see `Order`); one goes out on stdout: {"address", "epoch"} when it serves, {"error",
-"hint"} when it cannot. Stdin must stay open: its end means that the engine is gone. The exit status is 0 when the run
-ended in order (completed, failed or stopped: the journal's last record says which).
+The launching process writes one JSON line to stdin (see `Order`) and reads one from stdout: {"address", "epoch"} when
+the coordinator serves, {"error", "hint"} when it cannot. Stdin must stay open: its end means that the launching process
+is gone. The exit status is 0 if the run ended in order (completed, failed or stopped, as the journal's last record
+says).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from distbelief.coordinator import server as edge
 from distbelief.coordinator.journal import Journal
 from distbelief.coordinator.rules.replay import resumed
 from distbelief.coordinator.rules.state import RunConfig, resume
+from distbelief.coordinator.runfiles import MetricsFile, reported
 from distbelief.errors import DistBeliefError
 from distbelief.lifeline import die_with_parent
 
@@ -35,7 +37,7 @@ _MAX_ORDER_BYTES = 1 << 20
 
 
 class Order(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the engine asks for."""
+    """What the launching process asks for."""
 
     run_dir: str
     secret: str
@@ -45,18 +47,20 @@ class Order(Struct, frozen=True, forbid_unknown_fields=True):
     """See `credentials.Authority`."""
     listen: str = edge.DEFAULT_LISTEN
     host: str = ""
-    """What the machine is called on which the engine runs."""
+    """The name of the machine on which the launching process runs."""
     resume: str = ""
-    """The strategy with which a run that is over, or whose members are all gone, goes on; empty: it is not resumed."""
+    """Not empty: resume a run that is over, or whose members are all gone, with this strategy."""
 
 
 class EngineLink:
-    """The two ways in which an engine ends a run from outside: SIGTERM, and the end of our stdin."""
+    """The two ways in which the launching process ends a run: SIGTERM, and the end of our stdin."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._terminated = False
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the engine decides
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # Ctrl-C reaches the whole process group; the launching process decides
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -70,7 +74,7 @@ class EngineLink:
             return "SIGTERM"
         waiting, _, _ = select.select([self._fd], [], [], 0)
         if waiting and not os.read(self._fd, 4096):
-            return "the engine that started the run is gone"
+            return "the process that started the run is gone"
         return ""
 
 
@@ -89,14 +93,14 @@ def _run(order: Order, engine: EngineLink) -> int:
     run_dir = Path(order.run_dir)
     with (
         Journal.open(run_dir / "journal.jsonl") as journal,
-        contextlib.closing(edge.MetricsFile(run_dir / "metrics.jsonl")) as metrics,
+        contextlib.closing(MetricsFile(run_dir / "metrics.jsonl")) as metrics,
         zmq.Context() as context,
     ):
         authority = Authority(bytes.fromhex(order.secret), order.start)
         socket, address = edge.bind(context, authority.keys(), order.listen)
         refusals = Refusals()
         with socket, contextlib.closing(ConnectionLimit(socket, refusals)) as limit:
-            known = edge.reported(metrics.path)
+            known = reported(metrics.path)
             records, now = journal.replayed, time.time()
             if order.resume:
                 records.append(resumed(resume(order.config, journal.epoch, now, records), order.resume, now))
@@ -113,14 +117,14 @@ def _run(order: Order, engine: EngineLink) -> int:
 
 
 def _parcel(run_dir: Path) -> bytes:
-    """What the engine has left for agents of other hosts; they get the bytes as they are."""
+    """The bytes that the launching process has prepared for agents of other hosts."""
     with contextlib.suppress(OSError):
         return (run_dir / "parcel.bin").read_bytes()
     return b""
 
 
 def _read_order(fd: int) -> Order:
-    # Not through sys.stdin: its buffer would hide what follows the line, and the end, from the poll.
+    # Not through sys.stdin: its buffer would hide from the poll what follows the line.
     data = b""
     while b"\n" not in data and len(data) < _MAX_ORDER_BYTES:
         more = os.read(fd, 65536)

@@ -1,4 +1,4 @@
-"""How somebody outside a run reaches its coordinator: the run directory says where it listens, to its owner alone."""
+"""How an outside process reaches a run's coordinator: by a file in the run directory that only its owner may read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FILE = "coordinator.json"
 
 @contextlib.contextmanager
 def advertised(run_dir: Path, address: str, authority: Authority, epoch: int, host: str = "") -> Iterator[None]:
-    """While this lasts, whoever may read the run directory's file can reach the coordinator."""
+    """Within this context a process that may read the file in the run directory can reach the coordinator."""
     path = run_dir / _FILE
     known = {"address": address, "secret": authority.secret.hex(), "start": authority.start, "host": host}
     content = {**known, "pid": os.getpid(), "epoch": epoch}
@@ -39,11 +39,11 @@ def ask(run_dir: Path, event: Event, timeout_s: float = 10.0) -> Answer:
     answer = _answer_to(run_dir, event, timeout_s)
     if isinstance(answer, Answer):
         return answer
-    raise DistBeliefError(f"the coordinator of {run_dir} gave an answer that is none; is it another version?")
+    raise DistBeliefError(f"the coordinator of {run_dir} sent an unknown answer; is it another version?")
 
 
 def ask_for_seat(run_dir: Path, pid: int, timeout_s: float = 10.0) -> int:
-    """The number of one more worker in that run."""
+    """Ask for the number of one more worker in that run."""
     answer = _answer_to(run_dir, JoinRequested(pid), timeout_s)
     if isinstance(answer, Admit):
         return answer.worker
@@ -67,13 +67,13 @@ def _answer_to(run_dir: Path, event: Event, timeout_s: float) -> Command | None:
 
 
 def whereabouts(run_dir: Path) -> tuple[str, Authority]:
-    """Where the coordinator of a run that is running is, and what whoever may read this has."""
+    """The address of a running run's coordinator, and the authority to make credentials."""
     content = _advertisement(run_dir)
     return content["address"], Authority(bytes.fromhex(content["secret"]), content["start"])
 
 
 def host_of_run(run_dir: Path) -> str:
-    """What the machine is called on which that run was started."""
+    """The name of the machine on which that run was started."""
     return _advertisement(run_dir)["host"]
 
 

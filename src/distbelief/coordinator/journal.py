@@ -1,9 +1,13 @@
-"""The coordinator's memory of its decisions: an append-only file of JSON lines, one durable record per decision.
+"""The journal: the coordinator's decisions as an append-only file of JSON lines, one durable record per decision.
 
-A record is a flat JSON object whose last key is the CRC-32 of the object without it. A record counts once its line
-feed is on the disk; a torn last line is what a crash in the middle of an append leaves, and is cut off. Any other
-damage is an error. A sibling lock file is held for as long as the journal is open: the journal itself may be replaced
-by a compaction, which would leave a lock on it behind. It knows nothing of what the decisions mean.
+A record is a flat JSON object whose last key is the CRC-32 of the object without it. A record counts once its line feed
+is on disk. A crash during an append leaves a torn last line, which is cut off; any other damage is an error. A lock on
+a sibling file is held while the journal is open; it cannot be on the journal itself, which a compaction replaces. This
+module knows nothing of what records mean: see rules/replay.py.
+
+Records have no version. `replay` ignores kinds that it does not know, and reads all kinds of earlier releases, so a run
+directory of an earlier release can be resumed. A record of a known kind that lacks a needed field is refused with one
+sentence (rules/replay.py).
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ class Journal:
     def __init__(self, path: Path, lock_fd: int, fd: int, replayed: list[Entry]) -> None:
         self.path = path
         self.replayed = replayed
-        """The records that were there before this opening, oldest first."""
+        """The records from before this opening, oldest first."""
         self.epoch = 1 + max((int(entry.get("epoch", 0)) for entry in replayed), default=0)
         """The number of this incarnation of the coordinator."""
         self._opened_at = time.time()
@@ -41,7 +45,7 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path) -> Journal:
-        """Lock it, replay it, and make a new epoch durable. Raises DistBeliefError when that cannot be done."""
+        """Lock and replay the journal, and make a new epoch durable. Raises DistBeliefError if that is impossible."""
         try:
             lock_fd = _lock(path)
         except OSError as error:
@@ -110,7 +114,7 @@ class Journal:
 
 
 def read(path: Path) -> list[Entry]:
-    """The records of a journal, without locking or changing it: for those who only look."""
+    """The records of a journal, without locking or changing it, for readers beside the coordinator."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -156,7 +160,7 @@ def _decode(line: bytes) -> Entry | None:
 
 
 def _replay(data: bytes, path: Path) -> tuple[list[Entry], int]:
-    """The records, and where the last whole one ends."""
+    """The records, and the offset at which the last whole record ends."""
     lines = data.split(b"\n")
     whole = lines[:-1]  # what follows the last line feed is torn, or nothing
     entries: list[Entry] = []

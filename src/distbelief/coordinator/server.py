@@ -1,21 +1,19 @@
 """The coordinator's edge: a socket, a journal, a metrics file and a clock around the pure state machine.
 
-It performs what `state.step` says and decides nothing itself, except that a message which is not from this run, is no
-event, is not its sender's to say, or makes no sense now is dropped. An event is two frames, its sender's seal and the
-msgpack bytes; a command is one frame. Heartbeats and ticks are not journaled; decisions are, by the state machine's
-Records.
+The server performs the outputs of `state.step` and decides nothing itself. It only drops messages that are not validly
+signed, are malformed, are not allowed for their sender (rules/authorization.py), or make no sense in the present state.
+An event is two frames, its signature and the msgpack bytes; a command is one frame. Heartbeats and ticks are not
+written to the journal; decisions are, as the state machine's Records.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -26,21 +24,19 @@ from distbelief.control.connectionlimit import ConnectionLimit
 from distbelief.control.credentials import Keys
 from distbelief.control.signatures import MALFORMED, UNEXPECTED, UNSIGNED, WRONG_SENDER, Refusals, Refused, Verifier
 from distbelief.control.sockets import protect
-from distbelief.coordinator import traceparts
 from distbelief.coordinator.journal import Journal
 from distbelief.coordinator.rules import state as s
 from distbelief.coordinator.rules.authorization import FROM_SERVERS, FROM_WORKERS, is_introduced, may_send
-from distbelief.coordinator.rules.progress import REMEMBERED, Seen
+from distbelief.coordinator.runfiles import MetricsFile, keep_trace
 from distbelief.errors import DistBeliefError
 
 DEFAULT_LISTEN = "tcp://127.0.0.1:*"
 MAX_MESSAGE_BYTES = 2 << 20
-WAITING_MESSAGES = 100  # of one sender; what is more waits at the sender, not in our memory
+WAITING_MESSAGES = 100  # per sender; more messages wait at the sender, not in our memory
 TICK_S = 0.1
 FLUSH_S = 0.2
 LINGER_MS = 2000
 MOST_COMPLAINTS = 100
-_TAIL_BYTES = 1 << 20  # holds many more steps than are remembered
 
 
 def bind(
@@ -66,76 +62,18 @@ def bind(
     return socket, address.rstrip(b"\0").decode()
 
 
-class MetricsFile:
-    """Lines for people and dashboards: buffered, and without the journal's guarantees."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lines: list[bytes] = []
-        try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            size = os.fstat(self._fd).st_size
-            if size and os.pread(self._fd, 1, size - 1) != b"\n":
-                self._lines.append(b"")  # a killed coordinator may have left half a line: do not write on to it
-        except OSError as error:
-            raise DistBeliefError(
-                f"cannot write {path}: {error.strerror}", hint="check the run directory's permissions and free space"
-            ) from error
-
-    def add(self, line: dict[str, Any]) -> None:
-        self._lines.append(msgspec.json.encode(line))
-
-    def flush(self) -> None:
-        if self._lines:
-            data = memoryview(b"\n".join(self._lines) + b"\n")
-            self._lines.clear()  # also when writing fails, so that what follows is not held up by it for ever
-            while data:
-                data = data[os.write(self._fd, data) :]
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
-def reported(path: Path) -> tuple[Seen, Seen]:
-    """The last steps and evaluations, and what was said of them, from the metrics file of the coordinator before us."""
-    steps: list[tuple[int, str]] = []
-    evaluations: list[tuple[int, str]] = []
-    floor = 0
-    with path.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-        for line in file.read(_TAIL_BYTES).split(b"\n"):
-            try:
-                entry = msgspec.json.decode(line)
-            except msgspec.DecodeError:  # the first line read may be half a line, and so may the last one written
-                continue
-            if isinstance(entry, dict) and entry.get("kind") == "step":
-                steps.append((int(entry["step"]), str(entry["fingerprint"])))
-            elif isinstance(entry, dict) and entry.get("kind") == "evaluation":
-                evaluations.append((int(entry["step"]), ""))
-            elif isinstance(entry, dict) and entry.get("kind") == "rollback":  # what came after it comes again
-                floor = int(entry["step"])
-                steps = [one for one in steps if one[0] < floor]
-                evaluations = [one for one in evaluations if one[0] <= floor]
-    return _seen(steps, floor), _seen(evaluations, 0)
-
-
-def _seen(found: list[tuple[int, str]], floor: int) -> Seen:
-    found = found[-REMEMBERED:]
-    return Seen(dict(found), min(step for step, _ in found)) if found else Seen(floor=floor)
-
-
 class Wakeup(Protocol):
-    """What, besides messages, may ask for the end: a signal, or the engine's end of the pipe."""
+    """What can end the run besides messages: a signal, or the end of the launching process."""
 
     def fileno(self) -> int: ...
     def read(self) -> str:
-        """The reason to stop, or "" when there is none. Called after every wait."""
+        """The reason to stop, or "". Called after every wait."""
         ...
 
 
 @dataclass
 class Server:
-    """Everything the loop holds. Construct it, then `serve`."""
+    """All that the loop needs. Construct it, then call `serve`."""
 
     socket: zmq.Socket[bytes]
     limit: ConnectionLimit
@@ -145,15 +83,15 @@ class Server:
     state: s.State
     clock: Callable[[], float] = time.time
     addresses: dict[int, bytes] = field(default_factory=dict)
-    """Worker -> the ZeroMQ identity its last message came from."""
+    """Worker -> the ZeroMQ identity of its last message."""
     servers: dict[int, bytes] = field(default_factory=dict)
-    """Parameter server -> likewise."""
+    """Parameter server -> the ZeroMQ identity of its last message."""
     engines: dict[str, bytes] = field(default_factory=dict)
-    """Host -> the identity of the engine there."""
+    """Host -> the ZeroMQ identity of its agent."""
     parcel: Callable[[], bytes] = lambda: b""
-    """What another host's agent is sent with its welcome; empty: it is not made yet."""
+    """The bytes that another host's agent is sent with its Welcome; empty while they are not ready."""
     encoded: tuple[m.Command | None, bytes] = (None, b"")
-    """The last command and its bytes: one and the same goes to many members."""
+    """The last command and its bytes, because the same command often goes to many members."""
     refusals: Refusals = field(default_factory=Refusals)
     """Includes the connections that `limit` closed."""
     broken: bool = False
@@ -161,9 +99,9 @@ class Server:
 
 
 def serve(server: Server, wakeup: Wakeup) -> int:
-    """Run until the state machine says Exit; the exit status: 0 if every decision and line is on the disk.
+    """Run until the state machine returns Exit. Returns the exit status: 0 if all records and lines are on disk.
 
-    The socket is left open with its last messages in it: closing it and its context lets them out.
+    The socket stays open with its last messages in it: closing it and its context sends them.
     """
     poller = zmq.Poller()
     poller.register(server.socket, zmq.POLLIN)
@@ -198,9 +136,9 @@ def serve(server: Server, wakeup: Wakeup) -> int:
 
 
 def handle(server: Server, event: s.Input, identity: bytes = b"") -> bool:
-    """Feed one event to the state machine and do what it says; whether the run is over."""
+    """Feed one event to the state machine and perform its outputs. Returns whether the run is over."""
     if isinstance(event, m.HostOffered) and not server.parcel():
-        return False  # it asks again
+        return False  # the agent asks again
     try:
         if isinstance(event, FROM_WORKERS) and not is_introduced(server.state.workers, event):
             raise s.ProtocolError(f"{type(event).__name__} of worker {event.worker}, which has not joined")
@@ -211,14 +149,14 @@ def handle(server: Server, event: s.Input, identity: bytes = b"") -> bool:
     except Exception:
         if not identity:
             raise
-        # Nothing was changed by it; whoever sent it, the run does not end with it.
-        _complain(server, f"no sense can be made of {type(event).__name__}: {traceback.format_exc()}")
+        # The state is unchanged. A message, whatever its sender, must not end the run.
+        _complain(server, f"{type(event).__name__} could not be handled: {traceback.format_exc()}")
         return False
-    if isinstance(event, m.TracePart) and (why_not := traceparts.keep(server.metrics.path.parent, event)):
+    if isinstance(event, m.TracePart) and (why_not := keep_trace(server.metrics.path.parent, event)):
         _complain(server, why_not)
     if isinstance(event, m.EngineAttached):
         server.engines[event.host] = identity
-        _post(server, identity, m.Answer(server.state.epoch, True, "heard"))  # that we are not frozen
+        _post(server, identity, m.Answer(server.state.epoch, True, "heard"))  # shows that we are not frozen
     elif isinstance(event, FROM_WORKERS) and identity not in server.engines.values():
         server.addresses[event.worker] = identity
     elif isinstance(event, FROM_SERVERS):
@@ -227,7 +165,7 @@ def handle(server: Server, event: s.Input, identity: bytes = b"") -> bool:
 
 
 def perform(server: Server, outputs: Iterable[s.Output], sender: bytes = b"", flush: bool = False) -> bool:
-    """Do it, in order; whether the run is over. When the disk fails, the run ends and everybody is told."""
+    """Perform outputs in order. Returns whether the run is over. If the disk fails, the run ends and all are told."""
     try:
         if flush:
             server.metrics.flush()
@@ -267,7 +205,7 @@ def _perform(server: Server, outputs: Iterable[s.Output], sender: bytes) -> bool
 
 def _record(server: Server, entry: dict[str, Any]) -> None:
     try:
-        # Whoever hears of a decision finds the lines that led to it in the file.
+        # The metrics lines that led to a decision are written before it.
         if entry["kind"] == "ended" and server.refusals.counts:
             _tell_of_refusals(server, math.inf)
             entry = {**entry, "refused": dict(server.refusals.counts)}
@@ -276,7 +214,7 @@ def _record(server: Server, entry: dict[str, Any]) -> None:
     except OSError as error:
         if not server.broken:
             raise
-        # The disk has failed before; the members must be told all the same.
+        # The disk has failed before; the members must still be told.
         _say(f"could not record {entry['kind']} ({entry['reason']}): {error.strerror}")
 
 
@@ -298,12 +236,12 @@ def _post(server: Server, identity: bytes, command: m.Command, *more: bytes) -> 
     try:
         server.socket.send_multipart([identity, server.encoded[1], *more], flags=zmq.DONTWAIT)
     except zmq.ZMQError as error:
-        # A peer that is gone, or does not read, must not hold up the others.
+        # A receiver that is gone or does not read must not hold up the others.
         _say(f"could not send {type(command).__name__}: {error}")
 
 
 def _received(server: Server) -> Iterable[tuple[bytes, m.Event]]:
-    """The messages that are waiting, less those that are not ours. Bounded, so that a flood does not stop the clock."""
+    """The waiting messages that are authentic. Bounded: a flood of messages must not stop the clock."""
     for _ in range(1000):
         try:
             identity = server.socket.recv(zmq.DONTWAIT, copy=False)
@@ -332,7 +270,7 @@ def _heard(verifier: Verifier, frames: list[bytes]) -> m.Event:
 
 
 def _tell_of_refusals(server: Server, now: float) -> None:
-    """In the log and to whoever watches, now and then: a flood of strangers is no flood of lines."""
+    """Report refused messages in the log and in the metrics file, at a limited rate."""
     if text := server.refusals.news(now):
         _say(text)
         server.metrics.add({"kind": "refused", "counts": dict(server.refusals.counts), "at": server.clock()})
@@ -340,7 +278,7 @@ def _tell_of_refusals(server: Server, now: float) -> None:
 
 
 def _complain(server: Server, why: str) -> None:
-    """Of a message by somebody who may speak; at length, but not for ever."""
+    """Report a dropped message of an authenticated sender, in full, MOST_COMPLAINTS times."""
     server.refusals.add(UNEXPECTED)
     if server.refusals.counts[UNEXPECTED] <= MOST_COMPLAINTS:
         _say(f"dropped a message: {why}")

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from distbelief.control import messages as m
-from distbelief.coordinator import server as edge
 from distbelief.coordinator.rules import state as s
 from distbelief.coordinator.rules.saving import ASK_AGAIN_S
+from distbelief.coordinator.runfiles import reported
 from distbelief.errors import JobError
 from tests.support.coordinator.play import Run, ended, finished, heartbeat, lines, records, report, starts, texts
 from tests.support.coordinator.world import World
@@ -283,7 +283,7 @@ def test_what_came_after_a_rollback_counts_for_a_coordinator_that_reads_the_metr
     ]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in found))
-    steps, evaluations = edge.reported(path)
+    steps, evaluations = reported(path)
     assert (steps.complete, steps.values[5]) == (6, "bb")
     assert list(evaluations.values) == [4]
 

@@ -11,7 +11,7 @@ import torch
 
 from distbelief.control.credentials import Authority
 from distbelief.control.messages import TracePart
-from distbelief.coordinator import traceparts
+from distbelief.coordinator.runfiles import keep_trace
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.observe.profiling.parts import read_parts
 from distbelief.options import RunOptions, profile_plan
@@ -173,7 +173,7 @@ def test_files_travel_from_a_host_that_does_not_see_the_run(tmp_path: Path) -> N
     parts: list[TracePart] = []
     train(profiler(here, 1, 3, parts), range(4))
     for part in [*parts, parts[-1]]:  # a new coordinator is told the last again
-        assert traceparts.keep(there, part) == ""
+        assert keep_trace(there, part) == ""
     sent = {path.name: path.read_bytes() for path in (there / "profile").iterdir()}
     assert len(sent) == 2
     assert sent == {path.name: path.read_bytes() for path in (here / "profile").iterdir()}
@@ -183,13 +183,13 @@ def test_files_travel_from_a_host_that_does_not_see_the_run(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["../worker-3-1.spans", "worker-4-1.spans", "journal.jsonl", "worker-3-1.spans/x", ""])
 def test_a_part_goes_nowhere_else(tmp_path: Path, name: str) -> None:
     (tmp_path / "profile").mkdir()
-    assert "no place here" in traceparts.keep(tmp_path, TracePart(3, name, 0, b"x"))
-    assert "no place here" in traceparts.keep(tmp_path, TracePart(3, "worker-3-1.spans", 1 << 40, b"x"))
+    assert "no place here" in keep_trace(tmp_path, TracePart(3, name, 0, b"x"))
+    assert "no place here" in keep_trace(tmp_path, TracePart(3, "worker-3-1.spans", 1 << 40, b"x"))
     assert [path.name for path in tmp_path.rglob("*")] == ["profile"]
 
 
 def test_a_part_that_nobody_asked_for(tmp_path: Path) -> None:
-    assert "cannot be written" in traceparts.keep(tmp_path, TracePart(3, "worker-3-1.spans", 0, b"x"))
+    assert "cannot be written" in keep_trace(tmp_path, TracePart(3, "worker-3-1.spans", 0, b"x"))
 
 
 @pytest.mark.parametrize("text", ["10", "20:10", "5:5", "a:b", "-1:4", "1:2:3", "1.5:3", "٣:٥"])

@@ -1,7 +1,10 @@
-"""A run as its journal tells it: every decision taken in again, in order. Pure.
+"""The state of a run from its journal: every recorded decision is applied again, in order.
 
-Only what was decided is there. What is missing after the last record (a command that nobody heard, a decision that
-followed from the last one) is made good by the rules for living runs, as soon as engines and workers are heard of.
+The journal holds decisions only. Commands that were not sent, and decisions that should have followed the last record,
+are made up for by the rules for running runs as soon as agents and workers report.
+
+Records of earlier releases are read too, so each kind keeps its name and its fields: tests/unit/coordinator/journals
+has journals of earlier releases.
 """
 
 from __future__ import annotations
@@ -18,12 +21,28 @@ from distbelief.coordinator.rules.ending import with_worker
 from distbelief.coordinator.rules.servers.fleet import Fleet, ServerProcess, retargeted
 from distbelief.coordinator.rules.servers.roles import Placement
 from distbelief.coordinator.rules.vocabulary import Offer, State, Worker
+from distbelief.errors import DistBeliefError
 
 Entry = Mapping[str, Any]
 
 
-def replay(state: State, entry: Entry, now: float) -> State:
-    """The state after one more record. Kinds that change nothing are passed over, also those of later versions."""
+def replay(state: State, records: Iterable[Entry], now: float) -> State:
+    """The state after these records. Raises DistBeliefError for a record that this version cannot read."""
+    for number, entry in enumerate(records, start=1):
+        try:
+            state = _after(state, entry, now)
+        except (KeyError, TypeError, ValueError) as error:  # msgspec's errors are ValueErrors
+            problem = f"it lacks {error}" if isinstance(error, KeyError) else error
+            kind = entry.get("kind")
+            raise DistBeliefError(
+                f"the journal's record {number}, of kind '{kind}', was written by another version: {problem}",
+                hint="go on with the version of DistBelief that job.json in the run directory names, or start anew",
+            ) from error
+    return state
+
+
+def _after(state: State, entry: Entry, now: float) -> State:
+    """The state after one more record. Kinds that change nothing are ignored, and so are unknown kinds."""
     match entry.get("kind"):
         case "reference":
             facts = {name: entry[name] for name in ("worker", "job", "canary")}
@@ -64,7 +83,7 @@ def replay(state: State, entry: Entry, now: float) -> State:
         case "checkpoint":
             return replace(state, saves=replace(state.saves, sealed=entry["step"], sealed_at=now))
         case "loaded":
-            # It is the newest there is, whatever was sealed before: newer ones were found damaged.
+            # It is the newest usable checkpoint: newer ones, if any, were found damaged.
             saves = replace(state.saves, loaded_by=entry["worker"], sealed=entry["step"], sealed_at=now)
             return replace(state, saves=saves)
         case "rolled_back":
@@ -97,11 +116,11 @@ def replay(state: State, entry: Entry, now: float) -> State:
 
 
 def _fleet(fleet: Fleet, entry: Entry, now: float) -> Fleet:
-    """Servers that died since are told of by the engine, as long as it lives."""
+    """The fleet as recorded. Agents report servers that have died since."""
     there = [msgspec.convert({**one, "heard_at": now}, ServerProcess) for one in entry["servers"]]
     placed = msgspec.convert(entry["placement"], Placement, strict=False)
     numbers = {one.number for one in there}
-    on_their_way = fleet.hired.keys() - numbers - set(entry["gone"])  # some may have died before they were ready
+    on_their_way = fleet.hired.keys() - numbers - set(entry["gone"])  # some died before they were ready
     return replace(
         fleet,
         there={one.number: one for one in there},
@@ -125,7 +144,7 @@ def _generation(state: State, entry: Entry) -> State:
     spares = entry.get("spares", [])
     for worker in state.seats.keys() - seats.keys() - set(spares):
         if not state.workers[worker].gone:
-            state = _with(state, worker, left=True)  # nobody is left out who still does something
+            state = _with(state, worker, left=True)  # a member is left out only once it does nothing more
     state = _arrived(state, [*seats, *spares])
     for member in start.members:
         facts = {"host": member.host, "pid": member.pid, "gpu": member.gpu}
@@ -143,7 +162,7 @@ def _generation(state: State, entry: Entry) -> State:
 
 
 def _resumed(state: State, entry: Entry, now: float) -> State:
-    """Everybody is gone, and the run goes on with new workers. Numbers keep going up; what was agreed on stays."""
+    """All processes are gone, and the run goes on with new workers. Numbers keep rising; the reference stays."""
     reference = state.reference
     if reference:
         reference = msgspec.structs.replace(
@@ -159,7 +178,7 @@ def _resumed(state: State, entry: Entry, now: float) -> State:
         generation=state.generation,
         taken_over=state.generation,
         reference=reference,
-        # As if they had been asked for long ago: the engine is told of them as soon as it is there.
+        # As if asked for long ago: an agent is asked to start them as soon as it reports.
         hired=dict.fromkeys(workers, -math.inf),
         recoveries=state.recoveries,
         rolled_back=state.rolled_back,
@@ -183,7 +202,7 @@ def _resumed_fleet(fleet: Fleet, servers: int) -> Fleet:
 
 
 def resumed(state: State, strategy: str, now: float) -> dict[str, Any]:
-    """The record that lets a run that is over, or whose members are all gone, go on with new workers."""
+    """The record by which a run that is over, or whose members are all gone, goes on with new workers."""
     first = state.next_worker
     return {
         "kind": "resumed",
@@ -196,7 +215,7 @@ def resumed(state: State, strategy: str, now: float) -> dict[str, Any]:
 
 
 def _arrived(state: State, workers: Iterable[int]) -> State:
-    """They are known, so they are not on their way any more."""
+    """These workers are known, so they no longer count as starting."""
     workers = list(workers)
     for worker in workers:
         state = _with(state, worker)

@@ -107,9 +107,7 @@ def resume(
 
     Processes that are alive report soon.
     """
-    state = begin(config, epoch, now)
-    for entry in records:
-        state = replay(state, entry, now)
+    state = replay(begin(config, epoch, now), records, now)
     pulse = state.pulse.restart(state.seats, now)
     progress = replace(state.progress, reported=steps or Seen(), evaluated=evaluations or Seen())
     return replace(state, pulse=pulse, looked_at=now, progress=progress)
