@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from distbelief.control import messages as m
 from distbelief.coordinator.rules import state as s
+from distbelief.errors import DistBeliefError
 from tests.support.coordinator.play import CANARY, JOB, Run, ended, failure, finished, heartbeat, lines, records, sends
 
 
@@ -191,5 +192,5 @@ def test_every_arrival_extends_the_gathering() -> None:
     ],
 )
 def test_a_wrong_configuration_does_not_decode(config: dict) -> None:
-    with pytest.raises(msgspec.ValidationError):
+    with pytest.raises((msgspec.ValidationError, DistBeliefError)):
         msgspec.convert(config, s.RunConfig)
