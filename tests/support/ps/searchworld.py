@@ -29,8 +29,8 @@ from distbelief.strategies.ps.worker.exchange import DeviceServerExchange
 from distbelief.strategies.sandblaster.member import SearchingMember
 from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
 from distbelief.strategies.sandblaster.rules.lbfgs import Settings
+from distbelief.strategies.sandblaster.slices import SliceMaker
 from distbelief.strategies.sandblaster.strategy import Sandblaster
-from distbelief.strategies.sandblaster.vectorstores import VectorStores
 from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.device.accelerator import DeviceMemory
 from distbelief.transport.shm.segment import Memory, Segment
@@ -299,7 +299,7 @@ class SearchWorld(World):
 
     def _start_server(self, server: int) -> None:
         prepared, shapes = self.kit.prepared(), self.kit.shapes
-        stores = VectorStores(prepared, self.kit.schedule.shards, self.memory.__getitem__)
+        stores = SliceMaker(prepared, self.kit.schedule.shards, self.memory.__getitem__)
 
         def make(number: int, first: bool) -> tuple[SliceStore, str]:
             begin_from = nothing_saved if first else None

@@ -1,7 +1,7 @@
-"""sandblaster on a worker: every member computes portions, and the first one drives the search.
+"""A member of a `sandblaster` run: every member computes portions, and the member of rank 0 drives the search.
 
 The vectors and the state of the search are on the servers. So a death costs no step: the driver of the next generation
-goes on from the last state, and finds what was computed of the evaluation under way.
+goes on from the kept state, and the computed portions of the interrupted evaluation stay.
 """
 
 from __future__ import annotations
@@ -44,15 +44,13 @@ from distbelief.strategies.sandblaster.messages import (
     first_number,
 )
 from distbelief.strategies.sandblaster.rules.lbfgs import Settings, State, begin, explain, iterate
-from distbelief.strategies.sandblaster.saved import STATE, VectorPortion, state_bytes, state_of, vectors_of
+from distbelief.strategies.sandblaster.saved import START, STATE, VectorPortion, state_bytes, state_of, vectors_of
 from distbelief.strategies.sandblaster.vectors import ServedVectors
 from distbelief.transport.abort import Aborted
 from distbelief.transport.shm.segment import Segment
 
-START = "start"
-"""The vector with which a search begins."""
 TRIALS = 256
-"""More than one step evaluates: evaluations are numbered by step and trial."""
+"""An upper bound of the evaluations in a step: evaluations are numbered by step and trial."""
 SHORTEST_NAP_S = 0.001
 LONGEST_NAP_S = 0.02
 
@@ -86,12 +84,12 @@ class SearchingMember(ParameterServerMember):
         return self.exchange.rank == 0
 
     def _join(self) -> None:
-        """Go on from where the servers are."""
+        """Take up the state of the servers at the beginning of a generation."""
         exchange, first = self.exchange, first_number(self._seat.generation)
         self._client.restart()
         self._check_slices(besides=1)
-        exchange.gather(b"")  # everybody has left the generation before
-        if self._drives:  # from now on nothing counts that an earlier driver has said
+        exchange.gather(b"")  # every member has left the previous generation
+        if self._drives:  # from now on messages of earlier drivers are void
             self._tell(Begin(self._seat.worker, first, exchange.size))
         exchange.gather(b"")
         found: list[SearchKnown] = []
@@ -103,7 +101,7 @@ class SearchingMember(ParameterServerMember):
         if self._drives:
             self._vectors.show(self._state.point if self._state else START)
         self._shown.insist(first)
-        exchange.gather(b"")  # nobody goes on before all know where they are
+        exchange.gather(b"")  # all members know the state before any goes on
         self._note_rollback()
 
     def taken_over(self) -> Takeover | None:
@@ -153,7 +151,7 @@ class SearchingMember(ParameterServerMember):
         return self._keep(self._seat.steps if after.ended else step + 1, after, after.evaluations - state.evaluations)
 
     def _keep(self, steps: int, state: State, evaluations: int) -> Stepped:
-        """From here the search goes on, whoever drives it: all vectors that the state names count already."""
+        """End the step: keep a state from which any driver can go on, after all vectors that it names are safe."""
         self._vectors.show(state.point)
         self._vectors.settle()
         samples, now = evaluations * self._schedule.samples, self.clock()
@@ -162,7 +160,7 @@ class SearchingMember(ParameterServerMember):
         return Stepped(keep.number, keep.state, StepsDone(self._applied, steps, state.loss, samples, now))
 
     def _tell(self, content: Begin | Keep) -> None:
-        """As the driver. One that was cut off, and replaced, goes no further: the slices may not have heard of it."""
+        """Send as the driver. A driver that was replaced stops here: the vector slices may not know that it was."""
         given = self._client.change(self._search, content, self.exchange.abort)
         assert isinstance(given, SearchGiven)
         if given.what != Heard(counts=True):
@@ -172,12 +170,13 @@ class SearchingMember(ParameterServerMember):
         return self._evaluation(step, 0, point, gradient)
 
     def _evaluate(self, step: int, point: str, gradient: str) -> float:
-        """The same numbers in the same step name the same point, whoever drives."""
+        """Evaluate a trial. Its number names the same point for every driver that repeats the step."""
         self._trial += 1
         return self._evaluation(step, (step + 1) * TRIALS + self._trial, point, gradient)
 
     def _evaluation(self, step: int, evaluation: int, point: str, gradient: str) -> float:
-        # The search hears of it before the slices do: what it calls computed, all slices have.
+        # The search slice learns of an evaluation before the vector slices, so a portion that it calls computed is on
+        # all of them.
         self._tell(Begin(self._seat.worker, self._vectors.number + 1, self.exchange.size, evaluation))
         self._vectors.show(point, evaluation)
         total = self._work(step, evaluation)
@@ -191,7 +190,7 @@ class SearchingMember(ParameterServerMember):
         return done
 
     def _work(self, step: int, until: int = -1) -> Total | Stepped:
-        """Compute portions until the step is done, or the evaluation that the driver waits for is."""
+        """Compute portions until the step is done, or until evaluation `until` is complete (driver)."""
         computed: Computed | None = None
         nap_s = SHORTEST_NAP_S
         while True:
@@ -212,7 +211,7 @@ class SearchingMember(ParameterServerMember):
                     nap_s = min(2 * nap_s, LONGEST_NAP_S)
 
     def _compute(self, step: int, portions: Portions) -> Computed | None:
-        """The sum of some portions, on all slices; None: others have finished the evaluation meanwhile."""
+        """Compute a node and push its sum to all slices. None: the evaluation was completed without it."""
         if not self._shown.bring(portions.number):
             return None
         losses = self._sums.compute(step, portions.node, self._shown.are_over)
@@ -239,7 +238,7 @@ class SearchingMember(ParameterServerMember):
             yield Applied(step, done.loss, samples, told, self._seat.generation, done.at)
 
     def portions(self) -> Sequence[VectorPortion]:
-        """Every member saves some slices, with the vectors that the search needs at this step."""
+        """Each member saves a share of the slices, with the vectors that the state names."""
         size, vectors = self.exchange.size, vectors_of(self._state)
         outside = whole_entries(self._outside())
         return [
@@ -252,7 +251,8 @@ class SearchingMember(ParameterServerMember):
         return {**super()._outside(), **({STATE: torch.frombuffer(state, dtype=torch.uint8)} if state else {})}
 
     def copy_portion(self, applied: int, into: Segment) -> AlreadyCopied:
-        """The next step writes to no vector that this state names, and ends only when this member has come so far."""
+        """The copy is consistent: the next step writes to no vector that this state names, and cannot end before this
+        member takes part in it."""
         started, rank, size = time.perf_counter(), self.exchange.rank, self.exchange.size
         portion, shapes, vectors = self.portions()[rank], self._slices[rank::size], vectors_of(self._state)
         for shape in shapes:

@@ -1,8 +1,8 @@
-"""What `sandblaster` says to its servers, beside the messages of every server (ps/protocol/messages.py).
+"""The messages of `sandblaster`, beside those that every server understands (ps/protocol/messages.py).
 
-Slices hold stretches of named vectors, and the *search* (one slice more) holds what must be decided once: where the
-driver is, and who computes which portions of the evaluation under way. Everything that a driver says has a number:
-`generation << COUNTS | count`. So what an earlier driver has said and comes late is known by its number, and dropped.
+Slices hold stretches of named vectors. One slice more, the search slice, holds what must be decided once: the state of
+the search, and which member computes which portions. Every message of a driver has a number,
+`generation << COUNTS | count`. By that number a slice recognises, and drops, late messages of an earlier driver.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from distbelief.strategies.ps.protocol.messages import (
 )
 
 COUNTS = 24
-"""Bits for the commands of one driver."""
+"""Bits of a number that count the commands of one driver."""
 
 
 def first_number(generation: int) -> int:
-    """Of what the driver of a generation says.
+    """The first number of the driver of a generation.
 
     >>> first_number(3) > first_number(2) + 1_000_000
     True
@@ -57,15 +57,15 @@ class Drop(Struct, frozen=True, tag=True):
 
 
 class Show(Struct, frozen=True, tag=True):
-    """Let workers fetch this vector. `evaluation`: sums of gradients there are gathered from now on; what came before
-    under the same name stays, for it is the same point. -1: nothing else is to be gathered."""
+    """Let workers fetch this vector. `evaluation`: the slice gathers sums of gradients at this point from now on, and
+    keeps the sums that it has under the same number, since the point is the same. -1: the slice gathers nothing new."""
 
     point: str
     evaluation: int = -1
 
 
 class Finish(Struct, frozen=True, tag=True):
-    """All sums of the evaluation are there: the gradient is their sum, times this."""
+    """Every portion of the evaluation is computed: the gradient is the sum of all, times `factor`."""
 
     evaluation: int
     gradient: str
@@ -76,7 +76,7 @@ Command = Combine | Copy | Drop | Show | Finish
 
 
 class Do(Content, frozen=True):
-    """Commands of a driver. A slice performs them in the order of their numbers, whatever the order they come in."""
+    """A batch of commands. A slice performs batches in the order of their numbers, not in the order of arrival."""
 
     number: int
     commands: list[Command]
@@ -86,8 +86,8 @@ class Do(Content, frozen=True):
 
 
 class Begin(Content, frozen=True):
-    """A driver with so many members begins an evaluation; -1: only its work. What it finds there of the same evaluation
-    is done already."""
+    """A driver of `members` members begins an evaluation, or (-1) its work. Computed portions of the same evaluation
+    stay."""
 
     worker: int
     number: int
@@ -100,7 +100,7 @@ class Begin(Content, frozen=True):
 
 
 class Portions(Struct, frozen=True, tag=True):
-    """To be computed: a node of the tree over all portions, at the point that is shown with that number."""
+    """A node of the tree over all portions, to be computed at the point that command `number` shows."""
 
     evaluation: int
     number: int
@@ -113,11 +113,11 @@ class Computed(Struct, frozen=True):
     evaluation: int
     node: Range
     losses: list[tuple[float, float]]
-    """By portion: the loss as a sum, and what it is to be divided by."""
+    """By portion: the loss as a sum, and its weight."""
 
 
 class Take(Content, frozen=True):
-    """A member wants portions of the step. The answer has some, or says why there are none."""
+    """A member asks for portions of the step. The answer has some, or the reason why not."""
 
     generation: int
     worker: int
@@ -131,11 +131,11 @@ class Take(Content, frozen=True):
 
 
 class Keep(Content, frozen=True):
-    """So many steps are done. The search goes on from here, whoever drives it."""
+    """The driver has done `steps` steps: from now on every driver goes on from this state."""
 
     worker: int
     number: int
-    """Also that with which the point is shown."""
+    """Also the number of the command that shows the point."""
     steps: int
     state: bytes
     """As the driver understands it."""
@@ -152,13 +152,13 @@ class Keep(Content, frozen=True):
 
 
 class Heard(Struct, frozen=True, tag=True):
-    """To a driver. `counts`: no later one has begun; else it must not say anything more, to slices neither."""
+    """To a driver. `counts`: no later driver has begun. If one has, this driver must not send anything more."""
 
     counts: bool
 
 
 class Idle(Struct, frozen=True, tag=True):
-    """There is nothing to compute at the moment."""
+    """No portion is free at the moment."""
 
 
 class Total(Struct, frozen=True, tag=True):
@@ -170,7 +170,7 @@ class Total(Struct, frozen=True, tag=True):
 
 
 class StepsDone(Struct, frozen=True):
-    """Steps from `first` to `end` gave this; more than one where the search has ended."""
+    """The result of the steps from `first` to `end`: more than one step if the search has ended."""
 
     first: int
     end: int
@@ -199,18 +199,18 @@ class SearchGiven(PushResult, frozen=True):
 
 
 class Products(Question, frozen=True):
-    """Answered when the command with the number `after` is performed: sums over the slice."""
+    """A question for sums over the slice. Answered after command `after` is performed."""
 
     after: int
     dots: list[tuple[str, str]] = field(default_factory=list)
     sums: list[str] = field(default_factory=list)
-    """Of absolute values."""
+    """Vectors whose absolute values are added up."""
     largest: list[str] = field(default_factory=list)
-    """Absolute value."""
+    """Vectors whose largest absolute value is wanted."""
 
 
 class ReadVectors(Question, frozen=True):
-    """The slice's stretches of these vectors, one after the other, for a checkpoint."""
+    """A question for the slice's stretches of these vectors, one after the other. For a checkpoint."""
 
     after: int
     names: list[str]
@@ -218,7 +218,7 @@ class ReadVectors(Question, frozen=True):
 
 class Produced(Reply, frozen=True):
     dots: list[tuple[Range, list[float]]] = field(default_factory=list)
-    """By subtree of the tree over all blocks (strategies/sandblaster/vectors.py)."""
+    """By subtree of the tree over all blocks (vectors.py)."""
     sums: list[tuple[Range, list[float]]] = field(default_factory=list)
     largest: list[float] = field(default_factory=list)
 

@@ -1,9 +1,9 @@
-"""The vectors of a search under names, beside those of the model (named.py):
+"""The state of a search in a checkpoint, beside the model (flatmodel/named.py):
 
-    lbfgs/state          where the driver is: numbers, and the names of the vectors that they belong to
-    lbfgs/VECTOR/NAME    the part of such a vector that belongs to a parameter. The present point is the model itself
+    lbfgs/state          the `State` of rules/lbfgs.py: numbers, and the names of the vectors that they belong to
+    lbfgs/VECTOR/NAME    the part of such a vector that belongs to parameter NAME. The present point is the model itself
 
-Slices and members are nowhere in the names, so any number of servers and workers can go on from it.
+The names contain neither slices nor members, so any number of servers and workers can go on from a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from distbelief.strategies.sandblaster.rules.lbfgs import State
 from distbelief.transport.shm.segment import Segment
 
 STATE = "lbfgs/state"
+START = "start"
+"""The vector at which a new search begins: the initial parameters."""
 
 
 def state_bytes(state: State | None) -> bytes:
@@ -37,15 +39,15 @@ def state_of(content: bytes) -> State | None:
 
 
 def vectors_of(state: State | None) -> list[str]:
-    """The vectors that a state names, besides its point."""
+    """The vectors that a state names, except its point."""
     if state is None:
         return []
     return [state.gradient, *(name for past in state.past for name in (past.direction, past.change))]
 
 
 class VectorPortion:
-    """See `Portion`: some slices, each with its values and then its stretch of every vector; and tensors that lie
-    outside of them."""
+    """A `Portion`: several slices, each with its values and then its stretch of every vector, and tensors outside of
+    the slices."""
 
     def __init__(
         self, layout: Layout, shapes: Sequence[SliceShape], vectors: Sequence[str], outside: Sequence[PartEntry]
@@ -63,7 +65,7 @@ class VectorPortion:
         self.size_bytes = at
 
     def vector_bytes(self, shape: SliceShape) -> int:
-        """Of its stretch of one vector."""
+        """The size of the slice's stretch of one vector."""
         _, (first, end) = parameter_stretch(self._layout, shape)
         return (end - first) * self._layout.tiles[0].dtype.itemsize
 
@@ -87,7 +89,7 @@ class VectorPortion:
 
 
 def _places(layout: Layout, shape: SliceShape, parameters_only: bool = False) -> Iterator[TilePlace]:
-    """Where the model's tensors lie in the bytes of a slice."""
+    """The places of the model's tensors in the bytes of a slice."""
     for tile in shape.tiles:
         if parameters_only and tile >= layout.parameter_tiles:
             return
@@ -98,7 +100,7 @@ def _places(layout: Layout, shape: SliceShape, parameters_only: bool = False) ->
 
 
 def saved_state(saved: Saved | None) -> State | None:
-    """Where a search was when that was saved; None: it is of another strategy, or weights alone."""
+    """The state of the search in a checkpoint; None: another strategy wrote it, or it has weights alone."""
     if saved is None or STATE not in saved.tensors:
         return None
     return state_of(saved.tensors[STATE].contiguous().numpy().tobytes())
@@ -107,7 +109,7 @@ def saved_state(saved: Saved | None) -> State | None:
 def saved_vectors(
     saved: Saved, state: State, layout: Layout, shape: SliceShape, values: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """A slice's stretches of all vectors that the state names. `values`: its bytes of the layout."""
+    """A slice's stretches of all vectors that the state names. `values`: the slice's bytes of the layout."""
     _, (first, end) = parameter_stretch(layout, shape)
     itemsize = layout.tiles[0].dtype.itemsize
     found = {state.point: values[: (end - first) * itemsize].view(layout.tiles[0].dtype)}

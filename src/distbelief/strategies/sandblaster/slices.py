@@ -1,11 +1,17 @@
-"""One slice of the vectors of a search (`sandblaster`): it combines them, adds up gradients, and answers with scalars.
+"""The slices of `sandblaster` on a server: `VectorSlice` (a stretch of every vector) and `SearchSlice` (the ledger).
 
-It is a `Store` (see holding.py): primary and backup perform the same commands on the same numbers. Commands of a driver
-are performed in the order of their numbers. Sums of portions come from many workers in any order; two sums that are
-halves of a node are added at once, so that few are held, and the total is that of the whole tree, bit for bit.
+Both are `SliceStore`s (ps/server/stores.py): primary and backup apply the same changes.
 
-What workers fetch lies in memory that they may map: a copy of the vector that is shown. The first two numbers there say
-which is being written and which was written last, so that a reader knows whether what it has read was whole.
+A `VectorSlice` performs the driver's batches of commands in the order of their numbers. Gradient sums come from many
+workers in any order. When both halves of a node are there, the slice adds them at once, so it holds few sums, and the
+total is that of the whole tree, bit for bit. Workers fetch the shown vector from memory that they may map. Its first
+two int64 are version numbers: of the vector that is being written, and of the last one that was written completely. A
+reader compares them to know whether its copy is whole.
+
+The `SearchSlice` holds the state of the search and the portions of the evaluation (rules/portions.py). A step is done
+when this slice has applied `Keep`: one change of one slice, after all vectors that the state names are on the servers.
+A portion that it calls computed is on every slice, for two reasons. A driver tells this slice of an evaluation before
+it tells the others, and a member reports a sum after all slices have it, in the same generation.
 """
 
 from __future__ import annotations
@@ -19,7 +25,9 @@ import torch
 
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range, split
+from distbelief.strategies.base import BeginFrom, Saved, ServerHost, ServerJob
 from distbelief.strategies.flatmodel.layout import Layout
+from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.protocol.messages import (
     Inspect,
@@ -34,10 +42,12 @@ from distbelief.strategies.ps.protocol.messages import (
     values_at,
 )
 from distbelief.strategies.ps.rules.slicing import SliceShape, parameter_stretch
+from distbelief.strategies.ps.server.process import LEDGER_BYTES, SliceSource
 from distbelief.strategies.ps.server.slicememory import OpenSegment, with_bytes
-from distbelief.strategies.ps.server.stores import Change, State
+from distbelief.strategies.ps.server.stores import Change, SliceStore, State
 from distbelief.strategies.sandblaster.messages import (
     COUNTS,
+    MESSAGES,
     Begin,
     Combine,
     Command,
@@ -60,13 +70,15 @@ from distbelief.strategies.sandblaster.messages import (
     Take,
     Total,
 )
+from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
 from distbelief.strategies.sandblaster.rules.portions import Portioning
+from distbelief.strategies.sandblaster.saved import START, saved_state, saved_vectors, state_bytes
 from distbelief.strategies.sandblaster.vectors import SlicedVectors
 from distbelief.transport.shm.segment import Segment
 
 
 class _About(msgspec.Struct, frozen=True):
-    """What a copy of the slice needs beside its bytes: values, vectors and sums in this order."""
+    """The header of a copy of the slice. Its bytes are values, vectors and sums, in this order."""
 
     done: int
     pending: dict[int, list[Command]]
@@ -77,13 +89,15 @@ class _About(msgspec.Struct, frozen=True):
 
 
 class VectorSlice:
+    """The stretch of every vector that one server holds."""
+
     def __init__(
         self, shape: SliceShape, layout: Layout, portions: int, values: Segment, open_segment: OpenSegment
     ) -> None:
-        """`values`: two words, then the slice's stretch of the layout, as in slicememory.py."""
+        """`values`: two version numbers, then the slice's stretch of the layout, as in ps/server/slicememory.py."""
         self.shape = shape
         self.version = 0
-        """The number of the command with which the vector was shown that can be fetched now."""
+        """The number of the command that showed the vector which workers can fetch now."""
         self._portions = portions
         self._segment = values
         self._at = values_at(shape.first_byte)
@@ -100,7 +114,7 @@ class VectorSlice:
         self._evaluation = -1
         self._sums: dict[Range, torch.Tensor] = {}
         self._taken: PartialSum | None = None
-        """The last that has changed anything."""
+        """The last partial sum that changed the slice."""
 
     def begin(self, values: torch.Tensor, vectors: Mapping[str, torch.Tensor], integers: bytes) -> None:
         """The first state of a life. `values`: the bytes of this stretch of the layout."""
@@ -115,7 +129,7 @@ class VectorSlice:
         match change.content:
             case Do(number=number, commands=commands) if number > self._done:
                 self._pending[number] = commands
-                if not number & ((1 << COUNTS) - 1):  # another driver: nothing of the one before counts any more
+                if not number & ((1 << COUNTS) - 1):  # a new driver: commands of earlier drivers are void
                     self._pending = {n: some for n, some in self._pending.items() if n >= number}
                     self._done = number - 1
                 while self._done + 1 in self._pending:
@@ -158,7 +172,7 @@ class VectorSlice:
         return self._vectors.tensor(name, self._where)
 
     def _add(self, node: PartialSum, payload: Any) -> None:
-        """A copy: the worker overwrites what it has pushed as soon as it is answered."""
+        """Add a copy of the sum: the worker overwrites its own as soon as the push is acknowledged."""
         where = (node.first, node.end)
         if self._has(node):  # another copy came first; the memory of one that comes late may be gone
             return
@@ -243,7 +257,7 @@ class VectorSlice:
 
 
 def _above(node: Range, portions: int) -> tuple[Range, Range] | None:
-    """The node that this one is a half of, and its other half; None: it is the whole tree.
+    """(parent, sibling) of a node; None: the node is the root.
 
     >>> _above((4, 5), 5), _above((0, 2), 5), _above((0, 5), 5)
     (((0, 5), (0, 4)), ((0, 4), (2, 4)), None)
@@ -258,24 +272,26 @@ def _above(node: Range, portions: int) -> tuple[Range, Range] | None:
 
 
 REMEMBERED = 1024
-"""Steps whose results are kept: many more than are done between two heartbeats."""
+"""Number of steps whose results are kept: many more than a run does between two heartbeats."""
 
 
 class _Book(msgspec.Struct):
     work: Portioning
     steps: int
     number: int = -1
-    """The last that a driver has said."""
+    """The last number of a driver."""
     kept: int = -1
-    """That with which the last state was kept."""
+    """The number of the last `Keep`."""
     state: bytes = b""
     note: tuple[int, bytes] = (-1, b"")
     past: list[StepsDone] = []
     given: dict[int, SearchGiven] = {}
-    """Worker -> the answer to its last question, which is part of what the question changes."""
+    """Worker -> the answer to its last request. It is part of the state, since the request changes the state."""
 
 
 class SearchSlice:
+    """The state of the search, and the ledger of portions."""
+
     def __init__(self, portions: int) -> None:
         self.version = 0
         self._book = _Book(Portioning(portions), 0)
@@ -356,3 +372,74 @@ class SearchSlice:
             return None  # who goes on from here must find it again, whoever dies
         book = self._book
         return Framed(SearchKnown(question.ticket, question.slice, book.steps, book.state, book.note, list(book.past)))
+
+
+class SliceMaker:
+    """Makes slices with their first contents: the initial weights of the job, or a checkpoint, read once per life."""
+
+    def __init__(self, prepared: PreparedSandblaster, portions: int, open_segment: OpenSegment) -> None:
+        self._prepared = prepared
+        self._portions = portions
+        self._open = open_segment
+        self._first: tuple[ReplicaState, Saved | None] | None = None
+
+    def forget(self) -> None:
+        """Free the first contents: every slice is made, or all begin anew."""
+        self._first = None
+
+    def search(self, begin_from: BeginFrom | None) -> SearchSlice:
+        """`begin_from`: None if the slice will receive a copy of another server's."""
+        store = SearchSlice(self._portions)
+        if begin_from:
+            state, saved = self._begun(begin_from)
+            past = [StepsDone(one.step, one.step + 1, one.loss, one.samples, one.at) for one in state.remembered(0)]
+            store.begin(state.steps_applied, state_bytes(saved_state(saved)), state.note(), past)
+        return store
+
+    def slice(self, shape: SliceShape, values: Segment, begin_from: BeginFrom | None) -> VectorSlice:
+        layout = self._prepared.layout
+        store = VectorSlice(shape, layout, self._portions, values, self._open)
+        if begin_from:
+            state, saved = self._begun(begin_from)
+            content = torch.zeros(shape.value_bytes, dtype=torch.uint8)
+            for tile in shape.tiles:
+                at = layout.tiles[tile].offset_bytes - shape.first_byte
+                content[at : at + layout.tiles[tile].size_bytes] = state.values[tile].view(torch.uint8)
+            search = saved_state(saved)
+            if saved and search:
+                vectors = saved_vectors(saved, search, layout, shape, content)
+            else:
+                _, (first, end) = parameter_stretch(layout, shape)
+                dtype = layout.tiles[0].dtype
+                vectors = {START: content[: (end - first) * dtype.itemsize].view(dtype)}
+            store.begin(content, vectors, state.integers(state.steps_applied))
+        return store
+
+    def _begun(self, begin_from: BeginFrom) -> tuple[ReplicaState, Saved | None]:
+        if self._first is None:
+            saved = begin_from()
+            self._first = self._prepared.first_state(lambda step=-1: saved), saved
+        return self._first
+
+
+class SandblasterSlices(SliceSource):
+    """The slices that a server of a run can be given (`Slices`)."""
+
+    messages = MESSAGES
+
+    def __init__(self, host: ServerHost, loaded: ServerJob) -> None:
+        prepared: PreparedSandblaster = loaded.prepared
+        super().__init__(host, prepared.facts())
+        self._shapes = prepared.slices()
+        self._vectors = SliceMaker(prepared, loaded.schedule.shards, self._open)
+        self.sizes = [*prepared.slice_sizes, LEDGER_BYTES]
+
+    def make(self, number: int, first: bool) -> tuple[SliceStore, str]:
+        begin_from = self._saved if first else None
+        if number == len(self._shapes):
+            return self._vectors.search(begin_from), ""
+        values, name = self._segment(number, self._shapes[number].value_bytes)
+        return self._vectors.slice(self._shapes[number], values, begin_from), name
+
+    def began(self) -> None:
+        self._vectors.forget()

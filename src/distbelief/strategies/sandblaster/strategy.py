@@ -89,16 +89,16 @@ class Sandblaster(Strategy):
 
     def serve(self, host: ServerHost) -> int:
         from distbelief.strategies.ps.server.process import serve
-        from distbelief.strategies.sandblaster.vectorstores import SearchStores
+        from distbelief.strategies.sandblaster.slices import SandblasterSlices
 
-        return serve(host, lambda host: SearchStores(host, host.load()))
+        return serve(host, lambda host: SandblasterSlices(host, host.load()))
 
     @property
     def preloads(self) -> Sequence[str]:
         return (
             "distbelief.strategies.sandblaster.prepared",
             "distbelief.strategies.ps.server.process",
-            "distbelief.strategies.sandblaster.vectorstores",
+            "distbelief.strategies.sandblaster.slices",
         )
 
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedSandblaster:

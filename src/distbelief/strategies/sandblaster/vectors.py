@@ -1,13 +1,13 @@
-"""Named vectors that live elsewhere: whoever computes with them sends small commands and sees only scalars.
+"""Named vectors on servers: `SlicedVectors` is one server's part, `ServedVectors` the driver's side over the network.
 
-A vector has `size` elements in the flat order of the parameters (strategies/flatmodel/layout.py). Servers hold slices
-of every vector, cut at multiples of 64 elements. Nothing may depend on where the cuts are, so:
+A vector has `size` elements in the flat order of the parameters (flatmodel/layout.py). Servers hold slices of every
+vector, cut at multiples of 64 elements. No result may depend on where the cuts are, so:
 - sums are taken in float64 over blocks of 64 elements, halves added to halves, and the blocks are added along the tree
   of `shards.split`. A part answers with the sums of the largest subtrees that it holds; `add_partials` does the rest.
 - combinations are elementwise: every product and every sum is rounded to float64, in the order of the terms, and the
   result once to the type of the vectors. No fused multiply-add, whose use depends on where a vector register ends.
 
-This file does not know what the vectors mean, nor how commands travel.
+The driver's commands wait until it asks for something, then go out together: a few messages per iteration and slice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BLOCK = 64  # elements: the alignment of every cut (strategies/flatmodel/layout.
 _SCRATCH = 1 << 19  # float64 elements at work at once: a few MiB, about what a core's cache holds
 
 Partials = list[tuple[Range, list[float]]]
-"""Per subtree (a range of blocks): its sum for each thing that was asked."""
+"""By subtree (a range of blocks): the sum for each pair or vector asked for."""
 
 
 class SlicedVectors:
@@ -68,8 +68,7 @@ class SlicedVectors:
         self._vectors: dict[str, dict[Range, torch.Tensor]] = {}
 
     def tensor(self, name: str, where: Range) -> torch.Tensor:
-        """The storage of a vector in one slice, for gradients to be written to and parameters to be read from. A
-        vector that does not exist yet is made, of zeros."""
+        """The storage of a vector in one slice, to read or to write. Makes the vector, of zeros, if there is none."""
         if name not in self._vectors:
             self._vectors[name] = {(a, b): torch.zeros(b - a, dtype=self._dtype) for a, b in self._slices}
         return self._vectors[name][where]
@@ -121,7 +120,7 @@ class SlicedVectors:
     def _sums(
         self, names: Sequence[str], asked: int, terms: Callable[[torch.Tensor, torch.Tensor], object]
     ) -> Partials:
-        """The sums of what `terms` makes of the vectors `names`, for every subtree that lies in these slices."""
+        """The sums of the elements that `terms` computes from the vectors `names`, by subtree of these slices."""
         self._check(names)
         found: Partials = []
         length = max(_SCRATCH // max(asked, 1) // BLOCK, 1) * BLOCK
@@ -152,7 +151,7 @@ class SlicedVectors:
 
 
 class JoinedVectors:
-    """One `Vectors` of several parts, which together hold every slice.
+    """`Vectors` in this process: several parts that together hold every slice.
 
     >>> parts = [SlicedVectors(128, [(0, 64)]), SlicedVectors(128, [(64, 128)])]
     >>> for part, where in zip(parts, [(0, 64), (64, 128)]):
@@ -192,7 +191,7 @@ class JoinedVectors:
 
 
 def add_partials(size: int, partials: Partials) -> list[float]:
-    """Add the subtrees of all parts along the tree over all blocks; the order in which they came does not matter.
+    """Add the subtrees of all parts along the tree over all blocks, in whatever order they arrived.
 
     >>> add_partials(192, [((2, 3), [4.0]), ((0, 2), [3.0])])
     [7.0]
@@ -239,7 +238,7 @@ def _largest(values: Sequence[float]) -> float:
 
 
 class ServedVectors:
-    """See `Vectors`."""
+    """`Vectors` on servers. Commands go out in numbered batches (`Do`); answers are scalars."""
 
     def __init__(self, client: ServerClient, slices: int, size: int, generation: int, abort: Stop) -> None:
         self._client = client
@@ -255,7 +254,7 @@ class ServedVectors:
 
     @property
     def number(self) -> int:
-        """Of the commands that were sent last."""
+        """The number of the last batch that was sent."""
         return self._number
 
     def combine(self, target: str, terms: Sequence[Term]) -> None:
@@ -268,7 +267,7 @@ class ServedVectors:
         self._waiting.append(Drop(list(names)))
 
     def show(self, point: str, evaluation: int = -1) -> None:
-        """Let members fetch it. The number of this is the next one."""
+        """Let members fetch a point. This sends the batch, whose number is `number` afterwards."""
         self._waiting.append(Show(point, evaluation))
         self._send()
 
@@ -276,7 +275,7 @@ class ServedVectors:
         self._waiting.append(Finish(evaluation, gradient, factor))
 
     def settle(self) -> None:
-        """Return when everything counts, whoever dies."""
+        """Wait until every command is acknowledged: then it survives the death of a server."""
         self._send()
         self._client.settle(self._abort)
 

@@ -26,8 +26,7 @@ from distbelief.strategies.sandblaster.messages import (
     Show,
     first_number,
 )
-from distbelief.strategies.sandblaster.slices import VectorSlice
-from distbelief.strategies.sandblaster.vectorstores import VectorStores
+from distbelief.strategies.sandblaster.slices import SliceMaker, VectorSlice
 from distbelief.transport.shm.segment import Segment
 from tests.support.ps.searchworld import Kit
 
@@ -48,7 +47,7 @@ def unmapped(name: str) -> Segment:
 
 def made(kit: Kit, number: int = 0, first: bool = True) -> VectorSlice:
     shape = kit.shapes[number]
-    stores = VectorStores(kit.prepared(), kit.schedule.shards, unmapped)
+    stores = SliceMaker(kit.prepared(), kit.schedule.shards, unmapped)
     return stores.slice(shape, Segment.private(VALUES_AT + shape.value_bytes), nothing_saved if first else None)
 
 
