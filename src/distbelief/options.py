@@ -36,7 +36,7 @@ class SavePlan(msgspec.Struct, frozen=True):
 
     folder: str
     every_steps: int = 0
-    """0: the last one, and those that the coordinator asks for."""
+    """0: only the last one, and checkpoints that the coordinator asks for."""
     keep_last: int = 3
     keep_every: int = 0
     """Checkpoints whose step is a multiple of it are kept; 0: none is kept for that reason."""

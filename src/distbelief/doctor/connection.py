@@ -1,4 +1,4 @@
-"""The sockets between doctors, and to a run's coordinator: only who has the key is heard."""
+"""Sockets between doctors, and to a run's coordinator. Messages without the key's signature are dropped."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from distbelief.errors import DistBeliefError
 
 ANSWER_S = 10.0
 PATIENCE_S = 10.0
-"""Doctors may be started on all hosts at once: who leads may not listen yet."""
+"""Doctors may be started on all hosts at once: the leader may not listen yet."""
 EXCHANGES = 8
 
 
 class Connection:
-    """From here to who leads, or to a coordinator. A context manager."""
+    """The connection to the leader or to a coordinator. A context manager."""
 
     def __init__(self, endpoint: str, authority: Authority) -> None:
         self.endpoint = endpoint
@@ -53,16 +53,16 @@ class Connection:
         self._socket.send_multipart([self._signer.sign(data), data])
 
     def hear(self, limit_s: float | None = None) -> messages.FromLeader:
-        """What comes next. Raises an error that explains why nothing does."""
+        """The next message. If none comes, raises an error that explains why."""
         until = time.monotonic() + (ANSWER_S if limit_s is None else limit_s)
         while (left_s := until - time.monotonic()) > 0:
             if self._socket.poll(int(left_s * 1000) + 1):
-                with contextlib.suppress(msgspec.MsgspecError):  # what is no word of ours is not for us
+                with contextlib.suppress(msgspec.MsgspecError):  # a message of another kind
                     return messages.decode_from_leader(self._socket.recv_multipart()[-1])
         raise unanswered(self.endpoint, self._key, "who listens")
 
     def ask(self) -> tuple[RunFacts | messages.Gathering, list[Exchange]]:
-        """Who is there, and what its clock says, several times."""
+        """Ask what is at the other end, and for its clock, several times."""
         exchanges = []
         for number in range(EXCHANGES):
             asked = time.time()
@@ -79,7 +79,7 @@ class Connection:
 
 
 class LeaderSocket:
-    """Where the leader is reached. A context manager."""
+    """The leader's listening socket. A context manager."""
 
     def __init__(self, listen: str, authority: Authority) -> None:
         self._verifier = authority.verifier()
@@ -103,26 +103,26 @@ class LeaderSocket:
 
     def __exit__(self, *_: object) -> None:
         self._socket.close()
-        self._context.term()  # what was said last gets out
+        self._context.term()  # sends the last messages
 
     def send(self, to: bytes, message: messages.FromLeader) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # it is gone
+        with contextlib.suppress(zmq.ZMQError):  # the host is gone
             self._socket.send_multipart([to, messages.encode(message)], zmq.NOBLOCK)
 
     def heard(self, limit_s: float) -> Iterator[tuple[bytes, messages.ToLeader]]:
-        """What is there, after so long at most."""
+        """The messages that have arrived, after this time at most."""
         if not self._socket.poll(int(limit_s * 1000)):
             return
         while self._socket.poll(0):
             identity, *frames = self._socket.recv_multipart()
-            with contextlib.suppress(ValueError, Refused, msgspec.MsgspecError):  # strangers are not heard
+            with contextlib.suppress(ValueError, Refused, msgspec.MsgspecError):  # a host without the key
                 signature, data = frames
                 self._verifier.verify(signature, data, time.monotonic())
                 yield identity, messages.decode_to_leader(data)
 
 
 def way_in(where: str, key: Path | None) -> tuple[str, Authority]:
-    """The endpoint of what a person named, and what lets one in: of a run directory, or of HOST:PORT and a key file."""
+    """Endpoint and credentials for what the user named: a run directory, or HOST:PORT and a key file."""
     if Path(where).is_dir():
         endpoint, authority = whereabouts(Path(where))
         return reach(endpoint), authority
@@ -131,5 +131,5 @@ def way_in(where: str, key: Path | None) -> tuple[str, Authority]:
 
 
 def with_key(key: bytes) -> Authority:
-    """Who has a key file: the same as whoever has started a run with it."""
+    """The authority of the key, as for a run that was started with it."""
     return Authority(run_secret(key))

@@ -1,4 +1,4 @@
-"""The doctor that comes to another host: to one that leads, or to the coordinator of a run."""
+"""The doctor that joins another host: the leading doctor, or the coordinator of a run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from distbelief.doctor.rules.report import Finding, Host, Report, duration, ok, 
 from distbelief.errors import DistBeliefError
 
 SILENT_S = 90.0
-"""More than a round of measuring takes."""
+"""Longer than a round of measurements."""
 
 Say = Callable[[str], None]
 Examine = Callable[[], Host]
 
 
 def join(where: str, key: Path | None, examine: Examine, say: Say) -> Report:
-    """Look at this host, and at what is between it and what is there. What cannot be reached is a finding, too."""
+    """Examine this host, and its link to the doctor or coordinator at `where`. An unreachable one is a finding too."""
     host: Host | None = None
     try:
         endpoint, authority = way_in(where, key)
@@ -40,14 +40,14 @@ def connection(endpoint: str, exchanges: Sequence[Exchange]) -> Finding:
     trip = duration(skew(exchanges).round_trip_s)
     return ok(
         "connection",
-        f"{endpoint} answers and has the same key; the way is {interface_to(endpoint)}, {trip} there and back",
+        f"{endpoint} answers and has the same key; the route is {interface_to(endpoint)}, {trip} there and back",
     )
 
 
 def _meet(line: Connection, exchanges: Sequence[Exchange], host: Host, say: Say) -> Report:
     name, said = host.name, ""
     with MeasuringServer(own_address(line.endpoint)) as server:
-        line.send(messages.Arrived(host, skew(exchanges), server.door, server.token))
+        line.send(messages.Arrived(host, skew(exchanges), server.address, server.token))
         while True:
             message = line.hear(SILENT_S)
             match message:
@@ -59,8 +59,8 @@ def _meet(line: Connection, exchanges: Sequence[Exchange], host: Host, say: Say)
                 case messages.Admitted():
                     name = message.name
                 case messages.Measure():
-                    say(f"measuring the way to {message.to}")
-                    line.send(messages.Measured(measure(name, message.to, message.door, message.token)))
+                    say(f"measuring the link to {message.to}")
+                    line.send(messages.Measured(measure(name, message.to, message.address, message.token)))
                 case messages.Concluded():
                     return message.report
                 case messages.Dissolved():

@@ -1,4 +1,4 @@
-"""The doctor that leads: waits for the others, has every pair measure the way between them, and sums up."""
+"""The leading doctor: waits for the others, has every pair measure the link between them, and makes the report."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from distbelief.doctor.rules.report import Finding, Host, Link, Report, ok, prob
 
 REMIND_S = 2.0
 ROUND_S = 60.0
-"""A pair that has not told what it measured after so long will not."""
+"""A pair that has not reported after this time has failed."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Visitor:
-    """A host that has come."""
+    """A host that has joined."""
 
     identity: bytes
     arrived: messages.Arrived
@@ -38,26 +38,26 @@ class Visitor:
 
 @dataclass
 class Leader:
-    """All that the leader knows."""
+    """Leads the doctors of several hosts."""
 
-    door: LeaderSocket
+    socket: LeaderSocket
     name: str
-    """What this host is called."""
+    """This host's name."""
     expected: int
-    """Hosts, this one included."""
+    """The number of hosts, with this one."""
     wait_s: float
     say: Say
     visitors: dict[bytes, Visitor] = field(default_factory=dict)
     waiting: set[bytes] = field(default_factory=set)
-    """Who has asked and is looking at itself."""
+    """Hosts that have asked and are examining themselves."""
 
     def hold(self, examine: Callable[[], Host]) -> Report:
-        """Until there is a report, which everybody is told."""
+        """Returns the report, which is sent to every host."""
         try:
-            with ThreadPoolExecutor(1) as aside:  # others are answered while this host looks at itself
-                me = aside.submit(examine)
+            with ThreadPoolExecutor(1) as beside:  # the leader answers others while it examines itself
+                me = beside.submit(examine)
                 self._gather(me)
-            with MeasuringServer(own_address(self.door.address)) as server:
+            with MeasuringServer(own_address(self.socket.address)) as server:
                 report = self._conclude(me.result(), self._measure(server))
             self._tell(messages.Concluded(report))
             return report
@@ -71,18 +71,18 @@ class Leader:
             if time.monotonic() >= next_reminder:
                 next_reminder = time.monotonic() + REMIND_S
                 self._tell(self._gathering())
-            for identity, message in self.door.heard(0.2):
+            for identity, message in self.socket.heard(0.2):
                 self._hear(identity, message)
 
     def _hear(self, identity: bytes, message: messages.ToLeader) -> list[Link]:
         if isinstance(message, FactsAsked):
             self.waiting.add(identity)
-            self.door.send(identity, self._gathering(message.number))
+            self.socket.send(identity, self._gathering(message.number))
         elif isinstance(message, messages.Arrived) and identity not in self.visitors:
             name = _unlike(message.host.name, [self.name, *(visitor.name for visitor in self.visitors.values())])
             message = changed(message, host=changed(message.host, name=name))
             self.visitors[identity] = Visitor(identity, message)
-            self.door.send(identity, messages.Admitted(name))
+            self.socket.send(identity, messages.Admitted(name))
             self.say(f"{name} is here ({len(self.visitors) + 1} of {self.expected})")
         elif isinstance(message, messages.Measured):
             return message.links
@@ -93,13 +93,16 @@ class Leader:
 
     def _tell(self, message: messages.FromLeader) -> None:
         for identity in {*self.visitors, *self.waiting}:
-            self.door.send(identity, message)
+            self.socket.send(identity, message)
 
     # --- measuring ---------------------------------------------------------------------------------------------------
 
     def _measure(self, mine: MeasuringServer) -> list[Link]:
         names = [self.name, *(visitor.name for visitor in self.visitors.values())]
-        doors = [(mine.door, mine.token), *((one.arrived.door, one.arrived.token) for one in self.visitors.values())]
+        addresses = [
+            (mine.address, mine.token),
+            *((one.arrived.address, one.arrived.token) for one in self.visitors.values()),
+        ]
         identities = [b"", *self.visitors]
         found: list[Link] = []
         for number, pairs in enumerate(turns := compare.rounds(len(names)), 1):
@@ -111,9 +114,9 @@ class Leader:
                     to_measure = b
                 else:
                     awaited[identities[a]] = (names[a], names[b])
-                    self.door.send(identities[a], messages.Measure(names[b], *doors[b]))
+                    self.socket.send(identities[a], messages.Measure(names[b], *addresses[b]))
             if to_measure:
-                found += measure(self.name, names[to_measure], *doors[to_measure])
+                found += measure(self.name, names[to_measure], *addresses[to_measure])
             found += self._collect(awaited)
         return found
 
@@ -121,12 +124,12 @@ class Leader:
         found: list[Link] = []
         until = time.monotonic() + ROUND_S
         while awaited and time.monotonic() < until:
-            for identity, message in self.door.heard(0.2):
+            for identity, message in self.socket.heard(0.2):
                 links = self._hear(identity, message)
                 if links and identity in awaited:
                     del awaited[identity]
                     found += links
-            self._tell(self._gathering())  # so that they know that somebody is there
+            self._tell(self._gathering())  # so that they know that the leader is alive
         return found + [Link(a, b, error=f"{a} has not answered for {ROUND_S:.0f} s") for a, b in awaited.values()]
 
     def _conclude(self, me: Host, links: list[Link]) -> Report:
@@ -141,17 +144,17 @@ class Leader:
 
     def _attendance(self, here: int) -> Finding:
         if here < self.expected:
+            where = self.socket.address.removeprefix("tcp://")
             return problem(
                 "hosts",
                 f"{here} of {self.expected} came within {self.wait_s:.0f} s",
-                f"run `distbelief doctor --join {self.door.address.removeprefix('tcp://')} --key FILE` on the others; "
-                "it says what is wrong if it cannot come",
+                f"run `distbelief doctor --join {where} --key FILE` on the others; it says why it cannot join",
             )
         return ok("hosts", f"all {here} are here")
 
 
 def _unlike(name: str, others: list[str]) -> str:
-    """Machines may have the same name, containers above all.
+    """A unique name: machines may have the same one, containers above all.
 
     >>> _unlike("node", ["node", "node-2"]), _unlike("b", ["a"])
     ('node-3', 'b')

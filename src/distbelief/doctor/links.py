@@ -1,6 +1,6 @@
-"""The way between two hosts: how long a byte takes there and back, and how many go through in a second.
+"""The link between two hosts: the time of a round trip, and the bytes per second.
 
-Plain TCP, as gloo's tensors travel. Whoever connects shows a token first, which members are told by who leads.
+Measured over plain TCP, like gloo's tensors. A host that connects sends a token first, which it has from the leader.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from distbelief.doctor.rules.report import Link
 TOKEN_BYTES = 32
 ROUND_TRIPS = 20
 ENOUGH_S = 0.2
-"""A transfer that takes so long has settled, if it takes many round trips too."""
+"""A transfer that takes this long, and many round trips, has reached its final speed."""
 MOST_BYTES = 64 << 20
 _FIRST_BYTES = 64 << 10
 _LIMIT_S = 15.0
 _TOKEN_S = 2.0
-_ASK = struct.Struct(">cQ")  # (p)ing, (t)ake or (g)ive so many bytes
+_ASK = struct.Struct(">cQ")  # (p)ing, (t)ake or (g)ive this number of bytes
 _CHUNK = bytes(256 << 10)
 
 
 class MeasuringServer:
-    """Where others measure the way to this host, one at a time, if they have its token. A context manager."""
+    """Other hosts with the token measure the link to this host here, one at a time. A context manager."""
 
     def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family)
-        self.door = f"{bracketed(address)}:{self._listener.getsockname()[1]}"
+        self.address = f"{bracketed(address)}:{self._listener.getsockname()[1]}"
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
@@ -46,7 +46,7 @@ class MeasuringServer:
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # which ends accept
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends accept
         self._listener.close()
 
     def _serve(self) -> None:
@@ -77,9 +77,9 @@ def _answer(visitor: socket.socket) -> None:
             visitor.sendall(b"k")
 
 
-def measure(here: str, there: str, door: str, token: bytes) -> list[Link]:
-    """The way to a host, and the way back; or why there is none."""
-    host, port = split(door)
+def measure(here: str, there: str, address: str, token: bytes) -> list[Link]:
+    """Measure the link to a host and back. An unreachable host gives one link with the error."""
+    host, port = split(address)
     tried = attempt(host, int(port))
     if tried.what != "open":
         return [Link(here, there, error=str(tried))]
@@ -91,12 +91,12 @@ def measure(here: str, there: str, door: str, token: bytes) -> list[Link]:
             latency_s = statistics.median(_asked_s(line, b"p", 0) for _ in range(ROUND_TRIPS))
             to, back = (_bytes_per_s(line, what, latency_s) for what in (b"t", b"g"))
     except OSError as error:
-        return [Link(here, there, error=f"{door}: {error.strerror or error}")]
+        return [Link(here, there, error=f"{address}: {error.strerror or error}")]
     return [Link(here, there, latency_s, to), Link(there, here, latency_s, back)]
 
 
 def _bytes_per_s(line: socket.socket, what: bytes, latency_s: float) -> float:
-    """More and more at a time, until it takes long enough for the first moments not to count."""
+    """Transfer more and more, until the slow start of a connection no longer counts."""
     size, enough_s = _FIRST_BYTES, max(ENOUGH_S, 10 * latency_s)
     while True:
         took_s = max(_asked_s(line, what, size) - latency_s, 1e-6)

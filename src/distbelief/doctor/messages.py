@@ -1,6 +1,6 @@
-"""What doctors on several hosts say to each other. The one who listens leads; the others have come to it.
+"""Messages between doctors on several hosts. The doctor that listens is the leader; the others have joined it.
 
-The first question, FactsAsked, is in the coordinator's language too: one command looks at a run as well as at hosts.
+The first message, FactsAsked, is one of the coordinator's too, so the same command examines a run.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ MOST_BYTES = 1 << 20
 
 
 class Gathering(Struct, frozen=True, tag=True):
-    """The leader's answer to FactsAsked: this is no run, but a place where doctors meet. Repeated while they wait."""
+    """The leader's answer to FactsAsked: this is a doctor, not a run. Repeated while the others wait."""
 
     number: int
-    """Of the question; -1: nobody asked."""
+    """Of the question; -1: sent without a question."""
     now: float
     """The leader's clock."""
     here: int
-    """Hosts that have come."""
+    """Hosts that have joined."""
     expected: int
 
 
 class Arrived(Struct, frozen=True, tag=True):
-    """A host has looked at itself."""
+    """A host has examined itself."""
 
     host: Host
     skew: Skew
     """How far its clock is ahead of the leader's."""
-    door: str
-    """Where others can measure the way to it: HOST:PORT."""
+    address: str
+    """HOST:PORT at which others can measure the link to it."""
     token: bytes
-    """Which opens the door."""
+    """Shown by a host that measures."""
 
 
 class Measure(Struct, frozen=True, tag=True):
-    """Measure the way to another host and back."""
+    """Measure the link to another host, in both directions."""
 
     to: str
-    """Its name."""
-    door: str
+    """The host's name."""
+    address: str
     token: bytes
 
 
 class Admitted(Struct, frozen=True, tag=True):
-    """You are called so here."""
+    """The leader has admitted the host under this name."""
 
     name: str
 
@@ -64,7 +64,7 @@ class Concluded(Struct, frozen=True, tag=True):
 
 
 class Dissolved(Struct, frozen=True, tag=True):
-    """The leader goes without a report."""
+    """The leader ends without a report."""
 
     reason: str
 
@@ -82,7 +82,7 @@ def encode(message: ToLeader | FromLeader) -> bytes:
 
 
 def decode_to_leader(data: bytes) -> ToLeader:
-    """Raises msgspec.MsgspecError for anything else."""
+    """Raises msgspec.MsgspecError for any other message."""
     message: ToLeader = _to_leader.decode(data)
     return message
 

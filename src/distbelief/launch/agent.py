@@ -1,6 +1,6 @@
-"""The agent of a host: it has a line to the coordinator, starts and ends members as it is told, and tells what it sees.
+"""The agent of a host: connected to the coordinator, it starts and ends members as commanded and reports what it sees.
 
-The launching process has one for its own host (lead.py), every other host has one that was invited (invited.py).
+The process that leads the run has an agent for its own host (lead.py); every other host has one too (joining.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ATTACH_EVERY_S = 1.0
 
 @dataclass
 class Room:
-    """The most members that a host takes; -1: no limit."""
+    """The largest numbers of workers and parameter servers that a host takes; -1: no limit."""
 
     workers: int = -1
     servers: int = -1
@@ -58,16 +58,16 @@ class Agent:
         broken: Callable[[], None],
         elsewhere: StoreAddress | None = None,
     ) -> None:
-        """`show`: every line that a member prints. `broken`: called when this host can start nobody any more.
-        `elsewhere`: torch's meeting point, if this is not the launching process's own agent."""
+        """`show` gets every line that a member prints. `broken` is called when this host can start no more members.
+        `elsewhere`: the address of torch's rendezvous store, for the agent of another host."""
         self.host = host
         self.room = room
         self.poll = PollLoop()
         self.answered_at = time.monotonic()
         self.outcome: EndRun | None = None
-        """How the run ended, when it was said."""
+        """How the run ended, once the coordinator has said so."""
         self.insistence: list[Event] = []
-        """What is said again with everything else, since it must be heard."""
+        """Events that are sent again with every report, because the coordinator must receive them."""
         self._launch = launch
         self._credential = authority.agent()
         self._signer = self._credential.signer()
@@ -83,7 +83,7 @@ class Agent:
         self._stack.callback(self.hosting.close)
 
     def begin(self, address: str) -> None:
-        """The coordinator listens there."""
+        """Connect to the coordinator at this address."""
         context = self._stack.enter_context(zmq.Context())
         self._socket = self._stack.enter_context(context.socket(zmq.DEALER))
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -95,7 +95,7 @@ class Agent:
         self.hosting.begin(address)
 
     def attach(self) -> None:
-        """Tell all there is to know. Repeated, so that what was lost, on the way or with a coordinator, is mended."""
+        """Report the whole state of this host. Repeated, so that a lost report, or a new coordinator, does no harm."""
         self._next_attach = time.monotonic() + ATTACH_EVERY_S
         there = self.hosting
         self.send(
@@ -113,7 +113,7 @@ class Agent:
             self.send(event)
 
     def serve(self, timeout_s: float) -> None:
-        """One round: wait for something to happen, and do what is due."""
+        """One round of the poll loop: wait for events, then do what is due."""
         self.poll.serve(timeout_s)
         self.hosting.collect()
         now = time.monotonic()
@@ -129,17 +129,17 @@ class Agent:
         return self.ended and self.hosting.is_empty
 
     def finish(self, grace_s: float = GRACE_S) -> None:
-        """The run is over here; whoever has not ended after that time is ended."""
+        """The run is over on this host. Members that have not ended after the grace period are killed."""
         self.ended = True
         self.hosting.cancel()
         self._deadline = min(self._deadline, time.monotonic() + grace_s)
 
     def finish_by(self, grace_s: float) -> None:
-        """At the latest then; the end may be said before."""
+        """Set the latest time at which the run ends here; the coordinator may end it before."""
         until = time.monotonic() + grace_s
         self._deadline = min(self._deadline, until) if self.ended else until
 
-    # --- what it is told ---------------------------------------------------------------------------------------------
+    # --- commands ----------------------------------------------------------------------------------------------------
 
     def hear(self) -> None:
         while self._socket.poll(0):
@@ -148,13 +148,13 @@ class Agent:
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, EndRun):
-            # After a failure nobody has anything left to do, and a worker that still loads hears nothing.
+            # After a failure members have nothing left to do, and a worker that still loads reads no message.
             self.outcome = command
             self.finish(GRACE_S if command.status == "completed" else HASTE_S)
             return
         self._epoch = max(self._epoch, command.epoch)
         if command.epoch < self._epoch:
-            return  # no command of an older coordinator is carried out
+            return  # a command of an older coordinator
         match command:
             case StartWorker() if self._concerns_us(command.host) and self.room.workers:
                 self.hosting.start("worker", command.worker)
@@ -168,7 +168,7 @@ class Agent:
     def _concerns_us(self, host: str) -> bool:
         return not self.ended and (host == self.host or (host == "" and self._leads))
 
-    # --- what it tells -----------------------------------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------------------------------
 
     def exited(self, role: Role, number: int, status: int) -> None:
         self.send(WorkerExited(number, status) if role == "worker" else ServerExited(number, status))
@@ -179,7 +179,7 @@ class Agent:
 
     def send(self, event: Event) -> None:
         message = encode(event)
-        with contextlib.suppress(zmq.Again):  # nobody has read for long; all of it is said again and again
+        with contextlib.suppress(zmq.Again):  # the queue is full; every report is repeated
             self._socket.send_multipart([self._signer.sign(message), message], zmq.NOBLOCK)
 
     def log(self, source: str) -> LogPipe:
@@ -195,7 +195,7 @@ class Agent:
         return log
 
     def close(self) -> None:
-        """Every process that was started here is gone when this returns."""
+        """Ends every process that this agent has started."""
         self._stack.close()
 
 

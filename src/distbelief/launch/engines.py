@@ -43,7 +43,7 @@ def is_ray(on: str) -> bool:
 
 
 def check(on: str) -> None:
-    """Raises, before anything is made, if that is nothing that a process starts runs on by itself."""
+    """Raises if a program cannot start runs on this engine by itself. Nothing is made before."""
     if is_ray(on):
         from distbelief.launch.ray.cluster import address_of
 

@@ -1,7 +1,7 @@
-"""The workers and parameter servers of a run on this machine: forked from a warm process, or come by hand; watched,
-given shared memory, and ended. It does what it is told and tells what it sees: the coordinator decides.
+"""The workers and parameter servers of a run on this machine: started, watched, given shared memory, and ended.
 
-Members have numbers, workers and servers each their own. Leaving it leaves no process and no segment behind.
+The zygote forks them; a user may also start workers by hand. The coordinator decides, and `Hosting` carries out.
+Workers and servers are numbered separately. Closing a `Hosting` leaves no process and no shared-memory segment behind.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ Member = tuple[Role, int]
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where torch's rendezvous store is, if the run needs one."""
+    """Where torch's rendezvous store listens; None: the run needs no store."""
 
     at: tuple[str, int] | None = None
 
 
 class Supervisor(Protocol):
-    """Whoever hosts for a run."""
+    """What `Hosting` reports to: the agent of the host."""
 
     def log(self, source: str) -> LogPipe:
-        """Where a process may print to."""
+        """A log for the output of a process."""
 
     def exited(self, role: Role, number: int, status: int) -> None: ...
 
     def cannot_host(self) -> None:
-        """The warm process has died, and all that it had forked with it. The exits were told before."""
+        """The zygote has died, and with it every member that it had forked. Their exits were reported before."""
 
 
 class Hosting:
@@ -57,7 +57,7 @@ class Hosting:
         supervisor: Supervisor,
         elsewhere: StoreAddress | None = None,
     ) -> None:
-        """`elsewhere`: torch's meeting point, where this is not the launching process's host, which has it."""
+        """`elsewhere`: where torch's rendezvous store is, on another host. None: this host leads and has it."""
         self._launch = launch
         self._host = host
         self._leads = elsewhere is None
@@ -67,10 +67,10 @@ class Hosting:
         self._stack = contextlib.ExitStack()
         self._can_fork = False
         self._wanted: list[Member] = []
-        """Members that we were asked to start before we could."""
-        self._members: dict[int, Member] = {}  # by process
+        """Members that are to be started as soon as the zygote is ready."""
+        self._members: dict[int, Member] = {}  # by process number
         self._places: dict[int, int] = {}
-        """Of workers, among those of this host: accelerators are taken in turn."""
+        """Worker -> its index on this host, by which it chooses an accelerator."""
         self._alive: set[int] = set()
         self._exits: dict[Member, int] = {}
         self._address = ""
@@ -85,13 +85,13 @@ class Hosting:
         self._stack.callback(self._zygote.close)
 
     def begin(self, address: str) -> None:
-        """The coordinator listens there: from now on members can be started, as soon as the warm process is ready."""
+        """The coordinator listens at this address: members can be started once the zygote is ready."""
         self._address = address
         self._poll.watch(self._zygote.socket, self._zygote_ready)
         if self._leads:
             self._manual = ManualWorkers(self._launch.run_dir, self._authority.secret)
             self._stack.callback(self._manual.close)
-            self._poll.watch(self._manual.listener, self._guest_arrives)
+            self._poll.watch(self._manual.listener, self._manual_worker_arrives)
 
     def _zygote_ready(self) -> None:
         self._zygote.wait_ready()
@@ -99,10 +99,10 @@ class Hosting:
         self._poll.watch(self._zygote.socket, self._zygote_event)
         if self._leads and self._launch.needs_store:
             host = host_of(self._address)
-            # Members of a launching process that died and was started again (Ray does that) still look for it there.
+            # If Ray restarts the launching process, members of the first one still look for the store at its old port.
             before = parcel.store_left_behind(self._launch.run_dir)
             port = before[1] if before and before[0] == host else 0
-            credentials = self._authority.server(-1)  # of no slices
+            credentials = self._authority.server(-1)  # a server without slices
             self._store = (host, self._zygote.fork_store(host, port, credentials, self._supervisor.log("store")))
         if self._leads and self._launch.takes_hosts:
             self._stack.callback(parcel.write(self._launch, self._authority.start, self._store).unlink, missing_ok=True)
@@ -116,15 +116,15 @@ class Hosting:
         return self._launch.worker_spec(number, self._host, self._address, credential, self._store, place)
 
     def _place(self, worker: int) -> int:
-        """The smallest number that no other worker here has."""
+        """The smallest index that no other worker of this host has."""
         taken = {place for number, place in self._places.items() if number in self.running("worker")}
         self._places[worker] = next(place for place in itertools.count() if place not in taken)
         return self._places[worker]
 
-    # --- what it is told ---------------------------------------------------------------------------------------------
+    # --- commands ----------------------------------------------------------------------------------------------------
 
     def start(self, role: Role, number: int) -> None:
-        """Start a member, once: the coordinator may grow impatient and say it again."""
+        """Start a member, once: the coordinator may repeat the command."""
         if (role, number) in self._members.values() or (role, number) in self._wanted:
             return
         if self._can_fork:
@@ -137,7 +137,7 @@ class Hosting:
             self._end_by_force(pid)
 
     def cancel(self) -> None:
-        """Start nobody any more of those that could not be started yet."""
+        """Forget the members that wait for the zygote."""
         self._wanted.clear()
 
     def kill_all(self) -> None:
@@ -159,7 +159,7 @@ class Hosting:
         if self._manual is None or not self._manual.kill(pid):
             self._zygote.kill(pid)
 
-    # --- what it sees ------------------------------------------------------------------------------------------------
+    # --- observations ------------------------------------------------------------------------------------------------
 
     @property
     def is_empty(self) -> bool:
@@ -170,24 +170,24 @@ class Hosting:
         return bool(self._exits)
 
     def running(self, role: Role) -> dict[int, int]:
-        """Number -> process; 0: it is started as soon as that can be."""
+        """Number -> process number; 0: the member waits for the zygote."""
         found = [(self._members[pid], pid) for pid in self._alive]
         found += [(member, 0) for member in self._wanted]
         return {number: pid for (of, number), pid in found if of == role}
 
     def exits(self, role: Role) -> dict[int, int]:
-        """Number -> exit status, of those that are gone."""
+        """Number -> exit status of the members that have ended."""
         return {number: status for (of, number), status in self._exits.items() if of == role}
 
     def collect(self) -> None:
-        """Tell of exits that were reported while a fork was awaited."""
+        """Handle exits that the zygote reported while a fork was pending."""
         early = list(self._zygote.early_exits)
         self._zygote.early_exits.clear()
         for event in early:
             self._exited(event)
 
-    def _guest_arrives(self) -> None:
-        """A worker that somebody has started by hand, with a number that the coordinator gave it."""
+    def _manual_worker_arrives(self) -> None:
+        """A user has started a worker by hand; the coordinator has given it a number."""
         assert self._manual is not None
         worker = self._manual.accept(lambda number: self._spec("worker", number))
         if worker is None:
@@ -207,7 +207,9 @@ class Hosting:
         except EOFError:
             self._can_fork = False
             self._poll.unwatch(self._zygote.socket)
-            for pid in list(self._alive):  # members die with the zygote; guests are told of the end
+            for pid in list(
+                self._alive
+            ):  # forked members die with the zygote; manually started ones are told of the end of the run
                 self._exited({"event": "exited", "pid": pid, "status": -signal.SIGKILL})
             self._supervisor.cannot_host()
             return
@@ -227,10 +229,10 @@ class Hosting:
     def _segment_request(self, connection: socket.socket) -> None:
         try:
             self._segments.answer(connection)
-        except (EOFError, OSError, ValueError, KeyError, TypeError):  # gone, or no worker of ours
+        except (EOFError, OSError, ValueError, KeyError, TypeError):  # the process is gone, or is no worker of this run
             self._poll.unwatch(connection)
             connection.close()
 
     def close(self) -> None:
-        """Every process that was started here is gone when this returns."""
+        """Ends every process that was started here."""
         self._stack.close()

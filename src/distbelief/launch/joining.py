@@ -39,11 +39,11 @@ from distbelief.worker.spec import WorkerSpec
 
 OFFER_EVERY_S = 1.0
 PATIENCE_S = 300.0
-"""How long a coordinator is waited for that does not answer: as long as workers do."""
+"""How long the agent waits for a coordinator that does not answer: as long as workers wait."""
 ABANDONED_S = 15.0
-"""When all members have ended and nobody answers for so long, the run is over and its end was not heard."""
+"""If all members have ended and the coordinator is silent for this long, the run is over and its end was lost."""
 LEAVE_AFTER_S = 0.3
-"""Where a batch system tells everybody to end, the launching process's word comes first, and the run is saved."""
+"""A batch system sends SIGTERM to every process; the launching process acts first, so the run is saved."""
 REFRESH_S = 0.2
 
 Say = Callable[[str], None]
@@ -60,7 +60,7 @@ def serve_host(
     patience_s: float = PATIENCE_S,
     say: Say = print,
 ) -> int:
-    """Host up to so many workers of the run until it ends, or until a signal. Returns the exit status.
+    """Host at most `workers` workers of the run until it ends, or until a signal. Returns the exit status.
 
     `servers`: how many parameter servers, None: as the run likes. `grows`: the run is to have these workers in addition
     to those that it waits for. `device`: theirs, if not the run's.
@@ -90,7 +90,7 @@ def serve_host(
 def _offered(
     invitation: Invitation, offer: HostOffered, signals: Signals, patience_s: float, say: Say
 ) -> tuple[str, bytes]:
-    """Offer until we are welcome. Returns our name, and the parcel."""
+    """Offer this host until the coordinator welcomes it. Returns the host's name in the run, and the parcel."""
     deadline = time.monotonic() + patience_s
     waited = False
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
@@ -117,7 +117,7 @@ def _offered(
                         raise DistBeliefError(f"the run at {invitation.address} does not take this host: {text}")
                     case EndRun(reason=reason):
                         raise DistBeliefError(f"the run at {invitation.address} is over: {reason}")
-            time.sleep(OFFER_EVERY_S)  # it is still starting
+            time.sleep(OFFER_EVERY_S)  # the coordinator is still starting
     raise unanswered(invitation.address, credential.coordinator_key)
 
 
@@ -140,7 +140,7 @@ def _host(agent: Agent, address: str, signals: Signals, patience_s: float, say: 
         if agent.ended:
             continue
         if agent.room.workers == 0 and agent.room.servers == 0 and agent.hosting.is_empty and not signals.count:
-            return 1  # it can start nobody any more
+            return 1  # this host can start no more members
         if silent_s > patience_s or (silent_s > ABANDONED_S and agent.hosting.is_empty and agent.hosting.has_hosted):
             say(f"{agent.host}: no word from the coordinator for {silent_s:.0f} s; this host ends its part")
             agent.finish()
@@ -148,7 +148,7 @@ def _host(agent: Agent, address: str, signals: Signals, patience_s: float, say: 
 
 
 def _leave(agent: Agent) -> None:
-    """Take nobody new, and have our workers hand over what they have. Said again until they are gone."""
+    """Take no new members, and ask for a leave of every worker here. The request is repeated until they are gone."""
     agent.room.workers = agent.room.servers = 0
     agent.hosting.cancel()
     agent.insistence = [LeaveRequested(worker) for worker in agent.hosting.running("worker")]
@@ -170,12 +170,12 @@ def _drain(signals: Signals) -> None:
         os.eventfd_read(signals.wake_fd)
 
 
-_LAST_WORDS_S = 3.0  # an engine that ends in order closes this too; the end of the run is then on its way to us
+_LAST_MESSAGES_S = 3.0  # a launching process that ends in order closes the socket too; EndRun is then on its way
 
 
 def join_run(run_dir: Path, workers: int = 1, host: str = "", device: str = "") -> int:
-    """Take part in that run with so many workers until it ends or lets us go. Returns the exit status. `device`: of
-    these workers, if not the run's."""
+    """Take part in the run with this number of workers until it ends or lets them leave. Returns the exit status.
+    `device`: of these workers, if not the run's."""
     here = host or host_name()
     address, authority = whereabouts(run_dir)
     if here != host_of_run(run_dir):
@@ -193,7 +193,7 @@ def join_run(run_dir: Path, workers: int = 1, host: str = "", device: str = "") 
     number = ask_for_seat(run_dir, os.getpid())
     os.environ.update(WORKER_ENVIRONMENT)
     print(f"worker {number}: joining {run_dir}; Ctrl-C lets it leave", flush=True)
-    with _engine(run_dir) as engine:
+    with _launching_process(run_dir) as engine:
         spec = _introduce(engine, run_dir, number, authority.secret.hex())
         threading.Thread(target=_end_with, args=[engine.dup()], daemon=True).start()
         options = msgspec.structs.replace(spec.options, device=device or spec.options.device)
@@ -201,29 +201,31 @@ def join_run(run_dir: Path, workers: int = 1, host: str = "", device: str = "") 
 
 
 def _end_with(engine: socket.socket) -> None:
-    """Its own workers die with the engine by the kernel's hand; one that was started by hand must see to it itself."""
+    """End this process when the launching process dies. (The kernel does that for the workers that it has forked.)"""
     poller = select.poll()
     poller.register(engine, select.POLLHUP | select.POLLRDHUP)
     poller.poll()
-    time.sleep(_LAST_WORDS_S)
-    print("the engine of the run is gone: this worker ends", flush=True)
+    time.sleep(_LAST_MESSAGES_S)
+    print("the process that launched the run is gone: this worker ends", flush=True)
     os._exit(1)
 
 
 def _work(spec: WorkerSpec, engine: socket.socket) -> int:
-    from distbelief.worker.process import run_worker  # imports torch: after we know that we are wanted
+    from distbelief.worker.process import run_worker  # imports torch: only after the run has admitted this worker
 
     return run_worker(spec, engine, by_hand=True)
 
 
 @contextlib.contextmanager
-def _engine(run_dir: Path) -> Iterator[socket.socket]:
+def _launching_process(run_dir: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as engine:
         try:
             with short_path(run_dir) as folder:
                 engine.connect(f"{folder}/{SOCKET}")
         except OSError as error:
-            raise DistBeliefError(f"the engine of {run_dir} is not there: {error.strerror}") from error
+            raise DistBeliefError(
+                f"the process that launched the run in {run_dir} is not there: {error.strerror}"
+            ) from error
         yield engine
 
 
@@ -233,5 +235,6 @@ def _introduce(engine: socket.socket, run_dir: Path, number: int, secret: str) -
         return msgspec.convert(receive_message(engine)[0]["spec"], WorkerSpec)
     except (OSError, EOFError) as error:
         raise DistBeliefError(
-            f"the engine of {run_dir} does not let us in: {error}", hint="is the run yours?"
+            f"the process that launched the run in {run_dir} does not admit this worker: {error}",
+            hint="is the run yours?",
         ) from error

@@ -1,4 +1,4 @@
-"""What an engine is asked to run, and who watches it."""
+"""A launch: what to run, with which options and where; how launch.json keeps it, and what members are told of it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from distbelief.transport.shm import futexflags
 from distbelief.worker.spec import JobSource, WorkerSpec, checkpoint_folder
 
 LOOPBACK_ONLY = "tcp://127.0.0.1:*"
-LOADING_S = 1800.0  # the longest silence while workers load their job; their exits are noticed at once anyway
+LOADING_S = 1800.0  # the longest silence while workers load the job; the agent notices their exits at once anyway
 
 
 class Observer(Protocol):
-    """Whoever watches a run (see observe/view.py)."""
+    """Shows the progress of a run (see observe/view.py)."""
 
     def started(self, run_dir: Path, workers: int) -> None: ...
 
@@ -111,30 +111,30 @@ class Launch:
 
     @property
     def usable_transport(self) -> str:
-        """`auto` stays so only where members can share memory and nobody else can come, or where each has its own state
-        anyway."""
+        """The transport with `auto` resolved: it becomes gloo unless all members can share memory and no other host can
+        join, or every member has its own state on an accelerator."""
         alone = futexflags.supported and (not self.takes_hosts or self.on_accelerators)
         transport: str = self.strategy.transport
         return "gloo" if transport == "auto" and not alone else transport
 
     @property
     def on_accelerators(self) -> bool:
-        """Whether the run's state is there."""
+        """Whether the run's state is on accelerators."""
         return self.options.device.partition(":")[0] != "cpu" and self.strategy.state_on_device
 
     @property
     def needs_store(self) -> bool:
-        """Whether members may have to meet in torch groups."""
+        """Whether members may use torch groups, which need a rendezvous store."""
         return self.usable_transport in ("gloo", "nccl") or self.on_accelerators
 
     @property
     def takes_hosts(self) -> bool:
-        """Whether other hosts' agents can take part: where they can reach us."""
+        """Whether agents of other hosts can take part: they must be able to reach the coordinator."""
         return self.placement.is_open or not is_loopback(self.placement.listen)
 
     @property
     def in_the_clear(self) -> str:
-        """What whoever watches is to know of bytes that travel unencrypted between hosts; empty: none do."""
+        """A warning about bytes that travel unencrypted between hosts; empty: there are none."""
         if is_loopback(self.placement.listen) or not self.needs_store:
             return ""
         if self.strategy.servers:

@@ -43,8 +43,8 @@ def lead(
 ) -> dict[str, Any]:
     """Run to the end. Returns the journal's last record; raises when the run did not complete.
 
-    `announce` is told where other hosts' agents are let in, as soon as they are. `authority`: of a run that somebody
-    else has made. `signals`: those of somebody who asks us to stop, instead of this process's own.
+    `announce` is called with the invitation as soon as other hosts' agents can join. `authority`: of a run that another
+    process has made. `signals`: where another process asks this one to stop; by default this process's own signals.
     """
     with signals or Signals() as signals, _Lead(launch, observer, signals, authority or authority_of(launch)) as run:
         observer.started(launch.run_dir, launch.options.workers)
@@ -62,7 +62,7 @@ def lead(
 
 
 def authority_of(launch: Launch) -> Authority:
-    """By the key, or a secret of this run alone: whoever may read the run directory can join with it."""
+    """From the key, or from a new secret of this run, which every user who can read the run directory can join with."""
     secret = (
         run_secret(read_key(Path(launch.placement.key_file)))
         if launch.placement.key_file
@@ -85,7 +85,7 @@ class _Lead:
         return self
 
     def start(self) -> Invitation:
-        """Coordinator and zygote start side by side: importing torch is the longest part of a launch."""
+        """Start coordinator and zygote side by side: importing torch is the longest part of a launch."""
         launch, place = self._launch, self._launch.placement
         room = Room(place.room, 0 if place.local_workers == 0 else place.local_servers)
         self._agent = Agent(launch, self._host, self._authority, room, self._observer.log, self._cannot_host)
@@ -95,7 +95,7 @@ class _Lead:
         address = self._coordinator.address()
         self._agent.poll.watch(self._signals.wake_fd, self._stop)
         self._agent.begin(address)
-        if not launch.resumed:  # then the journal knows who is to be there
+        if not launch.resumed:  # a resumed run has its members in the journal
             self._start_first()
         self._agent.attach()
         return Invitation(address, self._authority.secret)
@@ -127,12 +127,12 @@ class _Lead:
                 self._coordinator_ended()
 
     def _coordinator_ended(self) -> None:
-        """It has ended the run, or it has died: then another one takes the run over from the journal."""
-        self._agent.hear()  # its last words may still be in the socket
+        """The coordinator has ended the run; or it has died, and another one continues the run from the journal."""
+        self._agent.hear()  # its last messages may still be in the socket
         if self._agent.ended:
             return
         if not self._coordinator.has_died():
-            # The end is on the disk: nobody needs to be told but our own workers, and they are ended.
+            # The end is in the journal; only the workers of this host do not know it yet, and they are ended.
             self._agent.finish()
             return
         try:
@@ -141,7 +141,7 @@ class _Lead:
             self._agent.finish(HASTE_S)
             raise
         self._silence.begin()
-        self._agent.attach()  # it waits in the socket until there is somebody to read it
+        self._agent.attach()  # the report waits in the socket until the coordinator listens
 
     def _stop(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -159,7 +159,7 @@ class _Lead:
         self._agent.finish(0.5)
 
     def __exit__(self, *_: object) -> None:
-        """Every process we started is gone when this returns, also after an exception."""
+        """Ends every process that was started here, also after an exception."""
         self._stack.close()
         self._observer.refresh()
 

@@ -1,7 +1,7 @@
-"""Workers that somebody starts by hand beside the engine's own: let in, watched and ended by the engine all the same.
+"""Workers that a user starts by hand on the run's own host: admitted, watched and ended by the launching process.
 
-They come over a socket in the run directory that only its owner can open, and show the run's secret. The process at
-the other end is known from the kernel (its number, and a descriptor that says when it is gone), not from its words.
+They connect to a socket in the run directory, which only the directory's owner can open, and send the run's secret. The
+kernel says which process is at the other end (its number, and a pidfd that becomes readable when the process ends).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from distbelief.transport.shm.memfd import receive_message, send_message
 from distbelief.worker.spec import WorkerSpec
 
 SOCKET = "join.sock"
-_PATIENCE_S = 2.0  # for a worker to say who it is; the engine waits no longer for anybody
+_PATIENCE_S = 2.0  # how long a worker may take to introduce itself; the launching process waits meanwhile
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -44,9 +44,11 @@ class ManualWorkers:
         self._secret = secret
         self._path = run_dir / SOCKET
         self._there: dict[int, ManualWorker] = {}
-        self._path.unlink(missing_ok=True)  # a killed engine's: our coordinator has the journal's lock, so it is dead
+        self._path.unlink(
+            missing_ok=True
+        )  # of a killed launching process: our coordinator holds the journal's lock, so it is dead
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with short_path(run_dir) as folder:  # the kernel takes about 100 characters
+        with short_path(run_dir) as folder:  # the kernel limits socket paths to about 100 characters
             before = os.umask(0o077)
             try:
                 self.listener.bind(f"{folder}/{SOCKET}")
@@ -55,7 +57,7 @@ class ManualWorkers:
         self.listener.listen()
 
     def accept(self, spec: Callable[[int], WorkerSpec]) -> ManualWorker | None:
-        """Let the next one in and tell it what to do; None when it is a stranger, or gone again."""
+        """Admit the next worker and send its specification. None: it had the wrong secret, or is gone again."""
         connection, _ = self.listener.accept()
         connection.settimeout(_PATIENCE_S)
         try:
@@ -74,12 +76,12 @@ class ManualWorkers:
         return self._there[pid]
 
     def departed(self, worker: ManualWorker) -> int:
-        """It is gone. Its status is its parent's to know; a signal stands for it: it left without a word to us."""
+        """The worker has ended. Only its parent knows its exit status; SIGKILL stands for it."""
         os.close(self._there.pop(worker.pid).pidfd)
         return -signal.SIGKILL
 
     def kill(self, pid: int) -> bool:
-        """End a worker; whether it is one."""
+        """Kill a manually started worker. Returns whether the process is one."""
         if pid not in self._there:
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -95,7 +97,7 @@ class ManualWorkers:
 
 @contextlib.contextmanager
 def short_path(folder: Path) -> Iterator[str]:
-    """A path of a few characters to a folder with any path, while this lasts."""
+    """A short path to the folder, valid inside the `with` block."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}"

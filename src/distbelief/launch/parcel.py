@@ -56,7 +56,7 @@ def read(content: bytes) -> Parcel:
 
 
 def store_left_behind(run_dir: Path) -> tuple[str, int] | None:
-    """Where torch's rendezvous was, if a launching process was killed in this run directory."""
+    """Where torch's rendezvous store was, if a launching process was killed in this run directory."""
     try:
         return read((run_dir / FILE).read_bytes()).store
     except (OSError, DistBeliefError):
@@ -64,7 +64,7 @@ def store_left_behind(run_dir: Path) -> tuple[str, int] | None:
 
 
 def open_here(parcel: Parcel, content: bytes, folder: Path) -> Launch:
-    """The launch as it is on this host. `folder`: a private one, for what the host does not have."""
+    """The launch with the paths of this host. `folder`: a private folder for files that the host does not have."""
     run_dir = Path(parcel.run_dir)
     launch = from_data(run_dir, parcel.launch)
     if not _sees(run_dir, content):
@@ -129,7 +129,7 @@ def collect_code(job_file: Path) -> dict[str, bytes]:
 def _imported(file: Path, content: bytes, folder: Path) -> Iterator[Path]:
     try:
         tree = ast.parse(content)
-    except (SyntaxError, ValueError):  # whoever runs it says so better
+    except (SyntaxError, ValueError):  # the worker that runs the file reports it better
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -141,7 +141,7 @@ def _imported(file: Path, content: bytes, folder: Path) -> Iterator[Path]:
                 continue
             parts = node.module.split(".") if node.module else []
             yield from _files(base, parts)
-            for alias in node.names:  # it may be a module of that package
+            for alias in node.names:  # the name may be a module of that package
                 yield from _files(base, [*parts, alias.name])
 
 
@@ -150,7 +150,7 @@ def _up(file: Path, level: int) -> Path:
 
 
 def _files(base: Path, parts: list[str]) -> Iterator[Path]:
-    """The files that are run when this module is imported, as far as they are below the folder."""
+    """The files below the folder that Python runs when this module is imported."""
     here = base
     for number, part in enumerate(parts):
         if number and (here / "__init__.py").is_file():
@@ -163,7 +163,7 @@ def _files(base: Path, parts: list[str]) -> Iterator[Path]:
 
 
 def has_code(job_file: Path, code: dict[str, bytes]) -> bool:
-    """Whether this host has the same files in the same place: a folder that all hosts see."""
+    """Whether this host has the same files at the same paths, as in a folder that all hosts see."""
     folder = job_file.parent
     try:
         return all(_digest((folder / name).read_bytes()) == _digest(content) for name, content in code.items())

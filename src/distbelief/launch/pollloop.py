@@ -19,7 +19,7 @@ class PollLoop:
         self._handlers: dict[Any, Callable[[], None]] = {}
 
     def watch(self, item: Any, handler: Callable[[], None]) -> None:
-        """`item`: a ZeroMQ socket, a descriptor, or whatever has one. A later handler takes the place of an earlier."""
+        """`item`: a ZeroMQ socket, a descriptor, or an object with `fileno`. A later handler replaces the earlier."""
         self._poller.register(_key(item), zmq.POLLIN)
         self._handlers[_key(item)] = handler
 
@@ -28,7 +28,7 @@ class PollLoop:
         del self._handlers[_key(item)]
 
     def serve(self, timeout_s: float) -> None:
-        """Wait until something can be read, or so long, and call the handlers."""
+        """Wait until an item is readable, at most this long, and call the handlers."""
         for item, _ in self._poller.poll(int(timeout_s * 1000)):
             if item in self._handlers and (not isinstance(item, int) or _readable(item)):
                 self._handlers[item]()
@@ -39,7 +39,7 @@ def _key(item: Any) -> Any:
 
 
 def _readable(descriptor: int) -> bool:
-    """Still: another handler may have read what there was (an exit is read while a fork is awaited)."""
+    """Whether it is still readable: another handler may have read from it (an exit arrives while a fork is pending)."""
     look = select.poll()
     look.register(descriptor, select.POLLIN)
     return bool(look.poll(0))
@@ -70,7 +70,7 @@ class Signals:
         self.take(number)
 
     def take(self, number: int) -> None:
-        """As if this process had been sent it: where somebody else has received it, on another machine."""
+        """As if this process had received the signal; another machine has received it."""
         self.received = self.received or number
         self.count += 1
         os.eventfd_write(self.wake_fd, 1)
@@ -82,14 +82,14 @@ class Signals:
 
 
 def block_signals() -> set[signal.Signals]:
-    """From now on this process and what it starts never hear Ctrl-C and SIGTERM: launchers such as Slurm send them to
-    every single process, but whoever leads decides. Returns what it did not hear before."""
+    """Block Ctrl-C and SIGTERM in this process and the processes that it starts. Launchers such as Slurm send signals
+    to every process, but the leading process decides. Returns the signals that were blocked before."""
     return signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
 def signals_blocked(wanted: bool) -> Iterator[None]:
-    """The same for what is started meanwhile only."""
+    """Block them only for processes that are started inside the `with` block."""
     before = block_signals() if wanted else None
     try:
         yield

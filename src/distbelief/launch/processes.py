@@ -1,6 +1,6 @@
 """The processes of a run on this machine: the zygote, what it forks, and the coordinator. Starting, reading, ending.
 
-Nothing here decides anything; `local.py` does, on the coordinator's word.
+This module decides nothing; the coordinator does.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _LAST_READS = 64  # of 64 KiB each: what a pipe can hold, and some more
 LogLine = Callable[[str, str], None]
 
 WORKER_ENVIRONMENT = {
-    "OPENBLAS_NUM_THREADS": "1",  # numpy's own pool would be a thread in the zygote before it forks
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a member's death makes gloo print pages of C++ frames; we say it in one line
+    "OPENBLAS_NUM_THREADS": "1",  # numpy's thread pool would start a thread in the zygote before it forks
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # at a member's death gloo would print pages of C++ frames
 }
 
 _WHOLE_MODELS = ("allreduce", "ps", "local_sgd")  # the other strategies count on memory that goes back when it is freed
@@ -39,7 +39,7 @@ _MALLOC = ("hugetlb=1", f"mmap_threshold={32 << 20}", f"trim_threshold={256 << 2
 
 
 def zygote_environment(strategy: str, own: Mapping[str, str]) -> dict[str, str]:
-    """For the process that workers and servers are forked from. `own`: ours; what a person has set there stays.
+    """The environment of the zygote. `own`: this process's; variables that the user has set there stay.
 
     >>> "GLIBC_TUNABLES" in zygote_environment("sharded", {})
     False
@@ -48,11 +48,16 @@ def zygote_environment(strategy: str, own: Mapping[str, str]) -> dict[str, str]:
     """
     memory = {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{setting}" for setting in _MALLOC)}
     wanted = memory if strategy.split(":")[0] in _WHOLE_MODELS else {}
-    return {"PYTHONHASHSEED": "0", **wanted, **own, **WORKER_ENVIRONMENT}  # a set is iterated over in one order
+    return {
+        "PYTHONHASHSEED": "0",
+        **wanted,
+        **own,
+        **WORKER_ENVIRONMENT,
+    }  # PYTHONHASHSEED: every process iterates over a set in the same order
 
 
 class LogPipe:
-    """What a process prints, line by line, into its log file and to `show`."""
+    """The output of a process: each line goes to its log file and to `show`."""
 
     def __init__(self, source: str, path: Path, show: LogLine) -> None:
         self._source = source
@@ -63,12 +68,12 @@ class LogPipe:
         os.set_blocking(self.read_fd, False)
 
     def close_write(self) -> None:
-        """Our own copy of the writing end: without it the end of the process is the end of the pipe."""
+        """Close our copy of the writing end, so that the pipe ends with the process."""
         os.close(self.write_fd)
 
     def pump(self) -> bool:
-        """Pass on some of what is there: a worker that never stops printing must not keep us from the rest. False: the
-        pipe is at its end."""
+        """Forward one piece of output; a worker that prints without end must not block the poll loop. Returns False at
+        the end of the pipe."""
         try:
             data = os.read(self.read_fd, 65536)
         except BlockingIOError:
@@ -98,7 +103,7 @@ class LogPipe:
 
 
 class CoordinatorProcess:
-    """`python -m distbelief.coordinator`, told what to do over its stdin, which also is its lifeline."""
+    """`python -m distbelief.coordinator`. It gets its order over stdin, and ends when stdin is closed."""
 
     def __init__(self, order: dict[str, Any], log: LogPipe) -> None:
         """`order`: run_dir, secret, config, and where to listen (see coordinator/__main__.py)."""
@@ -108,7 +113,7 @@ class CoordinatorProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.write_fd,
-            start_new_session=True,  # the terminal's signals are the engine's business
+            start_new_session=True,  # the launching process handles the terminal's signals
         )
         log.close_write()
         assert self._process.stdin is not None
@@ -120,7 +125,7 @@ class CoordinatorProcess:
         return self._process.pid
 
     def address(self) -> str:
-        """Where it listens; waits until it says so."""
+        """Where the coordinator listens; waits until it reports that."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         answer = json.loads(line) if line else {"error": "the coordinator ended before it could serve"}
@@ -133,14 +138,14 @@ class CoordinatorProcess:
 
     @property
     def was_killed(self) -> bool:
-        """By SIGKILL: somebody wanted it, or the machine is out of memory. It is no fault of its own."""
+        """By SIGKILL: a person wanted that, or the machine is out of memory. It is no fault of the coordinator."""
         return self._process.poll() == -signal.SIGKILL
 
     def kill(self) -> None:
         self._process.kill()
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """It ends by itself after the run, or when its stdin ends; if not in time, end it."""
+        """The coordinator ends by itself after the run, or when its stdin is closed; after the timeout it is killed."""
         for stream in (self._process.stdin, self._process.stdout):
             if stream:
                 stream.close()
@@ -152,12 +157,12 @@ class CoordinatorProcess:
 
 
 class Zygote:
-    """The engine's handle on the warm process (see zygote.py)."""
+    """The launching process's handle on the zygote (zygote.py)."""
 
     def __init__(self, log: LogPipe, strategy: str) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.early_exits: list[dict[str, Any]] = []
-        """Exits that were reported while a fork was awaited."""
+        """Exits that the zygote reported while a fork was pending."""
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "distbelief.launch.zygote", str(theirs.fileno()), str(os.getpid()), strategy],
             pass_fds=[theirs.fileno()],
@@ -181,16 +186,15 @@ class Zygote:
         return self._fork({"do": "worker", "id": spec.worker, "spec": msgspec.to_builtins(spec)}, log)
 
     def fork_server(self, spec: WorkerSpec, log: LogPipe) -> tuple[int, socket.socket]:
-        """Likewise a parameter server."""
+        """Fork a parameter server, likewise."""
         return self._fork({"do": "server", "id": spec.worker, "spec": msgspec.to_builtins(spec)}, log)
 
     def fork_entry(self, number: int, module: str, spec: dict[str, Any], log: LogPipe) -> tuple[int, socket.socket]:
-        """Likewise whatever the module's `run(spec, socket)` is."""
+        """Fork a process that calls the module's `run(spec, socket)`."""
         return self._fork({"do": "entry", "id": number, "module": module, "spec": spec}, log)
 
     def fork_store(self, host: str, port: int, credential: Credential, log: LogPipe) -> int:
-        """Fork the place where torch groups meet. Returns its port: the one that was wished for (0: any), if it is
-        free."""
+        """Fork the server of torch's rendezvous store. Returns its port: the wanted port if it is free (0: any)."""
         request = {"do": "store", "id": -1, "host": host, "port": port, "credential": msgspec.to_builtins(credential)}
         _, sock = self._fork(request, log)
         with sock:

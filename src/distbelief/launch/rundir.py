@@ -1,4 +1,4 @@
-"""The run directory as an engine needs it: made empty before the run, read for the verdict after it."""
+"""The run directory around a run: made before it, checked for another process that uses it, read for the verdict."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from distbelief.coordinator.journal import read as read_journal
 from distbelief.errors import DistBeliefError, JobError, RunFailed, RunInterrupted
 from distbelief.launch.pollloop import Signals
 
-IDLE_S = 3.0  # a coordinator whose engine was killed ends within moments
+IDLE_S = 3.0  # a coordinator whose launching process was killed ends within moments
 
 
 def make_run_dir(run_dir: Path) -> None:
     """Make an empty run directory, or say why that cannot be."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        # A run that was refused before it began leaves empty folders; what is wrong is mended, and it is started again.
+        # A run that was refused before it began leaves empty folders. The user mends the error and starts it again.
         if any(not entry.is_dir() or any(entry.iterdir()) for entry in run_dir.iterdir()):
             raise DistBeliefError(f"the run directory '{run_dir}' is not empty", hint="give another --run-dir")
         (run_dir / "logs").mkdir(exist_ok=True)
@@ -33,10 +33,10 @@ def make_run_dir(run_dir: Path) -> None:
 
 
 def check_idle(run_dir: Path) -> None:
-    """Raises while somebody runs this run: before anything of it is touched, or started beside it."""
+    """Raises while another process runs this run, before anything in the directory is changed."""
     try:
         fd = os.open(run_dir / "journal.jsonl.lock", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # it has never begun, or it is not ours: then the coordinator says so
+    except OSError:  # the run has never begun; or the file is not readable, which the coordinator reports
         return
     try:
         deadline = time.monotonic() + IDLE_S
@@ -59,7 +59,7 @@ def _is_free(lock_fd: int) -> bool:
 
 
 def ended(run_dir: Path) -> dict[str, Any] | None:
-    """How the run in that directory ended, if it has: since it was last resumed."""
+    """The record of the run's end, if it has ended since it was last resumed."""
     for record in reversed(read_journal(run_dir / "journal.jsonl")):
         if record.get("kind") in ("ended", "resumed"):
             return record if record["kind"] == "ended" else None
@@ -91,18 +91,18 @@ def verdict(run_dir: Path, signals: Signals) -> dict[str, Any]:
 
 
 def _newest_checkpoint(run_dir: Path) -> int:
-    """What a run was resumed from is the newest at that moment: those after it could not be used."""
+    """The checkpoint that a run was resumed from counts as the newest: later ones could not be used."""
     kinds = ("checkpoint", "loaded")
     steps = [record["step"] for record in read_journal(run_dir / "journal.jsonl") if record.get("kind") in kinds]
     return int(steps[-1]) if steps else 0
 
 
 def _explain(failure: dict[str, Any], reason: str, run_dir: Path) -> DistBeliefError:
-    """The failure as the user reads it: which worker, where, and when, unless that says nothing."""
+    """The failure as the user reads it: which worker, on which host, at which step, where these are known."""
     message = failure.get("message", reason)
     hint = failure.get("hint", "").replace("logs/", f"{run_dir}/logs/")
     details = failure.get("traceback", "")
-    if failure.get("kind") == "job" and failure["step"] < 0:  # while loading: the same on every worker
+    if failure.get("kind") == "job" and failure["step"] < 0:  # while loading: every worker has the same error
         return JobError(message, hint=hint, details=details)
     if failure.get("kind") in ("job", "user", "data", "internal", "memory") and failure["worker"] >= 0:
         message = f"worker {failure['worker']} on {failure['host']}: {message}"

@@ -1,8 +1,8 @@
-"""The warm process that workers are forked from: torch is imported once, and a worker starts in milliseconds.
+"""The zygote: the warm process that workers are forked from. It imports torch once; a worker starts in milliseconds.
 
-It has imported everything a worker needs, has no thread and has run no tensor operation, so a fork of it is a clean
-worker. It takes requests over one socket from the engine, forks, and reports exits. It dies with the engine; workers
-die with it.
+The zygote has imported everything that a worker needs, has no thread and has run no tensor operation, so its fork is a
+clean worker. It takes requests from the launching process over one socket, forks, and reports exits. The zygote dies
+with the launching process, and workers die with the zygote.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    gc.freeze()  # what is imported stays shared between the forks
+    gc.freeze()  # imported modules stay shared between the forks
     children: set[int] = set()
     try:
         send_message(engine, {"event": "ready"})
@@ -49,13 +49,13 @@ def main() -> None:
             try:
                 request, fds = receive_message(engine)
             except EOFError:
-                return  # the engine is done with us
+                return  # the launching process has closed the socket
             _serve(engine, children, request, fds)
 
 
 def _warm_up(strategy: str) -> None:
-    """Import what a worker needs. Nothing of it is ever garbage, so the collector, which would walk through all of it
-    time and again (a fifth of the whole launch), waits until it is there."""
+    """Import what a worker needs. Garbage collection is off meanwhile: imported modules are never garbage, and walking
+    through them repeatedly would take a fifth of the launch."""
     gc.disable()
     importlib.import_module("distbelief.strategies.flatmodel.eagerstep").spare_the_compiler()
     importlib.import_module("distbelief.worker.process")
@@ -81,7 +81,7 @@ def _report_exits(engine: socket.socket, children: set[int]) -> None:
 
 def _serve(engine: socket.socket, children: set[int], request: dict[str, Any], fds: list[int]) -> None:
     if request["do"] == "kill":
-        if request["pid"] in children:  # not reaped yet: the number is still its own
+        if request["pid"] in children:  # not reaped yet: the process number is still valid
             os.kill(request["pid"], signal.SIGKILL)
         return
     parent = os.getpid()
@@ -95,10 +95,10 @@ def _serve(engine: socket.socket, children: set[int], request: dict[str, Any], f
 
 
 def _become(engine: socket.socket, parent: int, request: dict[str, Any], fds: list[int]) -> NoReturn:
-    """The child: take the descriptors it was given, forget the zygote's, and do its work."""
+    """In the child: take the descriptors of the request, drop the zygote's, and do the work."""
     status = 1
     try:
-        from distbelief.worker.process import run_worker  # long there, see _warm_up
+        from distbelief.worker.process import run_worker  # imported before the fork, see _warm_up
         from distbelief.worker.serving import run_server
 
         die_with_parent(parent)
@@ -129,7 +129,7 @@ def _become(engine: socket.socket, parent: int, request: dict[str, Any], fds: li
 
 
 def _serve_store(sock: socket.socket, host: str, port: int, credential: Credential) -> None:
-    """Be the place where torch groups meet, so that no worker's death takes it away."""
+    """Serve torch's rendezvous store, in a process of its own so that no worker's death ends it."""
     from distbelief.transport.gloo.rendezvousserver import serve
 
     serve(host, port, credential, lambda port: send_message(sock, {"port": port}))

@@ -124,7 +124,7 @@ def test_a_member_that_dies_while_it_measures(key: Path, monkeypatch: pytest.Mon
             pass  # nobody is behind it any more
         with Connection(endpoint, authority) as mine:
             _, exchanges = mine.ask()
-            mine.send(messages.Arrived(host("dead")(), skew(exchanges), server.door, server.token))
+            mine.send(messages.Arrived(host("dead")(), skew(exchanges), server.address, server.token))
             report = result()
         assert alive.result() == report
     broken = {(link.source, link.target) for link in report.links if link.error}
@@ -137,9 +137,9 @@ def test_a_member_that_dies_while_it_measures(key: Path, monkeypatch: pytest.Mon
 
 def test_only_who_has_the_token_may_measure() -> None:
     with MeasuringServer("127.0.0.1") as server:
-        (stranger,) = measure("a", "b", server.door, bytes(TOKEN_BYTES))
+        (stranger,) = measure("a", "b", server.address, bytes(TOKEN_BYTES))
         assert stranger.error
-        to, back = measure("a", "b", server.door, server.token)
+        to, back = measure("a", "b", server.address, server.token)
         assert (to.source, to.target, back.source, back.target) == ("a", "b", "b", "a")
         assert to.bytes_per_s > 0 < back.bytes_per_s
         assert not to.error
@@ -147,14 +147,14 @@ def test_only_who_has_the_token_may_measure() -> None:
 
 def test_a_stranger_that_says_nothing_holds_nobody_up_for_long() -> None:
     with MeasuringServer("127.0.0.1") as server:
-        host_name, _, port = server.door.rpartition(":")
+        host_name, _, port = server.address.rpartition(":")
         with socket.create_connection((host_name, int(port))):
-            assert not measure("a", "b", server.door, server.token)[0].error
+            assert not measure("a", "b", server.address, server.token)[0].error
 
 
 def test_a_door_that_is_closed() -> None:
     with MeasuringServer("127.0.0.1") as server:
-        door = server.door
+        door = server.address
     (link,) = measure("a", "b", door, bytes(TOKEN_BYTES))
     assert "refused" in link.error
 

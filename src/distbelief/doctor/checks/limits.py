@@ -51,7 +51,7 @@ def memory_left(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgrou
 
 
 def _folders(root: Path, membership: Path, controller: str) -> list[Path]:
-    """Those that this process is in, from the innermost outwards: each may have a limit."""
+    """The cgroups of this process, from the innermost outwards: each may have a limit."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""How far two hosts' clocks are apart, from messages that went there and back. Pure.
+"""How far the clocks of two hosts are apart, from questions and answers. Pure.
 
-As NTP does it: the answer was written in the middle of the round trip, give or take half of it; the quickest round
-trip knows best.
+As in NTP: the answer was written in the middle of the round trip, with an error of at most half of it. The shortest
+round trip has the smallest error.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from msgspec import Struct
 from distbelief.doctor.rules.report import Finding, duration, ok, problem
 
 MOST_S = 1.0
-"""Training compares no clocks across hosts; people who read the logs of several do, and so do certificates and S3."""
+"""Training compares no clocks across hosts; readers of logs do, and so do certificates and S3."""
 
 
 class Exchange(Struct, frozen=True):
-    """One question and its answer, by the clock of who asked; `told` is the other's clock."""
+    """One question and its answer, by the clock of the asking host; `told` is the other host's clock."""
 
     asked: float
     told: float
@@ -26,14 +26,14 @@ class Exchange(Struct, frozen=True):
 
 class Skew(Struct, frozen=True):
     ahead_s: float
-    """Of the other clock."""
+    """How far this host's clock is ahead of the other."""
     within_s: float
-    """It may be so much more or less."""
+    """The error of `ahead_s`."""
     round_trip_s: float
 
 
 def skew(exchanges: Sequence[Exchange]) -> Skew:
-    """How far this clock is ahead of the one that answered.
+    """The skew by the shortest of the exchanges.
 
     >>> skew([Exchange(asked=105.0, told=100.5, heard=106.0), Exchange(asked=205.0, told=200.05, heard=205.1)])
     Skew(ahead_s=5.0, within_s=0.05, round_trip_s=0.1)
@@ -44,7 +44,7 @@ def skew(exchanges: Sequence[Exchange]) -> Skew:
 
 
 def judge(skews: dict[str, Skew], reference: str) -> Finding:
-    """`skews`: of every other host, against the reference's clock."""
+    """`skews`: of every other host, compared with the reference host."""
     about = "clocks"
     off = {host: one for host, one in skews.items() if abs(one.ahead_s) - one.within_s > MOST_S}
     if off:

@@ -30,7 +30,7 @@ def skipped(about: str, why: str) -> Finding:
 
 
 class Host(Struct, frozen=True):
-    """One machine: what it has, and what was found on it."""
+    """One machine and the findings on it."""
 
     name: str
     facts: dict[str, str]
@@ -39,7 +39,7 @@ class Host(Struct, frozen=True):
 
 
 class Link(Struct, frozen=True):
-    """From one host to another, as it was measured."""
+    """A measured link from one host to another."""
 
     source: str
     target: str
@@ -51,7 +51,7 @@ class Link(Struct, frozen=True):
 
 
 class Report(Struct, frozen=True):
-    """All that was found. The same on every host that took part."""
+    """All findings. Every host that took part gets the same report."""
 
     hosts: list[Host]
     shared: list[Finding] = []

@@ -1,6 +1,6 @@
-"""A run has failed before all hosts of its launch were there: those that come yet hear so where the coordinator was.
+"""Notice of a failed launch: hosts that come after a run has failed are told so at the coordinator's address.
 
-Without it they would offer themselves to nobody for minutes, since a coordinator may still be starting.
+Without the notice they would offer themselves for minutes, since a coordinator may still be starting.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _LOOK_S = 0.2
 
 @dataclass
 class Missing:
-    """Of a launch, who has not come yet. Hosts are counted where the launcher has named them, else their workers.
+    """The part of a launch that has not come yet. Counts hosts if the launcher has named them, else workers.
 
     >>> missing = Missing(hosts=1, workers=4)
-    >>> missing.came("first", 2), missing.came("first", 2), missing.is_nobody
+    >>> missing.came("first", 2), missing.came("first", 2), missing.is_empty
     (None, None, True)
     """
 
@@ -43,7 +43,7 @@ class Missing:
 
     @classmethod
     def of(cls, place: Place) -> Missing:
-        """All but this one."""
+        """All hosts but this one."""
         return cls(len(set(place.peers)) - 1 if place.peers else None, place.workers - place.workers_here)
 
     def came(self, nonce: str, workers: int) -> None:
@@ -53,7 +53,7 @@ class Missing:
             self.workers -= workers
 
     @property
-    def is_nobody(self) -> bool:
+    def is_empty(self) -> bool:
         return (self.workers if self.hosts is None else self.hosts) <= 0
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Missing:
 
 
 def still_missing(place: Place, run_dir: Path, since: float) -> Missing:
-    """By what the coordinator of a run that began then has written."""
+    """What is missing by the journal of the run that began at `since`."""
     missing = Missing.of(place)
     with contextlib.suppress(OSError, DistBeliefError):
         for record in read_journal(run_dir / "journal.jsonl"):
@@ -76,15 +76,17 @@ def still_missing(place: Place, run_dir: Path, since: float) -> Missing:
 
 
 def turn_away(invitation: Invitation, missing: Missing, reason: str, patience_s: float) -> None:
-    """Tell everybody who comes, until nobody is missing any more or that time is over. The coordinator has ended."""
-    with contextlib.suppress(DistBeliefError, KeyboardInterrupt), _door(invitation) as (socket, authority):
+    """Answer every host that comes, until none is missing or the time is over. The coordinator has ended."""
+    with contextlib.suppress(DistBeliefError, KeyboardInterrupt), _socket_at(invitation) as (socket, authority):
         verifier, until = authority.verifier(), time.monotonic() + patience_s
         answer = encode(EndRun(1, "failed", reason))
-        while not missing.is_nobody and time.monotonic() < until:
+        while not missing.is_empty and time.monotonic() < until:
             if not socket.poll(int(_LOOK_S * 1000)):
                 continue
             identity, *frames = socket.recv_multipart()
-            with contextlib.suppress(ValueError, Refused, msgspec.MsgspecError):  # strangers are not answered
+            with contextlib.suppress(
+                ValueError, Refused, msgspec.MsgspecError
+            ):  # a message without a valid signature is not answered
                 signature, message = frames
                 verifier.verify(signature, message, time.monotonic())
                 event = decode_event(message)
@@ -94,9 +96,9 @@ def turn_away(invitation: Invitation, missing: Missing, reason: str, patience_s:
 
 
 @contextlib.contextmanager
-def _door(invitation: Invitation) -> Iterator[tuple[zmq.Socket[bytes], Authority]]:
+def _socket_at(invitation: Invitation) -> Iterator[tuple[zmq.Socket[bytes], Authority]]:
     authority = Authority(invitation.secret)
     with zmq.Context() as context:
         socket, _ = bind(context, authority.keys(), invitation.address)
-        with socket:  # what was said last gets out
+        with socket:  # closing the socket sends the last answers
             yield socket, authority

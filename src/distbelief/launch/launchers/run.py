@@ -71,7 +71,7 @@ def follow(asked: LauncherRequest, place: Place) -> int:
 
 def _help(place: Place) -> int:
     helper = HelpingProcess(place)
-    if _uses_mpi(place):  # in which all processes take part
+    if _uses_mpi(place):  # all processes of the launch take part
         MpiBroadcast(place).wait()
     return helper.wait()
 
@@ -143,7 +143,7 @@ class Leading:
         """Tell the processes that have not come yet that the run is over."""
         if self._rendezvous is None:
             return
-        with contextlib.suppress(DistBeliefError):  # what was wrong before is what matters
+        with contextlib.suppress(DistBeliefError):  # the first error is the one to report
             invitation = self._invitation or self._rendezvous.known()
             if status and invitation:
                 self._turn_away(invitation, error)
@@ -153,7 +153,7 @@ class Leading:
 
     def _turn_away(self, invitation: Invitation, error: DistBeliefError | None) -> None:
         missing = still_missing(self._place, self.run_dir, self._since)
-        if missing.is_nobody:
+        if missing.is_empty:
             return
         reason = error.message if error else "the process that led it has failed"
         patience_s = INTERRUPTED_S if isinstance(error, RunInterrupted) else NOTICE_S

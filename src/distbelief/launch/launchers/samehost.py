@@ -1,8 +1,8 @@
-"""The processes of one launch on one host: one of them runs the members, the others lend it their cores and wait.
+"""The processes of one launch on one host: the hosting process runs the members, helping processes lend their cores.
 
-mpirun and srun bind each process to cores of its own, and whatever one of them forks has only those. So each tells the
-one that hosts which cores it was given, and hears at the end how the run went. They meet at a socket without a file, so
-nothing is left behind by a kill; the kernel says whose process is at the other end.
+mpirun and srun bind each process to cores of its own, and its children get only these cores. So each helping process
+sends its cores to the hosting process, and waits for the run's exit status. They connect through a socket with an
+abstract name, so a kill leaves no file behind; the kernel says which user's process is at the other end.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from distbelief.errors import DistBeliefError
 from distbelief.launch.launchers.rules.place import Place
 
 PATIENCE_S = 120.0
-"""For the processes of a host to start: they come from a shared disk, all at once."""
+"""How long the processes of a host may take to start: all load from a shared disk at once."""
 _CREDENTIALS = struct.Struct("3i")
 _LOOK_S = 0.1
 
 
 class HostingProcess:
-    """For the process that hosts: the others of this launch here. `cores`: all that were given to any of them."""
+    """In the hosting process: its helping processes. `cores`: the cores of all of them."""
 
     def __init__(self, place: Place, patience_s: float = PATIENCE_S) -> None:
         self.cores = os.sched_getaffinity(0)
@@ -63,12 +63,14 @@ class HostingProcess:
                 other.close()
                 continue
             self._others.append(other)
-            with contextlib.suppress(OSError, msgspec.MsgspecError):  # it is gone again: its launcher will know
+            with contextlib.suppress(
+                OSError, msgspec.MsgspecError
+            ):  # the helping process is gone again; its launcher knows
                 other.settimeout(max(0.001, until - time.monotonic()))
                 self.cores |= msgspec.json.decode(other.recv(1 << 16), type=set[int])
 
     def tell(self, status: int) -> None:
-        """The run is over: the others end with its status."""
+        """The run is over: send its exit status to the helping processes."""
         for other in self._others:
             with other, contextlib.suppress(OSError):
                 other.setblocking(False)
@@ -77,16 +79,16 @@ class HostingProcess:
 
 
 class HelpingProcess:
-    """For any other process: it lends its cores to the one that hosts here, and waits for the end."""
+    """In a helping process: send the cores to the hosting process, and wait for the end."""
 
     def __init__(self, place: Place, patience_s: float = PATIENCE_S) -> None:
         self._host = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         _reach(self._host, place, time.monotonic() + patience_s)
-        with contextlib.suppress(OSError):  # it is gone again: we hear so in `wait`
+        with contextlib.suppress(OSError):  # the hosting process is gone again; `wait` finds out
             self._host.send(msgspec.json.encode(os.sched_getaffinity(0)))
 
     def wait(self) -> int:
-        """The run's exit status; 1 when the one that hosts vanished without a word."""
+        """The run's exit status; 1 if the hosting process vanished."""
         with self._host:
             try:
                 return msgspec.json.decode(self._host.recv(64), type=int)
@@ -107,7 +109,7 @@ def _reach(host: socket.socket, place: Place, until: float) -> None:
             time.sleep(_LOOK_S)
             continue
         if _user_of(host) != os.getuid():
-            raise DistBeliefError("a process of another user stands where this launch's processes meet")
+            raise DistBeliefError("a process of another user listens at the socket of this launch")
         return
 
 
@@ -117,6 +119,6 @@ def _user_of(peer: socket.socket) -> int:
 
 
 def _name(place: Place) -> str:
-    """An abstract name: the same for all of one launch on one host, and for nobody else."""
+    """The abstract name of the socket: the same in all processes of this launch on this host, and in no other."""
     what = msgspec.json.encode([os.getuid(), platform.node(), place.host, place.launcher, place.job])
     return "\0distbelief-" + hashlib.blake2b(what, digest_size=16).hexdigest()

@@ -20,7 +20,7 @@ from distbelief.launch.launch import Invitation
 from distbelief.launch.ray.rules.places import Need, Place
 
 PLACED_S = 5.0
-"""Within so long a placement group is there if there is room at all."""
+"""If there is room, Ray makes a placement group within this time."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Running:
     host: str
     actor: Any
     ended: Any
-    """Ray's promise of what `serve` returns."""
+    """Ray's reference to the result of `serve`."""
     group: Any
 
 
@@ -39,9 +39,9 @@ class Gone:
     node: str
     reason: str
     refused: bool
-    """The node cannot take part: another agent there would fare no better."""
+    """Whether the node cannot take part: another agent on it would fail too."""
     is_certain: bool = True
-    """That the agent alone is gone. Else its node may be."""
+    """Whether only the agent is gone; otherwise its node may be gone too."""
 
 
 class Agents:
@@ -50,12 +50,12 @@ class Agents:
         self._need = need
         self._running: list[Running] = []
         self._reserved: list[Any] = []
-        """Placement groups in which nobody is yet."""
+        """Placement groups without an agent."""
         self._names: set[str] = set()
 
     @property
     def workers(self) -> int:
-        """For so many there is room."""
+        """The number of workers that the running agents have room for."""
         return sum(one.place.workers for one in self._running)
 
     @property
@@ -63,7 +63,7 @@ class Agents:
         return frozenset(one.place.node for one in self._running)
 
     def reserve(self, places: Sequence[Place]) -> bool:
-        """A placement group for each of them, or nothing: two runs that each hold a half would wait for ever."""
+        """Make a placement group for every place, or none: two runs that each hold a half would wait for ever."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
         groups = [
@@ -77,12 +77,12 @@ class Agents:
         if all(group.wait(max(deadline - time.monotonic(), 0.0)) for group in groups):
             self._reserved = groups
             return True
-        for group in groups:  # somebody was faster
+        for group in groups:  # another run was faster
             remove_placement_group(group)
         return False
 
     def start(self, places: Sequence[Place], invitation: Invitation) -> None:
-        """An agent in each of the places that were reserved."""
+        """Start an agent in each reserved place."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -101,7 +101,7 @@ class Agents:
             self._running.append(Running(place, host, one, ended, group))
 
     def _name(self, wanted: str) -> str:
-        """Each agent has a name of its own: members that do not have the same one share no memory."""
+        """A unique name for each agent: only members under the same host name share memory."""
         name, number = wanted, 2
         while name in self._names:
             name, number = f"{wanted}-{number}", number + 1
@@ -109,7 +109,7 @@ class Agents:
         return name
 
     def collect(self) -> list[Gone]:
-        """Those that have ended since the last time."""
+        """Agents that have ended since the last call."""
         import ray
         from ray.util.placement_group import remove_placement_group
 
@@ -123,7 +123,7 @@ class Agents:
                 reason = str(ray.get(one.ended))
                 gone.append(Gone(one.host, one.place.node, reason or "it has ended", bool(reason)))
             except ray.exceptions.RayError as error:
-                ray.kill(one.actor)  # if it is only out of reach, it must not come back beside its successor
+                ray.kill(one.actor)  # an agent that is only out of reach must not come back beside its successor
                 certain = not isinstance(error, ray.exceptions.ActorUnavailableError)
                 gone.append(Gone(one.host, one.place.node, _brief(error), False, certain))
             self._running.remove(one)
@@ -131,7 +131,7 @@ class Agents:
         return gone
 
     def wait(self, timeout_s: float) -> None:
-        """Until all have ended by themselves, or so long."""
+        """Wait until all agents have ended by themselves, at most this long."""
         import ray
 
         there = [one.ended for one in self._running]
@@ -139,7 +139,7 @@ class Agents:
             ray.wait(there, num_returns=len(there), timeout=timeout_s)
 
     def close(self) -> None:
-        """By force; their members die with them."""
+        """Kill all agents; their members die with them."""
         import ray
         from ray.util.placement_group import remove_placement_group
 
@@ -152,7 +152,7 @@ class Agents:
 
 
 def _brief(error: Exception) -> str:
-    """Ray explains itself on many lines; the first says what it is.
+    """The first line of Ray's many-line explanation.
 
     >>> _brief(RuntimeError("The worker died.\\n\\tclass_name: A"))
     'The worker died.'
@@ -164,7 +164,7 @@ def _brief(error: Exception) -> str:
 
 class AgentActor:
     def serve(self, invitation: Invitation, workers: int, host: str, folder: str) -> str:
-        """Host up to so many workers until the run ends. Returns why this node cannot take part, else nothing.
+        """Host at most `workers` workers until the run ends. Returns why this node cannot take part; empty: it did.
 
         `folder`: where the run was started. Members work there if the node has it, so that a job finds its files by the
         same relative paths. What they print goes to Ray's log of this actor too.
@@ -185,7 +185,7 @@ class Demand:
         self._workers = 0
 
     def make(self, workers: int) -> bool:
-        """For so many workers, wherever they fit. Whether it is another demand than before."""
+        """Ask for room for this number of workers on any nodes. Returns whether the demand has changed."""
         from ray.util.placement_group import placement_group
 
         if workers == self._workers:
@@ -197,7 +197,7 @@ class Demand:
         return True
 
     def met(self) -> bool:
-        """Whether there is room now. It is given up in the same moment: agents take it, each on its node."""
+        """Whether there is room now. The placement group is removed at once: agents then reserve the room by node."""
         if self._group is None or not self._group.wait(0):
             return False
         self.withdraw()

@@ -1,4 +1,4 @@
-"""Reaching a Ray cluster, or starting one here; and what its nodes have.
+"""Connecting to a Ray cluster, or starting one on this machine; and what its nodes have.
 
 Whatever goes wrong is said in words, and soon: Ray itself tries for minutes to reach an address where nobody is.
 """
@@ -20,14 +20,14 @@ from distbelief.launch.ray.rules.places import Node
 NAMESPACE = "distbelief"
 REACH_S = 5.0
 LOOPBACK = "127.0.0.2"
-"""Of a cluster that we start. Ray takes 127.0.0.1 for "whatever address this machine has"."""
+"""The address of a cluster that we start. Ray would replace 127.0.0.1 by another address of this machine."""
 STORE_BYTES = 128 << 20
-"""Ray's object store in a cluster that we start: next to nothing goes through it."""
-_IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # `ray job submit` tells its driver by this which environment it has
+"""Size of Ray's object store in a cluster that we start; almost nothing goes through it."""
+_IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # `ray job submit` gives its driver the job's environment in it
 
 
 def address_of(on: str) -> str:
-    """The address in what --on says; empty: whichever is found.
+    """The address in the value of --on; empty: connected() looks for a cluster.
 
     >>> address_of("ray"), address_of("ray://head:10001"), address_of("ray:10.0.0.1:6379")
     ('', 'ray://head:10001', '10.0.0.1:6379')
@@ -45,8 +45,8 @@ def address_of(on: str) -> str:
 
 @contextlib.contextmanager
 def connected(on: str, cpus: int) -> Iterator[bool]:
-    """While this lasts, this process is a driver in the cluster. Tells whether we have started it, to end it again.
-    `cpus`: what one that we start must have at least."""
+    """Inside the `with` block this process is a driver in the cluster. Yields whether the cluster was started for it,
+    which ends with the block. `cpus`: how many CPUs a started cluster must have at least."""
     asked = address_of(on) or os.environ.get("RAY_ADDRESS", "")
     ray = _import_ray()
     if ray.is_initialized():  # the user's own program is a driver already
@@ -69,7 +69,7 @@ def connected(on: str, cpus: int) -> Iterator[bool]:
         try:
             with _as_important_as_others():
                 ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **options)
-        except Exception as error:  # of many kinds, none of which Ray documents
+        except Exception as error:  # Ray raises many kinds, and documents none
             raise _cannot_connect(address, error) from error
         yield not address
 
@@ -83,7 +83,7 @@ def _import_ray() -> Any:
 
 
 def _found_here(asked: str) -> str:
-    """The cluster that runs on this machine already; empty: there is none, or none is wanted."""
+    """The address of the cluster that runs on this machine; empty: there is none, or none is wanted."""
     if asked == "local":
         return ""
     from ray._private import services
@@ -93,7 +93,7 @@ def _found_here(asked: str) -> str:
     except ConnectionError:
         address = ""
     if address and not _answers(address):
-        address = ""  # the note of a cluster that has died
+        address = ""  # the address file of a dead cluster
     if not address and asked == "auto":
         raise DistBeliefError(
             "no Ray cluster runs on this machine, and RAY_ADDRESS is 'auto'",
@@ -104,7 +104,7 @@ def _found_here(asked: str) -> str:
 
 @contextlib.contextmanager
 def _as_important_as_others() -> Iterator[None]:
-    """Ray runs the processes of a cluster that is started now at nice 15: next to anything else they would starve."""
+    """Ray would run the processes of a new cluster at nice 15, where other programs would starve them."""
     name = "RAY_worker_niceness"
     ours = name not in os.environ
     if ours:
@@ -117,8 +117,8 @@ def _as_important_as_others() -> Iterator[None]:
 
 
 def _our_code() -> dict[str, Any]:
-    """All nodes run this version of the package, whatever they have installed. A job that was submitted to Ray has its
-    environment from there."""
+    """Options that send this version of the package to all nodes. A job that was submitted to Ray has its environment
+    already."""
     if _IN_JOB in os.environ:
         return {}
     return {"runtime_env": {"py_modules": [str(Path(__file__).parents[2])]}}
@@ -156,7 +156,7 @@ def _cannot_connect(address: str, error: Exception) -> DistBeliefError:
 
 
 def nodes(ours: frozenset[str]) -> list[Node]:
-    """The nodes that are alive. `ours`: those where an agent of the run is."""
+    """The nodes that are alive. `ours`: nodes with an agent of this run."""
     import ray
 
     free = _asked_of_head(_free)
@@ -180,18 +180,18 @@ def nodes(ours: frozenset[str]) -> list[Node]:
 
 
 def grows() -> bool:
-    """Whether an autoscaler adds nodes when they are asked for."""
+    """Whether the cluster has an autoscaler, which adds nodes on demand."""
     import ray
 
     try:
         return bool(_asked_of_head(_is_scaled))
-    except ray.exceptions.RayError:  # no way to find out: then there is what there is
+    except ray.exceptions.RayError:  # unknown: assume that no nodes are added
         return False
 
 
 def _asked_of_head(question: Callable[[], Any]) -> Any:
-    """Asked in the cluster: a driver that came through the Ray client cannot. And of the head node: a node that has
-    just died is taken for alive for some seconds, and would not answer."""
+    """Runs the question in the cluster, because a driver that came through the Ray client cannot ask. It runs on the
+    head node: Ray takes a node that has just died for alive for some seconds, and it would not answer."""
     import ray
 
     return ray.get(ray.remote(num_cpus=0)(question).options(**on_head()).remote())
@@ -206,7 +206,7 @@ def on_head() -> dict[str, Any]:
 
 
 def _head_node() -> str:
-    """The id of the node that has the cluster's own state: whoever is there lives as long as the cluster does."""
+    """The id of the node with the cluster's own state. An actor on it lives as long as the cluster."""
     import ray
 
     for node in ray.nodes():
@@ -216,8 +216,8 @@ def _head_node() -> str:
 
 
 def _is_scaled() -> bool:
-    """An autoscaler knows the kinds of its nodes by name; without one, each is of a kind of its own. There are two
-    autoscalers in use, and each tells it elsewhere."""
+    """An autoscaler has names for the kinds of its nodes; without one, each node is of its own kind. Two versions of
+    the autoscaler are in use, and each reports the kinds elsewhere."""
     import ray
     from ray.autoscaler.v2.sdk import get_cluster_status
     from ray.experimental.internal_kv import _internal_kv_get
@@ -230,7 +230,7 @@ def _is_scaled() -> bool:
 
 
 def _free() -> dict[str, dict[str, float]]:
-    """What nobody has taken, by node."""
+    """The free resources of each node."""
     from ray._private.state import available_resources_per_node
 
     return dict(available_resources_per_node())

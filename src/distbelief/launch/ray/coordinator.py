@@ -27,10 +27,10 @@ from distbelief.launch.pollloop import Signals
 
 
 class CoordinatorActor:
-    """Its calls run side by side, each in a thread of its own."""
+    """Ray runs its calls concurrently, each in a thread."""
 
     def __init__(self, launch: Launch, authority: Authority, word: str) -> None:
-        """`word`: see sight.py."""
+        """`word`: see `shown`."""
         self._launch = launch
         self._authority = authority
         self._word = word
@@ -53,7 +53,7 @@ class CoordinatorActor:
             self._invited.set()
 
     def _here(self) -> Launch:
-        """The launch as it is on this node: where to listen is known here only."""
+        """The launch with this node's address, where the coordinator listens."""
         import ray
 
         address = str(ray.util.get_node_ip_address())
@@ -69,23 +69,23 @@ class CoordinatorActor:
         self._invited.set()
 
     def invitation(self) -> Invitation | None:
-        """For the agents; None: the run was over before anybody could be invited."""
+        """The invitation for the agents. None: the run was over before there was one."""
         self._invited.wait()
         return self._invitation
 
     def lost(self, host: str, reason: str) -> None:
-        """The driver knows that an agent is gone. Whoever coordinates now is told; else its silence tells."""
+        """The driver reports that an agent is gone. If no coordinator runs now, the next one notices the silence."""
         with contextlib.suppress(DistBeliefError):
             ask(self._launch.run_dir, HostLost(host, reason))
 
     def stop(self, number: int, count: int) -> None:
-        """The driver has had so many signals. It says so again and again, in case we are new."""
+        """The driver has received `count` signals. It repeats the call, because this actor may have been restarted."""
         while self._signals.count < count and not self._over:
             self._signals.take(number)
 
 
 class _Silent:
-    """Whoever looks on is the driver, which reads the run directory."""
+    """Shows nothing: the driver reads the run directory and shows the progress."""
 
     def started(self, run_dir: Path, workers: int) -> None: ...
 
@@ -95,7 +95,7 @@ class _Silent:
 
 
 def _left_behind(run_dir: Path) -> str:
-    """Where the coordinator before us listened. One that was killed leaves its file; else any port is as good."""
+    """Where the previous coordinator listened, by the file that a killed one leaves. Empty: any port will do."""
     try:
         return whereabouts(run_dir)[0]
     except DistBeliefError:
@@ -107,7 +107,7 @@ _FILE = ".seen-by-ray"
 
 @contextlib.contextmanager
 def shown(run_dir: Path) -> Iterator[str]:
-    """While this lasts, whoever sees the directory knows the word."""
+    """Inside the `with` block a file in the run directory holds the word: a node that reads it sees the directory."""
     word = secrets.token_hex(8)
     path = run_dir / _FILE
     path.write_text(word)

@@ -33,16 +33,16 @@ from distbelief.launch.rundir import verdict
 REFRESH_S = 0.2
 LOOK_EVERY_S = 1.0
 GRACE_S = 5.0
-"""For agents and coordinator to end by themselves."""
+"""How long agents and coordinator may take to end by themselves."""
 SAY_AGAIN_S = 30.0
 DOUBT_S = 20.0
-"""Within so long Ray finds out that a node is dead."""
+"""Ray finds out within this time that a node is dead."""
 
 
 def run(launch: Launch, observer: Observer) -> dict[str, Any]:
     """Run to the end. Returns the journal's last record; raises when the run did not complete."""
     need = Need(launch.options.threads, 1 if launch.options.device.startswith("cuda") else 0)
-    # Ray takes SIGTERM for itself when it is initialised, so ours come after it.
+    # Ray installs its own handler of SIGTERM when it is initialised, so ours is installed after it.
     with (
         cluster.connected(launch.placement.on, need.cpus * launch.options.workers) as is_ours,
         Signals() as signals,
@@ -73,7 +73,7 @@ class _Driver:
         self._target = Target(launch.run_dir, launch.options.workers)
         self._unusable: set[str] = set()
         self._doubtful: dict[str, float] = {}
-        """Nodes that may be dead, and until when that is not known."""
+        """Nodes that may be dead -> when Ray will know."""
         self._next_look = 0.0
         self._forced_at = float("inf")
         self._coordinator: Any = None
@@ -95,7 +95,7 @@ class _Driver:
     # --- the start ---------------------------------------------------------------------------------------------------
 
     def _wait_for_places(self) -> list[Place]:
-        """All workers at once; nothing is taken before there is room for all. Empty: a signal came first."""
+        """Places for all workers; nothing is reserved before there is room for all. Empty: a signal came first."""
         wanted, said_at = self._launch.options.workers, 0.0
         while not self._signals.count:
             nodes = cluster.nodes(self._agents.nodes)
@@ -132,7 +132,7 @@ class _Driver:
             **cluster.on_head(),
         )
         try:
-            # Its authority is made here, and stays the same whenever Ray starts it again.
+            # The driver makes the authority, so it stays the same when Ray restarts the actor.
             self._coordinator = actor.remote(self._launch, authority_of(self._launch), self._word)
         except ValueError as error:
             raise DistBeliefError(
@@ -173,7 +173,7 @@ class _Driver:
         self._observer.refresh()
 
     def _forward_signals(self) -> None:
-        """A signal is the coordinator's to hear of; it is told again and again, since it may be new."""
+        """Forward this process's signals to the coordinator, repeatedly, because its actor may have been restarted."""
         if not self._signals.count:
             return
         with contextlib.suppress(BlockingIOError):
@@ -183,7 +183,7 @@ class _Driver:
         self._forced_at = min(self._forced_at, time.monotonic() + grace_s)
 
     def _look(self) -> None:
-        """Have as much room as there are to be workers."""
+        """Keep room for as many workers as the run is to have: replace agents that are gone, and ask for nodes."""
         wanted, ended = self._target.read()
         if ended or self._signals.count:
             return
@@ -200,7 +200,7 @@ class _Driver:
             self._demand.withdraw()
             return
         if self._demand.met():
-            return  # it has to let go of what it has before we can take it
+            return  # the room that was reserved for the demand is free in the next round
         self._doubtful = {node: until for node, until in self._doubtful.items() if until > time.monotonic()}
         without = self._unusable | self._doubtful.keys()
         nodes = [node for node in cluster.nodes(self._agents.nodes) if node.id not in without]
@@ -219,7 +219,7 @@ class _Driver:
             self._observer.log("ray", f"there is no room for {workers}; they are started when a node comes")
 
     def _nobody_can(self) -> bool:
-        """All nodes that have room have said that they cannot take part."""
+        """Whether every node with room has refused to take part."""
         able = {node.id for node in cluster.nodes(self._agents.nodes) if node.capacity(self._need)}
         return bool(able) and able <= self._unusable
 
@@ -233,7 +233,7 @@ class _Driver:
             error.exit_code = 128 + self._signals.received
             raise error
         if not ray.wait([self._over], timeout=0)[0]:
-            return verdict(self._launch.run_dir, self._signals)  # a signal: they did not end by themselves
+            return verdict(self._launch.run_dir, self._signals)  # a signal came, and they did not end by themselves
         try:
             record: dict[str, Any] = ray.get(self._over)
         except ray.exceptions.RayTaskError as error:
@@ -246,7 +246,7 @@ class _Driver:
         return record
 
     def __exit__(self, *_: object) -> None:
-        """Every actor and placement group is gone when this returns, also after an exception."""
+        """Removes every actor and placement group of the run, also after an exception."""
         import ray
 
         self._demand.withdraw()
@@ -263,7 +263,7 @@ _AT_ONCE = 1 << 20
 
 
 class GrowingFile:
-    """The lines of one file, each once. A line that is not complete yet waits."""
+    """Reads a file that grows: each complete line once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -274,7 +274,7 @@ class GrowingFile:
             with self._path.open("rb") as file:
                 file.seek(self._read)
                 data = file.read(_AT_ONCE)
-        except OSError:  # not there yet
+        except OSError:  # the file does not exist yet
             return []
         whole, end, _ = data.rpartition(b"\n")
         if not end and len(data) == _AT_ONCE:
@@ -284,7 +284,7 @@ class GrowingFile:
 
 
 class Logs:
-    """What the processes of a run print, wherever they are: each has a file in the run directory's logs."""
+    """The output of all processes of a run: each has a file in the run directory's logs."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "logs"
@@ -293,7 +293,7 @@ class Logs:
     def lines(self) -> Iterator[tuple[str, str]]:
         """(source, line)"""
         for path in sorted(self._folder.glob("*.log")):
-            if path.stem == "ray":  # pages of its own state at every death, of which we tell in a line
+            if path.stem == "ray":  # what Ray itself prints, see quiet()
                 continue
             file = self._files.setdefault(path, GrowingFile(path))
             for line in file.lines():
@@ -301,7 +301,7 @@ class Logs:
 
 
 class Target:
-    """How many workers the run is to have: as asked for, until the journal says otherwise (somebody scales)."""
+    """How many workers the run is to have: as at its start, until `distbelief scale` changes it in the journal."""
 
     def __init__(self, run_dir: Path, workers: int) -> None:
         self._journal = GrowingFile(run_dir / "journal.jsonl")
@@ -309,11 +309,11 @@ class Target:
         self._ended = False
 
     def read(self) -> tuple[int, bool]:
-        """The number, and whether the run has ended."""
+        """(workers, whether the run has ended)"""
         for line in self._journal.lines():
             try:
                 record = msgspec.json.decode(line)
-            except msgspec.MsgspecError:  # the torn end of a coordinator that was killed
+            except msgspec.MsgspecError:  # a killed coordinator left half a line
                 continue
             if not isinstance(record, dict):
                 continue
@@ -332,7 +332,8 @@ _THREAD = "ray_listen_error_messages"
 
 @contextlib.contextmanager
 def quiet(path: Path) -> Iterator[None]:
-    """While this lasts."""
+    """Inside the `with` block, send what Ray's own thread prints to this file. At every death Ray prints pages of its
+    own state from that thread, and has no switch for it."""
     with (
         path.open("a", buffering=1, errors="replace") as file,
         contextlib.redirect_stdout(_SplitStream(sys.stdout, file)),
@@ -341,7 +342,7 @@ def quiet(path: Path) -> Iterator[None]:
 
 
 class _SplitStream:
-    """The stream that there was before, for everybody but that thread."""
+    """The stream as before for all threads but Ray's."""
 
     def __init__(self, usual: TextIO, file: TextIO) -> None:
         self._usual = usual

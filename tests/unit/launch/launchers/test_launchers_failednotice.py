@@ -55,7 +55,7 @@ def test_whoever_has_another_key_is_not_answered(invitation: Invitation) -> None
         stranger = hosts.submit(serve_host, replace(invitation, secret=b"x" * 32), 1, "", patience_s=2)
         missing = Missing(1, 1)
         turn_away(invitation, missing, "no", 3)
-        assert not missing.is_nobody
+        assert not missing.is_empty
         with pytest.raises(DistBeliefError, match=r"answer"):
             stranger.result(30)
 
@@ -80,7 +80,7 @@ def test_who_is_missing_by_the_journal(tmp_path: Path) -> None:
     assert str(still_missing(by_name, tmp_path, 100.0)) == "1 host"
     assert str(still_missing(by_name, tmp_path, 0.0)) == "0 hosts"
     assert str(still_missing(by_count, tmp_path, 100.0)) == "2 workers"
-    assert not still_missing(by_count, tmp_path / "nowhere", 100.0).is_nobody
+    assert not still_missing(by_count, tmp_path / "nowhere", 100.0).is_empty
 
 
 def late(folder: Path, job: str) -> str:

@@ -1,4 +1,4 @@
-"""A batch script for Slurm: it trains, saves before its time is up, goes back into the queue and goes on. Pure."""
+"""A batch script for Slurm. It trains, saves before its time is up, goes back into the queue, and resumes. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from distbelief.errors import DistBeliefError
 
 NOTICE_S = 120
-"""How long before the end of its time a run is told: a checkpoint must fit in."""
+"""How long before the end of its time Slurm signals the script: long enough to save a checkpoint."""
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}")
 _NAME = re.compile(r"[\w.,+-]+")
 
@@ -52,14 +52,14 @@ exit "$status"
 
 @dataclass(frozen=True)
 class Batch:
-    """What is asked of Slurm."""
+    """The resources that the script asks Slurm for."""
 
     name: str
     nodes: int
     workers_per_node: int = 1
     threads: int = 1
     gpus: bool = False
-    """Whether each worker has one."""
+    """Whether each worker has a GPU."""
     time: str = ""
     partition: str = ""
 
@@ -93,7 +93,7 @@ class Batch:
 
 
 def script(batch: Batch, program: Sequence[str], job_file: str, run_dir: str, options: Sequence[str]) -> str:
-    """`program`: how `distbelief` is called there. `run_dir`: empty for one of each job's own. `options`: `train`'s."""
+    """`program`: how `distbelief` is called there. `run_dir`: empty: each job has its own. `options`: `train`'s."""
     folder = shlex.quote(run_dir) if run_dir else f'runs/{shlex.quote(batch.name)}-slurm-"$SLURM_JOB_ID"'
     arguments = shlex.join([job_file, "--on", "slurm", "--workers", str(batch.workers), "--plain", *options])
     return _SCRIPT.format(

@@ -25,21 +25,21 @@ class Place:
     index: int
     count: int
     local_index: int
-    """Among the processes of this launch on the same host."""
+    """The index among the processes of this launch on the same host."""
     local_count: int
     host: str = ""
     """What the launcher calls this host; empty: it does not say."""
     peers: tuple[str, ...] = ()
     """Names of all hosts, where the launcher tells them."""
     address: str = ""
-    """HOST:PORT at which the first process is to be met; empty: the launcher knows no such place."""
+    """HOST:PORT of the rendezvous with the first process; empty: the launcher names none."""
     address_is_taken: bool = False
-    """The launcher itself listens there."""
+    """Whether the launcher itself listens at that address."""
     workers: int = -1
-    """How many workers the run has in all; one per process unless somebody says otherwise."""
+    """How many workers the run has in all; by default one per process."""
     workers_here: int = -1
     servers: int = 0
-    """Processes that the launcher means for parameter servers; 0: it says nothing about them."""
+    """Processes that the launcher means for parameter servers; 0: it names none."""
     servers_here: int = 0
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Place:
 
     @property
     def hosts(self) -> bool:
-        """Whether it runs the agent of its host; the other processes there only wait for the end."""
+        """Whether this process runs the agent of its host; the other processes of the host only wait for the end."""
         return self.local_index == 0
 
     @property
@@ -74,11 +74,11 @@ class Place:
 
     @property
     def is_signalled_as_one(self) -> bool:
-        """Whether the launcher sends its signals to all processes on all hosts: then the first one decides."""
+        """Whether the launcher sends its signals to all processes on all hosts; then the first process decides."""
         return self.launcher in ("mpi", "slurm")
 
     def with_workers(self, total: int | None) -> Place:
-        """With so many workers in all, evenly spread over the processes; None: as it is."""
+        """The place with `total` workers in all, evenly spread over the processes. None: unchanged."""
         if total is None or total == self.workers:
             return self
         if self.workers == 0 or total % self.workers:
@@ -89,7 +89,7 @@ class Place:
         return replace(self, workers=total, workers_here=self.workers_here * (total // self.workers))
 
     def first_servers(self, wanted: int) -> int:
-        """Of so many parameter servers, how many are started on this host; -1: as many as the run likes."""
+        """How many of the wanted parameter servers this host starts; -1: the run decides."""
         return -(-wanted * self.servers_here // self.servers) if self.servers else -1
 
     def _nonsense(self, what: str) -> DistBeliefError:
@@ -100,12 +100,12 @@ class Place:
 
 
 def is_number(text: str) -> bool:
-    """Whether it can be a count, an index or a port."""
+    """Whether the text can be a count, an index or a port."""
     return text.isdecimal() and len(text) < 10
 
 
 def number(environment: Mapping[str, str], name: str) -> int:
-    """A variable that must be there and hold a whole number."""
+    """The value of a variable that must hold a whole number."""
     text = environment.get(name)
     if text is None:
         raise DistBeliefError(
@@ -118,13 +118,13 @@ def number(environment: Mapping[str, str], name: str) -> int:
 
 @dataclass(frozen=True)
 class LauncherRequest:
-    """What the user wants, as far as it matters for where the run is."""
+    """What the user asks for with `--on` and the options that decide where the run is."""
 
     on: str
     name: str
-    """Of the job."""
+    """The job's name."""
     workers: int | None = None
     run_dir: Path | None = None
     listen: str = ""
-    """Where the coordinator is to listen; empty: it is found out."""
+    """Where the coordinator is to listen; empty: the rendezvous decides."""
     key_file: str = ""

@@ -61,7 +61,7 @@ def _hydra_ranks(environment: Environment) -> tuple[int, int]:
 
 
 def _open_job(environment: Environment) -> str:
-    """The job's number comes from a process number and returns one day; where mpirun listens makes it one of a kind."""
+    """The job's number comes from a process number, which can occur again; the address of mpirun makes it unique."""
     names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri")
     return " ".join(environment[name] for name in names if name in environment)
 
@@ -70,7 +70,7 @@ _SAYS = ("--control-port", "--upstream-host", "--upstream-port")
 
 
 def launch_named_by(command: Sequence[str]) -> str:
-    """From the command line of a process above ours; empty when it is not Hydra's.
+    """The name of the launch from the command line of a parent process; empty: the process is not Hydra's.
 
     >>> launch_named_by(["/usr/bin/hydra_pmi_proxy", "--control-port", "node1:42285", "--proxy-id", "3"])
     'node1:42285'
@@ -135,7 +135,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def _step_or_job(environment: Environment, of_step: str, of_job: str) -> str:
-    """The name that is there, the step's if it can be."""
+    """The name of the variable that is set: the step's if possible, else the job's."""
     for name in (of_step, of_job):
         if name in environment:
             return name
@@ -145,14 +145,14 @@ def _step_or_job(environment: Environment, of_step: str, of_job: str) -> str:
 # --- Slurm's short form of a list of hosts ----------------------------------------------------------------------------
 
 
-MOST_HOSTS = 100_000  # more is a slip, and would only fill the memory
+MOST_HOSTS = 100_000  # a larger number is a typing error, and would fill the memory
 _PARTS = re.compile(r"(?:[^\[\],\s]+|\[[^\[\]]*\])+")
 _PIECES = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
 def hosts_in(text: str) -> list[str]:
-    """In order, with the zeros that the numbers were written with.
+    """The hosts in order, with the leading zeros of their numbers.
 
     >>> hosts_in("node[01-03,7],gpu2"), hosts_in("r[1-2]n[0-1]")
     (['node01', 'node02', 'node03', 'node7', 'gpu2'], ['r1n0', 'r1n1', 'r2n0', 'r2n1'])
@@ -190,7 +190,7 @@ def _unreadable(text: str) -> DistBeliefError:
 
 
 def from_torchrun(environment: Environment) -> Place:
-    """Without LOCAL_RANK and LOCAL_WORLD_SIZE, as operators leave it, each process has a host to itself."""
+    """Without LOCAL_RANK and LOCAL_WORLD_SIZE, which Kubernetes operators do not set, each process has its own host."""
     if "RANK" not in environment:
         raise DistBeliefError(
             "--on torchrun, but the variable RANK is not set",
@@ -204,7 +204,7 @@ def from_torchrun(environment: Environment) -> Place:
     host, port = environment.get("MASTER_ADDR", ""), number(environment, "MASTER_PORT")
     if not host or not 0 < port < 1 << 16:
         raise DistBeliefError(
-            f"MASTER_ADDR={host!r} and MASTER_PORT={port} are no place to meet",
+            f"MASTER_ADDR={host!r} and MASTER_PORT={port} are no address of the first process",
             hint="torchrun sets them; with several hosts give it --rdzv_endpoint or --master_addr and --master_port",
         )
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -222,7 +222,7 @@ _OLD_CHIEF = "master"  # what TensorFlow 1 called it
 
 
 def from_tf_config(environment: Environment) -> Place | None:
-    """None: an evaluator, for which there is nothing to do, since evaluation is a part of the run.
+    """None: this is an evaluator, which has nothing to do, since the run itself evaluates.
 
     >>> cluster = '"cluster": {"worker": ["a:2222", "b:2222"], "ps": ["b:2223"]}'
     >>> found = from_tf_config({"TF_CONFIG": '{%s, "task": {"type": "worker", "index": 1}}' % cluster})
@@ -271,7 +271,7 @@ def _parsed(text: str | None) -> dict[str, Any]:
 
 
 def _tasks(description: dict[str, Any]) -> dict[tuple[str, int], str]:
-    """(type, index) -> HOST:PORT, of all that take part; the one that leads is the first."""
+    """(type, index) -> HOST:PORT of every task that takes part; the leading task is the first."""
     cluster = {_KINDS[0] if kind == _OLD_CHIEF else kind: found for kind, found in description["cluster"].items()}
     unknown = sorted(set(cluster) - {*_KINDS, "evaluator"})
     if unknown:
@@ -329,4 +329,4 @@ BY_LAUNCHER: dict[str, Callable[[Environment], Place | None]] = {
     "torchrun": from_torchrun,
     "tf_config": from_tf_config,
 }
-"""By the name that `--on` takes. None: this process has nothing to do in a run of ours."""
+"""By the name that `--on` takes. A function returns None if this process has nothing to do in the run."""

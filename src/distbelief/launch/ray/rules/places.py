@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Need:
-    """What one worker takes."""
+    """The resources of one worker."""
 
     cpus: int = 1
     gpus: int = 0
 
     def bundle(self, workers: int) -> dict[str, float]:
-        """Of a placement group, for so many workers.
+        """The bundle of a placement group for this number of workers.
 
         >>> Need(2).bundle(3), Need(1, 1).bundle(2)
         ({'CPU': 6.0}, {'CPU': 2.0, 'GPU': 2.0})
@@ -25,7 +25,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Node:
-    """A node that is alive: all that it has, and what nobody has taken."""
+    """A node that is alive: all of its resources, and the free ones."""
 
     id: str
     name: str
@@ -37,11 +37,11 @@ class Node:
     """Whether an agent of this run is there already."""
 
     def room(self, need: Need) -> int:
-        """For so many workers now."""
+        """How many workers fit now."""
         return _fitting(self.free_cpus, self.free_gpus, need)
 
     def capacity(self, need: Need) -> int:
-        """For so many, if nobody else had anything there."""
+        """How many workers would fit on the empty node."""
         return _fitting(self.cpus, self.gpus, need)
 
 
@@ -54,7 +54,7 @@ class Place:
 
 
 def place(nodes: Sequence[Node], need: Need, wanted: int) -> list[Place]:
-    """As many of the wanted workers as there is room for, on as few nodes as possible: those of a node share memory.
+    """Places for as many of the wanted workers as fit, on few nodes, since the workers of a node share memory.
 
     The smallest node that takes all the rest is chosen, else the largest; nodes without an agent of ours come first,
     since two agents on a node share nothing.
@@ -81,7 +81,7 @@ def place(nodes: Sequence[Node], need: Need, wanted: int) -> list[Place]:
 
 
 def apart(places: Sequence[Place], need: Need) -> list[Place]:
-    """The places of agents: with GPUs each worker has an agent of its own, which sees its own GPU and no other.
+    """The places of agents. With GPUs each worker has an agent of its own, so that it sees only its own GPU.
 
     >>> [(place.node, place.workers) for place in apart([Place("a", "a", 2)], Need(1, 1))]
     [('a', 1), ('a', 1)]
@@ -96,7 +96,7 @@ def room(nodes: Sequence[Node], need: Need) -> int:
 
 
 def shortage(nodes: Sequence[Node], need: Need, wanted: int) -> str:
-    """Why so many workers will never fit into these nodes, even when everybody else is gone; empty: they would.
+    """Why the wanted workers do not fit into these nodes, even if all other programs end. Empty: they would fit.
 
     >>> shortage([Node("a", "a", 4, 0)], Need(), 8)
     'the Ray cluster has 4 CPUs on 1 node; 8 workers want 8'
