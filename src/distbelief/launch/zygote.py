@@ -60,10 +60,10 @@ def _warm_up(strategy: str) -> None:
     importlib.import_module("distbelief.strategies.flatmodel.eagerstep").spare_the_compiler()
     importlib.import_module("distbelief.worker.process")
     how = parse(strategy)
+    importlib.import_module(how.on_workers)
     if how.servers:
         importlib.import_module("distbelief.worker.serving")
-    for module in how.preloads:
-        importlib.import_module(module)
+        importlib.import_module(how.on_servers)
     gc.enable()
 
 

@@ -8,11 +8,12 @@ are what the machinery does for a strategy that has a training loop, or a server
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from distbelief.errors import DistBeliefError
 from distbelief.job import Job
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from distbelief.checkpoint.manifest import PartEntry
     from distbelief.checkpoint.parts import Slice
     from distbelief.control.credentials import Credential
-    from distbelief.transport.exchange import Geometry, Group
+    from distbelief.control.messages import ServerMap, WorkerFinished
+    from distbelief.transport.exchange import Group
+    from distbelief.transport.membership import Membership
     from distbelief.transport.shm.segment import Segment, SegmentClient
 
 Fetch = Callable[[int, int, int], tuple[Any, int]]
@@ -275,8 +278,15 @@ class Prepared(Protocol):
         """What a member with that range fetches: shards, in groups. It goes through the steps that are committed
         together with one group after the other; within a step it takes a group's shards in order."""
 
-    def geometry(self, ranges: Sequence[Range]) -> Geometry | None:
-        """Of the exchange that it wants; None: a group will do."""
+    @property
+    def loop(self) -> Loop | None:
+        """The training loop of its members; None: the worker's own, one step after the other."""
+
+    def connect(self, credential: Credential) -> ServerLink | None:
+        """Begin to look for the parameter servers; None: there are none."""
+
+    def exchange(self, membership: Membership) -> Group:
+        """Open what the members of a generation meet in."""
 
     def frozen(self) -> list[str]:
         """Parameters that are not trained, as `model/NAME`. Every member has its own."""
@@ -287,6 +297,17 @@ class Prepared(Protocol):
 
     def let_go(self) -> None:
         """The generation is over: what it had is not held from here any more, before the next one takes as much."""
+
+
+class ServerLink(Protocol):
+    """A worker's connection to the parameter servers, as far as the coordinator's map of them goes."""
+
+    @property
+    def version(self) -> int:
+        """Of the map that is known here."""
+
+    def learn(self, known: ServerMap) -> None:
+        """The coordinator has a newer map."""
 
 
 class MeasureAll(Protocol):
@@ -361,6 +382,11 @@ class Training(Protocol):
         """Have this member's portion of the present state copied and written."""
 
 
+Loop = Callable[[Any, Training], "WorkerFinished"]
+"""A training loop: (the member that `Prepared.build` gave, what the worker does for it) -> what is reported at the end.
+"""
+
+
 @dataclass(frozen=True)
 class ServerJob:
     """What the process of a parameter server knows of the job."""
@@ -407,7 +433,14 @@ class ServerHost(Protocol):
 class Strategy(ABC):
     """How a job is learnt: a frozen value with a string form that its parser reads again. It answers what launcher,
     coordinator, worker and tools must know; they never ask which strategy it is. The answers here are those of a
-    strategy like allreduce. The module of a strategy's value imports no torch; `prepare` and `serve` import lazily."""
+    strategy like allreduce. The module of a strategy's value imports no torch; what runs on workers and servers is in
+    modules of its own, which are named here and imported there."""
+
+    on_workers: ClassVar[str]
+    """The module of the workers' side. It has a function `prepare(strategy, job, schedule, device)`, which returns a
+    `Prepared`."""
+    on_servers: ClassVar[str] = ""
+    """The module of the servers' side, where there are any. It has a function `serve(host)`, see `serve`."""
 
     @property
     @abstractmethod
@@ -469,19 +502,16 @@ class Strategy(ABC):
         accelerators have copies of the parameters."""
         return False
 
-    @property
-    def preloads(self) -> Sequence[str]:
-        """Modules that this strategy's processes import. They are imported once, before processes are forked."""
-        return ()
-
     def schedule_of(self, job: Job, samples: int) -> Schedule:
         """Which samples each step takes, of a data set with so many."""
         return Schedule(samples, job.global_batch, job.resolved_shards, job.drop_last)
 
-    @abstractmethod
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> Prepared:
         """Make and check the model, on a worker."""
+        prepared: Prepared = importlib.import_module(self.on_workers).prepare(self, job, schedule, device)
+        return prepared
 
     def serve(self, host: ServerHost) -> int:
         """The life of one of the `servers`, a process. Returns its exit status."""
-        raise NotImplementedError(f"{self} has no servers")
+        status: int = importlib.import_module(self.on_servers).serve(host)
+        return status

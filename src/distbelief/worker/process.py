@@ -9,9 +9,10 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -33,23 +34,15 @@ from distbelief.control.messages import (
     WorkerReady,
 )
 from distbelief.strategies.base import Replica, Saved, Seat, Seated
-from distbelief.strategies.ps.protocol.client import ServerClient
-from distbelief.strategies.ps.strategy import ParameterServer
-from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica
-from distbelief.strategies.ps.worker.asynctraining import train_freely
-from distbelief.strategies.ps.worker.exchange import ServerExchange
-from distbelief.strategies.ps.worker.prepared import PreparedParameterServer
-from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
 from distbelief.transport.abort import Abort, Aborted
+from distbelief.transport.membership import Earlier, Membership
 from distbelief.transport.shm.exchange import SharedExchange
-from distbelief.transport.shm.segment import SegmentClient
+from distbelief.transport.shm.segment import Memory, Segment, SegmentClient
 from distbelief.worker.devices import identity
-from distbelief.worker.exchanges import exchange_of
 from distbelief.worker.failure import describe_failure
 from distbelief.worker.link import ControlLink
 from distbelief.worker.loading import Loaded, load, write_job_json
 from distbelief.worker.origin import frozen_of, newest_saved, opened_at, weights_of
-from distbelief.worker.place import Place
 from distbelief.worker.rules.control import Leave, StandDown, TrainGeneration
 from distbelief.worker.saving import Saver
 from distbelief.worker.spec import WorkerSpec
@@ -61,6 +54,24 @@ if TYPE_CHECKING:
 
 LEAVE_AFTER_S = 0.3
 _UNHEARD = 256  # steps: more than are committed between two heartbeats
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker lives: what it was told, its line to the coordinator, and the memory that it can reach."""
+
+    spec: WorkerSpec
+    link: ControlLink
+    segments: SegmentClient | None
+    """None on another host than the engine's."""
+    saver: Saver | None
+    """None: the run saves no checkpoints."""
+    profile: Profiler | None
+    """None: this worker is not profiled."""
+    memory: dict[str, Segment] = field(default_factory=dict)
+    """What it keeps for itself from one generation to the next."""
+    device_memory: dict[str, Memory] = field(default_factory=dict)
+    """The same, on its accelerator."""
 
 
 def run_worker(spec: WorkerSpec, segment_socket: socket.socket | None, by_hand: bool = False) -> int:
@@ -89,11 +100,12 @@ def run_worker(spec: WorkerSpec, segment_socket: socket.socket | None, by_hand: 
             link.send(WorkerReady(spec.worker, loaded.facts(), loaded.canary, identity(loaded.state_device)))
             try:
                 saver = Saver(spec.saves, spec.worker, link.send) if spec.saves else None
-                client, profile = _client(spec, loaded, link), _profiler(spec, loaded, link)
+                _connect(spec, loaded, link)
+                profile = _profiler(spec, loaded, link)
             except BaseException as error:
                 _close(loaded)
                 return _report(link, describe_failure(spec, error, -1, -1))
-            return _serve(Place(spec, link, segments, saver, client=client, profile=profile), loaded, by_hand)
+            return _serve(Place(spec, link, segments, saver, profile), loaded, by_hand)
         assert failure is not None
         return _report(link, failure)
 
@@ -136,14 +148,11 @@ def _report(link: ControlLink, failure: WorkerFailed) -> int:
     return EXIT_REPORTED
 
 
-def _client(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> ServerClient | None:
-    prepared = loaded.prepared
-    if not isinstance(prepared, PreparedParameterServer | PreparedSandblaster):
-        return None
-    client = ServerClient(spec.credential, prepared.messages)
-    link.progress.learn = client.learn
-    link.progress.servers = lambda: client.version
-    return client
+def _connect(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> None:
+    """To the parameter servers, where the strategy has any."""
+    if servers := loaded.prepared.connect(spec.credential):
+        link.progress.learn = servers.learn
+        link.progress.servers = lambda: servers.version
 
 
 def _profiler(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> Profiler | None:
@@ -186,12 +195,11 @@ def _obey(place: Place, loaded: Loaded, go_on: Callable[[], int]) -> Leave:
 def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort) -> None:
     spec, link = place.spec, place.link
     mine = action.ranges[action.rank]
-    if _is_free(loaded):  # whole batches, and nobody knows which comes next
-        loaded.feed.expect_groups([[(0, loaded.schedule.shards)]], until=0, stride=1)
-    else:
-        groups = loaded.prepared.groups(mine)
-        loaded.feed.expect_groups(groups, until=loaded.steps, stride=loaded.strategy.stride)
-    exchange = exchange_of(place, loaded, action, abort)
+    in_steps = loaded.strategy.in_steps
+    until = loaded.steps if in_steps else 0  # 0: nobody knows which batch comes next
+    loaded.feed.expect_groups(loaded.prepared.groups(mine), until, loaded.strategy.stride)
+    membership = _membership(place, action, abort)
+    exchange = loaded.prepared.exchange(membership)
     start = Beginning(spec, action, link.send)
     link.progress.waiting = lambda: exchange.waiting or start.reading
     try:
@@ -208,9 +216,8 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             saver = place.saver
             link.progress.save = lambda wish: saver.ask(wish, link.progress.step)
             link.progress.seal = saver.seal
-        members = exchange.meet if isinstance(exchange, ServerExchange) else exchange
-        if isinstance(members, SharedExchange) and spec.options.threads == 1 and exchange.size > 1:
-            threading.Thread(target=_watch_neighbour, args=[members, link, action], daemon=True).start()
+        if membership.shared and spec.options.threads == 1 and exchange.size > 1:
+            threading.Thread(target=_watch_neighbour, args=[membership.shared, link, action], daemon=True).start()
         if action.rank == 0:
             write_job_json(spec, loaded, len(action.members))
             _report_takeover(link, replica, action)
@@ -230,15 +237,12 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             place.profile,
         )
         if place.profile:
-            sharing = len(action.members) if _is_free(loaded) else 1
+            sharing = 1 if in_steps else len(action.members)
             place.profile.seated(action.members[action.rank].place, sharing)
         try:
             training = GenerationTraining(loaded.job, replica, loaded.evaluator, loaded.watch, link.progress, task)
-            if isinstance(replica, AsynchronousReplica):
-                finished = train_freely(replica, training)
-            else:
-                assert isinstance(replica, Replica)
-                finished = train(replica, training)
+            loop = loaded.prepared.loop
+            finished = loop(replica, training) if loop else train(cast(Replica, replica), training)
         except Aborted:
             raise
         except Exception:
@@ -266,8 +270,13 @@ def _let_go(place: Place, loaded: Loaded) -> None:
     place.link.progress.recall = lambda reported: None
 
 
-def _is_free(loaded: Loaded) -> bool:
-    return isinstance(loaded.strategy, ParameterServer) and not loaded.strategy.waits
+def _membership(place: Place, action: TrainGeneration, abort: Abort) -> Membership:
+    """How this worker meets the other members of that generation."""
+    earlier = [Earlier(one.generation, [member.shards for member in one.members]) for one in action.past]
+    return Membership(
+        action.generation, action.rank, action.ranges, action.transport, abort, place.segments, earlier,
+        place.spec.store, place.spec.credential, place.memory, place.device_memory,
+    )  # fmt: skip
 
 
 def _leave_soon(spec: WorkerSpec, link: ControlLink) -> None:

@@ -14,26 +14,31 @@ import torch
 
 from distbelief.compression.exchanges.base import CompressedExchange
 from distbelief.compression.exchanges.ondevice import CodedOnDevice
+from distbelief.control.credentials import Credential
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
-from distbelief.strategies.base import BeginFrom, Fetch, Seat, nothing_saved
+from distbelief.strategies.base import BeginFrom, Fetch, Loop, Seat, ServerLink, nothing_saved
 from distbelief.strategies.dataparallel.compressed import CompressedDeviceReplica, CompressedReplica, compressing
 from distbelief.strategies.dataparallel.devicereplica import DeviceReplica
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
+from distbelief.strategies.dataparallel.strategy import AllReduce
 from distbelief.strategies.flatmodel.compute import ShardComputer, make_model
+from distbelief.strategies.flatmodel.exchanges import open_exchange
 from distbelief.strategies.flatmodel.layout import lay_out, trainable
 from distbelief.strategies.flatmodel.namedtensors import frozen, set_frozen
 from distbelief.strategies.flatmodel.rules.stepwork import slots_needed
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
 from distbelief.strategies.ps.tables.embedding import EmbeddingTable
 from distbelief.transport.device.exchange import DeviceExchange
-from distbelief.transport.exchange import Exchange, Geometry
+from distbelief.transport.exchange import Exchange, Geometry, Group
+from distbelief.transport.membership import Membership
 
 
 class PreparedModel:
     """The whole model on this worker, checked and laid out; it has no seat yet."""
 
     _computer: ShardComputer
+    loop: Loop | None = None
 
     def __init__(
         self, job: Job, schedule: Schedule, device: torch.device, updates_on: torch.device | None = None
@@ -71,6 +76,17 @@ class PreparedModel:
 
     def let_go(self) -> None:
         self._computer.let_go()
+
+    def connect(self, credential: Credential) -> ServerLink | None:
+        return None
+
+    def exchange(self, membership: Membership) -> Group:
+        """The state lies in the memory of hosts."""
+        return open_exchange(membership, self.geometry, torch.device("cpu"), exact=True)
+
+    def geometry(self, ranges: Sequence[Range]) -> Geometry:
+        """The sizes of the exchange of members with these ranges of shards."""
+        raise NotImplementedError
 
     def frozen(self) -> list[str]:
         return frozen(self.model)
@@ -132,6 +148,9 @@ class PreparedAllReduce(PreparedModel):
             gradient_tiles=self._layout.parameter_tiles,
         )
 
+    def exchange(self, membership: Membership) -> Group:
+        return open_exchange(membership, self.geometry, self._device, self._exact)
+
     def build(
         self, seat: Seat, exchange: Exchange, fetch: Fetch, begin_from: BeginFrom = nothing_saved
     ) -> DataParallelReplica:
@@ -143,3 +162,7 @@ class PreparedAllReduce(PreparedModel):
         if isinstance(exchange, CompressedExchange):
             return CompressedReplica(*given, exchange, fetch, self._exact, begin_from)
         return DataParallelReplica(*given, exchange, fetch, self._exact, begin_from)
+
+
+def prepare(strategy: AllReduce, job: Job, schedule: Schedule, device: torch.device) -> PreparedAllReduce:
+    return PreparedAllReduce(job, schedule, device, strategy.exact, strategy.compression, strategy.always)

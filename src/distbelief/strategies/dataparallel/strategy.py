@@ -7,20 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, ClassVar, Literal
 
 from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.compression.option import canonical
 from distbelief.errors import JobError
-from distbelief.job import Job
-from distbelief.shards import Schedule
 from distbelief.strategies.base import Strategy
-
-if TYPE_CHECKING:
-    import torch
-
-    from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
-
 
 _UNSAID: Any = None
 
@@ -34,6 +26,8 @@ class AllReduce(Strategy):
     >>> AllReduce(compression="topk=0.01")
     AllReduce(exact=False, transport='gloo', compression='topk=0.01', always=False)
     """
+
+    on_workers: ClassVar[str] = "distbelief.strategies.dataparallel.prepared"
 
     exact: bool = _UNSAID
     """Off: a worker fuses its shards into one batch, and sums may be taken in any order. Faster, not reproducible. It
@@ -81,15 +75,6 @@ class AllReduce(Strategy):
     @property
     def state_on_device(self) -> bool:
         return True
-
-    @property
-    def preloads(self) -> Sequence[str]:
-        return ("distbelief.strategies.dataparallel.prepared",)
-
-    def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedAllReduce:
-        from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
-
-        return PreparedAllReduce(job, schedule, device, self.exact, self.compression, self.always)
 
 
 def parse(text: str, options: Sequence[str]) -> AllReduce:

@@ -18,6 +18,7 @@ from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
 from distbelief.strategies.localsgd.innerstates import InnerStates, optimizer_bytes
 from distbelief.strategies.localsgd.replica import LocalReplica
 from distbelief.strategies.localsgd.rules.rounds import Rounds, RoundSettings, group_of
+from distbelief.strategies.localsgd.strategy import LocalSGD
 from distbelief.strategies.localsgd.trainer import NUMBERS_PER_STEP, DeviceTrainer, LocalTrainer
 from distbelief.transport.exchange import ROW, Exchange, Geometry
 
@@ -80,3 +81,10 @@ class PreparedLocalSGD(PreparedModel):
         rounds = Rounds(self._schedule, self._settings.steps, self.shards, seat.steps)
         inner = InnerStates(exchange, seat.ranges, len(self._trainer.kept), self._settings.sends_copies)
         return LocalReplica(self._trainer, self._outer, rounds, seat, inner, fetch, begin_from)
+
+
+def prepare(strategy: LocalSGD, job: Job, schedule: Schedule, device: torch.device) -> PreparedLocalSGD:
+    settings = RoundSettings(
+        strategy.steps, strategy.replicas_of(job), strategy.outer_options, strategy.compression, strategy.sends_copies
+    )
+    return PreparedLocalSGD(job, schedule, device, settings)

@@ -9,20 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.compression.option import canonical
 from distbelief.errors import JobError
 from distbelief.job import Job
-from distbelief.shards import Schedule
 from distbelief.strategies.base import Strategy
-from distbelief.strategies.localsgd.rules.rounds import RoundSettings
-
-if TYPE_CHECKING:
-    import torch
-
-    from distbelief.strategies.localsgd.prepared import PreparedLocalSGD
 
 Outer = Literal["average", "nesterov"]
 Transport = Literal["auto", "shm", "gloo"]
@@ -46,6 +39,8 @@ class LocalSGD(Strategy):
     >>> str(LocalSGD(8)), str(LocalSGD(8, replicas=2, outer="nesterov", lr=0.5))
     ('local_sgd:8', 'local_sgd:8:replicas=2:nesterov:lr=0.5')
     """
+
+    on_workers: ClassVar[str] = "distbelief.strategies.localsgd.prepared"
 
     steps: int
     """H: local steps between two outer steps. A link carries 1/H of what allreduce sends."""
@@ -157,18 +152,6 @@ class LocalSGD(Strategy):
                 hint=f"set `shards` of the job to {self.replicas} or more, or have fewer replicas",
             )
         return self.replicas
-
-    @property
-    def preloads(self) -> Sequence[str]:
-        return ("distbelief.strategies.localsgd.prepared",)
-
-    def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedLocalSGD:
-        from distbelief.strategies.localsgd.prepared import PreparedLocalSGD
-
-        settings = RoundSettings(
-            self.steps, self.replicas_of(job), self.outer_options, self.compression, self.sends_copies
-        )
-        return PreparedLocalSGD(job, schedule, device, settings)
 
 
 def parse(text: str, options: Sequence[str]) -> LocalSGD:

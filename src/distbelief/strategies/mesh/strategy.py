@@ -10,25 +10,20 @@ import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, ClassVar, Literal
 
 from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.compression.option import canonical
 from distbelief.errors import JobError
-from distbelief.job import Job
-from distbelief.shards import Schedule
 from distbelief.strategies.base import Strategy
 from distbelief.strategies.mesh.rules.schedules import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule
 from distbelief.strategies.rules.degrees import Wish, dotted
 
-if TYPE_CHECKING:
-    import torch
-
-    from distbelief.strategies.mesh.run.prepared import PreparedMesh
-
 
 class Meshed(Strategy):
     """The common base of the strategies that divide the model."""
+
+    on_workers: ClassVar[str] = "distbelief.strategies.mesh.run.prepared"
 
     snapshots: int | None
     """Steps between two snapshots that a neighbour keeps in its memory. None: chosen from what one costs; 0: none."""
@@ -52,30 +47,6 @@ class Meshed(Strategy):
     @abstractmethod
     def wish(self) -> Wish:
         """How many ways each thing is to be divided."""
-
-    @property
-    def preloads(self) -> Sequence[str]:
-        return ("distbelief.strategies.mesh.run.prepared",)
-
-    def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedMesh:
-        from distbelief.strategies.mesh.run.gradientsum import GradientCompression
-        from distbelief.strategies.mesh.run.prepared import PreparedMesh
-
-        if device.type != "cpu":
-            raise JobError(
-                f"a model is not divided among several '{device}' yet", hint="use allreduce, or --device cpu"
-            )
-        if job.compile:
-            raise JobError(
-                "a model that is divided is not compiled", hint="leave `compile` out of the job, or use allreduce"
-            )
-        if job.matmul != "torch":
-            raise JobError(
-                f"a model that is divided does not multiply with {job.matmul}",
-                hint="leave `matmul` out of the job, or take a strategy that does not divide it, such as allreduce",
-            )
-        compression = GradientCompression(self.compression, self.always) if self.compression else None
-        return PreparedMesh(job, schedule, self.schedule, self.snapshots, compression)
 
     def _check(self, **degrees: int | None) -> None:
         for name, degree in degrees.items():

@@ -9,20 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, ClassVar, Literal
 
 from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.errors import JobError
-from distbelief.job import Job
-from distbelief.shards import Schedule
 from distbelief.strategies.base import Strategy
 from distbelief.strategies.ps.rules.options import ASYNCHRONOUS, MODES, ParameterServerOptions
-
-if TYPE_CHECKING:
-    import torch
-
-    from distbelief.strategies.base import ServerHost
-    from distbelief.strategies.ps.worker.prepared import PreparedParameterServer
 
 
 @dataclass(frozen=True)
@@ -36,6 +28,9 @@ class ParameterServer(ParameterServerOptions, Strategy):
     >>> str(ParameterServer(2)), str(ParameterServer(1, "ssp", staleness=4, over="tcp"))
     ('ps:sync:servers=2', 'ps:ssp:servers=1:staleness=4:tcp')
     """
+
+    on_workers: ClassVar[str] = "distbelief.strategies.ps.worker.prepared"
+    on_servers: ClassVar[str] = "distbelief.strategies.ps.server.runstores"
 
     @property
     def exact(self) -> bool:
@@ -62,26 +57,6 @@ class ParameterServer(ParameterServerOptions, Strategy):
         if self.compression:
             text += f":{self.compression}" + (":always" if self.always else "")
         return text + (f":{self.over}" if self.over != "auto" else "")
-
-    def serve(self, host: ServerHost) -> int:
-        from distbelief.strategies.ps.server.process import serve
-        from distbelief.strategies.ps.server.runstores import RunStores
-
-        return serve(host, lambda host: RunStores(host, host.load()))
-
-    @property
-    def preloads(self) -> Sequence[str]:
-        return (
-            "distbelief.strategies.ps.worker.prepared",
-            "distbelief.strategies.ps.worker.asynctraining",
-            "distbelief.strategies.ps.server.process",
-            "distbelief.strategies.ps.server.runstores",
-        )
-
-    def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedParameterServer:
-        from distbelief.strategies.ps.worker.prepared import PreparedParameterServer
-
-        return PreparedParameterServer(job, schedule, device, self)
 
 
 def parse(text: str, options: Sequence[str]) -> ParameterServer:

@@ -19,19 +19,20 @@ from distbelief.strategies.flatmodel.compute import ShardComputer
 from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.ps.rules.slicing import SliceShape, cut
-from distbelief.strategies.ps.worker.exchange import ServerExchange
+from distbelief.strategies.ps.worker.exchange import ServerExchange, UsesServers
 from distbelief.strategies.sandblaster.evaluation import require_steady
 from distbelief.strategies.sandblaster.member import SearchingMember
 from distbelief.strategies.sandblaster.messages import MESSAGES
 from distbelief.strategies.sandblaster.rules.lbfgs import Settings
 from distbelief.strategies.sandblaster.rules.portions import levels
+from distbelief.strategies.sandblaster.strategy import Sandblaster
 from distbelief.transport.exchange import Geometry
 from distbelief.transport.singlemember import SingleMemberExchange
 
 VECTORS_BESIDES = 6  # two points, three gradients, the sum of one
 
 
-class PreparedSandblaster(PreparedModel):
+class PreparedSandblaster(UsesServers, PreparedModel):
     """See `Prepared`."""
 
     messages = MESSAGES
@@ -108,3 +109,8 @@ class PreparedSandblaster(PreparedModel):
 
 def _none(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.0)
+
+
+def prepare(strategy: Sandblaster, job: Job, schedule: Schedule, device: torch.device) -> PreparedSandblaster:
+    settings = Settings(history_size=strategy.history, lr=strategy.lr)
+    return PreparedSandblaster(job, schedule, device, settings)

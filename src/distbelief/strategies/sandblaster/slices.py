@@ -42,6 +42,7 @@ from distbelief.strategies.ps.protocol.messages import (
     values_at,
 )
 from distbelief.strategies.ps.rules.slicing import SliceShape, parameter_stretch
+from distbelief.strategies.ps.server import process
 from distbelief.strategies.ps.server.process import LEDGER_BYTES, SliceSource
 from distbelief.strategies.ps.server.slicememory import OpenSegment, with_bytes
 from distbelief.strategies.ps.server.stores import Change, SliceStore, State
@@ -443,3 +444,8 @@ class SandblasterSlices(SliceSource):
 
     def began(self) -> None:
         self._vectors.forget()
+
+
+def serve(host: ServerHost) -> int:
+    """The process of a server of `sandblaster`."""
+    return process.serve(host, lambda host: SandblasterSlices(host, host.load()))

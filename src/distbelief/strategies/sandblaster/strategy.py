@@ -5,20 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, ClassVar, Literal
 
 from distbelief.errors import JobError
 from distbelief.job import Job
-from distbelief.shards import Schedule
 from distbelief.strategies.base import Strategy
-from distbelief.strategies.sandblaster.rules.lbfgs import Settings
 from distbelief.strategies.sandblaster.rules.portions import WholeData, usual_portion, whole_data
-
-if TYPE_CHECKING:
-    import torch
-
-    from distbelief.strategies.base import ServerHost
-    from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
 
 _FORM = "sandblaster:servers=2:history=10:portion=64:lr=1.0, each of them if need be, and shm or tcp"
 
@@ -31,6 +23,9 @@ class Sandblaster(Strategy):
     >>> str(Sandblaster()), str(Sandblaster(servers=3, history=5, portion=100, over="tcp"))
     ('sandblaster:servers=2', 'sandblaster:servers=3:history=5:portion=100:tcp')
     """
+
+    on_workers: ClassVar[str] = "distbelief.strategies.sandblaster.prepared"
+    on_servers: ClassVar[str] = "distbelief.strategies.sandblaster.slices"
 
     servers: int = 2
     history: int = 10
@@ -86,25 +81,6 @@ class Sandblaster(Strategy):
 
     def schedule_of(self, job: Job, samples: int) -> WholeData:
         return whole_data(samples, min(self.portion or usual_portion(job, samples), samples))
-
-    def serve(self, host: ServerHost) -> int:
-        from distbelief.strategies.ps.server.process import serve
-        from distbelief.strategies.sandblaster.slices import SandblasterSlices
-
-        return serve(host, lambda host: SandblasterSlices(host, host.load()))
-
-    @property
-    def preloads(self) -> Sequence[str]:
-        return (
-            "distbelief.strategies.sandblaster.prepared",
-            "distbelief.strategies.ps.server.process",
-            "distbelief.strategies.sandblaster.slices",
-        )
-
-    def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> PreparedSandblaster:
-        from distbelief.strategies.sandblaster.prepared import PreparedSandblaster
-
-        return PreparedSandblaster(job, schedule, device, Settings(history_size=self.history, lr=self.lr))
 
 
 def parse(text: str, options: Sequence[str]) -> Sandblaster:

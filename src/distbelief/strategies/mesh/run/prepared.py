@@ -14,11 +14,12 @@ import msgspec
 import torch
 
 from distbelief.checkpoint.sources import MODEL
+from distbelief.control.credentials import Credential
 from distbelief.data.sources import InMemory, as_source, split_batch
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
-from distbelief.strategies.base import BeginFrom, Fetch, Replica, Seat, nothing_saved
+from distbelief.strategies.base import BeginFrom, Fetch, Loop, Replica, Seat, ServerLink, nothing_saved
 from distbelief.strategies.flatmodel.layout import trainable
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.mesh.cut.cutting import Blueprint
@@ -36,10 +37,11 @@ from distbelief.strategies.mesh.state.member import MeshMember, exchange_boxes
 from distbelief.strategies.mesh.state.memberstate import Forms, MemberState, PartOptimizer
 from distbelief.strategies.mesh.state.restore import restore_state
 from distbelief.strategies.mesh.state.snapshots import Snapshots
+from distbelief.strategies.mesh.strategy import Meshed
 from distbelief.strategies.ps.tables.embedding import settle
 from distbelief.strategies.rules.degrees import Degrees
-from distbelief.transport.exchange import Geometry
 from distbelief.transport.gloo.group import TorchGroup
+from distbelief.transport.membership import Membership
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
@@ -68,6 +70,8 @@ sharded member frees all of its layers again and again, not only activations, so
 
 class PreparedMesh:
     """See `Prepared`. Keeps this worker's state from one generation to the next."""
+
+    loop: Loop | None = None
 
     def __init__(
         self, job: Job, schedule: Schedule, pipeline_schedule: PipelineSchedule, snapshots: int | None,
@@ -120,14 +124,17 @@ class PreparedMesh:
     def groups(self, mine: Range) -> list[list[Range]]:
         return [[(shard, shard + 1) for shard in range(*mine)]]
 
-    def geometry(self, ranges: Sequence[Range]) -> Geometry | None:
-        return None
-
     def frozen(self) -> list[str]:
         return []  # frozen parameters are part of the state
 
     def set_frozen(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Does nothing: frozen parameters are part of the state."""
+
+    def connect(self, credential: Credential) -> ServerLink | None:
+        return None
+
+    def exchange(self, membership: Membership) -> TorchGroup:
+        return membership.group()
 
     def build(self, seat: Seat, exchange: TorchGroup, fetch: Fetch, begin_from: BeginFrom = nothing_saved) -> Replica:
         degrees = Degrees(*seat.degrees)
@@ -194,3 +201,19 @@ class PreparedMesh:
                 found[f"optimizer/{field.key}/{name}"] = (field.dtype, shape)
             found[f"begun/{name}"] = (torch.uint8, ())
         return found
+
+
+def prepare(strategy: Meshed, job: Job, schedule: Schedule, device: torch.device) -> PreparedMesh:
+    if device.type != "cpu":
+        raise JobError(f"a model is not divided among several '{device}' yet", hint="use allreduce, or --device cpu")
+    if job.compile:
+        raise JobError(
+            "a model that is divided is not compiled", hint="leave `compile` out of the job, or use allreduce"
+        )
+    if job.matmul != "torch":
+        raise JobError(
+            f"a model that is divided does not multiply with {job.matmul}",
+            hint="leave `matmul` out of the job, or take a strategy that does not divide it, such as allreduce",
+        )
+    compression = GradientCompression(strategy.compression, strategy.always) if strategy.compression else None
+    return PreparedMesh(job, schedule, strategy.schedule, strategy.snapshots, compression)

@@ -13,6 +13,7 @@ from distbelief.strategies.ps.protocol.frames import RUN_MESSAGES
 from distbelief.strategies.ps.protocol.pushcoding import PushCoding
 from distbelief.strategies.ps.rules.leases import LeaseTerms
 from distbelief.strategies.ps.rules.slicing import SliceShape
+from distbelief.strategies.ps.server import process
 from distbelief.strategies.ps.server.asyncslice import AsynchronousSlice, LeaseSlice
 from distbelief.strategies.ps.server.process import LEDGER_BYTES, SliceSource
 from distbelief.strategies.ps.server.slicememory import SliceMemory
@@ -120,3 +121,8 @@ class RunStores(SliceSource):
                 found[-1] if found else SavedTables(None, prepared.tables, prepared.table_parts),
             )
         return self._first[1:]
+
+
+def serve(host: ServerHost) -> int:
+    """The process of a parameter server of `ps`."""
+    return process.serve(host, lambda host: RunStores(host, host.load()))

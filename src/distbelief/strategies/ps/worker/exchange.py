@@ -9,19 +9,23 @@ are in it; values come straight from the servers' memory where that can be mappe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
 import torch
 
+from distbelief.control.credentials import Credential
+from distbelief.shards import Range
 from distbelief.strategies.ps.protocol.client import ServerClient
+from distbelief.strategies.ps.protocol.frames import MessageSet
 from distbelief.transport.abort import Abort
 from distbelief.transport.device.accelerator import DeviceMemory, pin
 from distbelief.transport.device.exchange import STRETCH_BYTES
-from distbelief.transport.exchange import Backups, DiedComputing, StepPlan
+from distbelief.transport.exchange import Backups, DiedComputing, Geometry, StepPlan
 from distbelief.transport.gloo.group import TorchGroup
+from distbelief.transport.membership import Membership
 from distbelief.transport.shm.exchange import SharedExchange
 from distbelief.transport.shm.segment import Memory, Segment, SegmentClient
 
@@ -171,3 +175,27 @@ class DeviceServerExchange(ServerExchange):
         if self.device.type == "cuda":
             pin(segment)
         return segment
+
+
+class UsesServers:
+    """What the strategies with parameter servers answer alike, as a worker's prepared model."""
+
+    messages: ClassVar[MessageSet]
+    geometry: Callable[[Sequence[Range]], Geometry]
+    _device: torch.device
+    _client: ServerClient | None = None
+
+    def connect(self, credential: Credential) -> ServerClient:
+        self._client = ServerClient(credential, self.messages)
+        return self._client
+
+    def exchange(self, membership: Membership) -> ServerExchange:
+        assert self._client is not None
+        segments = membership.segments if membership.transport == "shm" else None
+        meet = membership.share(segments, self.geometry) if segments else membership.group
+        slot_bytes = self.geometry(membership.ranges).slot_bytes
+        member = membership.rank, membership.size, meet
+        given = *member, self._client, membership.abort, slot_bytes, segments, membership.memory
+        if self._device.type == "cpu":
+            return ServerExchange(*given)
+        return DeviceServerExchange(*given, device=self._device, kept=membership.device_memory)

@@ -28,19 +28,20 @@ from distbelief.strategies.ps.tables.remote import RemoteTables
 from distbelief.strategies.ps.tables.rowbuckets import parts_for
 from distbelief.strategies.ps.tables.specs import specs_of
 from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica, free_slots
+from distbelief.strategies.ps.worker.asynctraining import train_freely
 from distbelief.strategies.ps.worker.backupworkers import BackupWorkerReplica
 from distbelief.strategies.ps.worker.compressed import (
     CompressedAsynchronousReplica,
     CompressedSynchronousReplica,
     uncompressed_notice,
 )
-from distbelief.strategies.ps.worker.exchange import ServerExchange
+from distbelief.strategies.ps.worker.exchange import ServerExchange, UsesServers
 from distbelief.strategies.ps.worker.synchronous import SynchronousReplica
 from distbelief.transport.exchange import Geometry
 from distbelief.transport.singlemember import SingleMemberExchange
 
 
-class PreparedParameterServer(PreparedAllReduce):
+class PreparedParameterServer(UsesServers, PreparedAllReduce):
     messages = RUN_MESSAGES
 
     def __init__(self, job: Job, schedule: Schedule, device: torch.device, strategy: ParameterServerOptions) -> None:
@@ -53,6 +54,7 @@ class PreparedParameterServer(PreparedAllReduce):
                 f"ps:sync:backups does not know the tables of the model ('{self.tables[0].name}')",
                 hint="leave backups out",
             )
+        self.loop = None if strategy.waits else train_freely
         self.table_parts = parts_for(strategy.servers) if self.tables else 0
 
     @cached_property
@@ -63,6 +65,10 @@ class PreparedParameterServer(PreparedAllReduce):
     def least_bytes(self) -> int:
         """On a device: a slot for gradients, and a copy of the values."""
         return super().least_bytes() if self._device.type == "cpu" else 2 * self._layout.size_bytes
+
+    def groups(self, mine: Range) -> list[list[Range]]:
+        """Members that do not do steps together take whole batches."""
+        return super().groups(mine if self.strategy.waits else (0, self._schedule.shards))
 
     def geometry(self, ranges: Sequence[Range]) -> Geometry:
         usual = super().geometry(ranges)
@@ -127,3 +133,9 @@ class PreparedParameterServer(PreparedAllReduce):
         replica = SynchronousReplica(*given)
         replica.news += [uncompressed_notice(self.strategy)] if self.strategy.compression else []
         return replica
+
+
+def prepare(
+    strategy: ParameterServerOptions, job: Job, schedule: Schedule, device: torch.device
+) -> PreparedParameterServer:
+    return PreparedParameterServer(job, schedule, device, strategy)

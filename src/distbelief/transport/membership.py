@@ -1,0 +1,81 @@
+"""What a member of a generation opens its exchange with: the other members, how they meet, and memory that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from distbelief.control.credentials import Credential
+from distbelief.errors import DistBeliefError
+from distbelief.shards import Range
+from distbelief.transport.abort import Abort
+from distbelief.transport.exchange import Geometry
+from distbelief.transport.gloo.group import TorchGroup
+from distbelief.transport.gloo.rendezvous import Rendezvous
+from distbelief.transport.shm.controlblock import EarlierGeneration
+from distbelief.transport.shm.exchange import SharedExchange
+from distbelief.transport.shm.segment import Memory, Segment, SegmentClient
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A generation before this one, which may have left an unfinished step in shared memory."""
+
+    generation: int
+    ranges: Sequence[Range]
+
+
+@dataclass
+class Membership:
+    """The members of a generation, as one of them sees them before its exchange is open."""
+
+    generation: int
+    rank: int
+    ranges: Sequence[Range]
+    """Every rank's shards."""
+    transport: str
+    """shm · gloo · nccl · slots (memory of one host, under accelerators)"""
+    abort: Abort
+    segments: SegmentClient | None
+    """Where memory comes from that processes of one host share; None on another host than the launcher's."""
+    earlier: Sequence[Earlier] = ()
+    store: tuple[str, int] | None = None
+    """Host and port of the rendezvous store, where torch groups are used."""
+    credential: Credential | None = None
+    memory: dict[str, Segment] = field(default_factory=dict)
+    """What this process keeps from one generation to the next."""
+    device_memory: dict[str, Memory] = field(default_factory=dict)
+    """The same, on its accelerator."""
+    shared: SharedExchange | None = None
+    """The exchange in shared memory, once it is open: there the members' threads can be watched."""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranges)
+
+    @property
+    def name(self) -> str:
+        return _name(self.generation)
+
+    def rendezvous(self) -> Rendezvous:
+        if self.store is None:
+            raise DistBeliefError("the members are on several hosts, but this worker was told of no rendezvous store")
+        return Rendezvous(*self.store, self.name, credential=self.credential)
+
+    def group(self) -> TorchGroup:
+        """Return when all members have come."""
+        return TorchGroup(self.rendezvous(), self.rank, self.size, self.abort)
+
+    def past(self, geometry: Callable[[Sequence[Range]], Geometry]) -> list[EarlierGeneration]:
+        """The earlier generations. `geometry`: the sizes of a generation with these ranges of shards."""
+        return [EarlierGeneration(_name(one.generation), geometry(one.ranges)) for one in self.earlier]
+
+    def share(self, segments: SegmentClient, geometry: Callable[[Sequence[Range]], Geometry]) -> SharedExchange:
+        """Open the exchange in the memory of one host."""
+        past = self.past(geometry)
+        self.shared = SharedExchange(segments, self.name, self.rank, geometry(self.ranges), self.abort, past)
+        return self.shared
+
+
+def _name(generation: int) -> str:
+    return f"generation {generation}"
