@@ -20,7 +20,7 @@ from distbelief.strategies.base import Seat, ServerJob
 from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.protocol.messages import Acknowledged, AtGate, LeasedUpdate, Push, Update
 from distbelief.strategies.ps.server.node import ServerNode
-from distbelief.strategies.ps.server.runstores import RunStores
+from distbelief.strategies.ps.server.runslices import RunSlices
 from distbelief.strategies.ps.strategy import ParameterServer
 from distbelief.strategies.ps.worker.asynchronous import AsynchronousReplica
 from distbelief.strategies.ps.worker.exchange import DeviceServerExchange, ServerExchange
@@ -111,7 +111,7 @@ class ServedAlone:
         options = RunOptions(1, strategy, save_every="never")
         spec = WorkerSpec(0, "here", "", NO_CREDENTIAL, "", options, shares_memory=segments is not None)
         known = ServerJob(job, schedule, self.steps, PreparedParameterServer(job, schedule, CPU, how))
-        self.stores = stores = RunStores(ServingHost(spec, segments), known)
+        self.stores = stores = RunSlices(ServingHost(spec, segments), known)
         stores.life = LIFE
         node, slices = ServerNode(0, stores.make), len(stores.sizes)
         node.learn(ServerMap(1, LIFE, [0] * slices, [NONE] * slices, [NONE] * slices, {0: ""}))

@@ -30,7 +30,7 @@ class ParameterServer(ParameterServerOptions, Strategy):
     """
 
     on_workers: ClassVar[str] = "distbelief.strategies.ps.worker.prepared"
-    on_servers: ClassVar[str] = "distbelief.strategies.ps.server.runstores"
+    on_servers: ClassVar[str] = "distbelief.strategies.ps.server.runslices"
 
     @property
     def exact(self) -> bool:

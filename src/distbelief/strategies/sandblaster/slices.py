@@ -43,7 +43,7 @@ from distbelief.strategies.ps.protocol.messages import (
 )
 from distbelief.strategies.ps.rules.slicing import SliceShape, parameter_stretch
 from distbelief.strategies.ps.server import process
-from distbelief.strategies.ps.server.process import LEDGER_BYTES, SliceSource
+from distbelief.strategies.ps.server.process import SMALL_SLICE_BYTES, SliceSource
 from distbelief.strategies.ps.server.slicememory import OpenSegment, with_bytes
 from distbelief.strategies.ps.server.stores import Change, SliceStore, State
 from distbelief.strategies.sandblaster.messages import (
@@ -433,7 +433,7 @@ class SandblasterSlices(SliceSource):
         super().__init__(host, prepared.facts())
         self._shapes = prepared.slices()
         self._vectors = SliceMaker(prepared, loaded.schedule.shards, self._open)
-        self.sizes = [*prepared.slice_sizes, LEDGER_BYTES]
+        self.sizes = [*prepared.slice_sizes, SMALL_SLICE_BYTES]
 
     def make(self, number: int, first: bool) -> tuple[SliceStore, str]:
         begin_from = self._saved if first else None

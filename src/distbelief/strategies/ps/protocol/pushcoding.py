@@ -1,6 +1,6 @@
-"""How a slice's stretch of an update lies in a frame when it is compressed: tile by tile, each from a multiple of 64
-bytes on. Float32 gradients are encoded; other types, and the changes of buffers, lie there as they are. Workers write
-it and servers read it.
+"""The format of a compressed payload: a slice's stretch of a push, tile by tile, each from a multiple of 64 bytes on.
+
+Float32 gradients are encoded; gradients of other dtypes, and buffers, are copied. Workers write it and servers read it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class _Place:
 
 
 class PushCoding:
-    """Of one slice."""
+    """The compression of pushes to one slice."""
 
     def __init__(self, method: str, shape: SliceShape, layout: Layout) -> None:
-        """`method`: an option as `compression.option` knows them."""
+        """`method`: see `compression.option`."""
         self.codec: Codec = codec_of(method)
         self.number = shape.number
         self._tiles = {tile: layout.tiles[tile] for tile in shape.tiles}
@@ -47,7 +47,7 @@ class PushCoding:
         self.plain_bytes = shape.value_bytes
 
     def write(self, parts: dict[int, torch.Tensor], rests: dict[int, torch.Tensor], into: torch.Tensor) -> None:
-        """Encode rest + part of every tile; what is lost stays in `rests`."""
+        """Encode residual + part of every tile; the rest stays in `rests`."""
         for place in self._places:
             room = into[place.first : place.first + place.size_bytes]
             if place.coded:

@@ -74,7 +74,7 @@ class AsynchronousSlice:
     def __init__(
         self, memory: SliceMemory, open_segment: OpenSegment, delay: float = 0.0, coding: PushCoding | None = None
     ) -> None:
-        """`delay`: how strongly late gradients are corrected (delay.py). `coding`: how updates may be compressed."""
+        """`delay`: the strength of delay compensation. `coding`: the compression of updates, if any."""
         self.memory = memory
         self.version = 0
         """Updates applied in this life."""
@@ -86,7 +86,7 @@ class AsynchronousSlice:
         self._scratch = {t: torch.empty(tiles[t].numel, dtype=tiles[t].dtype) for t in memory.shape.tiles}
 
     def begin(self, contents: torch.Tensor, integers: np.ndarray) -> None:
-        """The first state of a life."""
+        """Take the first state of a life."""
         self.memory.load(contents, 0)
         self._integers = integers.copy()
 
@@ -97,7 +97,7 @@ class AsynchronousSlice:
             case Gradient():
                 self._update(change.content, change)
             case Note():
-                pass  # the ledger keeps it
+                pass  # the slice of leases keeps it
 
     def _update(self, update: Gradient, change: Change) -> None:
         memory, values = self.memory, list[torch.Tensor]()
@@ -108,7 +108,7 @@ class AsynchronousSlice:
         else:
             parts, values = gradient_and_values(memory.shape, memory.layout, update, change.payload, self._open)
             for tile, part in zip(memory.shape.tiles, parts, strict=True):
-                self._scratch[tile].copy_(part)  # an optimizer may overwrite it, and a backup reads it too
+                self._scratch[tile].copy_(part)  # the optimizer may overwrite it, and a backup reads it too
         for tile, then in zip(memory.parameter_tiles, values, strict=False):  # those of buffers come last
             compensate(self._scratch[tile], memory.values[tile], then, self._delay)
         untouched = np.frombuffer(update.touched, np.uint8) == 0
@@ -129,13 +129,13 @@ class AsynchronousSlice:
     def with_bytes(self, change: Change) -> Change:
         return with_bytes(self.memory.shape, change, self._open)
 
-    # --- what is asked of it -----------------------------------------------------------------------------------------
+    # --- questions ----------------------------------------------------------------------------------------------------
 
     def given(self, client: int) -> PushResult | None:
         return None
 
     def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Framed | None:
-        """Values are given as they are at the moment: a worker copies them while others may change them."""
+        """The values of this moment: a worker may copy them while other updates change them."""
         match question:
             case ReadState():
                 if not caught_up:
@@ -202,7 +202,7 @@ class LeaseSlice:
     def with_bytes(self, change: Change) -> Change:
         return change  # it has none
 
-    # --- questions ---------------------------------------------------------------------------------------------------
+    # --- questions ------------------------------------------------------------------------------------------------
 
     def given(self, client: int) -> LeaseResult | None:
         return self._given.get(client)

@@ -242,7 +242,7 @@ class ServerNode:
             out.clients.append((client, Framed(NotPrimary(number, self.version))))
         held.questions.clear()
 
-    # --- questions ---------------------------------------------------------------------------------------------------
+    # --- questions ------------------------------------------------------------------------------------------------
 
     def _answer(self, number: int, out: Outgoing) -> None:
         """Answer the questions that can be answered now."""

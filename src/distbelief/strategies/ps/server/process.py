@@ -15,8 +15,8 @@ from distbelief.strategies.ps.protocol.messages import VALUES_AT
 from distbelief.strategies.ps.server.sockets import ServerSockets, Slices
 from distbelief.transport.shm.segment import Segment
 
-LEDGER_BYTES = 4096
-"""About what a ledger takes, for balancing."""
+SMALL_SLICE_BYTES = 4096
+"""The size of the slice of leases, or of a search, for balancing."""
 KEPT_SEGMENTS = 256
 """At most this many of the workers' slots stay mapped."""
 
@@ -36,8 +36,7 @@ def serve(host: ServerHost, make: Callable[[ServerHost], Slices]) -> int:
 
 
 class SliceSource:
-    """What all kinds of slices on a server are made from: shared memory, checkpoints, and the workers' slots. See
-    `Slices`."""
+    """What makers of slices need: shared memory, checkpoints, and the workers' slots. See `Slices`."""
 
     def __init__(self, host: ServerHost, facts: dict[str, str]) -> None:
         self.life: int = 0
@@ -51,7 +50,7 @@ class SliceSource:
         return self._facts
 
     def _segment(self, number: int, value_bytes: int) -> tuple[Segment, str]:
-        """Memory for the values of a slice, and its name where workers can map it."""
+        """Memory for the values of a slice, and its name if workers can map it."""
         size_bytes, segments = VALUES_AT + value_bytes, self._host.segments
         name = f"server {self._host.worker}/life {self.life}/slice {number}" if segments else ""
         return segments.segment(name, size_bytes) if segments else Segment.private(size_bytes), name
@@ -67,5 +66,6 @@ class SliceSource:
         return self._mapped[name]
 
     def _saved(self, step: int = -1, lazily: bool = False) -> Saved | None:
-        """What this life begins from, if not from the job's own values. `lazily`: no more is read than is asked for."""
+        """The checkpoint or weights that this life begins from; None: the job's initial values. `lazily`: tensors are
+        read when they are asked for."""
         return self._host.saved(self.life, self.sealed, lazily)

@@ -1,6 +1,8 @@
-"""The memory of one slice on one server: values that others on the host may read, and the optimizer's state.
+"""The memory of one slice on one server, and the bytes that workers push to it.
 
-A slice's stretch of what a worker has computed, tile by tile: from a frame, or in the worker's own memory."""
+`SliceMemory` has the values, which workers on the same host map and read, and the optimizer's state. The functions
+below it read a slice's stretch of a gradient tile by tile: from a payload, or from the worker's own shared memory.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from distbelief.transport.shm.segment import Segment
 
 class SliceMemory:
     def __init__(self, shape: SliceShape, layout: Layout, recipe: Recipe, job: Job, values: Segment) -> None:
-        """`values`: the version that is being written, and the one that was; then the slice's stretch of the layout."""
+        """`values` has two version numbers (that of the update in progress, and that of the last complete one), then
+        the slice's stretch of the layout."""
         self.shape = shape
         self.layout = layout
         self._segment = values
@@ -46,7 +49,7 @@ class SliceMemory:
         self._updates = self._made()
 
     def _made(self) -> TileUpdates:
-        """The optimizer goes on from what lies in the memory."""
+        """An optimizer that goes on from the state in the memory."""
         tiles = [TileMemory(t, self.values[t], self._optimizer[t]) for t in self.parameter_tiles]
         return TileUpdates(self._job.seed, self._recipe, self.layout, tiles)
 
@@ -62,7 +65,7 @@ class SliceMemory:
         return [t for t in self.shape.tiles if t >= self.layout.parameter_tiles]
 
     def update(self, step: int, sums: dict[int, torch.Tensor], units: int, untouched: np.ndarray) -> None:
-        """One step. `sums`: gradients as the optimizer wants them, and sums of the buffers over so many shards."""
+        """Apply a step. `sums`: gradients as the optimizer wants them, and sums of the buffers over `units` shards."""
         self._versions[0] = step + 1
         self._updates.apply(step, {t: sums[t] for t in self.parameter_tiles}, self._rate(step), untouched)
         for tile in self.buffer_tiles:
@@ -70,7 +73,7 @@ class SliceMemory:
         self._versions[1] = step + 1
 
     def update_freely(self, step: int, version: int, parts: dict[int, torch.Tensor], untouched: np.ndarray) -> None:
-        """One update of a worker: gradients, and by how much it changes the buffers."""
+        """Apply an asynchronous update: gradients, and the differences of the buffers."""
         self._versions[0] = version + 1
         self._updates.apply(step, {t: parts[t] for t in self.parameter_tiles}, self._rate(step), untouched)
         for tile in self.buffer_tiles:
@@ -81,7 +84,7 @@ class SliceMemory:
         return self._segment.view(self._at, self.shape.value_bytes)
 
     def contents(self) -> torch.Tensor:
-        """A copy of everything: values, then optimizer state, tile by tile."""
+        """A copy: values, then optimizer state, tile by tile."""
         copy = torch.empty(self.shape.size_bytes, dtype=torch.uint8)
         at = copy.data_ptr()
         for part in self._stretches():
@@ -108,7 +111,7 @@ OpenSegment = Callable[[str], Segment]
 
 
 def with_bytes(shape: SliceShape, change: Change, open_segment: OpenSegment) -> Change:
-    """A change whose bytes lie in a worker's memory, with a copy of them instead."""
+    """The change with a copy of the bytes, if they lie in a worker's memory."""
     content = change.content
     if not isinstance(content, PartialSum | Gradient) or not content.segment:
         return change
@@ -122,7 +125,7 @@ def with_bytes(shape: SliceShape, change: Change, open_segment: OpenSegment) -> 
 def gradient_and_values(
     shape: SliceShape, layout: Layout, update: Gradient, payload: Any, open_segment: OpenSegment
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Of a worker's update, and the values that it was computed with, if they came along."""
+    """The gradients of an asynchronous update, and the values that they were computed with, if they came along."""
     behind = None
     if update.dated and not update.segment:
         payload, behind = memoryview(payload)[: shape.value_bytes], memoryview(payload)[shape.value_bytes :]
@@ -133,7 +136,7 @@ def gradient_and_values(
 def tiles_of(
     shape: SliceShape, layout: Layout, segment: str, payload: Any, open_segment: OpenSegment
 ) -> list[torch.Tensor]:
-    """Views, without a copy."""
+    """The slice's tiles of a payload, or of a segment: views, without a copy."""
     tiles = [layout.tiles[t] for t in shape.tiles]
     if segment:
         memory = open_segment(segment)

@@ -1,12 +1,11 @@
-"""Room for the sums of a step: of one slice at a time, so that they stay in the processor's cache until applied.
+"""A slice of dense parameters in `ps:sync`: it gathers partial sums, and applies the step when all are there.
 
-One slice of a run's parameters under `ps:sync`: partial sums come in, and the step is applied when all are there.
-
-A slice applies the step only after `ApplyStep`, which says that all slices have all of its sums. Otherwise the values
+A step has two phases. When a slice and its backup have all partial sums of the step, the slice answers `MeasureStep`.
+It applies the step only after `ApplyStep`, which a worker sends when all slices have answered. Otherwise the values
 that the step began with could be gone in some slices while a dead worker's sums are missing in others.
 
-It is a `Store` (see holding.py): what it becomes is a function of the changes alone. A step's sums are added in the
-tree's order, so the result is that of allreduce, bit for bit, whoever has computed what.
+A slice is a function of its changes alone. It adds the partial sums in the order of the tree, so the result has the
+bits of allreduce, whichever workers have computed them.
 """
 
 from __future__ import annotations
@@ -54,14 +53,15 @@ from distbelief.transport.exchange import ROW, depth, tree_add
 
 
 class SumMemory:
-    """For all slices of a server."""
+    """Memory for the sums of one slice at a time, shared by all slices of a server, so that the sums stay in the
+    processor's cache until they are applied."""
 
     def __init__(self, size_bytes: int) -> None:
-        """`size_bytes`: of the values of the largest slice."""
+        """`size_bytes`: the values of the largest slice."""
         self._room = torch.empty(size_bytes, dtype=torch.uint8)
 
     def tiles(self, shape: SliceShape, layout: Layout) -> dict[int, torch.Tensor]:
-        """Of that slice, until those of another one are wanted."""
+        """The memory as tiles of this slice, until another slice uses it."""
         found = {}
         for number in shape.tiles:
             tile = layout.tiles[number]
@@ -71,7 +71,7 @@ class SumMemory:
 
 
 def own_tiles(shape: SliceShape, layout: Layout) -> dict[int, torch.Tensor]:
-    """Room of its own for a slice whose sums are made long before they are applied."""
+    """Memory of its own for a slice whose sums are made long before they are applied."""
     tiles = layout.tiles
     return {t: torch.empty(tiles[t].numel, dtype=tiles[t].dtype) for t in shape.tiles}
 
@@ -81,7 +81,7 @@ REMEMBERED = 1024
 
 
 class _Step(msgspec.Struct, frozen=True):
-    """What there is of the step under way, and of those before it."""
+    """For copies: what a slice has of the step under way, and what it remembers of earlier steps."""
 
     rows: bytes
     touched: bytes
@@ -100,34 +100,34 @@ class SynchronousSlice:
         self, memory: SliceMemory, job: Job, schedule: Schedule, open_segment: OpenSegment,
         coding: PushCoding | None = None, *, space: SumMemory | None = None,
     ) -> None:  # fmt: skip
-        """`coding`: how partial sums may be compressed. `space`: room that it shares with the server's other slices."""
+        """`coding`: the compression of partial sums, if any. `space`: memory that the server's slices share."""
         self.memory = memory
         self.version = 0
         """Steps applied."""
         self.past: deque[StepRecord] = deque(maxlen=REMEMBERED)
         self.note: tuple[int, bytes] = (-1, b"")
         self.measured: tuple[int, list[float]] = (-1, [])
-        """The last step whose partial sums were all there, and the squares of its gradients by tile, if limited."""
+        """The last step whose partial sums were all there, and with clipping the squares of its gradients by tile."""
         self.clock: Callable[[], float] = lambda: 0.0
         self._job = job
         self._schedule = schedule
         self._open = open_segment
         self._coding = coding
         self._generation = -1
-        """Whose partial sums count, where they differ: the newest that has begun a step afresh."""
+        """The generation of the last `RestartStep`. Partial sums of other generations do not count."""
         self._entries = len(memory.layout.entries)
         self._mine = np.zeros(self._entries, np.bool_)
         self._mine[[piece.entry for t in memory.shape.tiles for piece in memory.layout.pieces[t]]] = True
-        """Of other entries a worker may not know yet whether they are touched."""
+        """The entries of this slice. A worker that pushes a slice early does not know yet which others are touched."""
         self._integers = (b"", b"")
-        """After the last step, and of the step under way."""
+        """The integer buffers after the last step, and after the step under way."""
         space = space or SumMemory(memory.shape.value_bytes)
         self._sums = self._passing = space.tiles(memory.shape, memory.layout)
         self._scratch: dict[torch.dtype, list[torch.Tensor]] = {}
         self._start()
 
     def begin(self, contents: torch.Tensor, version: int, integers: bytes) -> None:
-        """The first state of a life."""
+        """Take the first state of a life."""
         self.memory.load(contents, version)
         self.version = version
         self._integers = (integers, b"")
@@ -135,7 +135,7 @@ class SynchronousSlice:
         self._start()
 
     def _start(self) -> None:
-        """Nothing is there of the next step."""
+        """Begin the next step: nothing of it is there."""
         self._gathered: StepSums[list[torch.Tensor]] = StepSums(
             self._schedule.shards, self._schedule.occupied(self.version)
         )
@@ -143,11 +143,11 @@ class SynchronousSlice:
         self._touched = np.zeros(self._entries, np.uint8)
         self._go: float | None = None
         self._begun: tuple[int, list[int]] = (0, [])
-        """The newest generation of which somebody has begun the step, and who."""
+        """The newest generation of which members have begun the step, and their ranks."""
         self._unsound = False
         self._added = False
         self._from_afar = False
-        """Parts of it came over a network: then they are added up while workers still compute."""
+        """Partial sums came over a network. Then the slice adds them up while workers still compute."""
 
     # --- as a store --------------------------------------------------------------------------------------------------
 
@@ -200,13 +200,13 @@ class SynchronousSlice:
                 at += shape.size_bytes
             self._gathered.add(node, parts)
         self._go, self._begun, self._generation = about.go, about.begun, about.generation
-        # The sums themselves do not travel: they are added again from their parts.
+        # A copy has the partial sums, not their total: it is added up again.
         self.measured = about.measured if about.measured[0] < snapshot.version else (-1, [])
         self._proceed()
 
     def with_bytes(self, change: Change) -> Change:
         if isinstance(change.content, PartialSum) and change.content.step != self.version:
-            return change  # it changes nothing
+            return change  # it will change nothing
         return with_bytes(self.memory.shape, change, self._open)
 
     # --- the step ----------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class SynchronousSlice:
         return list(parts.values())
 
     def _proceed(self) -> None:
-        """Apply the step, if everything is there."""
+        """Add the sums up if all are there, and apply the step if `ApplyStep` came."""
         order = self._gathered.order()
         if order is None or self._unsound:
             return
@@ -245,7 +245,7 @@ class SynchronousSlice:
             try:
                 judge_rows(self.version, self._rows)
             except DistBeliefError:
-                self._unsound = True  # the workers are given the rows, and see for themselves
+                self._unsound = True  # the workers get the rows, and raise the same error
                 return
             self.measured = (self.version, [])
             if self._from_afar or self._job.clip_norm is not None:
@@ -261,7 +261,7 @@ class SynchronousSlice:
             for tile in self.memory.parameter_tiles:
                 self._sums[tile].mul_(self._go)
         untouched = (self._touched == 0) & self._mine
-        if not weight:  # nothing to learn from: as if no parameter had a gradient; buffers have seen the samples
+        if not weight:  # all samples are ignored: as if no parameter had a gradient; buffers do change
             untouched[: len(self.memory.layout.entries_of("parameter"))] = True
         self.memory.update(self.version, self._sums, int(np.count_nonzero(self._rows[:, COUNTS])), untouched)
         if self.memory.shape.number == 0:
@@ -290,15 +290,15 @@ class SynchronousSlice:
             scratch.append(torch.empty(largest, dtype=dtype))
         return scratch
 
-    # --- what is asked of it -----------------------------------------------------------------------------------------
+    # --- questions ----------------------------------------------------------------------------------------------------
 
     @property
     def unsound(self) -> bool:
-        """The step under way cannot be applied; its rows say why."""
+        """The step under way cannot be applied; its loss rows say why."""
         return self._unsound
 
     def rows(self, version: int) -> bytes:
-        """Of the step that led to that version, or of the one that cannot be applied."""
+        """The loss rows of the step that led to this version, or of the step that cannot be applied."""
         if self._unsound and version > self.version:
             return self._rows.tobytes()
         return next((one.rows for one in reversed(self.past) if one.step == version - 1), b"")
@@ -309,7 +309,7 @@ class SynchronousSlice:
         return self._integers[0]
 
     def nodes(self) -> list[Range]:
-        """The partial sums that are there of the step under way."""
+        """The partial sums of the step under way."""
         return sorted(self._gathered.sums)
 
     def given(self, client: int) -> PushResult | None:
@@ -319,7 +319,7 @@ class SynchronousSlice:
         match question:
             case Inspect():
                 if not caught_up:
-                    return None  # nobody computes again what was seen here
+                    return None  # members do not compute again what this reply shows, so no death may undo it
                 first = question.slice == 0 and not question.briefly
                 looked = Inspected(
                     question.ticket, question.slice, self.version, self.nodes(), list(self.past) if first else [],
@@ -329,7 +329,7 @@ class SynchronousSlice:
             case MeasureStep():
                 step, squares = self.measured
                 if not caught_up or (step < question.step and not self._unsound):
-                    return None  # what follows from the answer must not be undone by a death
+                    return None  # members go on from this reply, so no death may undo it
                 if self.version == question.step and question.members and not self._have_begun(question):
                     return None
                 return Framed(StepMeasured(question.ticket, question.slice, squares))
@@ -354,12 +354,12 @@ class SynchronousSlice:
                 return None
             return Framed(PulledValues(question.ticket, question.slice, -1, self.rows(question.version)))
         if not everywhere:
-            return None  # the worker is about to overwrite what a backup may still have to read
+            return None  # the worker is about to overwrite sums that a backup may still have to read
         rows = self.rows(self.version) if first else b""
         segment = "" if question.inline else segment
         header = PulledValues(
             question.ticket, question.slice, self.version, rows, self.integers if first else b"", segment
         )
-        # Not a copy. If the next step is applied before it has left, somebody else has computed all of it: what this
-        # worker makes of a mixture of both counts for nothing.
+        # Not a copy. If the next step is applied before the values have left, other members have computed all of that
+        # step, and what this worker computes from a mixture of both counts for nothing.
         return Framed(header, None if segment else self.memory.value_view())

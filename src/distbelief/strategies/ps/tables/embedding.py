@@ -1,8 +1,8 @@
 """EmbeddingTable: a table of rows that a model looks up by number, and that may be larger than any memory.
 
-Under parameter servers the rows lie there, and only those that were ever changed. A forward pass brings the rows of its
-batch, and what the backward pass finds out about them is collected here, for whoever pushes it. Everywhere else the
-table is an ordinary parameter. Its first values are the same in both forms (rowinit.py).
+With the strategy `ps` the rows lie on servers, which store only rows that were changed. A forward pass pulls the rows
+of its batch, and the table collects the gradients of these rows, which the replica pushes. With every other strategy
+the table is an ordinary parameter. The first values are the same in both forms (rowinit.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Init = str | tuple[str, float]
 Source = Callable[[NDArray[np.int64], bool], NDArray[np.float32]]
-"""(rows, each once and ascending; whether it is for learning) -> their values, in memory that the caller may keep."""
+"""(rows, each once and ascending; whether gradients are wanted) -> their values, in memory that the caller may keep."""
 BLOCK_ROWS = 1 << 16
 
 _on_servers: ContextVar[bool] = ContextVar("tables on servers", default=False)
@@ -57,11 +57,11 @@ class EmbeddingTable(nn.Module):
     ) -> None:
         super().__init__()
         begin = RowInit(init) if isinstance(init, str) else RowInit(*init)
-        # From torch's generator, as other modules draw their first values: every table has others.
+        # From torch's generator, as other modules draw their first values: each table gets another seed.
         self.form = TableForm("", rows, width, begin, seed=int(torch.randint(1 << 62, (1,))))
         self.optimizer = optimizer
         self._source: Source | None = None
-        """None: all rows are as they were at first."""
+        """None: all rows have their first values."""
         self._brought: list[tuple[NDArray[np.int64], torch.Tensor]] = []
         self.register_parameter("weight", None if _on_servers.get() else nn.Parameter(_all_rows(self.form)))
 
@@ -75,7 +75,7 @@ class EmbeddingTable(nn.Module):
 
     @property
     def is_served(self) -> bool:
-        """Whether the rows are somewhere else."""
+        """Whether the rows lie on servers."""
         return self.weight is None
 
     def extra_repr(self) -> str:
@@ -112,19 +112,19 @@ class EmbeddingTable(nn.Module):
     # --- for strategies ----------------------------------------------------------------------------------------------
 
     def let_go(self) -> None:
-        """Hold no rows any more."""
+        """Drop the rows: they lie on servers from now on."""
         self.weight = None
 
     def served_by(self, source: Source) -> None:
-        """Take rows from there, from now on."""
+        """Pull rows from this source from now on."""
         self._source = source
 
     def forget(self) -> None:
-        """What was brought before is not waited for."""
+        """Forget the rows that were pulled before: their gradients are not wanted."""
         self._brought.clear()
 
     def gradients(self) -> RowGradients:
-        """Of everything that was brought since the last time."""
+        """The gradients of all rows that were pulled since the last call."""
         found = [RowGradients(rows, leaf.grad.cpu().numpy()) for rows, leaf in self._brought if leaf.grad is not None]
         self._brought.clear()
         none = RowGradients(np.zeros(0, np.int64), np.zeros((0, self.width), np.float32))
@@ -132,14 +132,14 @@ class EmbeddingTable(nn.Module):
 
 
 def tables_of(model: nn.Module) -> list[tuple[str, EmbeddingTable]]:
-    """Every table of a model that is served, by its name; one that is used in several places once."""
+    """The tables of a model whose rows lie on servers, with their names; a shared table once."""
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, EmbeddingTable)]
     return [(name, table) for name, table in found if table.is_served]
 
 
 @contextlib.contextmanager
 def on_servers() -> Iterator[None]:
-    """Tables of models that are made in this block hold no rows."""
+    """Tables of models that are made in this block hold no rows: these lie on servers."""
     token = _on_servers.set(True)
     try:
         yield
@@ -148,12 +148,12 @@ def on_servers() -> Iterator[None]:
 
 
 def settle(model: nn.Module) -> None:
-    """A model has been made: its tables are in the form that the strategy wants, or cannot be used with it."""
+    """Bring the tables of a finished model into the form that the strategy wants, or refuse them."""
     for name, module in model.named_modules():
         if not isinstance(module, EmbeddingTable):
             continue
         if _on_servers.get():
-            module.let_go()  # of a model that was made before
+            module.let_go()  # the model was made before the block
         elif module.optimizer is not None:
             raise JobError(
                 f"the table '{name}' has an optimizer of its own, which only parameter servers can give it",
@@ -162,8 +162,8 @@ def settle(model: nn.Module) -> None:
 
 
 def densified(model: nn.Module, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> dict[str, torch.Tensor]:
-    """Weights in which tables have rows and values (`NAME.rows`), for a model in which they are parameters: rows that
-    are not there have their first values, as the model was just made with."""
+    """Turn weights with rows and values of tables (`NAME.rows`) into weights for a model in which the tables are
+    parameters. Missing rows have their first values, which the model was just made with."""
     found = dict(tensors)
     for name in tables_in_rows(model, tensors, prefix):
         table = model.get_submodule(name)
@@ -177,7 +177,7 @@ def densified(model: nn.Module, tensors: Mapping[str, torch.Tensor], prefix: str
 
 
 def tables_in_rows(model: nn.Module, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> list[str]:
-    """The tables that are parameters of this model, and rows and values in these tensors."""
+    """The tables that are parameters of this model, but rows and values in these tensors."""
     return [
         name
         for name, module in model.named_modules()

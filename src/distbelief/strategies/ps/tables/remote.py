@@ -1,6 +1,7 @@
-"""A worker's side of tables that lie on servers: rows that a forward pass wants, and what a backward pass found out.
+"""A worker's access to sparse tables on servers: it pulls the rows of a forward pass, and pushes their gradients.
 
-Parts follow the slices of the dense parameters in number. A worker holds no rows but those of the batch at hand.
+Parts of tables are numbered after the slices of the dense parameters. A worker holds only the rows of the present
+batch.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from distbelief.strategies.ps.tables.rowgradients import RowGradients, payloads_
 from distbelief.strategies.ps.tables.specs import TableSpec
 
 ANY = -1
-"""In place of a version: whatever there is."""
+"""In place of a version: the present one."""
 
 
 class RemoteTables:
     def __init__(self, tables: Sequence[EmbeddingTable], specs: Sequence[TableSpec], slices: range) -> None:
         self.specs = specs
         self.slices = slices
-        """Those that are parts of tables."""
+        """The numbers of the slices that are parts of tables."""
         self.comm_s = 0.0
-        """Seconds spent on waiting for rows."""
+        """Seconds of waiting for rows."""
         self._tables = tables
 
     def bind(self, client: ServerClient, stop: Stop, version: Callable[[], int]) -> None:
-        """Rows come from these servers from now on. `version`: that they must have."""
+        """Pull rows through this client from now on. `version` returns the version that they must have."""
         self._client = client
         self._stop = stop
         self._version = version
@@ -75,8 +76,8 @@ class RemoteTables:
         ]
         self._client.ask(questions, self._stop, pulled)
         self.comm_s += time.perf_counter() - started
-        # Where a shard is computed and the servers have applied its step meanwhile, all of them have its gradients from
-        # somebody else: whatever this one gives counts nowhere, so it may be anything.
+        # If the servers have applied the step of this shard meanwhile, another member has computed the shard. What this
+        # worker computes counts nowhere, so the values do not matter.
         if gone_on and not learning:
             raise _gone_on(version)
         return values
@@ -84,13 +85,13 @@ class RemoteTables:
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def push_step(self, step: int, shards: Sequence[int], found: Sequence[Sequence[RowGradients]], told: bytes) -> None:
-        """What these shards say. It is sent by `flush`."""
+        """Push the row gradients of these shards. `flush` sends them. `told`: the shards' loss rows."""
         if self._tables and shards:
             for number, one in zip(self.slices, payloads_by_part(found, len(self.slices)), strict=True):
                 self._client.push(number, ShardRowGradients(step, list(shards), one.counts, told), one.content)
 
     def push_update(self, update: int, step: int, found: Sequence[RowGradients]) -> None:
-        """To every part, also where it has nothing: each knows which updates it has without gaps."""
+        """Push the row gradients of an update to every part, also empty ones: a part gets all updates without gaps."""
         if self._tables:
             for number, one in zip(self.slices, payloads_by_part([found], len(self.slices)), strict=True):
                 counts = [count for (count,) in one.counts]
@@ -99,8 +100,8 @@ class RemoteTables:
     # --- all of them -------------------------------------------------------------------------------------------------
 
     def counts(self, version: int) -> list[list[int]]:
-        """By part, by table: how many rows there are. Of parts that have gone on, how many there are now: nothing can
-        be saved of that version any more, and whoever tries to is told so when it reads them."""
+        """By part, by table: the number of rows. For parts that have gone on to another version it is the present
+        number: that version cannot be saved any more, and reading such a part raises an error."""
         found: dict[int, CountedRows] = {}
 
         def ask(version: int, slices: Sequence[int]) -> None:
@@ -113,7 +114,7 @@ class RemoteTables:
         return [found[number].counts for number in self.slices]
 
     def weights(self, version: int) -> dict[str, torch.Tensor | Streamed]:
-        """All tables, rows ascending. Values come block by block: they may be more than there is memory for."""
+        """All tables with ascending rows. Values come block by block: they may not fit in memory."""
         found: dict[str, torch.Tensor | Streamed] = {}
         for table, spec in enumerate(self.specs):
             rows = self._numbers(table, version)
@@ -138,8 +139,8 @@ class RemoteTables:
             yield self._pull(table, rows[first : first + BLOCK_ROWS], learning=False).tobytes()
 
     def read(self, parts: Sequence[int], version: int, each: Callable[[int, list[int], memoryview], None]) -> None:
-        """Everything that these parts have: `each` is called with (part, rows by table, bytes)."""
-        for part in parts:  # one after the other: together they may be more than there is memory for
+        """Read these parts: `each` is called with (part, number of rows by table, bytes)."""
+        for part in parts:  # one after the other: together they may not fit in memory
 
             def read(framed: Framed, part: int = part) -> None:
                 message: SliceState = framed.message

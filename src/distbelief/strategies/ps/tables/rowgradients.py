@@ -51,14 +51,14 @@ def added_up(
 
 @dataclass(frozen=True)
 class RowGradients:
-    """What a backward pass found out: some rows of one table, each once and ascending, and their gradients."""
+    """Rows of one table, each once and ascending, and their gradients, as a backward pass gives them."""
 
     rows: NDArray[np.int64]
     gradients: NDArray[np.float32]
 
 
 def added_rows(several: Sequence[RowGradients]) -> RowGradients:
-    """Of one table: rows that are in several of them have the sum."""
+    """The sum of row gradients of one table."""
     if len(several) == 1:
         return several[0]
     rows, gradients = ([getattr(one, name) for one in several] for name in ("rows", "gradients"))
@@ -67,13 +67,15 @@ def added_rows(several: Sequence[RowGradients]) -> RowGradients:
 
 @dataclass(frozen=True)
 class PartPayload:
+    """The bytes that a worker pushes to one part of the tables."""
+
     counts: list[list[int]]
-    """By table, by shard: how many rows."""
+    """By table, by shard: the number of rows."""
     content: bytes
 
 
 def payloads_by_part(shards: Sequence[Sequence[RowGradients]], parts: int) -> list[PartPayload]:
-    """By part. `shards`: for every shard, the gradients of every table."""
+    """Divide row gradients among the parts. `shards`: by shard, the gradients of every table."""
     counts: list[list[list[int]]] = [[] for _ in range(parts)]
     rows: list[list[bytes]] = [[] for _ in range(parts)]
     gradients: list[list[bytes]] = [[] for _ in range(parts)]
@@ -95,7 +97,7 @@ def payloads_by_part(shards: Sequence[Sequence[RowGradients]], parts: int) -> li
 
 
 def from_payload(counts: Sequence[Sequence[int]], widths: Sequence[int], payload: Any) -> list[list[RowGradients]]:
-    """For every shard, the gradients of every table: views of the bytes, without a copy."""
+    """By shard, the gradients of every table: views of the payload, without a copy."""
     raw = memoryview(payload)
     totals = [sum(some) for some in counts]
     row_bytes = 8 * sum(totals)

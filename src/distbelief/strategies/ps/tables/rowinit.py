@@ -1,7 +1,7 @@
-"""What a sparse table is, and the values that its rows begin with.
+"""The form of a sparse table, and the initial values of its rows.
 
-The initial values of a row are a pure function of the seed, the table's name and the row's number: the same on every
-server, in any order, whatever was touched before. So nothing has to be stored for a row that was never changed.
+The initial values of a row are a pure function of the seed, the table's name and the row's number. So every server
+computes the same values at any time, and nothing is stored for a row that was never changed.
 
 Only operations that IEEE 754 rounds correctly are used (+ − × ÷ and square root, one at a time), not log or cos of
 a library: the same bits on every processor.
@@ -35,7 +35,7 @@ _TAIL = (-0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573
 
 
 class RowInit(Struct, frozen=True):
-    """What a row's numbers are drawn from: normal with mean 0 and standard deviation `scale`, uniform between
+    """The distribution of initial values: normal with mean 0 and standard deviation `scale`, uniform between
     -`scale` and `scale`, or zeros.
 
     >>> RowInit("uniform", 0.05)
@@ -53,7 +53,7 @@ class RowInit(Struct, frozen=True):
 
 
 class TableForm(Struct, frozen=True):
-    """A sparse table as data: everything about it but what was learnt.
+    """A sparse table without its rows.
 
     >>> form = TableForm("users", rows=50_000_000, width=16)
     >>> form.initial(np.array([7, 49_999_999, 7])).shape

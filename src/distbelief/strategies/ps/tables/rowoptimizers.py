@@ -141,7 +141,7 @@ def _correction_table(beta: float, bits: int) -> NDArray[np.float64]:
 
 
 def row_optimizer(table: str, factory: Any) -> RowOptimizer:
-    """What a torch optimizer is for a table's rows.
+    """The row optimizer that stands for a torch optimizer.
 
     >>> row_optimizer("users", lambda parameters: torch.optim.Adagrad(parameters, lr=0.05)).name
     'adagrad'

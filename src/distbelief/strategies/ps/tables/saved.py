@@ -1,12 +1,12 @@
-"""Tables under names: how the rows that servers have are saved, and found again.
+"""Sparse tables in checkpoints and weights files: the names of their tensors, and how they are written and read.
 
-    model/NAME.rows           the numbers of all rows that were ever changed, in a checkpoint part by part
+    model/NAME.rows           the numbers of all rows that were ever changed; in a checkpoint part by part
     model/NAME.values         their values
     optimizer/KEY/NAME.values what the optimizer keeps for them
 
-Servers and workers are nowhere in the names, so any number of them can load it. A file of weights has the first two,
-in ascending order of the rows. A table that was an ordinary parameter when it was saved (`model/NAME.weight`) is
-taken, too, and the other way round.
+No name has a server or worker in it, so any number of them can load a checkpoint. A weights file has the first two,
+with ascending rows. A table that was saved as an ordinary parameter (`model/NAME.weight`) can be loaded into servers,
+too, and rows from servers into an ordinary parameter.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ def tensor_name(spec: TableSpec, key: str) -> str:
 
 
 class PortionWithTables:
-    """See `Portion`: what a member saves of the dense parameters, then some parts of the tables."""
+    """See `Portion`: a member's portion of the dense parameters, then some parts of the tables."""
 
     def __init__(
         self, dense: Portion, specs: Sequence[TableSpec], counts: Sequence[Sequence[int]], parts: Sequence[int]
     ) -> None:
-        """`counts`: by part, by table, how many rows there are."""
+        """`counts`: by part, by table, the number of rows."""
         self.dense = dense
         self.parts = parts
         self.shapes = {part: TablePartShape(specs, counts[part]) for part in parts}
         self.starts: dict[int, int] = {}
-        """Part -> the byte at which it starts."""
+        """Part -> its offset in the portion."""
         self._specs = specs
         self._counts = counts
         at = -(-dense.size_bytes // 64) * 64
@@ -81,8 +81,8 @@ class PortionWithTables:
         ]
 
     def _entry(self, part: int, array: TablePartArray) -> PartEntry | None:
-        """Of all parts together the rows are one tensor. Nothing is nobody's, but of an empty tensor the first
-        part's."""
+        """The rows of all parts are one tensor. A part without rows has no entry; for an empty tensor the first part
+        has it."""
         by_part = [counts[array.table] for counts in self._counts]
         rest = array.shape[1:]
         whole = (sum(by_part), *rest)
@@ -94,7 +94,7 @@ class PortionWithTables:
 
 
 def without_tables(saved: Saved, specs: Sequence[TableSpec]) -> Saved:
-    """What is left for the dense parameters."""
+    """The saved state of the dense parameters alone."""
     kept = [name for name in saved.tensors if not _is_of_table(name, specs)]
     if isinstance(saved.tensors, LazyTensors):
         return replace(saved, tensors=saved.tensors.read_whole(kept))
@@ -107,10 +107,10 @@ def _is_of_table(name: str, specs: Sequence[TableSpec]) -> bool:
 
 
 class SavedTables:
-    """The rows of a saved state, part by part: no more is read than is asked for, where the state is read lazily."""
+    """The rows of a saved state, part by part. From a state that is read lazily only the wanted rows are read."""
 
     def __init__(self, saved: Saved | None, specs: Sequence[TableSpec], parts: int) -> None:
-        """`parts`: into how many the tables are cut now."""
+        """`parts`: the number of parts of this run."""
         self._tensors = saved.tensors if saved else {}
         self._specs = specs
         self._forms = outlines_of(self._tensors)
@@ -118,18 +118,18 @@ class SavedTables:
         self._parts = [part_of(rows, parts).astype(np.int16) for rows in self._rows]
 
     def part(self, part: int) -> list[Arrays]:
-        """Of every table what this part has, rows ascending."""
+        """The rows of this part by table, ascending."""
         return [
             self._table(spec, rows, np.flatnonzero(parts == part))
             for spec, rows, parts in zip(self._specs, self._rows, self._parts, strict=True)
         ]
 
     def _is_dense(self, spec: TableSpec) -> bool:
-        """It was an ordinary parameter: every row is there."""
+        """Whether the table was saved as an ordinary parameter, with every row."""
         return f"{MODEL}{spec.name}.weight" in self._forms
 
     def _all_rows(self, spec: TableSpec) -> NDArray[np.int64]:
-        """As they were saved."""
+        """The numbers of the saved rows, in the order in which they were saved."""
         if self._is_dense(spec):
             _, shape = self._forms[f"{MODEL}{spec.name}.weight"]
             if shape != (spec.form.rows, spec.form.width):
@@ -143,13 +143,13 @@ class SavedTables:
         return self._tensors[name].numpy() if name in self._forms else np.zeros(0, np.int64)
 
     def _table(self, spec: TableSpec, rows: NDArray[np.int64], mine: NDArray[np.int64]) -> Arrays:
-        """`mine`: the places of the wanted rows among all."""
+        """`mine`: the indices of the wanted rows."""
         rows = rows[mine]
         found = {"rows": torch.from_numpy(rows), "values": self._array(spec, "values", (spec.form.width,), mine)}
         for field in spec.optimizer.fields:
             rest = (spec.form.width,) if field.wide else ()
             found[field.name] = self._array(spec, field.name, rest, mine)
-            if not self._has(spec, field.name):  # of weights alone, or of a row that nobody has changed
+            if not self._has(spec, field.name):  # weights alone, or rows that were never changed
                 found[field.name].fill_(spec.optimizer.begin(field))
             found[field.name] = found[field.name].to(getattr(torch, field.dtype))
         order = torch.from_numpy(np.argsort(rows))

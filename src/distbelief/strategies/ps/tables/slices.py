@@ -1,15 +1,9 @@
-"""One part of a run's tables on one server: the rows, what is saved and copied of them, and what is asked of them.
+"""A part of the sparse tables as a slice on a server, in `ps:sync` and in the asynchronous modes.
 
-It is half of a `SliceStore`; how it is changed is steptables.py's and freetables.py's.
-
-
-A part of the tables when workers wait for nobody: each update of rows is applied as it comes.
-
-A part of the tables under `ps:sync`: what all shards say about rows is kept until the step is applied.
-
-Then it is added up in the order of the shards; so the bits do not depend on who has computed what, nor on who has died.
-A shard counts once, however often it comes. A step is applied on `ApplyStep`, as in a slice of
-dense parameters (server/syncslice.py).
+A part has rows of all tables. In `ps:sync` it keeps the row gradients of every shard until the step is applied, and
+then adds them up in the order of the shards. So the bits do not depend on which workers have computed the shards, nor
+on deaths. A shard counts once, however often it comes. The step is applied on `ApplyStep`, as in a slice of dense
+parameters (server/syncslice.py). In the asynchronous modes an update of rows is applied as it comes.
 """
 
 from __future__ import annotations
@@ -59,7 +53,7 @@ Arrays = dict[str, torch.Tensor]
 
 
 class TableSlice:
-    """The rows of this part, of every table."""
+    """The rows of this part, and what both kinds of parts have in common."""
 
     def __init__(self, specs: Sequence[TableSpec], job: Job) -> None:
         self.version = 0
@@ -82,7 +76,7 @@ class TableSlice:
         return [table.resident for table in self.tables]
 
     def contents(self) -> torch.Tensor:
-        """A copy of everything."""
+        """A copy of all rows with their optimizer state."""
         shape = TablePartShape(self._specs, self.counts)
         content = torch.zeros(shape.size_bytes, dtype=torch.uint8)
         for table, views in zip(self.tables, shape.views(content), strict=True):
@@ -91,14 +85,14 @@ class TableSlice:
         return content
 
     def _load(self, counts: Sequence[int], content: torch.Tensor) -> int:
-        """Returns where the bytes of the tables end."""
+        """Returns the offset at which the bytes of the tables end."""
         shape = TablePartShape(self._specs, counts)
         for table, arrays in zip(self.tables, shape.views(content), strict=True):
             table.load(arrays)
         return shape.size_bytes
 
     def with_bytes(self, change: Change) -> Change:
-        return change  # it has them
+        return change  # row gradients are always payloads
 
     def given(self, client: int) -> PushResult | None:
         return None
@@ -121,7 +115,7 @@ class TableSlice:
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
-    """A view, where that can be: what came in a message may be read only, or begin anywhere."""
+    """A view if possible. A payload may be read-only or not aligned, and is copied then."""
     return torch.from_numpy(np.require(array, requirements=["C", "A", "W"]))
 
 
@@ -157,12 +151,12 @@ class AsynchronousTableSlice(TableSlice):
 
 
 class _Step(msgspec.Struct, frozen=True):
-    """What there is of the step under way."""
+    """For copies: what the part has of the step under way."""
 
     counts: list[int]
     told: bytes
     shards: dict[int, list[int]]
-    """Shard -> how many rows of each table."""
+    """Shard -> the number of rows of each table."""
     go: float | None
     measured: tuple[int, list[float]]
 
@@ -172,7 +166,7 @@ class SynchronousTableSlice(TableSlice):
         super().__init__(specs, job)
         self._schedule = schedule
         self._measured: tuple[int, list[float]] = (-1, [])
-        """The last step whose shards were all there, and the squares of its gradients, if they are limited."""
+        """The last step whose shards were all there, and with clipping the squares of its gradients."""
         self._start()
 
     def begin(self, tables: Sequence[Arrays], version: int) -> None:
@@ -180,7 +174,7 @@ class SynchronousTableSlice(TableSlice):
         self._start()
 
     def _start(self) -> None:
-        """Nothing is there of the next step."""
+        """Begin the next step: nothing of it is there."""
         self._shards: dict[int, list[RowGradients]] = {}
         self._told = np.zeros((self._schedule.shards, ROW))
         self._sums: list[RowGradients] = []
@@ -266,23 +260,23 @@ class SynchronousTableSlice(TableSlice):
             )
             at += size
         self._go = about.go
-        # The sums do not travel: they are added up again, the same way.
+        # A copy does not have the sums: they are added up again, the same way.
         self._measured = about.measured if about.measured[0] < snapshot.version else (-1, [])
         self._proceed()
 
-    # --- what is asked of it -----------------------------------------------------------------------------------------
+    # --- questions ----------------------------------------------------------------------------------------------------
 
     def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Framed | None:
         match question:
             case Inspect():
                 if not caught_up:
-                    return None  # nobody computes again what was seen here
+                    return None  # members do not compute again what this reply shows, so no death may undo it
                 nodes = [(shard, shard + 1) for shard in sorted(self._shards)]
                 return Framed(Inspected(question.ticket, question.slice, self.version, nodes))
             case MeasureStep(step=step):
                 measured, squares = self._measured
                 if not caught_up or (measured < step and not self._unsound):
-                    return None  # what follows from the answer must not be undone by a death
+                    return None  # members go on from this reply, so no death may undo it
                 return Framed(StepMeasured(question.ticket, question.slice, squares))
             case CountRows(version=-1):
                 return self._counted(question)
@@ -306,14 +300,14 @@ class SynchronousTableSlice(TableSlice):
 
 
 def _squares(rows: NDArray[np.int64], gradients: NDArray[np.float32]) -> list[float]:
-    """What the squares of the gradients add up to, by bucket: the same numbers however tables are cut into parts."""
+    """The sums of squares of the gradients by bucket: the same numbers for any number of parts."""
     of_rows = np.square(gradients, dtype=np.float64).sum(axis=1)
     found: list[float] = np.bincount(buckets_of(rows), of_rows, BUCKETS).tolist()
     return [one for one in found if one]
 
 
 def _gone_on(question: PullRows | ListRows | CountRows | ReadState) -> Framed:
-    """There is no way back to what was asked for."""
+    """The reply when the part has gone on to a later version."""
     match question:
         case PullRows() | ListRows():
             return Framed(PulledRows(question.ticket, question.slice, -1))

@@ -1,7 +1,7 @@
-"""What a run fixes of its tables: which there are, the optimizer of their rows, and how they are cut into parts.
+"""The sparse tables of a run, the optimizers of their rows, and the layout of a part's bytes.
 
-A part has the rows of all tables whose numbers fall into its share of the buckets (rowbuckets.py). Nothing that is
-learnt depends on how many parts there are: a row's bits depend on its own gradients only.
+A part has the rows of all tables whose numbers fall into its share of the buckets (rowbuckets.py). The number of parts
+changes no bit: a row's bits depend on its own gradients only.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from distbelief.strategies.ps.tables.rowoptimizers import RowOptimizer, row_opti
 @dataclass(frozen=True)
 class TableSpec:
     name: str
-    """Of the module in the model."""
+    """The name of the module in the model."""
     form: TableForm
     optimizer: RowOptimizer
 
 
 def specs_of(model: torch.nn.Module, job: Job) -> list[TableSpec]:
-    """The tables of a model that are on servers."""
+    """The tables of a model that lie on servers."""
     return [
         TableSpec(name, table.form, row_optimizer(name, table.optimizer or job.optimizer))
         for name, table in tables_of(model)
@@ -35,18 +35,18 @@ def specs_of(model: torch.nn.Module, job: Job) -> list[TableSpec]:
 
 @dataclass(frozen=True)
 class TablePartArray:
-    """One array of a part, and where it begins in its bytes."""
+    """One array of a part, and its offset in the bytes of the part."""
 
     table: int
     key: str
-    """rows, values, or a field of the optimizer's state."""
+    """`rows` (the numbers), `values`, or a field of the optimizer's state."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     at_bytes: int
 
 
 class TablePartShape:
-    """Where everything lies in the bytes of a part that has so many rows of each table."""
+    """The layout of the bytes of a part with `counts` rows of each table."""
 
     def __init__(self, specs: Sequence[TableSpec], counts: Sequence[int]) -> None:
         self.counts = list(counts)
@@ -65,7 +65,7 @@ class TablePartShape:
             for key, dtype, shape in kinds:
                 self.arrays.append(TablePartArray(number, key, dtype, shape, at))
                 at += -(-torch.Size(shape).numel() * dtype.itemsize // 64) * 64
-        self.size_bytes = max(at, 64)  # never nothing: a message has a frame, or has none
+        self.size_bytes = max(at, 64)  # never 0: the message would have no payload
 
     def views(self, content: torch.Tensor) -> list[dict[str, torch.Tensor]]:
         """The arrays in these bytes, by table."""

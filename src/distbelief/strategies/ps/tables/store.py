@@ -1,29 +1,20 @@
-"""Arrays of rows that grow without copying what they hold.
+"""The rows of one sparse table on one server: arrays that grow, a hash table from row numbers to slots, and `Table`.
 
-Memory is an anonymous mapping: the kernel gives a page when it is first written, and `mremap` moves a mapping to a
-larger place by moving page tables. So growth takes no second copy, and capacity that is not used yet costs no memory.
+Pushes and pulls come one at a time, and the same operations in the same order give the same bits. A row's bits depend
+only on the gradients that are pushed for this row. A slice (slices.py) decides which pushes are applied.
 
-Rows are read and written as records of bytes, which numpy moves whole; rows of a two-dimensional array it moves number
-by number (4,096 rows of 16 among a million: reading 0.09 against 0.15 ms, writing 0.15 against 0.46).
+A row is stored when it is first pushed to. A pull of a row that is not stored computes its initial values again. So
+pulls change nothing that a backup would need, and an evaluation over all rows costs no memory.
 
+`RowArray` is an anonymous mapping: the kernel gives a page when it is first written, and `mremap` moves a mapping to a
+larger place by moving page tables. So growth copies nothing, and unused capacity takes no memory. Rows are read and
+written as records of bytes, which numpy moves whole; it moves rows of a two-dimensional array number by number (4,096
+rows of 16 among a million: reading 0.09 against 0.15 ms, writing 0.15 against 0.46).
 
-The map from row numbers to slots: an open-addressing hash table, searched for thousands of rows at once.
-
-A slot is a place in a table's arrays; rows get slots 0, 1, 2… as they are added, and keep them. The hash table holds
-slots only (4 bytes each); the row number that a slot stands for is in `numbers`. A search looks at the home of every
-row in one pass, then at the next places of those that found somebody else there: a few passes over ever fewer rows
-instead of a loop over rows. Nothing here depends on the order of anything but the calls.
-
-
-The store behind one server's part of a sparse table: values and optimizer state of the rows that were changed.
-
-No sockets and no threads: operations come one at a time, and the same operations in the same order give the same
-bits. More than that, a row's bits depend only on the gradients given for that row. Whether a push of this name came
-before, and which rows belong here, is for others to know.
-
-A row becomes resident when it is first pushed to. A pull only looks: a row that is not resident has its initial
-values, which are computed again each time. So pulls change nothing that a backup would have to be told, and
-an evaluation over all rows costs no memory.
+`RowSlots` is an open-addressing hash table that is searched for thousands of rows at once. A slot is an index into the
+arrays of a table; rows get slots 0, 1, 2 … as they are added, and keep them. The hash table holds slots only (4 bytes
+each). A search looks at the home of every row in one pass, then at the next places of the rows that are not found yet:
+a few passes over ever fewer rows instead of a loop over rows.
 """
 
 from __future__ import annotations
@@ -67,13 +58,14 @@ class RowArray:
         self._look()
 
     def reserve(self, count: int) -> None:
-        """Make room for so many rows. Doubling, so that rows added one by one move a fixed number of times."""
+        """Make room for `count` rows. Capacity is doubled, so a row that is added moves a fixed number of times on
+        average."""
         capacity = self.rows.shape[0]
         if count <= capacity:
             return
         while capacity < count:
             capacity *= 2
-        del self.rows, self._records  # a mapping that somebody looks at cannot be moved
+        del self.rows, self._records  # a mapping that has views cannot be moved
         try:
             self._memory.resize(capacity * self.row_bytes)
         except OSError as error:
@@ -165,19 +157,19 @@ class RowSlots:
         return new
 
     def _is_other(self, slots: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Where a place is taken by another row than the one looked for. (Slot -1 reads any number: it is free.)"""
+        """Where a place is taken by another row than the wanted row. (Slot -1 reads any number: the place is free.)"""
         other: NDArray[np.bool_] = (slots != ABSENT) & (self._numbers.rows.take(slots, mode="clip") != rows)
         return other
 
     def _place(self, slots: NDArray[np.int64]) -> None:
-        """Enter slots whose rows are not in the hash table yet."""
+        """Add slots whose rows are not in the hash table yet."""
         mask = self._places.shape[0] - 1
         at = _home(self._numbers.rows[slots], mask)
         step = 0
         while slots.size:
             free = self._places.take(at) == ABSENT
             self._places[at[free]] = slots[free]
-            left = np.flatnonzero(self._places.take(at) != slots)  # taken before, or by another of these just now
+            left = np.flatnonzero(self._places.take(at) != slots)  # taken before, or by another new slot just now
             step += 1
             slots = slots[left]
             at = (at[left] + step) & mask
@@ -189,7 +181,7 @@ def _home(rows: NDArray[np.int64], mask: int) -> NDArray[np.int64]:
 
 
 class Table:
-    """Some rows of a sparse table, of which only those that were pushed to take memory.
+    """Rows of a sparse table. Only rows that were pushed to take memory.
 
     >>> from distbelief.strategies.ps.tables.rowinit import RowInit
     >>> table = Table(TableForm("words", rows=50_000_000, width=2, init=RowInit("zeros")), RowOptimizer("sgd", lr=1.0))
@@ -209,7 +201,7 @@ class Table:
 
     @property
     def resident(self) -> int:
-        """How many rows take memory."""
+        """The number of stored rows."""
         return self._slots.count
 
     def pull(self, rows: torch.Tensor) -> torch.Tensor:
@@ -245,20 +237,17 @@ class Table:
             array.scatter(slots, gathered[name])
 
     def state(self) -> dict[str, torch.Tensor]:
-        """A copy of all resident rows, ascending: equal contents give equal bytes, whatever their history."""
-        return self.state_of(np.argsort(self._slots.numbers))
-
-    def state_of(self, slots: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """A copy of the rows in these slots, in this order."""
+        """A copy of all stored rows, ascending: equal contents give equal bytes, whatever their history."""
+        slots = np.argsort(self._slots.numbers)
         state = {name: torch.from_numpy(array.gather(slots)) for name, array in self._arrays.items()}
         return {"rows": torch.from_numpy(self._slots.numbers.take(slots)), **state}
 
     def numbers(self) -> NDArray[np.int64]:
-        """Of the resident rows, in the order in which they came."""
+        """The numbers of the stored rows, in the order in which they came."""
         return self._slots.numbers.copy()
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
-        """Have exactly these rows, whatever was here before. A state that does not fit changes nothing."""
+        """Replace all rows by these. A state that does not fit changes nothing."""
         self._check(state)
         self._empty()
         self._enter(state)
@@ -270,7 +259,7 @@ class Table:
             self._arrays[field.name] = RowArray(self.form.width if field.wide else None, field.dtype)
 
     def _add(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Make rows resident, with their initial values; none of them is, and none is given twice."""
+        """Store rows with their initial values. No row may be stored already or be given twice."""
         slots = self._reserved(numbers)
         first, end = self._slots.count - numbers.shape[0], self._slots.count
         self._arrays["values"].rows[first:end] = self.form.initial(numbers)
@@ -284,7 +273,7 @@ class Table:
             array.rows[self._slots.count - len(state["rows"]) : self._slots.count] = state[name].numpy()
 
     def _reserved(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """New slots. Memory is asked for first: if there is none, nothing has changed."""
+        """New slots. Memory is reserved first: if there is none, nothing has changed."""
         for array in self._arrays.values():
             array.reserve(self._slots.count + numbers.shape[0])
         return self._slots.add(numbers)
@@ -304,7 +293,7 @@ class Table:
         return numbers
 
     def _check(self, state: dict[str, torch.Tensor]) -> None:
-        """That this state is one of such a table, under such an optimizer."""
+        """Refuse a state of another table or another optimizer."""
         names = {"rows", *self._arrays}
         if set(state) != names:
             raise self._unfit(

@@ -1,7 +1,8 @@
-"""ps:async and ps:ssp on a worker: it leases batches, computes them with parameters of its own, and pushes the result.
+"""`ps:async` and `ps:ssp` on a worker: it leases an update, computes it with its own copy of the parameters, and pushes
+it.
 
-No worker waits for another. A lease (strategies/ps/rules/leases.py) says which worker has which batch, and lies beside
-the parameters; an update is named by its number, so it counts once, whoever computes it and however often it is sent.
+No worker waits for another one. Leases (rules/leases.py) lie in a slice of their own beside the parameters. An update
+is named by its number, so it is applied once, whichever workers compute it and however often they send it.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ from distbelief.transport.shm.segment import Memory, Segment
 
 
 def free_slots(strategy: ParameterServerOptions) -> int:
-    """How many times the memory for gradients a worker has. Batches that are pushed together need it twice; delay
-    compensation has the values in the last one."""
+    """The number of slots (memory for gradients) of a worker. Batches that are pushed together need two; delay
+    compensation keeps the values in the last one."""
     return (2 if strategy.adaptive else min(strategy.n_push, 2)) + (strategy.dc > 0)
 
 
 class AbortAtBoundaries:
-    """The abort of a generation, for a worker whose update must not be lost to a change of members: only the end of the
-    run interrupts it; everything else waits until the update is done."""
+    """The abort of a generation, for a worker that finishes its update before a change of members: only the end of the
+    run interrupts it."""
 
     def __init__(self, abort: Abort) -> None:
         self._abort = abort
@@ -71,7 +72,7 @@ class AbortAtBoundaries:
 
 
 class AsynchronousReplica(ParameterServerMember):
-    """See `Seated`. Without steps in common: `next` and `work` take their place."""
+    """See `Seated`. `next` and `work` take the place of steps that members do together."""
 
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServerExchange,
@@ -89,7 +90,7 @@ class AsynchronousReplica(ParameterServerMember):
         self._grain = stretches(computer.layout.tiles, last, exchange.grain_bytes)
         self._parameter_parts = sum(1 for some in self._grain if some.tiles.stop <= last)
         self._abort = AbortAtBoundaries(exchange.abort)
-        self._ledger = len(self._slices) + len(tables.slices)
+        self._leases = len(self._slices) + len(tables.slices)
         tables.bind(self._client, self._abort, lambda: ANY)
         self._version = -1
         self._since_fetch = 0
@@ -100,12 +101,12 @@ class AsynchronousReplica(ParameterServerMember):
         self._client.restart()
         self._check_slices(besides=1)
         looked: list[Inspected] = []
-        self._client.ask([partial(_look, self._ledger)], exchange.abort, lambda framed: looked.append(framed.message))
+        self._client.ask([partial(_look, self._leases)], exchange.abort, lambda framed: looked.append(framed.message))
         self._applied, self._began = looked[0].version, looked[0].began
         self._note = looked[0].note
-        self._known = 0  # the ledger remembers what may not have been reported
+        self._known = 0  # the slice of leases remembers completions that may not have been reported
         if exchange.rank == 0:
-            self._client.change(self._ledger, Members(self._seat.generation, list(self._seat.workers)), exchange.abort)
+            self._client.change(self._leases, Members(self._seat.generation, list(self._seat.workers)), exchange.abort)
         self._note_rollback()
 
     @property
@@ -114,7 +115,7 @@ class AsynchronousReplica(ParameterServerMember):
 
     @property
     def pace(self) -> tuple[int, int]:
-        """How many batches are pushed together, and how many updates there are from one fetch to the next."""
+        """(n_push, n_fetch): batches that are pushed together, and updates from one pull to the next."""
         return int(self._pace[0]), int(self._pace[1])
 
     @pace.setter
@@ -124,13 +125,13 @@ class AsynchronousReplica(ParameterServerMember):
     # --- updates -----------------------------------------------------------------------------------------------------
 
     def next(self) -> LeasedUpdate | NoLease | AtGate:
-        """What to do next."""
+        """Request a lease: the update to compute, a reason to wait, or a gate."""
         started = time.perf_counter()
         n_push, n_fetch = self.pace
         fresh = self._since_fetch == 0 or self._since_fetch >= n_fetch
         version, wanted = -1 if fresh else self._version, n_push if self.adaptive else 0
         ask = RequestLease(self._seat.worker, version, self._known, wanted)
-        given = self._client.change(self._ledger, ask, self._abort)
+        given = self._client.change(self._leases, ask, self._abort)
         assert isinstance(given, LeaseResult)
         self._hear(given)
         what = given.what
@@ -158,7 +159,7 @@ class AsynchronousReplica(ParameterServerMember):
         self._applied = self._reached[0] = given.done
 
     def fetch(self) -> None:
-        """Bring the values to what the servers have now."""
+        """Pull the present values."""
 
         def fetched(framed: Framed) -> None:
             message: PulledValues = framed.message
@@ -176,7 +177,7 @@ class AsynchronousReplica(ParameterServerMember):
             then.tensor(torch.uint8, 0, size_bytes).copy_(self._values.tensor(torch.uint8, 0, size_bytes))
 
     def work(self, lease: LeasedUpdate) -> None:
-        """Compute the batches of an update, push it, and say so when every slice has it."""
+        """Compute the batches of an update, push it, and complete it when every slice has it."""
         room = self.exchange.room(0)
         other = self.exchange.room(1) if lease.batches > 1 else room
         touched = np.zeros(len(self._computer.layout.entries), np.uint8)
@@ -215,21 +216,21 @@ class AsynchronousReplica(ParameterServerMember):
         self._tables.push_update(lease.update, lease.step, sums)
         self._push(lease, slot, name, touched)
         done = CompleteUpdate(lease.update, lease.token, self._seat.worker, losses, counts, time.time())
-        self._client.push(self._ledger, done)
+        self._client.push(self._leases, done)
         self._since_fetch += 1
         self.comm_s += time.perf_counter() - started
         self.spent.push_s += time.perf_counter() - started
         self.spent.updates += 1
 
     def _into_deltas(self, room: Memory) -> None:
-        """A shard leaves the buffers' new values there; what is pushed is by how much they change."""
+        """Replace the new values of the buffers by differences, which are pushed."""
         layout = self._computer.layout
         tiles = self._tiles(room)[layout.parameter_tiles :]
         for part, base in zip(tiles, self._buffers, strict=True):
             part.sub_(base)
 
     def _prepare(self, room: Memory, rows: Sequence[RowGradients], weight: float, lease: LeasedUpdate) -> None:
-        """Sums become means; what the strategy and the job want of a gradient is done to it."""
+        """Turn sums into means, clip them, and add noise, as job and strategy want."""
         of_rows = [torch.from_numpy(one.gradients) for one in rows]
         parts = [*self._parts(room)[: self._parameter_parts], *of_rows]
         scale = 1.0 / weight if weight else 0.0
@@ -268,7 +269,7 @@ class AsynchronousReplica(ParameterServerMember):
         return self._tiles(room)[: self._computer.layout.parameter_tiles]
 
     def _parts(self, room: Memory) -> list[torch.Tensor]:
-        """The same, in the pieces in which it is worked on."""
+        """The same memory, in pieces that are worth an operation each."""
         return [room.tensor(s.dtype, s.offset_bytes, s.numel) for s in self._grain]
 
     def _as_numbers(self) -> np.ndarray:
@@ -279,7 +280,7 @@ class AsynchronousReplica(ParameterServerMember):
         return [b for _, b in self._computer.model.named_buffers() if not b.is_floating_point()]
 
     def _as_buffers(self, numbers: np.ndarray) -> bytes | None:
-        """The integer buffers' bytes, as the model has them."""
+        """The bytes of the integer buffers, as the model has them."""
         at, content = 0, b""
         for buffer in self._integer_buffers():
             part = torch.from_numpy(numbers[at : at + buffer.numel()].copy()).to(buffer.dtype)
@@ -288,20 +289,20 @@ class AsynchronousReplica(ParameterServerMember):
         return content or None
 
     def finish(self) -> None:
-        """Return when all that was pushed counts."""
+        """Return when all pushes are acknowledged."""
         self._client.settle(self._abort)
 
     # --- gates -------------------------------------------------------------------------------------------------------
 
     def gate(self, step: int) -> None:
-        """Have all come to a halt when exactly so many steps are done."""
-        self._client.change(self._ledger, SetGate(step), self._abort)
+        """Halt all workers when exactly `step` steps are done."""
+        self._client.change(self._leases, SetGate(step), self._abort)
 
     def open(self, step: int) -> None:
-        self._client.change(self._ledger, OpenGate(step), self._abort)
+        self._client.change(self._leases, OpenGate(step), self._abort)
 
     def arrived(self, step: int) -> None:
-        """All are at this gate: these are the parameters after exactly so many steps."""
+        """All workers are at this gate: pull the parameters after exactly `step` steps."""
         self._applied = step
         self._reached[0] = step
         self.fetch()
@@ -315,10 +316,10 @@ class AsynchronousReplica(ParameterServerMember):
     def keep_note(self, content: bytes) -> None:
         self._note = (self._applied, content)
         if self.exchange.rank == 0:
-            self._client.change(self._ledger, Note(self._applied, content), self._abort)
+            self._client.change(self._leases, Note(self._applied, content), self._abort)
 
     def copy_portion(self, applied: int, into: Segment) -> AlreadyCopied:
-        """All are at a gate, and nobody pushes."""
+        """All workers are at a gate, and none pushes."""
         return self._read_portion(into, applied, self._abort)
 
     def measure_alone(self, tasks: Sequence[Task], measure: Callable[[Task, Any, Any], None]) -> None:

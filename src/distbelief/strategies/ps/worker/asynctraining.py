@@ -1,5 +1,5 @@
-"""The training loop of members that do not do steps together: leases and updates, now and then an evaluation alone, and
-the end of the run, which the members do in common.
+"""The training loop of `ps:async` and `ps:ssp`: leases and updates, evaluations by rank 0 alone, and the end of the
+run, which all members do together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LONGEST_NAP_S = 0.02
 
 @dataclass
 class _Reporter:
-    """What the leading member tells of all: batches in the order in which they were completed."""
+    """Rank 0 reports the batches of all members, in the order of their completion."""
 
     replica: AsynchronousReplica
     training: Training
@@ -36,7 +36,7 @@ class _Reporter:
 
 @dataclass
 class _Clock:
-    """Where this member's time goes."""
+    """Measures this member's computing time."""
 
     replica: AsynchronousReplica
     training: Training
@@ -54,7 +54,7 @@ class _Clock:
 
 
 def train_freely(replica: AsynchronousReplica, training: Training) -> WorkerFinished:
-    """Compute updates until there are none left, and return what is to be reported at the end."""
+    """Compute updates until none is left. Returns the report of the end."""
     reporter = _Reporter(replica, training, training.reported)
     metrics: dict[str, float] = {}
     if replica.exchange.rank == 0:
@@ -69,7 +69,7 @@ def train_freely(replica: AsynchronousReplica, training: Training) -> WorkerFini
 
 
 def _work(replica: AsynchronousReplica, training: Training, reporter: _Reporter) -> dict[str, float]:
-    """Until every update is done. Returns what the last evaluation gave, on the member that does them."""
+    """The loop. Returns the metrics of the last evaluation, on rank 0."""
     leads = replica.exchange.rank == 0
     evaluated = replica.note()[0]
     metrics: dict[str, float] = {}
@@ -77,7 +77,7 @@ def _work(replica: AsynchronousReplica, training: Training, reporter: _Reporter)
     clock, nap_s, asked = _Clock(replica, training), SHORTEST_NAP_S, -1
     adapter = PaceKeeper(replica.pace) if replica.adaptive else None
     while True:
-        if replica.exchange.abort.reason:  # a change of members: now, that the last update is done
+        if replica.exchange.abort.reason:  # a change of members: the last update is done now
             replica.finish()
             replica.exchange.abort.check()
         wish = training.save_wished() if leads else -1
@@ -98,7 +98,7 @@ def _work(replica: AsynchronousReplica, training: Training, reporter: _Reporter)
                 _nap(nap_s)
                 nap_s = min(2 * nap_s, LONGEST_NAP_S)
             case AtGate(step=step, last=last):
-                # Nobody goes on before all know; the first one decides, for others may not have heard of a wish yet.
+                # Rank 0 decides for all: other members may not know yet that the user has asked for a checkpoint.
                 saves = replica.exchange.gather(b"save" if _is_save_due(step, training) else b"")[0] == b"save"
                 replica.arrived(step)
                 if last:
@@ -108,20 +108,20 @@ def _work(replica: AsynchronousReplica, training: Training, reporter: _Reporter)
                 replica.exchange.gather(b"")  # all have saved
                 if leads:
                     replica.open(step)
-                replica.exchange.gather(b"")  # else some would ask while it is shut, and wait here once more
+                replica.exchange.gather(b"")  # a member that asked before the gate is open would come here again
         clock.tell()
         if leads and (lines := replica.plan_lines()):
             training.show(lines)
         due = _due(training.job, replica.steps_applied())
         if leads and training.evaluates and due > evaluated:
             evaluated = due
-            # The others go on meanwhile. The parameters are those of this moment, a little after that step.
+            # Other members go on meanwhile. The parameters are those of this moment, a little after that step.
             replica.fetch()
             metrics = training.evaluate(due, alone=replica.measure_alone)
 
 
 def _nap(seconds: float) -> None:
-    """There is nothing to do yet. A function of its own, which a profile puts a clock around."""
+    """Wait until there may be a lease. A function of its own, so that a profile can measure it."""
     time.sleep(seconds)
 
 
@@ -130,7 +130,7 @@ def _finish(
 ) -> WorkerFinished:
     """All updates are done: members do the rest together, as in other strategies."""
     leads, steps = replica.exchange.rank == 0, training.steps
-    if leads and (lines := replica.plan_lines()):  # perhaps others have done it all
+    if leads and (lines := replica.plan_lines()):  # perhaps other members have computed all updates
         training.show(lines)
     replica.save_weights(training.run_dir / "weights.safetensors")
     if training.evaluates:
@@ -154,5 +154,5 @@ def _due(job: Job, done: int) -> int:
 
 
 def _is_save_due(step: int, training: Training) -> bool:
-    """A checkpoint that was asked for at some step is taken at the next at which all come to a halt."""
+    """A checkpoint that was asked for at some step is taken at the next gate."""
     return training.is_save_due(step) or 0 <= training.save_wished() <= step

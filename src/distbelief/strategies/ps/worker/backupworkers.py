@@ -1,8 +1,8 @@
-"""ps:sync with backup workers: whoever has done its shards computes the missing ones of late members.
+"""`ps:sync:backups=B` on a worker: a member that has done its shards computes missing shards of late members.
 
-A partial sum counts whoever sends it, and the first copy wins: both have the same bits. So a step is applied without
-its late member. It is behind by one step at most: nobody goes on from the next one before it has begun that too. No
-gradient is thrown away: what others have of its step it does not compute any more.
+The first copy of a partial sum counts; all copies have the same bits. So a step is applied without its late member. A
+late member is at most one step behind: the next step is applied only when it has begun that step, too. No gradient is
+thrown away: a late member does not compute shards that others have computed.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from distbelief.strategies.ps.worker.synchronous import SynchronousReplica, meas
 from distbelief.transport.abort import Aborted
 
 USUAL = 0.85
-"""After this part of what a step usually takes, a member looks before each shard whether others have it already."""
+"""After this part of the usual time of a step, a member asks before each shard whether others have computed it."""
 SHORTEST_S = 0.002
-"""What a shard is said to take at least."""
+"""The least time that is assumed for a shard."""
 LOOK_AGAIN_S = 0.01
 LATER_S = 0.05
 
 
 class BackupWorkerReplica(SynchronousReplica):
-    _maps_values = False  # a late member goes on with values that the servers have left behind
+    _maps_values = False  # a late member still computes with values that servers change
 
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServerExchange,
@@ -45,7 +45,7 @@ class BackupWorkerReplica(SynchronousReplica):
         self._late_members = backups
         self._step = -2  # no step, and none before the first
         self._passed = False
-        """Others have applied the step that this member computes."""
+        """The step that this member computes was applied without it."""
         self._done: list[ShardWork] = []
         self._copied: set[int] = set()
         self._began_at = self._shard_s = self._helped_s = 0.0
@@ -57,7 +57,7 @@ class BackupWorkerReplica(SynchronousReplica):
     def helped(self) -> int:
         return int(self._count[0])
 
-    # --- as one that may be late -------------------------------------------------------------------------------------
+    # --- as a member that may be late --------------------------------------------------------------------------------
 
     def _begin(self, step: int) -> None:
         self._step, self._began_at, self._passed = step, time.perf_counter(), False
@@ -74,7 +74,7 @@ class BackupWorkerReplica(SynchronousReplica):
 
     def compute(self, step: int) -> None:
         super().compute(step)
-        if self._done:  # on a device a shard is done when its sum has come from there, not when it was asked for
+        if self._done:  # a device has computed a shard only when its sum has been copied from there
             self._shard_s = self._elapsed_s() / len(self._done)
 
     def _elapsed_s(self) -> float:
@@ -86,7 +86,7 @@ class BackupWorkerReplica(SynchronousReplica):
         return self._passed or any(first <= shard < end for first, end in looked.nodes)
 
     def _look_briefly(self) -> Inspected:
-        """Of one slice: what a member has pushed reaches all of them, or it has died."""
+        """Ask one slice: pushes of a member reach all slices, unless it dies."""
         found: list[Inspected] = []
         self._client.ask([_look], self.exchange.abort, lambda framed: found.append(framed.message))
         return found[0]
@@ -98,12 +98,12 @@ class BackupWorkerReplica(SynchronousReplica):
         return whole if len(self._done) == len(self._work_of(step).partials.work) else reached(self._done)
 
     def _leaves_out_somebody(self, step: int) -> bool:
-        return False  # all say that they have begun
+        return False  # all members send `StepBegun`
 
     def _measure(self, step: int) -> partial[Question]:
         return partial(measure_step, step, self._seat.generation, self.exchange.size)
 
-    # --- as one that helps -------------------------------------------------------------------------------------------
+    # --- as a helper -------------------------------------------------------------------------------------------------
 
     def commit(self, step: int) -> StepResult:
         self._helped_s = 0.0
@@ -118,18 +118,18 @@ class BackupWorkerReplica(SynchronousReplica):
         return partial(self._help, step, told)
 
     def _help(self, step: int, told: Collection[int]) -> float:
-        """Compute one shard of somebody who is late, if there is one. Returns after how long to look again."""
+        """Compute one shard of a late member, if there is one. Returns after how many seconds to look again."""
         shard_s = max(self._shard_s, SHORTEST_S)
         first_late_s = LATE * shard_s * min(end - first for first, end in self._seat.ranges)
         if self._elapsed_s() < first_late_s and len(self._done) == len(self._work_of(step).partials.work):
             return first_late_s - self._elapsed_s()
         looked = self._look_briefly()
-        if told or looked.version > step:  # its new values are on their way
+        if told or looked.version > step:  # the new values are on their way
             return LATER_S
         there = {shard for first, end in looked.nodes for shard in range(first, end)}
         missing = set(range(self._schedule.occupied(step))) - there
         if not missing:
-            if self.exchange.rank > 0:  # who was to say so may be the late one
+            if self.exchange.rank > 0:  # rank 0, which usually sends `ApplyStep`, may be the late member
                 self._go(step)
             return LATER_S
         ranges, rank = self._seat.ranges, self._seat.rank
@@ -153,7 +153,7 @@ class BackupWorkerReplica(SynchronousReplica):
         except Aborted:
             raise
         except Exception:
-            return  # if the shard itself is at fault, its owner will say so
+            return  # if the shard itself is at fault, its owner reports it
         finally:
             self.exchange.working(-1)
             self._helped_s += time.perf_counter() - started

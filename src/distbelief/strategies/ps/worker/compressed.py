@@ -1,18 +1,13 @@
-"""What a worker owes the servers, under names: in checkpoints, and shared out again when a run goes on from one.
+"""Compressed pushes, in all modes: a worker encodes what it pushes, and owes the rest (error feedback).
 
-ps:sync on a worker whose partial sums are compressed on their way to the servers.
+What an encoding loses is the worker's residual; it goes with the worker's next push, and is part of checkpoints. The
+residual of a worker that dies or leaves is lost. A run that is resumed with another number of workers gives the
+residual of rank r to rank r modulo that number.
 
-What an encoding loses is the worker's residual, and goes with its next partial sum. So what a shard gives depends on
-who computes it, and a step is one generation's: what the generation before has pushed of a step counts if it is all
-there, and else nothing of it does. A residual belongs to a number of applied steps (compression/residuals.py), so
-that a step which is begun again has consumed nothing.
-
-
-ps:async and ps:ssp on a worker whose gradients are compressed on their way to the servers.
-
-What an encoding loses is the worker's residual: it goes with its next update, and is part of checkpoints. With a worker
-that dies or leaves its residual is lost: what it has not sent of a few updates. A run that is resumed with another
-number of workers gives the residual of rank r to rank r modulo that number.
+In `ps:sync` what a shard gives depends on the worker that computes it. So a step belongs to one generation: what the
+generation before has pushed of a step counts if all of it is there; otherwise none of it does (`RestartStep`). A
+residual belongs to a number of applied steps (compression/residuals.py), so a step that begins again finds its residual
+again.
 """
 
 from __future__ import annotations
@@ -52,7 +47,7 @@ from distbelief.transport.shm.segment import Segment
 
 
 class OwedResiduals:
-    """Of one strategy, whoever owes it."""
+    """The residuals of all members under their names in checkpoints, and their distribution when a run goes on."""
 
     def __init__(self, layout: Layout, method: str) -> None:
         self.places: list[tuple[str, CompressedParameter]] = [
@@ -60,14 +55,14 @@ class OwedResiduals:
         ]
 
     def portions(self, tiles: Sequence[TilePortion]) -> list[OwingPortion]:
-        """Every member's tiles, and behind them what it owes."""
+        """Every member's portion: its tiles, then its residual."""
         return [
             OwingPortion(one, {f"{RESIDUAL}{rank}/{name}": (place.part, place.shape) for name, place in self.places})
             for rank, one in enumerate(tiles)
         ]
 
     def add(self, saved: Mapping[str, torch.Tensor], rank: int, size: int, into: torch.Tensor) -> None:
-        """What the member of that rank has to take over of what all had saved."""
+        """Add the saved residuals that the member of this rank takes over."""
         members = {int(name.removeprefix(RESIDUAL).partition("/")[0]) for name in saved if name.startswith(RESIDUAL)}
         for member in sorted(one for one in members if one % size == rank):
             for name, place in self.places:
@@ -77,29 +72,28 @@ class OwedResiduals:
     def add_once(
         self, begin_from: BeginFrom, applied: int, began: int, seat: tuple[int, int], into: torch.Tensor
     ) -> None:
-        """The same for a member that comes without a residual, where the parameters began at `began`, and are at
-        `applied`: if they have gone on since, or were saved there by others, those who owe it are there. `seat`: rank,
-        and of how many."""
+        """`add` for a member without a residual, if no step was applied since this life began (`began`); later the
+        members that had the residuals have pushed them. `seat`: (rank, number of members)."""
         if applied == began:
             self.add(saved_tensors(begin_from, applied), *seat, into)
 
 
 def uncompressed_notice(strategy: ParameterServerOptions) -> str:
-    """For people: nothing is compressed in shared memory."""
+    """A line for the user: nothing is compressed in shared memory."""
     return f"gradients stay in shared memory, so {strategy.compression} is off (it is on with tcp, or with always)"
 
 
 def saved_tensors(begin_from: BeginFrom, step: int) -> Mapping[str, torch.Tensor]:
-    """Of the checkpoint of exactly that step; empty, if there is none."""
+    """The tensors of the checkpoint of exactly this step; empty if there is none."""
     try:
         saved = begin_from(step) if step else None
-    except DistBeliefError:  # the run has gone on since the last one
+    except DistBeliefError:  # the run has gone on since the last checkpoint
         saved = None
     return saved.tensors if saved is not None and saved.step == step else {}
 
 
 Rests = dict[int, torch.Tensor]
-"""Tile -> what is owed of it."""
+"""Tile -> its residual."""
 
 
 class CompressedSynchronousReplica(SynchronousReplica):
@@ -110,23 +104,23 @@ class CompressedSynchronousReplica(SynchronousReplica):
         fetch: FetchBatch, tables: RemoteTables, strategy: ParameterServerOptions, begin_from: BeginFrom,
     ) -> None:  # fmt: skip
         self._arrivals: list[tuple[float, int]] = []
-        """When the values of a slice came, and how many bytes."""
+        """(time, bytes) of every slice whose values came."""
         super().__init__(computer, recipe, schedule, seat, exchange, fetch, tables)
         layout = computer.layout
         self._strategy = strategy
         self._codings = [PushCoding(strategy.compression, shape, layout) for shape in self._slices]
         self._slot_tiles: dict[int, list[torch.Tensor]] = {}
         self._outboxes: dict[tuple[int, int], torch.Tensor] = {}
-        """(slot, slice) -> what is sent of it."""
+        """(slot, slice) -> the memory of its encoded stretch."""
         self._owed = OwedResiduals(layout, strategy.compression)
         self._residuals = Residuals(exchange.own, layout.size_bytes // 4)
         self._switch = Switch(strategy.compression)
         self._packing = True
         self._encodes = False
-        """Whether this step is computed here, and not only applied."""
+        """Whether this member computes shards of the step, and does not only wait for it."""
         self._codec_s, self._decode_s = 0.0, 0.0
         self._sent = np.zeros(2, np.int64)
-        """Bytes of this step, and what they would have been uncompressed."""
+        """Bytes that were pushed in this step, and their number without compression."""
         self._take_up(begin_from)
 
     def _begin_generation(self, step: int, complete: bool) -> None:
@@ -138,8 +132,8 @@ class CompressedSynchronousReplica(SynchronousReplica):
             self._client.settle(self.exchange.abort)
 
     def _take_up(self, begin_from: BeginFrom) -> None:
-        """Where the parameters have begun anew, and nobody has gone on from there, what was owed then is owed again.
-        Whoever comes later owes nothing."""
+        """If a life begins here and no step was applied in it, take over saved residuals. A member that joins later
+        begins without one."""
         life = np.frombuffer(self.exchange.memory("life of residuals", 8).buffer, np.int64, 1)
         knows = life[0] == self._client.life
         nobody = not any(self.exchange.gather(b"known" if knows else b""))
@@ -185,7 +179,8 @@ class CompressedSynchronousReplica(SynchronousReplica):
 
     @contextmanager
     def _without(self, coding: PushCoding, rests: Rests, touched: np.ndarray) -> Iterator[None]:
-        """What is owed of parameters that I have not touched stays: it may be that nobody uses what is sent of them."""
+        """Keep the residuals of parameters that this member has not touched: a slice may not use what is sent for
+        them."""
         pieces = self._computer.layout.pieces
         kept = [
             (part, part.clone())
@@ -201,7 +196,7 @@ class CompressedSynchronousReplica(SynchronousReplica):
             part.copy_(before)
 
     def _sent_tiles(self, slot: int) -> list[torch.Tensor]:
-        """A partial sum where it is sent from."""
+        """A partial sum in the memory from which it is sent."""
         if slot not in self._slot_tiles:
             segment, _ = self.exchange.slot(slot)
             tiles = self._computer.layout.tiles
@@ -215,7 +210,7 @@ class CompressedSynchronousReplica(SynchronousReplica):
 
     @cached_property
     def _rests(self) -> list[Rests]:
-        """Of both copies of the residual."""
+        """Both copies of the residual, by tile."""
         tiles = self._computer.layout.tiles
         coded = [tile for coding in self._codings for tile in coding.coded]
         return [
@@ -235,14 +230,14 @@ class CompressedSynchronousReplica(SynchronousReplica):
             self._measure_codec()
         return result
 
-    # --- whether it pays ---------------------------------------------------------------------------------------------
+    # --- whether compression pays ------------------------------------------------------------------------------------
 
     def _take(self, message: PulledValues, payload: Any) -> None:
         super()._take(message, payload)
         self._arrivals.append((time.perf_counter(), self._slices[message.slice].value_bytes))
 
     def _measure_codec(self) -> None:
-        """The link is measured where bytes alone are waited for: from the first slice that was fetched to the last."""
+        """Measure the link where members wait only for bytes: from the first slice that came to the last."""
         if self._strategy.always or len(self._arrivals) < 2:
             return
         plain = int(self._sent[1])
@@ -260,7 +255,7 @@ class CompressedSynchronousReplica(SynchronousReplica):
             self.news.append(f"worker {self._seat.worker}: {self._switch.why}")
 
     def _decoding_s(self) -> float:
-        """What servers take for one partial sum, measured here once."""
+        """The time that servers need to decode a partial sum, measured here once."""
         if not self._decode_s:
             out = {tile: torch.empty_like(part) for tile, part in enumerate(self._sent_tiles(0))}
             started = time.perf_counter()
@@ -270,7 +265,7 @@ class CompressedSynchronousReplica(SynchronousReplica):
         return self._decode_s
 
     def _probe(self) -> float:
-        """What encoding and decoding the partial sum in my first slot would take."""
+        """The time to encode and decode the partial sum in this member's first slot."""
         parts = dict(enumerate(self._sent_tiles(0)))
         rests = {tile: torch.zeros_like(rest) for tile, rest in self._rests[0].items()}
         started = time.perf_counter()
@@ -306,7 +301,7 @@ _HEAD = 4096
 
 class CompressedAsynchronousReplica(AsynchronousReplica):
     _fetched_s = 0.0
-    """What the last fetch took."""
+    """The time of the last pull."""
 
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServerExchange,
@@ -323,7 +318,7 @@ class CompressedAsynchronousReplica(AsynchronousReplica):
         memory = exchange.memory("residuals of pushes", _HEAD + 4 * elements)
         self._life = np.frombuffer(memory.buffer, np.int64, 1)
         self._bytes = np.frombuffer(memory.buffer, np.int64, 2, 8)
-        """Sent, and what they would have been uncompressed."""
+        """Bytes that were pushed, and their number without compression."""
         self._residual = memory.tensor(torch.float32, _HEAD, elements)
         self._rests = {
             tile: self._residual[at : at + layout.tiles[tile].numel]
@@ -337,7 +332,7 @@ class CompressedAsynchronousReplica(AsynchronousReplica):
         self._take_up(begin_from)
 
     def _take_up(self, begin_from: BeginFrom) -> None:
-        """Where the parameters have begun from a checkpoint, what was owed then is owed again."""
+        """If a life begins, take over saved residuals."""
         life = self._client.life
         if self._life[0] == life:
             return
@@ -373,7 +368,7 @@ class CompressedAsynchronousReplica(AsynchronousReplica):
                 parts[tile].add_(rest)
                 rest.zero_()
             super()._push(lease, slot, name, touched)
-        for part, rest in zip(untouched, before, strict=True):  # what was sent of theirs was not used
+        for part, rest in zip(untouched, before, strict=True):  # servers did not use what was sent for them
             self._residual[part].copy_(rest)
         self._count(packing, encoded_s if packing or self._switch.probe_due else None)
 
@@ -386,7 +381,7 @@ class CompressedAsynchronousReplica(AsynchronousReplica):
         self._client.settle(self._abort)
 
     def _count(self, packing: bool, encoded_s: float | None) -> None:
-        """The link is measured where bytes alone are waited for: by the last fetch."""
+        """Measure the link where the worker waits only for bytes: by the last pull."""
         plain = sum(coding.plain_bytes for coding in self._codings)
         coded = sum(coding.size_bytes for coding in self._codings)
         self._bytes += (coded if packing else plain, plain)
@@ -399,7 +394,7 @@ class CompressedAsynchronousReplica(AsynchronousReplica):
             self.news.append(f"worker {self._seat.worker}: {self._switch.why}")
 
     def _decoding_s(self) -> float:
-        """What a server takes for it, measured here once."""
+        """The time that servers need to decode a push, measured here once."""
         if not self._decode_s:
             out = {tile: torch.empty_like(part) for tile, part in enumerate(self._tiles(self.exchange.slot(0)[0]))}
             started = time.perf_counter()
@@ -408,7 +403,7 @@ class CompressedAsynchronousReplica(AsynchronousReplica):
             self._decode_s = time.perf_counter() - started
         return self._decode_s
 
-    # --- for people --------------------------------------------------------------------------------------------------
+    # --- for the user ------------------------------------------------------------------------------------------------
 
     def traffic(self) -> tuple[int, int]:
         return int(self._bytes[0]), int(self._bytes[1])

@@ -1,10 +1,9 @@
-"""The members of a generation under parameter servers: they meet rarely, and each talks to the servers.
+"""How the members of a generation exchange bytes under parameter servers: rarely with each other, mostly with the
+servers.
 
-A member under parameter servers that computes on an accelerator.
-
-What servers read and show is in the host's memory. The device has the copy of the parameters that shards are computed
-with, and partial sums, which are added up there. What is pushed is copied to the host first, once for all shards that
-are in it; values come straight from the servers' memory where that can be mapped.
+On an accelerator (`DeviceServerExchange`) shards are computed and summed on the device, which has a copy of the
+parameters. A partial sum is copied to the host's memory once, when all its shards are in it, and pushed from there.
+Values come straight from the servers' memory if that can be mapped.
 """
 
 from __future__ import annotations
@@ -32,26 +31,27 @@ from distbelief.transport.shm.segment import Memory, Segment, SegmentClient
 
 @dataclass
 class ServerExchange:
-    """See `Group`. On one host the members' slots are in memory that servers map too; else they are their own."""
+    """See `Group`. On one host the members' slots are in memory that servers can map, too; otherwise they are
+    private."""
 
     rank: int
     size: int
     meet: Callable[[], TorchGroup] | SharedExchange
-    """How the members meet. In shared memory nobody waits for that; over the network all must come, so it is done only
-    when they have something to tell each other."""
+    """How the members meet. In shared memory no member waits for the others. Over the network all must connect, so
+    they do so only when one of them calls `gather`."""
     client: ServerClient
     abort: Abort
     slot_bytes: int
     segments: SegmentClient | None
-    """Of the host that the servers are on too; None: their memory cannot be mapped."""
+    """Of the host, if the servers are on it, too; None: the servers' memory cannot be mapped."""
     own: dict[str, Segment]
-    """What this process keeps from one generation to the next."""
+    """Memory that this process keeps from one generation to the next."""
     shares_state: bool = False
     backups: Backups | None = None
     apart: ClassVar[bool] = False
-    """Whether sums and values are somewhere else than in the host's memory."""
+    """Whether sums and values are in a device's memory."""
     grain_bytes: ClassVar[int] = 1
-    """How much of a sum is worth an operation of its own. Here every tile is, while it is in the cache."""
+    """The least bytes of a sum for an operation of its own. Here every tile gets one, while it is in the cache."""
     _slots: dict[int, Segment] = field(default_factory=dict)
     _meeting: bool = False
 
@@ -94,7 +94,7 @@ class ServerExchange:
             self.meet.working_on(step, shard)
 
     def slot(self, index: int) -> tuple[Segment, str]:
-        """Memory for partial sums, and the name under which servers find it; no name: only this process can see it."""
+        """(memory for partial sums, the name under which servers map it; empty: only this process has it)"""
         if isinstance(self.meet, SharedExchange):
             return self.meet.slot(index), self.meet.slot_name(index)
         if index not in self._slots:
@@ -102,14 +102,14 @@ class ServerExchange:
         return self._slots[index], ""
 
     def room(self, index: int) -> Memory:
-        """Where the partial sum of that slot is computed: here it is the slot itself."""
+        """The memory in which the partial sum of this slot is computed: here the slot itself."""
         return self.slot(index)[0]
 
     def bring(self, index: int) -> None:
-        """Let the slot have what was computed in its room. Before anybody reads it."""
+        """Copy a computed sum from its room into the slot, before the slot is read."""
 
     def values(self, size_bytes: int) -> Memory:
-        """Where this process has its copy of the parameters, from one generation to the next."""
+        """The memory of this process's copy of the parameters, kept from one generation to the next."""
         return self.memory("values", size_bytes)
 
     def memory(self, name: str, size_bytes: int) -> Segment:
@@ -120,11 +120,11 @@ class ServerExchange:
 
     @property
     def maps(self) -> bool:
-        """Whether it can read the servers' memory."""
+        """Whether this process can map the servers' memory."""
         return self.segments is not None
 
     def server_memory(self, name: str) -> Segment:
-        """Where a server has the values of a slice."""
+        """The memory in which a server has the values of a slice."""
         assert self.segments is not None
         return self.segments.segment(name)
 
@@ -141,11 +141,11 @@ class ServerExchange:
 
 @dataclass(kw_only=True)
 class DeviceServerExchange(ServerExchange):
-    """See `ServerExchange`. Copies have come to their end when a method returns."""
+    """On an accelerator. Copies are complete when a method returns."""
 
     device: torch.device
     kept: dict[str, Memory]
-    """What this process keeps on the device from one generation to the next."""
+    """Memory that this process keeps on the device from one generation to the next."""
     apart: ClassVar[bool] = True
     grain_bytes: ClassVar[int] = STRETCH_BYTES
     _rooms: dict[int, DeviceMemory] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class DeviceServerExchange(ServerExchange):
         return self.kept["values"]
 
     def server_memory(self, name: str) -> Segment:
-        if name not in self._opened:  # it is held: what nobody holds is not pinned any more
+        if name not in self._opened:  # keep it: memory without a reference is not pinned any more
             self._opened[name] = self._pinned(super().server_memory(name))
         return self._opened[name]
 

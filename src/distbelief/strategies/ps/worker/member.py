@@ -1,13 +1,11 @@
-"""A worker's parameters in the servers' own memory, on one host: what a server has updated need not be copied.
+"""What a worker has in all modes of parameter servers: a copy of the values, and what it remembers of the run.
 
-Whole pages of a slice are mapped to their places among the worker's values; the few bytes at its ends, which share a
-page with the next slice, are copied. That is right only where no server changes values with which somebody may still
-compute: under `ps:sync` a step is applied when all sums of it are there, and then nobody needs the values before it.
-A member whose part others have computed may see a mixture, and what it makes of that counts for nothing.
-
-
-What a worker under parameter servers has, whether or not workers do steps together: a copy of the values, and what
-is kept of the run. The state itself is on the servers, and is read from them for a checkpoint.
+The state itself is on the servers; a checkpoint reads it from there. In `ps:sync` on one host the worker's values are
+the servers' own memory (`MappedValues`): whole pages of a slice are mapped to their place among the worker's values,
+and the few bytes at its ends, which share a page with the next slice, are copied. That is right only if no server
+changes values with which a worker still computes. In `ps:sync` a server applies a step when all its sums are there, and
+then no worker needs the values before it. A member whose shards others have computed may see a mixture; what it
+computes from that counts for nothing.
 """
 
 from __future__ import annotations
@@ -47,11 +45,11 @@ from distbelief.strategies.ps.worker.exchange import ServerExchange
 from distbelief.transport.shm.segment import Memory, Segment
 
 SUPPORTED = mmap.PAGESIZE == VALUES_AT
-"""Values lie as far into a page as in the layout."""
+"""Whether values lie as far into a page as in the layout, so that whole pages can be mapped."""
 
 
 def whole_pages(shape: SliceShape) -> Range:
-    """The bytes of the layout that are pages of this slice alone. Empty, where a slice is too small for one."""
+    """The bytes of the layout that are whole pages of this slice. Empty if the slice is smaller than a page."""
     first = -(-shape.first_byte // VALUES_AT) * VALUES_AT
     return first, max(shape.end_byte // VALUES_AT * VALUES_AT, first)
 
@@ -61,11 +59,12 @@ class MappedValues:
         self._values = values
         self._server_memory = server_memory
         self._shown: dict[int, str] = {}
-        """By slice: whose memory is mapped."""
+        """Slice -> the name of the mapped memory."""
         self._ends: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def take(self, shape: SliceShape, name: str) -> None:
-        """Have the values of a slice that lie in the memory of that name."""
+        """Map the values of a slice from the memory of this name, and copy the ends that share a page with other
+        slices."""
         if self._shown.get(shape.number) != name:
             self._map(shape, self._server_memory(name))
             self._shown[shape.number] = name
@@ -91,24 +90,24 @@ REMEMBERED = 1024  # steps, as the servers remember
 
 
 class AlreadyCopied:
-    """See `Copying`."""
+    """See `Copying`: a copy that is complete when it is made."""
 
     def __init__(self, outside: Mapping[str, torch.Tensor], waited_s: float) -> None:
         self.outside = outside
         self.waited_s = waited_s
 
     def run(self) -> None:
-        """All of it is there."""
+        """Nothing is left to do."""
 
     def finish(self) -> None:
-        """All of it is there."""
+        """Nothing is left to do."""
 
 
 class ParameterServerMember:
-    """The part of `Seated` that does not depend on how workers go on."""
+    """The part of `Seated` that is the same in `ps:sync` and in the asynchronous modes."""
 
     _maps_values = False
-    """On one host its values are the servers' memory."""
+    """On one host the worker's values are the servers' memory (`MappedValues`)."""
 
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Schedule, seat: Seat, exchange: ServerExchange,
@@ -128,7 +127,7 @@ class ParameterServerMember:
         self._values: Memory
         self._mapped: MappedValues | None = None
         if self._maps_values and exchange.maps and not exchange.apart and SUPPORTED:
-            # Not the same memory: a later generation that copies values must not write to that of a server.
+            # Memory of its own: a later generation that copies values must not write into a server's memory.
             mapped = exchange.memory("mapped values", computer.layout.size_bytes)
             self._mapped = MappedValues(mapped, exchange.server_memory)
             self._values = mapped
@@ -142,10 +141,10 @@ class ParameterServerMember:
         self._note: tuple[int, bytes] = (-1, b"")
         self._applied = 0
         self._reached = np.frombuffer(exchange.memory("reached", 8).buffer, np.int64, 1)
-        """The furthest step that this process has seen applied, in any generation."""
+        """The number of steps that this process has seen applied, in any generation."""
         self._rolled_back: RolledBack | None = None
         self.news: list[str] = []
-        """What people should know."""
+        """Lines for the user."""
 
     def _check_slices(self, besides: int = 0) -> None:
         there = self._client.slices(self.exchange.abort) - besides
@@ -154,13 +153,13 @@ class ParameterServerMember:
             raise DistBeliefError(f"the servers have {there} slices, this worker {mine}: not the same job")
 
     def _note_rollback(self) -> None:
-        """When it has joined, and not before: a generation that is given up on the way tells nobody of it."""
+        """Called when the member has joined: a generation that is given up before reports no rollback."""
         if self._applied < self._reached[0]:
             self._rolled_back = RolledBack(int(self._reached[0]), self._applied, "checkpoint")
         self._reached[0] = self._applied
 
     def _take(self, message: PulledValues, payload: Any) -> None:
-        """Have the values of a slice that was fetched."""
+        """Take the values of a slice that was pulled."""
         shape = self._slices[message.slice]
         if self._mapped:
             self._mapped.take(shape, message.segment)
@@ -206,7 +205,7 @@ class ParameterServerMember:
 
     @cached_property
     def _portions(self) -> list[TilePortion]:
-        """Every member saves some slices; the first one also what lies in no tile."""
+        """Every member saves some slices; rank 0 also saves what lies in no tile."""
         size, outside = self.exchange.size, whole_entries(self._outside())
         return [
             TilePortion(
@@ -221,7 +220,7 @@ class ParameterServerMember:
 
     def portions(self) -> Sequence[Portion]:
         dense = self._dense_portions()
-        if self._tables.slices:  # rows become more with every step
+        if self._tables.slices:  # their number of rows grows with every step
             size, specs, counts = self.exchange.size, self._tables.specs, self._tables.counts(self._applied)
             self._with_tables = [
                 PortionWithTables(one, specs, counts, range(rank, len(counts), size)) for rank, one in enumerate(dense)
@@ -233,7 +232,7 @@ class ParameterServerMember:
         return self._portions
 
     def _read_portion(self, into: Segment, version: int, abort: Stop) -> AlreadyCopied:
-        """My portion of the servers' state, at once. `version`: that the slices must have."""
+        """Read this member's portion of the servers' state. `version`: the version that the slices must have."""
         started, rank = time.perf_counter(), self.exchange.rank
         portion, shapes = self._portions[rank], self._slices[rank :: self.exchange.size]
         missing: list[int] = []
@@ -267,7 +266,7 @@ class ParameterServerMember:
     def weights_sha256(self) -> str:
         if not self._tables.slices:
             return self._whole.sha256()
-        # What lies on the servers is nobody's own: who has saved it tells of it.
+        # The rows lie on servers: rank 0, which has saved them, has their hash.
         return self._digest if self.exchange.rank == 0 else ""
 
 

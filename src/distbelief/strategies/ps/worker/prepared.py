@@ -1,4 +1,4 @@
-"""ps on one worker or server, before it has a seat: the model made and laid out, and where it is cut into slices."""
+"""`ps` on a worker or server before it has a seat: the model, its layout and its slices; `build` makes the replica."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PreparedParameterServer(UsesServers, PreparedAllReduce):
 
     @cached_property
     def parameters(self) -> int:
-        """Of tables all rows that there can be."""
+        """Tables count with all their rows."""
         return sum(p.numel() for p in self._computer.parameters) + sum(s.form.rows * s.form.width for s in self.tables)
 
     def least_bytes(self) -> int:
@@ -80,12 +80,12 @@ class PreparedParameterServer(UsesServers, PreparedAllReduce):
         return cut(self._layout, self._recipe)
 
     def table_slices(self) -> range:
-        """Those of the tables come after those of the dense parameters."""
+        """The numbers of the slices of tables, which come after the slices of dense parameters."""
         first = len(self.slices())
         return range(first, first + self.table_parts)
 
     def integer_numbers(self, content: bytes) -> np.ndarray:
-        """The integer buffers as numbers, each as int64."""
+        """The integer buffers as int64."""
         found = []
         for _, buffer in self.model.named_buffers():
             if not buffer.is_floating_point() and buffer.numel():
@@ -103,7 +103,7 @@ class PreparedParameterServer(UsesServers, PreparedAllReduce):
         return self._recipe
 
     def first_state(self, begin_from: BeginFrom) -> ReplicaState:
-        """All of what the servers begin with, in memory of its own."""
+        """The whole first state of the servers, in private memory."""
         alone = SingleMemberExchange(replace(self.geometry([(0, self._schedule.shards)]), slots=[0]))
         state = ReplicaState(self._layout, self._recipe, alone, len(self._computer.integer_bytes()))
         agree_on_state(state, alone, self._computer, self._recipe, begin_from)
@@ -112,7 +112,8 @@ class PreparedParameterServer(UsesServers, PreparedAllReduce):
     def build(  # type: ignore[override]
         self, seat: Seat, exchange: Any, fetch: Fetch, begin_from: BeginFrom = nothing_saved
     ) -> SynchronousReplica | AsynchronousReplica | DataParallelReplica:
-        """Without servers (one process that computes a step again) it is allreduce: the bits are the same."""
+        """Without servers (one process that computes a step again) the replica is that of allreduce: the bits are the
+        same."""
         if not isinstance(exchange, ServerExchange):
             if self.tables:
                 raise JobError(

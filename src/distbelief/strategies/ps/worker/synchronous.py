@@ -1,8 +1,8 @@
-"""ps:sync on a worker: shards are computed as in allreduce; the sums go to servers, which apply the step.
+"""`ps:sync` on a worker: it computes shards as in allreduce, and pushes partial sums to servers, which apply the step.
 
-Workers hold no state: their parameters are a copy of what the servers have, or on one host the servers' own memory. So
-a worker's death costs nothing but its part of the step under way: partial sums that had reached the servers count,
-whoever made them, and the others compute what is missing.
+Workers hold no state: their parameters are a copy of the servers', or on one host the servers' own memory. So a
+worker's death costs only its part of the step under way: partial sums that have reached the servers count, and the
+other members compute the missing shards.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ from distbelief.transport.shm.segment import Segment
 
 
 class _Found(msgspec.Struct):
-    """What the member of rank 0 found on the servers when its generation began: all members go on from it."""
+    """What rank 0 found on the servers when the generation began: all members go on from it."""
 
     version: int
     nodes: list[Range]
-    """Partial sums of the next step that every slice has."""
+    """The shards of the next step that every slice has."""
 
 
 class SynchronousReplica(ParameterServerMember):
@@ -80,12 +80,11 @@ class SynchronousReplica(ParameterServerMember):
         self._rows = np.zeros((schedule.shards, ROW))
         self._touched = np.zeros(len(computer.layout.entries), np.uint8)
         self._pushed: set[tuple[Range, int]] = set()
-        """(partial sum, slice) of this step."""
+        """(partial sum, slice): pushes of this step that are done already."""
         self._slice_of = {tile: shape.number for shape in self._slices for tile in shape.tiles}
-        # Over a network bytes travel while the rest is computed. In shared memory nothing travels, and the processor
-        # is better left to those who compute. The first slice goes last, with what is known at the end, and buffers
-        # are only known then.
-        # A device has done its backward pass long before the bytes are sent.
+        # Over a network, slices are pushed while the rest of the backward pass is computed. In shared memory no bytes
+        # travel, and pushes would only take processor time. A device is done long before the bytes are sent. The first
+        # slice goes last, with the loss rows, and so do slices with buffers, which are not known earlier.
         last = computer.layout.parameter_tiles
         early = [shape for shape in self._slices[1:] if shape.tiles.stop <= last]
         early = [] if exchange.maps or exchange.apart else early
@@ -98,10 +97,10 @@ class SynchronousReplica(ParameterServerMember):
         self._join()
 
     def _join(self) -> None:
-        """Go on from where the servers are."""
+        """Go on from the step at which the servers are."""
         self._client.restart()
         self._check_slices()
-        self.exchange.gather(b"")  # everybody has left the generation before
+        self.exchange.gather(b"")  # all members have left the generation before
         looked = self._look()
         found = _Found(min(one.version for one in looked), shards_on_all_slices(looked, self._schedule.shards))
         found = msgspec.msgpack.decode(self.exchange.gather(msgspec.msgpack.encode(found))[0], type=_Found)
@@ -120,15 +119,15 @@ class SynchronousReplica(ParameterServerMember):
                 self._takeover = (step, work)
             complete = work.recomputed == 0
             self._begin_generation(step, complete)
-        if complete:  # some slices may have applied it already: nothing is computed before all have
+        if complete:  # some slices may have applied the step already: members wait until all have
             self._computer.commit_integers(first.integers or None)
         else:
             self._bring(found.version)
-        self.exchange.gather(b"")  # nobody goes on before all know where they are
+        self.exchange.gather(b"")  # no member goes on before all know the step
         self._note_rollback()
 
     def _begin_generation(self, step: int, complete: bool) -> None:
-        """Before anybody of this generation goes on. `complete`: all partial sums of the step are there."""
+        """Called before a member of this generation goes on. `complete`: all partial sums of the step are there."""
 
     def _look(self) -> list[Inspected]:
         found: dict[int, Inspected] = {}
@@ -187,22 +186,23 @@ class SynchronousReplica(ParameterServerMember):
             self.exchange.bring(slot)
 
     def _begin(self, step: int) -> None:
-        """A step begins: for members that tell others."""
+        """A step begins; for subclasses."""
 
     def _units(self, step: int) -> Iterable[ShardWork]:
-        """What this member computes, in that order."""
+        """The shards that this member computes, in order."""
         return self._work_of(step).partials.work
 
     def _sums(self, step: int) -> dict[Range, int]:
-        """What it has computed -> in which slot the sum is."""
+        """Partial sum that this member has computed -> its slot."""
         return self._work_of(step).partials.results
 
     def _meanwhile(self, step: int, told: Collection[int]) -> Idle | None:
-        """What this member does while it waits for others. `told`: slices whose new values have come."""
+        """What this member does while it waits for others; for subclasses. `told`: slices whose new values have
+        come."""
         return None
 
     def _compute_unit(self, step: int, unit: ShardWork, done: Sequence[tuple[Range, int]]) -> None:
-        """`done`: the partial sums that are complete with it, and their slots."""
+        """`done`: the partial sums that are complete with this shard, and their slots."""
         ahead, self._ahead = self._ahead, (-1, None)
         self.exchange.working(unit.shard)
         batch, samples = ahead[1] if ahead[0] == step else self._fetch(step, unit.shard, unit.shard + 1)
@@ -233,7 +233,7 @@ class SynchronousReplica(ParameterServerMember):
         self._row_gradients[unit.shard] = result.rows
 
     def _parts(self, slot: int) -> list[torch.Tensor]:
-        """What is computed of a partial sum, in the pieces in which it is added up."""
+        """The memory of a slot, in the pieces in which sums are added up."""
         if slot not in self._rooms:
             room = self.exchange.room(slot)
             self._rooms[slot] = [room.tensor(s.dtype, s.offset_bytes, s.numel) for s in self._grain]
@@ -241,7 +241,9 @@ class SynchronousReplica(ParameterServerMember):
 
     def commit(self, step: int) -> StepResult:
         started = time.perf_counter()
-        if self._leaves_out_somebody(step):  # nothing holds the others back until it, too, has all of the step before
+        if self._leaves_out_somebody(
+            step
+        ):  # it does not hold the others back by itself, and may lack values of this step
             self.exchange.gather(b"")
         for node, slot in self._sums(step).items():
             self._push(step, node, slot)
@@ -260,17 +262,17 @@ class SynchronousReplica(ParameterServerMember):
         return result
 
     def _sending(self, step: int) -> None:
-        """All of the step is pushed, and slice 0's part has not left yet."""
+        """All of the step is pushed, but slice 0's part has not left yet; for subclasses."""
 
     def _go(self, step: int, idle: Idle | None = None) -> None:
-        """Have the step applied."""
+        """Tell all slices to apply the step."""
         factor = self._limit(step, idle)
         for number in self._everything:
             self._client.push(number, ApplyStep(step, factor))
         self._client.flush()
 
     def _push_early(self, step: int, number: int, done: Sequence[tuple[Range, int]]) -> None:
-        """While the rest of the backward pass is computed."""
+        """Push a slice while the rest of the backward pass is computed."""
         touched = self._touched.copy()
         now = self._computer.touched_so_far()  # final for the entries of this slice
         touched[: len(now)] |= now
@@ -283,7 +285,7 @@ class SynchronousReplica(ParameterServerMember):
         self, step: int, node: Range, slot: int, touched: np.ndarray | None = None,
         slices: Sequence[SliceShape] | None = None,
     ) -> None:  # fmt: skip
-        """To these slices, or to all that do not have it yet."""
+        """Push a partial sum to these slices, or to all that do not have it yet."""
         if slices is None:
             slices = [shape for shape in self._slices if (node, shape.number) not in self._pushed]
         _, name = self.exchange.slot(slot)
@@ -293,20 +295,20 @@ class SynchronousReplica(ParameterServerMember):
         integers = self._computer.integer_bytes() if node[0] == 0 else b""
         first = PartialSum(step, *node, rows.tobytes(), marks, integers, name)
         rows = rows.copy()
-        rows[:, INTEGERS] = 0.0  # known after the backward pass only, and the first slice looks at them for all
+        rows[:, INTEGERS] = 0.0  # known only after the backward pass; slice 0 checks them for all
         others = PartialSum(step, *node, rows.tobytes(), marks, b"", name)
         for shape in slices:
             content, payload = self._packed(others if shape.number else first, shape, slot, touched)
             self._client.push(shape.number, content, payload)
 
     def _packed(self, node: PartialSum, shape: SliceShape, slot: int, touched: np.ndarray) -> tuple[PartialSum, Any]:
-        """A slice's stretch of a partial sum as it is sent, and the frame, if there is one."""
+        """The message for a slice's stretch of a partial sum, and the payload, if it has one."""
         segment, name = self.exchange.slot(slot)
         return node, None if name else segment.view(shape.first_byte, shape.value_bytes)
 
     def _limit(self, step: int, idle: Idle | None = None) -> float:
-        """What the gradients are multiplied by. It is known when all slices have all sums of the step: so this is also
-        how the first member learns that the step may be applied."""
+        """The factor of the gradients (clipping by global norm). Its questions are answered when all slices have all
+        sums of the step, so rank 0 also learns here that the step may be applied."""
         squares: dict[int, list[float]] = {}
 
         def measured(framed: Framed) -> None:
@@ -323,7 +325,7 @@ class SynchronousReplica(ParameterServerMember):
         return partial(measure_step, step, 0, 0)
 
     def _bring(self, version: int) -> StepResult | None:
-        """Bring the values to that version. Returns what the step before it gave, if the servers still know."""
+        """Pull the values of this version. Returns the result of the step before it, if the servers still know it."""
         told: dict[int, PulledValues] = {}
 
         def fetched(framed: Framed) -> None:
@@ -332,7 +334,7 @@ class SynchronousReplica(ParameterServerMember):
             if message.version >= 0:
                 self._take(message, framed.payload)
 
-        dense = range(len(self._slices))  # rows are brought when they are wanted
+        dense = range(len(self._slices))  # rows of tables are pulled by the forward pass
         self._ask(partial(_fetch, version, not self.exchange.maps), fetched, dense, self._meanwhile(version - 1, told))
         first = told[0]
         rows = np.frombuffer(first.rows).reshape(-1, ROW) if first.rows else None
@@ -352,14 +354,14 @@ class SynchronousReplica(ParameterServerMember):
             self._past.append(Applied(step, given.loss, given.samples, given.fingerprint, generation, at))
 
     def _look_ahead(self, step: int) -> None:
-        """Fetch the next step's first batch while servers and others finish this one."""
+        """Load the first batch of the next step while servers and other members finish this one."""
         if step < self._seat.steps:
             work = self._work(self._schedule.occupied(step)).partials.work
             if work:
                 self._ahead = (step, self._fetch(step, work[0].shard, work[0].shard + 1))
 
     def copy_portion(self, applied: int, into: Segment) -> AlreadyCopied:
-        """Nobody can change the servers' state before this member has gone on."""
+        """The servers' state cannot change before this member goes on."""
         return self._read_portion(into, applied, self.exchange.abort)
 
 

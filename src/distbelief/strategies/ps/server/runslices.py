@@ -1,5 +1,6 @@
-"""The slices of `ps` on a server: dense parameters, parts of sparse tables, and the ledger of leases; and what they
-begin with."""
+"""The slices of a run of `ps` on a server, and their first state: slices of dense parameters, then parts of the sparse
+tables, then in `ps:async` and `ps:ssp` the slice of leases.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from distbelief.strategies.ps.rules.leases import LeaseTerms
 from distbelief.strategies.ps.rules.slicing import SliceShape
 from distbelief.strategies.ps.server import process
 from distbelief.strategies.ps.server.asyncslice import AsynchronousSlice, LeaseSlice
-from distbelief.strategies.ps.server.process import LEDGER_BYTES, SliceSource
+from distbelief.strategies.ps.server.process import SMALL_SLICE_BYTES, SliceSource
 from distbelief.strategies.ps.server.slicememory import SliceMemory
 from distbelief.strategies.ps.server.stores import SliceStore
 from distbelief.strategies.ps.server.syncslice import SumMemory, SynchronousSlice
@@ -25,7 +26,7 @@ from distbelief.strategies.ps.worker.prepared import PreparedParameterServer
 from distbelief.transport.shm.segment import Segment
 
 
-class RunStores(SliceSource):
+class RunSlices(SliceSource):
     messages = RUN_MESSAGES
 
     def __init__(self, host: ServerHost, loaded: ServerJob) -> None:
@@ -42,16 +43,16 @@ class RunStores(SliceSource):
         self._table_slices, parts = prepared.table_slices(), prepared.table_parts
         # How many rows there will be, nobody knows: a part weighs as much as another slice, so that all are spread.
         self.sizes += [sum(self.sizes) // len(self.sizes)] * parts
-        self._ledger = len(self.sizes)
+        self._leases = len(self.sizes)
         if not self._strategy.waits:
-            self.sizes.append(LEDGER_BYTES)
+            self.sizes.append(SMALL_SLICE_BYTES)
         self._first: tuple[int, ReplicaState, SavedTables] | None = None
 
     def make(self, number: int, first: bool) -> tuple[SliceStore, str]:
         """`first`: with the values that the parameters have when this life begins."""
         if number in self._table_slices:
             return self._made_tables(number - len(self._shapes), first), ""
-        if number == self._ledger:
+        if number == self._leases:
             return LeaseSlice(self._terms(self._begun()[0].steps_applied if first else 0)), ""
         shape, prepared = self._shapes[number], self._prepared
         values, name = self._segment(number, shape.value_bytes)
@@ -125,4 +126,4 @@ class RunStores(SliceSource):
 
 def serve(host: ServerHost) -> int:
     """The process of a parameter server of `ps`."""
-    return process.serve(host, lambda host: RunStores(host, host.load()))
+    return process.serve(host, lambda host: RunSlices(host, host.load()))
