@@ -1,4 +1,4 @@
-"""Who computes which shards: contiguous ranges in rank order. Pure arithmetic; knows no workers, only their shares."""
+"""The assignment of shards: one contiguous range per rank. Arithmetic on shares; it knows no workers."""
 
 from __future__ import annotations
 

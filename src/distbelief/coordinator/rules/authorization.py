@@ -1,4 +1,7 @@
-"""Who may say what to the coordinator: members speak for themselves, owners of the run for the rest. Pure."""
+"""Authorization: which sender may send which event. Members report for themselves; owners and agents send the rest.
+
+A file of its own so that a security review finds the whole rule; docs/security.md refers to it.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,11 @@ FROM_WORKERS = (
     m.SaveFailed,
     m.SaveMissed,
 )
-"""What a worker says itself; its exit is told by the engine."""
+"""What a worker reports itself; its exit is reported by an agent."""
 _INTRODUCTIONS = (m.WorkerJoined, m.WorkerReady, m.Heartbeat)
 FROM_AGENTS = (m.EngineAttached, m.WorkerExited, m.ServerExited)
-"""What the agents of this start of the run say; an owner has the key, but may be of an earlier start."""
+"""What only agents of this start of the run may report: an owner has the run's secret, but may be of an earlier
+start."""
 FROM_SERVERS = (m.ServerReady, m.ServerBeat, m.SliceCopied, m.ServerFailed)
 
 
@@ -41,7 +45,7 @@ def may_send(sender: Sender, event: m.Event) -> bool:
     >>> may_send(Sender(WORKER, 3), m.StopRequested("I do not like it"))
     False
     """
-    if isinstance(event, m.LeaveRequested) and sender.role == AGENT:  # a host that leaves takes its workers along
+    if isinstance(event, m.LeaveRequested) and sender.role == AGENT:  # a host that leaves asks for its workers
         return True
     if isinstance(event, FROM_AGENTS):
         return sender.role == AGENT
@@ -53,8 +57,8 @@ def may_send(sender: Sender, event: m.Event) -> bool:
 
 
 def is_introduced(workers: Container[int], event: m.Event) -> bool:
-    """Whether its sender has said who it is before, or does so now. A worker that a new coordinator does not know is
-    asked to, and then says everything again."""
+    """Whether the sender is known or introduces itself with this event. A coordinator that was restarted asks unknown
+    workers to introduce themselves (Introduce); they then repeat their reports."""
     if isinstance(event, FROM_WORKERS) and not isinstance(event, _INTRODUCTIONS):
         return event.worker in workers
     return True

@@ -1,9 +1,9 @@
-"""Load balance: how fast is each worker, and is it worth moving shards between the members?
+"""Load balance: how fast each worker is, and whether moving shards between the members pays.
 
-Pure: measurements and `now` come in, assignments go out. It knows nothing of generations in flight, hosts or the cost
-of the exchange: a step lasts as long as its slowest member computes, max_i(n_i · shard_s_i). A proposal is made only
-when that time falls by more than a threshold, by more than the estimates' own error, and in two looks in a row, so
-that noise moves nothing.
+Measurements come in, assignments go out. The model: a step lasts as long as its slowest member computes,
+max_i(n_i · shard_s_i); hosts and the cost of the exchange are not considered. A new assignment is proposed only if that
+time falls by more than a threshold, by more than the estimates' own error, and in two looks in a row, so that noise
+moves nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distbelief.coordinator.rules.assignment import equal
 from distbelief.shards import Range
 
 INTERVAL_S = 0.5
-"""A measurement is the mean over at least this long (one step, where steps are longer)."""
+"""A measurement is the mean over at least this time (over one step, where steps are longer)."""
 KEPT = 7
 """Measurements per worker. The median ignores three bad ones; a real change shows after four, so in about 2 s."""
 ENOUGH = 3
@@ -28,7 +28,7 @@ MIN_GAIN = 0.10
 MIN_SHARDS = 4
 
 _PAGE = 64
-_LEAST_SHARD_S = 1e-9  # no clock shows less; its inverse is still a number
+_LEAST_SHARD_S = 1e-9  # below the resolution of clocks; its inverse is finite
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _DOUBT = 3.0  # standard errors; in 24,000 looks at ±30 % of noise, 2 of them moved shards 6 times and 3 never
 _MEDIAN_ERROR = 1.2533  # sqrt(pi / 2): the standard error of a median, in sigma / sqrt(n)
@@ -36,7 +36,7 @@ _MEDIAN_ERROR = 1.2533  # sqrt(pi / 2): the standard error of a median, in sigma
 
 @dataclass(frozen=True, slots=True)
 class _Track:
-    """One worker. The first three are the counters at the start of the interval being measured."""
+    """One worker's measurements. The first three fields are the counters at the start of the present interval."""
 
     opened_at: float | None = None
     busy_s: float = 0.0
@@ -67,7 +67,7 @@ class Speeds:
         track = self._track(worker) or _Track()
         busy_s = timing.data_s + timing.compute_s
         if timing.shards < track.seen or not math.isfinite(busy_s):
-            return self  # a message that was overtaken, or nonsense
+            return self  # an old message, or nonsense
         track = replace(track, seen=timing.shards)
         if track.opened_at is None or now < track.opened_at:  # it has just begun, or the clock was set back
             return self._with(worker, replace(track, opened_at=now, busy_s=busy_s, shards=timing.shards))
@@ -79,7 +79,7 @@ class Speeds:
         return self._with(worker, track)
 
     def restart(self, alive: Iterable[int]) -> Speeds:
-        """A generation begins: counters start again at 0, what is known of the workers that are alive stays."""
+        """A generation begins: counters restart at 0; the measurements of live workers stay."""
         pages: dict[int, dict[int, _Track]] = {}
         for worker in alive:
             track = self._track(worker)
@@ -127,7 +127,7 @@ class _Estimates:
     errors: Sequence[float]
 
     def step_s(self, ranges: Sequence[Range], doubt: float = 0.0) -> float:
-        """How long the slowest member computes; with every estimate off by `doubt` of its errors."""
+        """The time of the slowest member, if every estimate is off by `doubt` times its error."""
         return max(
             (end - first) * shard_s * (1 + doubt * error)
             for (first, end), shard_s, error in zip(ranges, self.shard_s, self.errors, strict=True)
@@ -154,7 +154,7 @@ def propose(
 
 
 def assign(shards: int, members: Sequence[int], speeds: Speeds, min_gain: float = MIN_GAIN) -> list[Range]:
-    """Ranges for a new membership: equal, or by speed where what is known of the members says that it pays.
+    """The assignment for new members: equal ranges, or by measured speed where that pays.
 
     A member that was never measured counts as fast as the median of the others.
     """
@@ -173,9 +173,9 @@ def assign(shards: int, members: Sequence[int], speeds: Speeds, min_gain: float 
 
 
 def fastest(ranges: Sequence[Range], shard_s: Sequence[float]) -> list[Range]:
-    """The assignment with the shortest step, none empty; among those, the one whose cuts are nearest to `ranges`.
+    """The assignment with the shortest step and no empty range; of several, the assignment nearest to `ranges`.
 
-    Nearest: the least sum over all shards of the number of ranks by which a shard moves.
+    Nearest: the sum over all shards of the number of ranks by which a shard moves is the least.
 
     >>> fastest([(0, 4), (4, 8), (8, 12), (12, 16)], [1, 3, 1, 1])
     [(0, 5), (5, 6), (6, 11), (11, 16)]
@@ -186,7 +186,7 @@ def fastest(ranges: Sequence[Range], shard_s: Sequence[float]) -> list[Range]:
     most = [_fit(limit_s, each) for each in shard_s]
     missing = shards - sum(most)
     if missing > 0:
-        # The next shard goes where it is done first; so the last one's end is the least possible.
+        # Give each next shard to the member that would finish it first; so the last shard ends as early as possible.
         ends = [((count + 1) * each, rank) for rank, (count, each) in enumerate(zip(most, shard_s, strict=True))]
         heapq.heapify(ends)
         for _ in range(missing):
@@ -243,7 +243,7 @@ def _estimates(ranges: Sequence[Range], members: Sequence[int], speeds: Speeds, 
             return None
         shard_s.append(estimate)
     errors = [speeds.error(worker) for worker in members]
-    # A few measurements can agree by luck: nobody's error is taken to be below what is usual among the members.
+    # A few measurements can agree by luck: no member's error counts as less than the median of all.
     usual = statistics.median(errors)
     return _Estimates(shard_s, [max(error, usual) for error in errors])
 
@@ -258,7 +258,7 @@ def _pays(old: Sequence[Range], new: Sequence[Range], estimates: _Estimates, min
 
 @dataclass(frozen=True)
 class Look:
-    """What the last look saw and would have changed. An empty one, to begin a generation with, has seen nothing."""
+    """What the last look saw and proposed. A generation begins with an empty one."""
 
     members: tuple[int, ...] = ()
     ranges: tuple[Range, ...] = ()
@@ -268,9 +268,9 @@ class Look:
 def look(
     last: Look, ranges: Sequence[Range], members: Sequence[int], speeds: Speeds, min_gain: float = MIN_GAIN
 ) -> tuple[Look, list[Range] | None]:
-    """Ask every few seconds: the new assignment once it has paid in two looks in a row, else None.
+    """Called every few seconds: a new assignment once a proposal has paid in two looks in a row, else None.
 
-    The proposals need not be equal, since estimates move a little: what the last look proposed must still pay now.
+    The two proposals need not be equal, since estimates vary a little: the last look's proposal must still pay now.
     """
     better = propose(ranges, members, speeds, min_gain)
     if better is None:

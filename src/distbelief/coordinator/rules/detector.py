@@ -1,11 +1,21 @@
-"""Who is frozen? Heartbeats and commits come in with their times; members to fence come out, each with the reason.
+"""The failure detector: which members are frozen or stuck, and how long each is waited for.
 
-Pure; it knows no processes and fences nobody. The rules of this file:
-- A member is suspected only while the run stands still. One that is silent while steps are committed is merely cut
-  off from us, and its shards are being computed.
-- Deadlines come from what was measured: the run's from its step times, a member's from the gaps between its own
-  heartbeats. A quiet machine is judged within `floor_s`, a loaded one later.
-- Our own pauses are no evidence against anybody. After one, every member has its whole deadline again.
+Heartbeats and commits come in with their times (`Pulse`); `suspects` returns the members to kill, each with the reason.
+faults.py kills them (`_fence`). This file kills nothing and knows no processes.
+
+How it works:
+- A member is suspected only while the run stands still, that is, no step was committed for the run's deadline. A member
+  that is silent while steps are committed is merely cut off from us, and its shards are being computed.
+- *Frozen*: no heartbeat for the member's deadline. That deadline follows from the gaps between its own heartbeats
+  (`_silence_deadline_s`), the run's deadline from the measured step times (`_Steps.deadline_s`). So a quiet machine is
+  judged within FLOOR_S, a loaded machine later. Before steps are measured the run may stand still for STARTUP_S.
+- *Stuck*: a member sends heartbeats, but all others have waited for it alone for `stuck_after_s` (the option
+  --stuck-after), or for _STUCK times the run's deadline if that is longer.
+- Pauses of the coordinator itself are no evidence against members: after one, every member has its whole deadline
+  again.
+
+To wait longer or shorter for a frozen worker, change FLOOR_S (the least), STARTUP_S, or the factors below them. A
+frozen parameter server has rules of its own: SILENT_S in servers/lifecycle.py; a silent host: LOST_S in hosts.py.
 """
 
 from __future__ import annotations
@@ -18,8 +28,9 @@ from itertools import pairwise
 from distbelief.options import STUCK_AFTER_S
 
 FLOOR_S = 1.0
-"""The shortest deadline. Below it are gaps that a healthy control thread shows out of nowhere on a busy host."""
+"""The shortest deadline. On a busy host a healthy control thread shows gaps of almost this length."""
 STARTUP_S = 60.0
+"""How long a run may stand still before the times of its steps are measured."""
 
 _KEPT_STEPS = 15
 _ENOUGH_STEPS = 5
@@ -47,10 +58,10 @@ class _Beat:
     waiting: bool = False
     gaps: tuple[float, ...] = ()
     peak_s: float = 0.0
-    """The longest gap, forgotten slowly: rare long gaps are what the median of the gaps does not see."""
+    """The longest gap, forgotten slowly, because the median of the gaps does not show rare long gaps."""
 
     def again(self, waiting: bool, now: float, since: float) -> _Beat:
-        """The next one. We were awake to hear it from `since` on: only from there is a gap the member's own."""
+        """The next heartbeat. The coordinator was running since `since`: only from then on is a gap the member's."""
         gap_s = min(max(now - max(self.at, since), 0.0), _LONGEST_GAP_S)
         peak_s = max(gap_s, self.peak_s * 0.5 ** (gap_s / _PEAK_HALF_LIFE_S))
         return _Beat(now, waiting, (*self.gaps, gap_s)[-_KEPT_GAPS:], peak_s)
@@ -63,7 +74,7 @@ class _Steps:
     step: int = -1
     changed_at: float = 0.0
     fresh: bool = True
-    """Nothing was committed in this generation yet."""
+    """Whether this generation has not committed a step yet."""
     last_at: float | None = None
     durations: tuple[float, ...] = ()
 
@@ -75,14 +86,14 @@ class _Steps:
 
 @dataclass(frozen=True)
 class _Ticks:
-    """Our own clock: when it was looked at last, how often that is, and when it last went on after a pause."""
+    """The coordinator's own loop: its last tick, the usual time between ticks, and the end of its last pause."""
 
     at: float | None = None
     typical_s: float = 0.0
     awake_at: float = 0.0
 
     def paused(self, now: float) -> bool:
-        # Compared with what is usual: a coordinator that is always slow must not excuse everybody for ever.
+        # Compared with the usual time: a coordinator that is always slow must not excuse all members for ever.
         return self.at is not None and now - self.at > max(_PAUSE_S, _PAUSE_TICKS * self.typical_s)
 
     def awake_since(self, now: float) -> float:
@@ -95,7 +106,7 @@ class Suspect:
     silent_s: float
     stalled_s: float
     deadline_s: float
-    """What the silence was measured against; for a member that is stuck, what the run's standstill was."""
+    """The limit of the silence; for a stuck member, the limit of the run's standstill."""
     reason: str
 
 
@@ -109,15 +120,15 @@ class Pulse:
     _pages: Mapping[int, Mapping[int, _Beat]] = field(default_factory=dict)
     members: int = 0
     waiting: int = 0
-    """How many members said that they wait for others."""
+    """The number of members that wait for others, by their last heartbeats."""
     alone_since: float | None = None
     """Since when all members but one have been waiting."""
     _steps: _Steps = _Steps()
     _ticks: _Ticks = _Ticks()
 
     def restart(self, members: Iterable[int], now: float) -> Pulse:
-        """A generation begins with these members. What is known of step times and of members stays, also since when a
-        member is silent and the run stands still: where workers come and go all the time, nobody would ever be late."""
+        """A generation begins with these members. Measurements stay, and so do the beginnings of silences and of the
+        run's standstill: else no member would ever be late in a run whose workers change all the time."""
         pages: dict[int, dict[int, _Beat]] = {}
         count = 0
         for worker in dict.fromkeys(members):
@@ -125,13 +136,13 @@ class Pulse:
             beat = _Beat(now) if known is None else replace(known, waiting=False)
             pages.setdefault(worker // _PAGE, {})[worker] = beat
             count += 1
-        # The reporter may be another one, with another clock, and the pause of the change is no step time.
+        # The reporting member and its clock may have changed, and the pause of the change is no step time.
         changed_at = self._steps.changed_at if self.members else now
         steps = replace(self._steps, changed_at=changed_at, fresh=True, last_at=None, step=-1)
         return replace(self, _pages=pages, members=count, waiting=0, alone_since=None, _steps=steps)
 
     def heard(self, worker: int, step: int, waiting: bool, now: float) -> Pulse:
-        """A heartbeat of this generation: `step` steps are applied there. Whoever is no member is not counted."""
+        """A heartbeat of this generation: the worker has applied `step` steps. Ignored if it is no member."""
         before = self._beat(worker)
         if before is None:
             return self
@@ -141,14 +152,14 @@ class Pulse:
         count = self.waiting + waiting - before.waiting
         steps = self._steps
         if step > steps.step:
-            # The first number that is heard in a generation is where it started, not a commit.
+            # The first number in a generation is where it started, not a commit.
             moved = steps.step >= 0
             changed_at = now if moved else steps.changed_at
             steps = replace(steps, step=step, changed_at=changed_at, fresh=steps.fresh and not moved)
         return Pulse(pages, self.members, count, self._alone(self.members, count, now), steps, self._ticks)
 
     def alive(self, worker: int, now: float) -> Pulse:
-        """A sign of life that says nothing of this generation."""
+        """A heartbeat of an earlier generation."""
         before = self._beat(worker)
         if before is None:
             return self
@@ -157,7 +168,7 @@ class Pulse:
         return replace(self, _pages={**self._pages, number: {**self._pages[number], worker: beat}})
 
     def left(self, worker: int, now: float) -> Pulse:
-        """A member is through with its work, or known to be gone: nothing is expected of it any more."""
+        """A member has finished, or is known to be gone: no heartbeat is expected from it any more."""
         beat = self._beat(worker)
         if beat is None:
             return self
@@ -181,16 +192,16 @@ class Pulse:
 
     @property
     def step_s(self) -> float | None:
-        """How long a step takes lately. On average: where nobody waits for others, steps come in bursts."""
+        """The mean time of the last steps. Not the median: in asynchronous runs steps come in bursts."""
         return statistics.fmean(self._steps.durations) if self._steps.durations else None
 
     def ticked(self, now: float) -> Pulse:
-        """Our own loop came round, with all heartbeats taken in that had arrived. Notices when it had stood still."""
+        """A round of the coordinator's own loop, after all waiting heartbeats. Notices when the loop had paused."""
         ticks = self._ticks
         if ticks.at is None:
             return replace(self, _ticks=_Ticks(at=now, awake_at=now))
         if now < ticks.at:
-            # The clock was set back: every time we remember lies in its future, so all deadlines begin anew.
+            # The clock was set back: all remembered times lie in the future, so all deadlines restart.
             again = self.restart([worker for page in self._pages.values() for worker in page], now)
             return replace(again, _ticks=_Ticks(now, ticks.typical_s, now))
         passed_s = min(now - ticks.at, _LONGEST_GAP_S)
@@ -198,16 +209,16 @@ class Pulse:
         return replace(self, _ticks=_Ticks(now, typical_s, ticks.awake_since(now)))
 
     def stalled_s(self, now: float) -> float:
-        """How long nothing was committed, as far as we were awake to see it."""
+        """How long no step was committed, not counting pauses of the coordinator."""
         return now - max(self._steps.changed_at, self._ticks.awake_since(now))
 
     def silent_s(self, worker: int, now: float) -> float:
-        """How long nothing was heard of a member, as far as we were awake to hear it."""
+        """How long a member was silent, not counting pauses of the coordinator."""
         beat = self._beat(worker)
         return 0.0 if beat is None else now - max(beat.at, self._ticks.awake_since(now))
 
     def awake_s(self, now: float) -> float:
-        """Since when our own loop has come round without standing still."""
+        """How long the coordinator's own loop has run without a pause."""
         return now - self._ticks.awake_since(now)
 
     def _alone(self, members: int, waiting: int, now: float) -> float | None:
@@ -226,10 +237,10 @@ def suspects(
     startup_s: float = STARTUP_S,
     stuck_after_s: float = STUCK_AFTER_S,
 ) -> list[Suspect]:
-    """The members to fence, by number. Costs nothing while steps are committed; else one look at each member.
+    """The members to kill, by number. While steps are committed this costs nothing, else one look at each member.
 
     `floor_s`: no deadline is shorter. `startup_s`: how long the run may stand still before its steps are measured.
-    `stuck_after_s`: the least time for which a member may compute on alone while all others wait for it.
+    `stuck_after_s`: the least time for which a member may compute while all others wait for it.
     """
     stalled_s = pulse.stalled_s(now)
     run_deadline_s = pulse._steps.deadline_s(floor_s, startup_s)
@@ -237,7 +248,7 @@ def suspects(
         return []
     silent = _silent(pulse, now, floor_s, stalled_s, run_deadline_s)
     if len(silent) == pulse.members > 1 and stalled_s <= stuck_after_s:
-        return []  # more likely it is we who are cut off than all of them who froze at one moment
+        return []  # all members silent at once: more likely the coordinator is cut off
     return silent or _stuck(pulse, now, max(stuck_after_s, _STUCK * run_deadline_s))
 
 
@@ -248,7 +259,7 @@ def _silent(pulse: Pulse, now: float, floor_s: float, stalled_s: float, run_dead
     late = {w: b for page in pulse._pages.values() for w, b in page.items() if now - b.at > floor_s}
     if not late:
         return []
-    # Load comes to all members of a host: what is usual among them protects one that was punctual until now.
+    # Load slows all members of a host: the usual peak among them protects a member that was punctual until now.
     usual_peak_s = statistics.median(beat.peak_s for page in pulse._pages.values() for beat in page.values())
     least_s = max(floor_s, _PEAKS * usual_peak_s, _BEATS * pulse._ticks.typical_s)
     found = []
@@ -272,9 +283,9 @@ def _silence_deadline_s(beat: _Beat, floor_s: float, least_s: float) -> float:
 
 
 def _stuck(pulse: Pulse, now: float, deadline_s: float) -> list[Suspect]:
-    """Alive but alone: every other member waits for the one that has been computing for far too long."""
+    """The member that sends heartbeats, but for which all others have waited for too long."""
     if pulse.alone_since is None or pulse.members < 2:
-        return []  # with nobody waiting, a long step and a hang look the same
+        return []  # if no other member waits, a long step and a hang look the same
     stalled_s = pulse.stalled_s(now)
     alone_s = min(now - pulse.alone_since, stalled_s)
     if alone_s <= deadline_s:

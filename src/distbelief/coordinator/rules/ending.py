@@ -1,4 +1,4 @@
-"""How a run ends, and how decisions are written down. Pure; the lowest of the files with the coordinator's rules."""
+"""How a run ends (completed, failed, stopped), and the helpers with which all rules write records and lines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def end(state: State, status: Status, reason: str, now: float, **facts: Any) -> 
 
 
 def complete(state: State, now: float) -> Result:
-    """All members have finished: the run ends with what they report, if they agree."""
+    """All members have finished: the run ends with their results, if their weights agree."""
     ends = [one for member in state.members if (one := state.workers[member.worker].finished)]
     first = ends[0]
     odd = [one.worker for one in ends if one.weights_sha256 not in ("", first.weights_sha256)]

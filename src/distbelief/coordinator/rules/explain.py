@@ -1,4 +1,4 @@
-"""The coordinator's decisions in words a person can act on. Pure text; it decides nothing but what differs."""
+"""Texts for people: why a worker is refused, how a process ended, who did not become ready."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from distbelief.control.messages import STATUS_UNKNOWN, Canary, JobFacts
 
-# Fact -> (what the newcomer does, what the run does, what to do about it). Facts without an entry get a plain sentence.
+# Fact -> (the new worker, the run, what to do). Facts without an entry get a plain sentence.
 _FACTS: dict[str, tuple[str, str, str]] = {
     "threads": ("computes with {} threads", "the run with {}", "start it with --threads {}"),
     "torch": ("has torch {}", "the run torch {}", "install torch {} there"),
@@ -36,7 +36,7 @@ _SIGNAL_NOTES = {
 
 
 def refusal(worker: int, job: JobFacts, canary: Canary, run_job: JobFacts, run_canary: Canary, exact: bool) -> str:
-    """Why this worker may not take part in the run, or "" when it may."""
+    """Why this worker may not take part in the run; "" if it may."""
     return _job_refusal(worker, job, run_job) or (_canary_refusal(worker, canary, run_canary) if exact else "")
 
 
@@ -75,7 +75,7 @@ def _canary_refusal(worker: int, canary: Canary, run: Canary) -> str:
 
 
 def fact(name: str, theirs: str, ours: str) -> tuple[str, str]:
-    """In what a newcomer differs, and what to do about it."""
+    """(how a new worker differs in this fact, what to do about it)."""
     known = _FACTS.get(name)
     if known is None:
         words = name.replace("_", " ")
@@ -107,12 +107,12 @@ def ending(status: int) -> str:
 
 
 def who(worker: int, host: str, pid: int) -> str:
-    """A worker by all its names, as far as they are known."""
+    """A worker's number, host and pid, as far as they are known."""
     return f"worker {worker} (host {host}, pid {pid})" if pid else f"worker {worker}"
 
 
 def not_ready(waited_s: float, expected: int, loading: Iterable[str], absent: Iterable[int]) -> str:
-    """Why gathering took too long, with the workers at fault."""
+    """Why the start took too long, with the workers that were missing."""
     parts = [f"{name} has joined but not finished loading the job" for name in loading]
     parts += [f"worker {number} never joined" for number in absent]
     return f"waited {waited_s:.0f} s for {expected} workers to be ready: {'; '.join(parts)}"

@@ -1,5 +1,5 @@
-"""An immutable mapping from worker numbers to values, in which setting one value costs the same for any number of
-workers (nearly): values lie in pages, and only one page and the list of pages are copied.
+"""An immutable mapping from worker numbers to values. Setting one value copies one page and the list of pages, so it
+costs nearly the same for any number of workers.
 """
 
 from __future__ import annotations

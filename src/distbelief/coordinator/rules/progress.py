@@ -1,7 +1,7 @@
-"""What heartbeats say of a run's progress, as metrics lines. Pure; it drops repeats and decides nothing.
+"""Progress: turns heartbeats into metrics lines, each step and each evaluation once. It decides nothing.
 
-Steps and evaluations are reported once each, however often a member repeats them. What was reported is remembered for
-the last `REMEMBERED` steps only, so that a run of a million steps costs no more than a short one.
+A member may repeat reports. The last REMEMBERED reported steps are remembered, so that a run of a million steps costs
+no more than a short one.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ WORKERS_LINE_EVERY_S = 1.0
 
 @dataclass(frozen=True)
 class Seen:
-    """Step -> what was reported for it; everything below `floor` is forgotten and counts as reported."""
+    """Step -> the reported value. Steps below `floor` are forgotten and count as reported."""
 
     values: Mapping[int, str] = field(default_factory=dict)
     floor: int = 0
 
     @property
     def complete(self) -> int:
-        """Every step before this one was reported."""
+        """All steps before this one were reported."""
         step = self.floor
         while step in self.values:
             step += 1
         return step
 
     def before(self, step: int) -> Seen:
-        """Without that step and those after it, which may come again."""
+        """Without that step and later steps, which may be reported again."""
         return Seen({one: value for one, value in self.values.items() if one < step}, min(self.floor, step))
 
     def add(self, reports: Sequence[tuple[int, str]], last: bool = False) -> tuple[Seen, list[bool], list[str | None]]:
-        """For each (step, value): is it new, and which other value was reported for that step before? `last`: another
-        value for the same step is new, and takes the place of the one before."""
+        """For each (step, value): whether it is new, and the different value reported before for that step, if any.
+        `last`: a different value counts as new and replaces the earlier value."""
         values, floor = dict(self.values), self.floor
         fresh: list[bool] = []
         conflicts: list[str | None] = []
@@ -66,15 +66,15 @@ class Progress:
     reported: Seen = field(default_factory=Seen)
     evaluated: Seen = field(default_factory=Seen)
     committed_in: int = 0
-    """The latest generation in which a step was committed, as far as it was reported."""
+    """The latest generation that is known to have committed a step."""
     redone: int = 0
-    """Steps before this one were executed once already, and were lost."""
+    """Steps before this one were executed before, and lost."""
     lined_at: float = -math.inf
     """When the last workers line was made."""
 
 
 def forget(progress: Progress, step: int, reached: int) -> Progress:
-    """The run goes back to the state after `step` steps: what comes after it is reported again."""
+    """The run goes back to the state after `step` steps: later steps are reported again."""
     return replace(
         progress,
         reported=progress.reported.before(step),
@@ -86,8 +86,8 @@ def forget(progress: Progress, step: int, reached: int) -> Progress:
 def absorb(
     progress: Progress, members: Sequence[Member], beat: Heartbeat, now: float, exact: bool = True
 ) -> tuple[Progress, list[Line]]:
-    """Take in one member's heartbeat; the lines it gives rise to, in order. Where results are not `exact`, a step with
-    another result than before was executed again, and its last report counts."""
+    """Process one member's heartbeat; returns its metrics lines in order. In inexact runs a step with another result
+    than before was executed again, and its last report counts."""
     progress = replace(
         progress,
         steps=progress.steps.set(beat.worker, beat.step),
@@ -120,7 +120,7 @@ def absorb(
 
 
 def workers_line(progress: Progress, members: Sequence[Member], generation: int, now: float) -> Line:
-    """Where every member's time went, from the latest heartbeat of each."""
+    """How each member spent its time, from its latest heartbeat."""
     return {
         "kind": "workers",
         "at": now,
@@ -132,12 +132,12 @@ def workers_line(progress: Progress, members: Sequence[Member], generation: int,
 
 
 def helped(progress: Progress, members: Sequence[Member]) -> int:
-    """Shards that members have computed for late ones."""
+    """The number of shards that members have computed for late members."""
     return sum(progress.timings.get(member.worker, Timing()).helped for member in members)
 
 
 def paces(progress: Progress, members: Sequence[Member]) -> dict[str, dict[str, int]]:
-    """How often each member pushes and fetches, where they choose that themselves."""
+    """How often each member pushes and fetches, if members choose that themselves."""
     found = {member.worker: progress.timings.get(member.worker, Timing()).pace for member in members}
     return {str(w): {"n_push": pace[0], "n_fetch": pace[1]} for w, pace in found.items() if len(pace) == 2}
 

@@ -1,9 +1,8 @@
-"""Who trains: the first generation, and every change of members after it. Pure.
+"""Starts generations: the first one, and one after every change of members or of their shards.
 
-The rule that everything rests on: a member of the present generation is left out of the next only when it is certain
-that it does nothing in the present one any more: its process is gone, or it has said that it let go. So nobody ever
-writes where a newer generation works. In a mesh a member may also become a spare while it is alive: nothing is shared
-there, it has its own part of the state only.
+The rule on which all else rests: a member is left out of the next generation only when it certainly does nothing in the
+present one any more, because its process is gone or it has reported that it left (WorkerLeft). So no old member writes
+where a newer generation works. In a mesh a live member may become a spare, since members there share no memory.
 """
 
 from __future__ import annotations
@@ -25,17 +24,18 @@ from distbelief.strategies.rules.degrees import Degrees
 from distbelief.strategies.rules.degrees import problem as degrees_problem
 
 PAST, MOST_PAST, PAST_MEMBERS = 4, 64, 1024
-"""So many earlier generations are remembered, and more while none of them has committed a step, up to so many of them
-or so many members: each may have begun or half applied the same step."""
+"""At least PAST earlier generations are remembered. While none of them has committed a step, up to MOST_PAST
+generations or PAST_MEMBERS members are: each of them may have begun or half applied the same step."""
 
 
 def regroup(state: State, cause: str, reason: str, now: float, ranges: Sequence[Range] | None = None) -> Result:
-    """A new generation of everybody who can take part, if it can be now. `ranges`: if they are why."""
+    """Start a generation of all workers that can take part, if that is possible now. `ranges`: the new assignment, if
+    that is the reason."""
     if state.phase != "training":
         return state, []
     members = [state.workers[member.worker] for member in state.members]
     if any(worker.leaving and not worker.gone for worker in members):
-        return state, []  # it was asked to let go; the change is made when it has
+        return state, []  # it was told to leave; the change follows when it has
     staying = [worker for worker in members if worker.counts]
     waiting = [worker for worker in state.workers.values() if worker.ready and worker.counts]
     candidates = staying + [worker for worker in waiting if not state.is_member(worker.number)]
@@ -45,18 +45,18 @@ def regroup(state: State, cause: str, reason: str, now: float, ranges: Sequence[
 
 
 def start_when_complete(state: State, now: float) -> Result:
-    """The first generation begins when every worker that was asked for is ready."""
+    """Start the first generation if all workers and servers that were asked for are ready."""
     if len(state.workers) < state.target:
-        return state, []  # without a look at each of them, every time that one more is ready
+        return state, []  # cheap check first: this runs once for each worker that becomes ready
     ready = [worker for worker in state.workers.values() if worker.ready and worker.counts]
-    if len(ready) < state.target or state.pending:  # a pending exit decides first
+    if len(ready) < state.target or state.pending:  # first the cause of a pending exit must be known
         return state, []
     if not state.fleet.complete:
         return state, []
     hosts = len({worker.host for worker in ready})
     reason = f"all {len(ready)} workers are ready, on {hosts} host{'s' if hosts > 1 else ''}"
     outputs: list[Output] = []
-    if state.fleet.target:  # before the members are told to begin: they ask the servers at once
+    if state.fleet.target:  # before the members begin, since they need the map at once
         state, outputs = mapping.found(state, f"all {len(state.fleet.there)} servers are ready", now)
     state, more = _start(state, ready, "start", reason, now, None)
     return state, outputs + more
@@ -133,7 +133,7 @@ def _start(
 
 
 def _wrong_start(state: State, workers: int, shards: int) -> str:
-    """What was asked for must fit. If workers have come or gone meanwhile, the best is made of those that are there."""
+    """Why the degrees do not fit the number of workers that was asked for. Any other number of workers is accepted."""
     wish = state.config.wish
     return degrees_problem(wish, workers, shards) if wish and workers == state.config.workers else ""
 
@@ -146,7 +146,7 @@ def _change(cause: str, reason: str, was: Degrees | None, now: Degrees | None) -
 
 
 def _ranges(state: State, shards: int, candidates: list[Worker]) -> Sequence[Range] | None:
-    """By measured speed, once there is any; None: by the user's shares, or equal."""
+    """The assignment by measured speed; None before any speed is measured: by the user's shares, or equal."""
     seated = [worker.number for worker in candidates[:shards]]
     if not state.config.balances or not any(state.speeds.shard_s(number) for number in seated):
         return None
@@ -169,7 +169,7 @@ def _pause(state: State, there: int, reason: str, now: float) -> Result:
 
 
 def release(state: State, worker: Worker, now: float) -> Result:
-    """Let a worker go: a spare at once, a member when it has let go of the generation."""
+    """Let a worker leave: a spare at once, a member once it has left the generation."""
     state = with_worker(state, replace(worker, leaving=True))
     if state.is_member(worker.number) and not worker.gone:
         return state, [Send(worker.number, m.Retire(state.epoch, state.generation))]
@@ -177,6 +177,6 @@ def release(state: State, worker: Worker, now: float) -> Result:
 
 
 def committed(state: State) -> State:
-    """A step was committed: what went wrong before it is over."""
+    """A step was committed: forget what went wrong before it."""
     troubles = Troubles(failed_hires=state.troubles.failed_hires, killers=state.troubles.killers)
     return state if state.troubles == troubles else replace(state, troubles=troubles)

@@ -1,8 +1,13 @@
-"""Checkpoints: when one is taken beside the regular ones, when one exists, and what a run waits for at its end. Pure.
+"""Checkpoints: when the members save one, when it is complete, and what a run waits for at its end.
 
-Every N steps is a function of the step, so the members need nobody for it. What is wanted at some moment (on demand,
-every so many seconds, before a stop) is given a step a little ahead of the members. A checkpoint is theirs in common:
-each member of a generation writes a part; when all are there one of them is asked to seal it.
+How it works:
+- Checkpoints every N steps need no decision here: members take them by the step number.
+- A checkpoint that is wanted at a moment (on demand, every S seconds, before a stop) is given a step a little ahead of
+  the members (`_ask`). A member that has already passed that step reports SaveMissed, and a later step is chosen.
+- Each member of a generation writes a part. When all parts are written, one writer is asked to seal the checkpoint,
+  that is, to write its manifest; if it does not, another one is asked. Then the checkpoint exists.
+- If a writer dies before its part is written, the checkpoint is dropped, and another one is asked for.
+- A run ends when its last checkpoint is sealed, or after FINAL_S without it.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from distbelief.coordinator.rules.regroup import regroup
 from distbelief.coordinator.rules.vocabulary import OpenSave, Output, Reply, Report, Send, State
 
 AHEAD_S = 0.3
-"""A heartbeat is at most so old, and a command takes no longer to arrive."""
+"""An upper bound for the age of a heartbeat plus the time that a command takes."""
 ASK_AGAIN_S = 1.0
 SEAL_AGAIN_S = 10.0
 FINAL_TRIES = 5
@@ -28,7 +33,7 @@ STOP_S = 120.0
 
 
 def can_save(state: State) -> bool:
-    """Whether there is anybody who could take a snapshot now."""
+    """Whether members could take a snapshot now."""
     return state.config.saves and state.phase == "training" and not state.paused
 
 
@@ -36,7 +41,7 @@ def can_save(state: State) -> bool:
 
 
 def requested(state: State, event: m.CheckpointRequested, now: float) -> Result:
-    """Somebody outside wants one."""
+    """A user wants a checkpoint now."""
     if not state.config.saves:
         return state, [_answer(state, False, "the run was started without checkpoints (--save-every never)")]
     if not can_save(state):
@@ -58,24 +63,24 @@ def stop_after_save(state: State, reason: str, now: float) -> Result:
         return state, []
     state = replace(state, saves=replace(state.saves, stopping=reason, stopping_at=now))
     text = f"{reason}: the run stops when a checkpoint is saved; the same again stops it at once"
-    if state.finished:  # some have finished, so all will: the last checkpoint is on its way
+    if state.finished:  # some members have finished, so all will: the last checkpoint follows
         return state, [say(text, now)]
     state, outputs = _ask(state, now)
     return state, [say(text, now), *outputs]
 
 
 def _ask(state: State, now: float, ahead_s: float = AHEAD_S) -> Result:
-    """Name a step that no member has reached yet."""
+    """Choose a step that no member has reached yet."""
     furthest = max((state.progress.steps.get(member.worker, 0) for member in state.members), default=0)
     step_s = state.pulse.step_s
-    # The end of the present step, where steps are long: whoever has just passed it says so.
+    # Where steps are long, the end of the present step: a member that has just passed it reports SaveMissed.
     if step_s is None:
         margin = 1
     elif step_s >= ahead_s:
         margin = 0
     else:
         margin = math.ceil(ahead_s / max(step_s, 1e-4))
-    # There is a state after every multiple of the stride only, and times are those from one to the next.
+    # States exist only after multiples of the stride, and `step_s` is the time from one multiple to the next.
     step = min(furthest + (1 + margin) * state.config.stride, _last(state))
     state = replace(state, saves=replace(state.saves, asked=step, asked_at=now, ahead_s=ahead_s))
     return state, _tell(state)
@@ -90,7 +95,7 @@ def _tell(state: State) -> list[Output]:
 
 
 def missed(state: State, event: m.SaveMissed, now: float) -> Result:
-    """A member was past that step already: a later one, further ahead."""
+    """A member was already past that step: choose a later one, further ahead."""
     if event.step != state.saves.asked or not state.is_member(event.worker):
         return state, []
     state = _without(state, event.step)
@@ -101,9 +106,9 @@ def missed(state: State, event: m.SaveMissed, now: float) -> Result:
 
 
 def loaded(state: State, event: m.CheckpointLoaded, now: float) -> Result:
-    """No member had the state: the run goes on from a checkpoint, which is the newest there is."""
+    """No member had the state: the run goes on from the newest usable checkpoint."""
     if event.worker <= state.saves.loaded_by:
-        return state, []  # it is told again to a coordinator that has taken over; later loads are by later workers
+        return state, []  # repeated to a coordinator that has taken over; later loads are by later workers
     saves = replace(state.saves, loaded_by=event.worker, sealed=event.step, sealed_at=now, open={})
     state = replace(state, saves=saves)
     text = f"the run goes on from step {event.step} ({event.folder})"
@@ -130,7 +135,7 @@ def part_saved(state: State, event: m.PartSaved, now: float) -> Result:
 
 
 def _seal(state: State, save: OpenSave, now: float) -> Result:
-    """Ask one of its writers who is alive, another one each time."""
+    """Ask a live writer to write the manifest, another writer each time."""
     alive = [worker for worker in save.members if state.workers[worker].exited is None]
     if not alive:
         return _lost(state, save, now)
@@ -174,11 +179,11 @@ def sealed(state: State, event: m.CheckpointSealed, now: float) -> Result:
 
 
 def failed(state: State, event: m.SaveFailed, now: float) -> Result:
-    """Said once for each cause; the run goes on."""
+    """A failure is reported once for each cause; the run goes on."""
     text = f"step {event.step} is not saved: {event.message}"
     what_next = "" if event.gave_up else "; it is tried again"
     outputs: list[Output] = []
-    cause = event.message.rpartition(": ")[2]  # what comes before it names a file, which is another one each time
+    cause = event.message.rpartition(": ")[2]  # the text before it names a file, which differs each time
     if cause not in state.saves.complaints:
         hint = f" ({event.hint})" if event.hint else ""
         outputs.append(say(f"{text}{what_next}{hint}", now))
@@ -187,10 +192,10 @@ def failed(state: State, event: m.SaveFailed, now: float) -> Result:
         return state, outputs
     state = _without(state, event.step)
     asked = None if event.step == state.saves.asked else state.saves.asked
-    # The next one by the clock is due a whole interval later.
+    # The next checkpoint by the clock is due a whole interval later.
     state = replace(state, saves=replace(state.saves, asked=asked, sealed_at=now))
     if state.saves.stopping and asked is None and not state.finished:
-        state, more = _ask(state, now)  # a later one; STOP_S is the limit
+        state, more = _ask(state, now)  # a later step; STOP_S is the limit
         return state, outputs + more
     if event.step == _last(state):
         state = replace(state, saves=replace(state.saves, final_lost=True))
@@ -202,14 +207,14 @@ def failed(state: State, event: m.SaveFailed, now: float) -> Result:
 
 
 def complete_if_done(state: State, now: float) -> Result:
-    """The run is complete when all members have finished, and its last checkpoint is there or cannot be."""
+    """The run is complete when all members have finished, and its last checkpoint is sealed or impossible."""
     if not state.members or state.finished < len(state.members):
         return state, []
     saves = state.saves
     if not state.config.saves or saves.sealed >= _last(state) or saves.final_lost:
         return complete(state, now)
     if saves.finished_at is None:
-        # It is asked for like any other: a part that nobody heard of is told of again.
+        # Asked for like any other checkpoint: a member repeats a PartSaved that was lost.
         state = replace(state, saves=replace(saves, finished_at=now, asked=_last(state), asked_at=now))
     return state, []
 
@@ -243,7 +248,7 @@ def ticked(state: State, now: float) -> Result:
 
 
 def _look_after(state: State, save: OpenSave, now: float) -> Result:
-    """Whoever is gone writes nothing any more, and seals nothing."""
+    """A worker that is gone writes no part and no manifest: drop the checkpoint, or ask another writer."""
     missing = [worker for worker in save.members if worker not in save.parts]
     if any(_is_gone(state, worker) for worker in missing):
         return _lost(state, save, now)
@@ -260,17 +265,17 @@ def _is_gone(state: State, worker: int) -> bool:
 
 
 def _lost(state: State, save: OpenSave, now: float) -> Result:
-    """A writer died before its part was there. Another one is taken as soon as can be."""
+    """A writer died before its part was written. Another checkpoint is taken as soon as possible."""
     state = _without(state, save.step)
     if save.step != _last(state):
         return _ask(state, now) if state.saves.asked in (None, save.step) and can_save(state) else (state, [])
     if save.generation < state.generation:
-        return state, []  # the present one takes it anew
+        return state, []  # the present generation takes it again
     if state.saves.final_tries >= FINAL_TRIES:
         state = replace(state, saves=replace(state.saves, final_lost=True))
         return complete_if_done(state, now)
     state = replace(state, saves=replace(state.saves, final_tries=state.saves.final_tries + 1))
-    # All steps are done; a generation that finds that out saves what there is.
+    # All steps are done; a new generation finds that out and saves the state.
     return regroup(state, "save", "a worker died before its part of the last checkpoint was written", now)
 
 
@@ -292,7 +297,7 @@ def _last(state: State) -> int:
 
 
 def _members_of(state: State, generation: int) -> tuple[int, ...]:
-    """By rank; empty when that generation is forgotten."""
+    """The generation's members by rank; empty if that generation is forgotten."""
     if state.start is None:
         return ()
     known: Mapping[int, list[m.Member]] = {

@@ -1,5 +1,5 @@
 """Checkpoints by plain calls: which step is named, whose parts make one, who seals it, and what is said and recorded.
-(What a run waits for at its end is in test_coordinator_saving_end.py.)"""
+(What a run waits for at its end is in test_saving_end.py.)"""
 
 from __future__ import annotations
 
