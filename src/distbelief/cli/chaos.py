@@ -72,7 +72,7 @@ def chaos(
 
     plan = Plan(job, values, workers, strategy, run_dir or _new_run_dir(job))
     stream = sys.stderr if json else sys.stdout
-    # With --json, stdout holds the object alone, whatever else prints in this process.
+    # With --json, only the object goes to stdout, even if the job prints.
     with contextlib.redirect_stdout(stream):
         _say(stream, "the fault-free twin:")
         twin = run_twin(plan, stream)
@@ -90,7 +90,7 @@ def chaos(
 
 
 def wanted_faults(text: str, random: int, workers: int, servers: int = 0) -> tuple[Fault, ...]:
-    """The faults of `--faults`, checked; none when random schedules are wanted, which need the number of steps."""
+    """The checked faults of `--faults`; none for random schedules, which need the number of steps first."""
     if bool(text) == bool(random):
         raise UsageError(
             "give either --faults or --random" if text else "no faults were given",

@@ -1,4 +1,4 @@
-"""`distbelief checkpoint RUN`: have a run save a checkpoint now, and wait until it is there."""
+"""`distbelief checkpoint RUN`: have a run save a checkpoint now, and wait until it is saved."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def checkpoint(
 
 
 def _await(run: Path, step: int, known: int, timeout_s: float) -> dict[str, Any]:
-    """The journal says when a checkpoint exists. `known`: so many records were there before it was asked for."""
+    """Wait until the journal records the checkpoint. `known`: the number of records before the request."""
     from distbelief.coordinator.journal import read
     from distbelief.launch.rundir import ended
 

@@ -38,7 +38,7 @@ def coordinator(
     json: AsJson = False,
     plain: Plain = False,
 ) -> None:
-    """Lead a run whose workers are started by hand on other hosts: `distbelief worker --join ADDRESS` there."""
+    """Lead a run whose workers users start by hand on other hosts: `distbelief worker --join ADDRESS` there."""
     ctx.meta[MACHINE_OUTPUT] = json
     check_job_file(job)
     values = parse_settings(settings or [])

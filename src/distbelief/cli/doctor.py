@@ -1,4 +1,4 @@
-"""`distbelief doctor`: what is wrong with this machine, between several, or between this one and a run."""
+"""`distbelief doctor`: problems of this machine, between several machines, or between this machine and a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def doctor(
         str,
         typer.Option(
             metavar="HOST:PORT|RUN",
-            help="Where another doctor listens, or the coordinator of a run, which is not disturbed by it.",
+            help="Where another doctor listens, or the coordinator of a run; the run is not disturbed.",
             show_default=False,
         ),
     ] = "",
@@ -29,15 +29,17 @@ def doctor(
         ),
     ] = "",
     hosts: Annotated[int, typer.Option(min=2, help="With --listen: how many hosts there are, with this one.")] = 2,
-    wait: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="With --listen: for so long at most.")] = 120,
+    wait: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="With --listen: the longest wait for other hosts.")
+    ] = 120,
     key: KeyFile = None,
     run_dir: Annotated[Path, typer.Option(metavar="DIR", help="Where runs are to be kept.")] = Path("runs"),
     json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object on stdout.")] = False,
 ) -> None:
     """Look for what would go wrong: versions, processor, memory, disk, network, GPUs, leftovers.
 
-    With --listen on one host and --join on the others also what differs between them: versions, clocks, and every way
-    from host to host, measured. With --join and a run's address: whether this host could take part in it.
+    With --listen on one host and --join on the others, also what differs between them: versions, clocks, and the
+    measured link between every pair. With --join and a run's address: whether this host could take part in the run.
 
     The exit status is 0 if all is well, 1 if there are problems.
     """

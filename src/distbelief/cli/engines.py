@@ -34,8 +34,8 @@ On = Annotated[
 
 @contextlib.contextmanager
 def placed(asked: LauncherRequest) -> Iterator[Leading | None]:
-    """The process that leads gets inside, and what it needs of its launcher; None: this machine is all there is.
-    A process that only helps does so here, and exits with the run's status."""
+    """Yields the engine of the launcher to the leading process; None: the run has no launcher. A process that only
+    helps does so here, and exits with the run's status."""
     if asked.on == LOCAL or is_ray(asked.on):
         check(asked.on)
         yield None

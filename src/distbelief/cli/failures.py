@@ -1,4 +1,4 @@
-"""The one place where an error becomes words on stderr, an object on stdout (`--json`) and an exit code."""
+"""The one place where an error becomes a message on stderr, an object on stdout (`--json`) and an exit code."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typer.core import TyperGroup
 from distbelief.errors import DistBeliefError
 
 MACHINE_OUTPUT = "distbelief.json"
-"""Set in the context's `meta` by a command that was asked for `--json`."""
+"""A command sets this key in the context's `meta` if the user gave `--json`."""
 
 
 class UsageError(DistBeliefError):
-    """What was typed cannot be done; nothing was started or written."""
+    """The command line cannot be carried out; nothing was started or written."""
 
     exit_code = 2
 
 
 class Commands(TyperGroup):
-    """A group whose commands may raise any DistBeliefError. Faults of our own keep Python's traceback."""
+    """A group whose commands may raise any DistBeliefError. Errors of DistBelief itself keep Python's traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""`distbelief keys`: key files, for runs with members on several machines. Also the option by which others take one."""
+"""`distbelief keys`: key files, for runs with members on several machines. Also the option --key of other commands."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ keys = typer.Typer(no_args_is_help=True, help="Make and check key files, for run
 
 
 @keys.command()
-def new(file: Annotated[Path, typer.Argument(help="Where to write it; it must not be there yet.")]) -> None:
-    """Write a new key, readable by you alone. Whoever has the file can join runs that were started with it."""
+def new(file: Annotated[Path, typer.Argument(help="The file to write; it must not exist.")]) -> None:
+    """Write a new key, readable by you alone. Every user with the file can join runs that were started with it."""
     new_key(file)
     typer.echo(f"wrote {file}: start the run with --key {file}, and copy the file to the machines that are to join")
 
@@ -38,7 +38,7 @@ def check(file: Annotated[Path, typer.Argument(help="The key file.")]) -> None:
 
 
 def key_file(path: Path | None) -> str:
-    """The file as a run keeps it, after a look into it: what is wrong with it is said before anything is started."""
+    """The absolute path of the key file. It is read now, so an unusable file is refused before anything starts."""
     if path is None:
         return ""
     read_key(path)

@@ -1,4 +1,4 @@
-"""`distbelief kv`: a key-value service, for as long as it is not stopped."""
+"""`distbelief kv`: a key-value service, until it is stopped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def kv(
         str,
         typer.Option(
             metavar="HOST[:PORT]",
-            help="An address of this machine, so that clients on others can come; they need the connection file.",
+            help="An address of this machine, for clients on other hosts; they need the connection file.",
         ),
     ] = "127.0.0.1",
     folder: Annotated[

@@ -1,4 +1,4 @@
-"""The `distbelief` command. Each subcommand is one file, and imports what is heavy only when it runs."""
+"""The `distbelief` command. Each subcommand is one file, and imports heavy modules only when it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`distbelief new NAME`: write a starter job that runs as it is. It knows the template and file names, nothing else."""
+"""`distbelief new NAME`: write a starter job that can be trained at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def new(
     shown = shlex.quote(str(path))
     source = files("distbelief.cli").joinpath(TEMPLATE).read_text(encoding="utf-8").replace(FILE_MARK, shown)
     try:
-        with path.open("x", encoding="utf-8") as file:  # "x": never over a file that is there, not even by a race
+        with path.open("x", encoding="utf-8") as file:  # "x": never replaces a file, not even in a race
             file.write(source)
     except FileExistsError as error:
         raise UsageError(
@@ -39,7 +39,7 @@ def new(
 
 
 def job_path(name: str) -> Path:
-    """The file that NAME stands for, `.py` added where it is missing; UsageError where it could not work as a job.
+    """The path of the job file for NAME, with `.py` added if missing. Raises a UsageError if it could not be a job.
 
     >>> str(job_path("spirals"))
     'spirals.py'

@@ -1,4 +1,4 @@
-"""`distbelief profile RUN`: where the time of a profiled run went, once more; and the options that have it recorded."""
+"""`distbelief profile RUN`: where the time of a run went; and the options --profile and --profile-steps."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def profile(
     run: Annotated[Path, typer.Argument(help="The run directory, or a trace of a run.", show_default=False)],
     cpu: Annotated[
         bool,
-        typer.Option("--cpu", help="Shares of CPU time, not of time: the work itself, where cores are shared."),
+        typer.Option("--cpu", help="Show CPU time instead of elapsed time, for machines whose cores are shared."),
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Say where the time went in a run that was trained with --profile: by phase and worker, and the top operators."""
+    """Show where the time of a run with --profile went: by phase and worker, and the top operators."""
     ctx.meta[MACHINE_OUTPUT] = json
     from distbelief.observe.profiling.collecting import read_summary
     from distbelief.observe.profiling.rules.shown import as_data, lines
@@ -49,7 +49,7 @@ def profile(
 
 
 def asked_steps(usual: bool, steps: str) -> str:
-    """What both options together ask for; an error now, if it is none.
+    """The value of the option `profile` from both flags; raises an error if it is no window of steps.
 
     >>> asked_steps(False, ""), asked_steps(True, ""), asked_steps(False, "3:5")
     ('', 'auto', '3:5')
@@ -60,7 +60,7 @@ def asked_steps(usual: bool, steps: str) -> str:
 
 
 def print_profile(trace: str, stream: TextIO = sys.stdout) -> None:
-    """After a run."""
+    """Print the table of a profile after a run."""
     from distbelief.observe.profiling.collecting import read_summary
     from distbelief.observe.profiling.rules.shown import lines
 

@@ -40,7 +40,7 @@ def replay(
     shard: Annotated[int | None, typer.Option(min=0, metavar="V", help=_SHARD_HELP, show_default=False)] = None,
     debug: Annotated[bool, typer.Option("--debug", help=_DEBUG_HELP)] = False,
     device: Annotated[
-        str, typer.Option(help="Where to replay it. Default: as the run; elsewhere other bits are to be expected.")
+        str, typer.Option(help="Where to replay it. Default: the run's device; expect other bits on another one.")
     ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print what was found as one JSON object on stdout.")] = False,
 ) -> None:
@@ -62,7 +62,7 @@ def replay(
     from distbelief.replaying.replay import replay as execute
     from distbelief.replaying.report import WayShown, as_json, lines
 
-    # With --json, stdout holds the object alone, whatever else prints in this process.
+    # With --json, only the object goes to stdout, even if the job prints.
     with (
         contextlib.redirect_stdout(sys.stderr if json else sys.stdout),
         contextlib.closing(WayShown(sys.stderr)) as way,
@@ -81,7 +81,7 @@ def replay(
 
 
 def _start_as_workers_do(run: Path, step: int | None, shard: int | None, debug: bool, device: str, json: bool) -> None:
-    """Does not return, unless this process has that environment already."""
+    """Replaces this process, unless it has that environment already."""
     environment = {"PYTHONHASHSEED": "0", **os.environ, **WORKER_ENVIRONMENT}
     if environment == dict(os.environ):
         return

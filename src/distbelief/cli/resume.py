@@ -1,4 +1,4 @@
-"""`distbelief resume RUN`: go on with a run that was stopped, or that died, from its newest sound checkpoint."""
+"""`distbelief resume RUN`: continue a run that was stopped, or that died, from its newest sound checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def resume(
     json: AsJson = False,
     plain: Plain = False,
 ) -> None:
-    """Go on with a run that was stopped or that died. The result is that of a run that was never interrupted."""
+    """Continue a run that was stopped or that died. The result is that of an uninterrupted run."""
     ctx.meta[MACHINE_OUTPUT] = json
     from distbelief.api import resume_run
     from distbelief.control.addresses import endpoint

@@ -15,13 +15,11 @@ from distbelief.errors import DistBeliefError
 def scale(
     ctx: typer.Context,
     run: Annotated[Path, typer.Argument(help="The run directory, as `train` printed it.", show_default=False)],
-    workers: Annotated[
-        int | None, typer.Argument(min=1, help="How many workers there are to be.", show_default=False)
-    ] = None,
+    workers: Annotated[int | None, typer.Argument(min=1, help="The new number of workers.", show_default=False)] = None,
     servers: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="How many parameter servers there are to be; 1 has no backup.", show_default=False
+            min=1, metavar="N", help="The new number of parameter servers; 1 has no backup.", show_default=False
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON object.")] = False,
@@ -33,7 +31,9 @@ def scale(
     from distbelief.coordinator.client import ask
 
     if workers is None and servers is None:
-        raise UsageError("scale what to how many?", hint="distbelief scale RUN 4, or distbelief scale RUN --servers 3")
+        raise UsageError(
+            "give a number of workers or servers", hint="distbelief scale RUN 4, or distbelief scale RUN --servers 3"
+        )
     wishes: dict[str, ScaleRequested | ServersRequested] = {}
     if workers is not None:
         wishes["workers"] = ScaleRequested(workers)

@@ -1,4 +1,4 @@
-"""`distbelief slurm JOB`: print a batch script for Slurm. What is wrong is said now, and not when it is its turn."""
+"""`distbelief slurm JOB`: print a batch script for Slurm. Errors are reported now, not when the job starts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def slurm(
 
 
 def _options_of_train(job: Path, given: list[str]) -> dict[str, Any]:
-    """As `train` understands them; it complains of those that it does not know."""
+    """The options as `train` reads them; an error for unknown ones."""
     command = typer.Typer(add_completion=False)
     command.command()(train)
     context = typer.main.get_command(command).make_context("train", [str(job), *given])

@@ -41,7 +41,7 @@ KEYS = (
 
 
 def rows(result: Result) -> list[tuple[str, str]]:
-    """Label and value, the most wanted first."""
+    """Label and value, the most important first."""
     found = [
         ("validation loss" if name == "loss" else name, text.number(value))
         for name, value in text.metrics(result.metrics)
@@ -89,7 +89,7 @@ def print_summary(result: Result, stream: TextIO, *, plain: bool = False) -> Non
     from rich.table import Table
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 1, 0, 0))  # so that a hash fits 80 columns, to be copied in one piece
+    table = Table.grid(padding=(0, 1, 0, 0))  # narrow, so that a hash fits 80 columns and can be copied
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     best = len(result.metrics)
@@ -107,7 +107,7 @@ def print_json(result: Result) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null stands for them."""
+    """JSON has no NaN and no infinity; null replaces them."""
     if isinstance(value, dict):
         return {name: _finite(part) for name, part in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

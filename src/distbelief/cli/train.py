@@ -60,7 +60,7 @@ def train(
     json: AsJson = False,
     plain: Plain = False,
 ) -> None:
-    """Train a job on the workers of this machine, or of those that a launcher has given us (--on)."""
+    """Train a job on the workers of this machine, or of the machines that a launcher has allocated (--on)."""
     ctx.meta[MACHINE_OUTPUT] = json
     from distbelief.control.addresses import endpoint
 
@@ -86,8 +86,8 @@ def train(
         placement = Placement(on, where, key_path)
         stream = sys.stderr if json else sys.stdout
         view = open_view(stream, plain=plain)
-        # With --json, stdout holds the object alone, whatever else prints in this process. The view is closed inside: a
-        # live view puts its own proxy over stdout and takes it away again.
+        # With --json, only the object goes to stdout, even if the job prints. The view is closed inside the block: a
+        # live view replaces stdout by its own proxy and restores it.
         with contextlib.redirect_stdout(stream), contextlib.closing(view):
             result = run_file(job, values, chosen, run_dir, view, engine=engine, placement=placement)
         if json:
@@ -99,7 +99,7 @@ def train(
 
 
 def check_job_file(path: Path) -> None:
-    """A JobError for what is wrong with the file itself: missing, not Python, a syntax error."""
+    """Raises a JobError if the file is missing, not Python, or has a syntax error."""
     if path.is_dir():
         found = " or ".join(str(path / name) for name in _python_files(path)[:5])
         raise JobError(f"{path} is a folder, not a job file", hint=f"try {found}" if found else "")
@@ -111,7 +111,7 @@ def check_job_file(path: Path) -> None:
 
 
 def parse_settings(texts: Iterable[str]) -> dict[str, str]:
-    """`name=value` texts to a mapping; the last one wins when a name is given twice.
+    """The mapping of `name=value` texts; the last value of a name wins.
 
     >>> parse_settings(["lr=3e-4", "name=a=b"])
     {'lr': '3e-4', 'name': 'a=b'}
@@ -153,7 +153,7 @@ def parse_shares(text: str, workers: int | None) -> list[float]:
 def _python_files(folder: Path) -> list[str]:
     try:
         return sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".py")
-    except OSError:  # a folder that we may not list has no suggestions to offer
+    except OSError:  # without the right to list the folder there are no suggestions
         return []
 
 

@@ -1,4 +1,4 @@
-"""`distbelief verify JOB`: train a job two ways and say whether it came to the same weights.
+"""`distbelief verify JOB`: train a job two ways and compare the weights.
 
 Users run it on their own job before they trust a strategy with it. The checks here start no process.
 """
@@ -19,7 +19,7 @@ from distbelief.cli.train import check_job_file, parse_settings
 STEPS = 50
 STEPS_INEXACT = 10
 _STEPS_HELP = (
-    f"Stop both after so many steps, if the job has as many. Default: {STEPS}; {STEPS_INEXACT} for strategies that "
+    f"Stop both after this many steps, if the job has as many. Default: {STEPS}; {STEPS_INEXACT} for strategies that "
     "do not promise the same bits, since training makes small differences large."
 )
 _TOLERANCE_HELP = (
@@ -75,7 +75,7 @@ def verify(
 
     plan = Plan(job, values, strategy, against, workers, steps, tolerance, run_dir)
     stream = sys.stderr if json else sys.stdout
-    # With --json, stdout holds the object alone, whatever else prints in this process.
+    # With --json, only the object goes to stdout, even if the job prints.
     with contextlib.redirect_stdout(stream):
         found = run_both(plan, stream)
         print_report(plan, found, stream)

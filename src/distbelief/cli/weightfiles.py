@@ -1,4 +1,4 @@
-"""What commands about weights have in common: SOURCE is read, and FILE of `--to` is checked before any work is done."""
+"""Shared by the commands about weights: reading SOURCE, and checking FILE of `--to` before any work is done."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_destination(to: Path, force: bool) -> None:
-    """A UsageError for what can be known to be wrong with the file now."""
+    """Raises a UsageError if the file can be known now to be unusable."""
     if to.is_dir():
         raise UsageError(f"--to {to} is a folder", hint=f"name a file in it: --to {to / 'model.safetensors'}")
     if to.exists() and not force:
@@ -38,7 +38,7 @@ FORMS = "run directory, checkpoint, folder of checkpoints (paths or URLs), or .s
 
 
 def read_weights(where: str) -> Source:
-    """The weights at `where`; what had to be skipped on the way is said, with the reason."""
+    """The weights at `where`. Skipped checkpoints are reported with the reason."""
     from distbelief.checkpoint.sources import read_source
 
     source = read_source(where)

@@ -14,20 +14,22 @@ def worker(
     join: Annotated[
         str,
         typer.Option(
-            metavar="ADDRESS|RUN", help="Where the coordinator listens, or the run directory, if it is seen from here."
+            metavar="ADDRESS|RUN", help="Where the coordinator listens, or the run directory, if this host sees it."
         ),
     ],
     count: Annotated[int, typer.Option(min=1, metavar="N", help="Workers on this host.")] = 1,
     device: Annotated[
-        str, typer.Option(help="The device of each of them. Default: as the run's; others only where it is not exact.")
+        str, typer.Option(help="The device of each worker. Default: the run's; exact runs take no other.")
     ] = "",
     key: KeyFile = None,
     host: Annotated[
         str,
-        typer.Option(metavar="NAME", help="What this machine is called. Default: its own name.", show_default=False),
+        typer.Option(
+            metavar="NAME", help="The name of this machine in the run. Default: its host name.", show_default=False
+        ),
     ] = "",
 ) -> None:
-    """Join a run with more workers, until it ends. Ctrl-C or SIGTERM lets them hand their work over and leave.
+    """Join a run with more workers, until it ends. After Ctrl-C or SIGTERM they hand over their work and leave.
 
     The run must have been started with --listen, or by `distbelief coordinator`. It may also be started later.
     """
