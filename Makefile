@@ -1,9 +1,13 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Both make .venv themselves.
 PYTHON ?= python3
-BIN := .venv/bin
-INSTALL := $(BIN)/pip install -q --disable-pip-version-check --no-compile -c constraints.txt
+# TORCH=newest takes the newest torch that pip finds, in an environment of its own: gigabytes of CUDA. To look for a newer
+# one later, remove .venv-newest.
+VENV := $(if $(filter newest,$(TORCH)),.venv-newest,.venv)
+BIN := $(VENV)/bin
+CONSTRAINTS := $(if $(filter newest,$(TORCH)),$(VENV)/constraints.txt,constraints.txt)
+INSTALL := $(BIN)/pip install -q --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 # pip would compile on one core. Packages hold files that are no Python of this version, and say so.
-COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 # A run is several processes, and the tests are hundreds of runs: the sources are compiled once, not in each of them.
 export PYTHONDONTWRITEBYTECODE :=
@@ -14,21 +18,24 @@ N ?= 20
 
 .PHONY: setup setup-dev launchers demo test test-quick test-repeat test-gpu lint sim fuzz bench bench-quick clean
 
-setup: .venv/.core
-setup-dev: .venv/.dev
+setup: $(VENV)/.core
+setup-dev: $(VENV)/.dev
 
-.venv/bin/python:
-	$(PYTHON) -m venv .venv
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
 
-.venv/.core: .venv/bin/python pyproject.toml constraints.txt
+.venv-newest/constraints.txt: constraints.txt | $(BIN)/python
+	grep -v '^torch==' $< > $@
+
+$(VENV)/.core: $(BIN)/python pyproject.toml $(CONSTRAINTS)
 	$(INSTALL) -e '.[examples]'
 	$(COMPILE)
 	@touch $@
 
-.venv/.dev: .venv/bin/python pyproject.toml constraints.txt
+$(VENV)/.dev: $(BIN)/python pyproject.toml $(CONSTRAINTS)
 	$(INSTALL) -e '.[dev]'
 	$(COMPILE)
-	@touch .venv/.core $@  # it is more than the core
+	@touch $(VENV)/.core $@  # it is more than the core
 
 # Other people's launchers, for tests that are skipped without them. As root, on Debian and its kin.
 launchers:
@@ -69,4 +76,4 @@ bench bench-quick: setup-dev
 	$(BIN)/python -m bench $(if $(filter bench-quick,$@),--quick) $(if $(RESUME),--resume)
 
 clean:
-	rm -rf .venv runs build dist src/*.egg-info
+	rm -rf .venv .venv-newest runs build dist src/*.egg-info
