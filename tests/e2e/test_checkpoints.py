@@ -168,7 +168,7 @@ def test_what_is_kept(distbelief: Cli, tmp_path: Path, brake: Path) -> None:
     best = min(steps, key=losses.__getitem__)
     assert set(sealed(run_dir)) == {best, *steps[-2:], *(number for number in steps if number % 20 == 0)}
     assert steps[-1] == 63
-    assert len(steps) > len(sealed(run_dir)) + 3  # some were removed
+    assert len(steps) > len(sealed(run_dir))  # some were removed; how many were saved depends on the disk's speed
     assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {f"step-{n:09d}" for n in sealed(run_dir)}
     assert read_manifest(run_dir / "checkpoints", best).metrics["loss"] == losses[best]
 

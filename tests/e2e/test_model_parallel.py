@@ -146,7 +146,7 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dic
         return started[-1]
 
     def wait_until(condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not condition():
             assert time.monotonic() < deadline, "it never happened"
             time.sleep(0.02)
