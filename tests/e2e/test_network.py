@@ -36,7 +36,7 @@ class Cluster:
         self._folder = folder / "run"
         self._brake = folder / "brake"
         self._brake.touch()
-        self._wait_until = wait_until
+        self.wait_until = wait_until
         self._job = [JOBS / "small.py", "--set", f"steps={STEPS}", "--set", "brake_s=0.3"]
         options = ["--workers", 1, "--listen", "10.77.0.1", "--run-dir", "run", "--json"]
         self.run = start("train", *self._job, *options, prefix=lab.inside(1))
@@ -57,14 +57,14 @@ class Cluster:
 
     def progresses(self, steps: int = 3) -> None:
         before = self.steps()
-        self._wait_until(lambda: self.steps() >= before + steps)
+        self.wait_until(lambda: self.steps() >= before + steps)
 
     def hosts(self) -> Sequence[str]:
         found = self.records("generation")
         return [member["host"] for member in found[-1]["members"]] if found else []
 
     def has_hosts(self, count: int) -> None:
-        self._wait_until(lambda: len(set(self.hosts())) == count)
+        self.wait_until(lambda: len(set(self.hosts())) == count)
 
     def ends_as_one_worker_does(self) -> bool:
         self._brake.unlink()

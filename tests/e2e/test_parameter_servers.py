@@ -47,7 +47,7 @@ class Served(Watched):
             placed = self.journal("servers")[-1]["placement"]
             return -1 not in placed["map"]["backups"] and set(placed["recruits"]) == {-1}
 
-        self._wait_until(is_complete)
+        self.wait_until(is_complete)
 
     def notices(self) -> str:
         return "\n".join(entry["text"] for entry in self.metrics("notice"))

@@ -41,7 +41,7 @@ KILLS = int(os.environ.get("DISTBELIEF_KILLS", "3"))
 SEED = int(os.environ.get("DISTBELIEF_SEED", "0")) or secrets.randbelow(1 << 32)
 
 
-@pytest.mark.timeout(240 + 30 * KILLS)
+@pytest.mark.timeout(600 + 30 * KILLS)
 def test_everything_is_killed_again_and_again(start: Start, tmp_path: Path) -> None:
     """While it starts, while it trains and in the middle of saves; each time it goes on with other workers.
 
