@@ -157,11 +157,11 @@ def test_servers_come_and_go_by_command_and_late_workers_are_helped(
     assert (answer["servers"], answer["text"]) == (3, "1 more server is being started")
     for wanted, words in ((3, "already"), (1, "there is no backup"), (2, "1 more server is")):
         assert words in ask(run.folder, ServersRequested(wanted)).text
-        run._wait_until(lambda: has_holders(wanted))  # noqa: B023
+        run.wait_until(lambda: has_holders(wanted))  # noqa: B023
         run.after(run.step() + 4)
         slow_down(0)
     assert ask(run.folder, CheckpointRequested()).ok
-    run._wait_until(lambda: run.journal("checkpoint"))  # though some are behind the others
+    run.wait_until(lambda: run.journal("checkpoint"))  # though some are behind the others
     result = run.result()
     assert result["weights_sha256"] == undisturbed(*SLICED)
     assert result["helped"] > 5
