@@ -54,6 +54,10 @@ lint: setup-dev
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# For the inner loop: no linters, and no tests that start processes.
+test-quick: setup-dev
+	$(BIN)/python -m pytest --quick -n 2
+
 # Every test that starts processes N times beside a busy loop per core. Hours; goes on where it was, by its log.
 test-repeat: setup-dev
 	$(BIN)/python -m tests.repeat --times $(N) $(ONLY)

@@ -47,6 +47,18 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out the files whose tests start processes")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    from tests.support.selection import starts_processes
+
+    if config.option.quick and collection_path.name.startswith("test_") and starts_processes(collection_path):
+        return True
+    return None
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Every skipped test by its name, and why."""
     skipped = terminalreporter.stats.get("skipped", [])

@@ -22,11 +22,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.support.selection import starts_processes
+
 ROOT = Path(__file__).resolve().parents[1]
 LOG = ROOT / "tests" / "repeat.log"
-STARTS_PROCESSES = re.compile(
-    r"\bStage\b|\bsubprocess\b|\bos\.fork\b|support\.coordinator\.process|\breaders\(|\bforked\b|psutil"
-)
 LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(100_000))"
 LINE = re.compile(r"\S+ (?P<file>\S+): (?P<said>passed|FAILED) ")
 
@@ -37,7 +36,7 @@ def chosen(only: Sequence[str]) -> list[str]:
         return [file for one in only for file in _files(one)]
     folders = ("tests/e2e", "tests/contract", "tests/fuzz", "tests/unit")
     files = [file for folder in folders for file in _files(folder)]
-    return [file for file in files if "/e2e/" in file or STARTS_PROCESSES.search((ROOT / file).read_text())]
+    return [file for file in files if starts_processes(ROOT / file)]
 
 
 def _files(argument: str) -> list[str]:
