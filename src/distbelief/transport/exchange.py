@@ -20,7 +20,8 @@ from distbelief.shards import Program, Range
 from distbelief.transport.shm.segment import Memory, Segment
 
 TRANSFER_BYTES = 64 << 20
-"""States travel in pieces of this size, whoever sends and receives them: all must count the same pieces."""
+"""States travel in pieces of this size. It is the same for all members: sender and receiver must count the same
+pieces."""
 ROW = 4  # float64 numbers that travel per shard and step, at least
 
 
@@ -28,7 +29,7 @@ ROW = 4  # float64 numbers that travel per shard and step, at least
 class Tile:
     """A fixed stretch of the flat layout: the unit of reduction and of the optimizer.
 
-    Tiles depend on the model alone. So whichever member works on one, it runs the same operation on the same numbers.
+    Tiles depend on the model alone. So any member that works on one runs the same operation on the same numbers.
     """
 
     index: int
@@ -48,12 +49,12 @@ class Source:
     rank: int
     slot: int
     back: int = 0
-    """0: in this generation; 1: in the one that it took the step over from; 2: in the one before that…"""
+    """0: in this generation; 1: in the generation before; 2: in the generation before that…"""
 
 
 @dataclass(frozen=True)
 class PublishedSum:
-    """A partial sum of an unfinished step that somebody published in an earlier generation, perhaps before it died."""
+    """A partial sum of an unfinished step that a member published in an earlier generation, perhaps before it died."""
 
     node: Range
     source: Source
@@ -71,28 +72,28 @@ class DiedComputing:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a member tells all others about its part of a step."""
+    """What a member contributes to a step beside its partial sums."""
 
     rows: np.ndarray
-    """(shards, Geometry.row): numbers per shard; those of my shards count."""
+    """(shards, Geometry.row): numbers per shard. Only the rows of `mine` count."""
     mine: Sequence[Range]
-    """The shards whose rows are mine, also the empty ones."""
+    """The shards that the member answers for, also empty ones."""
     nodes: Sequence[tuple[Range, int]]
-    """(subtree, slot): the partial sums that I have published."""
+    """(subtree, slot): the partial sums that the member has published."""
     untouched: np.ndarray
-    """Per entry of the layout: whether I left it untouched."""
+    """Per entry of the layout: whether the member's shards left it untouched."""
     integers: bytes
-    """The integer buffers after my shards."""
+    """The integer buffers after the member's shards."""
 
 
 @dataclass(frozen=True)
 class AllContributions:
-    """What all members together have told."""
+    """The contributions of all members together."""
 
     rows: np.ndarray
     untouched: np.ndarray
     integers: bytes
-    """As the giver of the first partial sum has them."""
+    """Those of the member that published the first partial sum."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class StepPlan:
     sources: Sequence[Source]
     program: Program
     one_by_one: bool = False
-    """Each sum is asked for once, and of no use any more when the next one is."""
+    """Each sum is asked for once, and is not used any more when the next sum is asked for."""
 
 
 @dataclass(frozen=True)
@@ -123,17 +124,19 @@ class CompressedParameter:
 
 @dataclass(frozen=True)
 class Compression:
+    """How the gradients of a flat layout are compressed on a network: all that an exchange must know of the model."""
+
     method: str
     """An option as `option.canonical` writes it."""
     tiles: frozenset[int]
-    """Those of float32 parameters. All others, as those of buffers, go as they are."""
+    """Tiles of float32 parameters. All other tiles travel uncompressed."""
     places: tuple[CompressedParameter, ...]
     seed: int
     always: bool = False
-    """It is not switched off where it costs more time than it saves."""
+    """Compression is not switched off where it costs more time than it saves."""
     apart: bool = False
-    """Partial sums are encoded by whoever makes them, parameter by parameter, and go to everybody: the sums are then
-    those of an exact strategy."""
+    """Each partial sum is encoded by the member that made it, parameter by parameter, and goes to all members: the sums
+    are then those of an exact strategy."""
 
 
 @dataclass(frozen=True)
@@ -152,14 +155,14 @@ class Geometry:
     row: int = ROW
     """Numbers that travel per shard and step."""
     gradient_tiles: int = 0
-    """The first so many tiles hold gradients, the rest float buffers."""
+    """How many tiles hold gradients: these come first, then the float buffers."""
     compression: Compression | None = None
     """How gradients are made smaller on their way, over a network."""
 
 
 @dataclass(frozen=True)
 class Backup:
-    """One shard, computed by somebody else."""
+    """One shard, computed by another member than its owner."""
 
     tiles: list[torch.Tensor]
     row: np.ndarray
@@ -189,7 +192,7 @@ class Backups(Protocol):
 
 
 class Group(Protocol):
-    """The members of a generation, who can tell each other something."""
+    """The members of a generation, which can send each other bytes."""
 
     @property
     def rank(self) -> int: ...
@@ -207,10 +210,10 @@ class Group(Protocol):
         """Whether this member waits for others at this moment."""
 
     def died_computing(self) -> list[DiedComputing]:
-        """Who died while computing, in earlier generations."""
+        """Members of earlier generations that died in the middle of a shard."""
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Everybody's bytes, by rank. Not for the step path."""
+        """The bytes of every member, by rank. Not for the step path."""
 
     def close(self) -> None: ...
 
@@ -222,42 +225,43 @@ class Exchange(Group, Protocol):
     """The tiles that this member brings up to date: its own ones in shared memory, all of them otherwise."""
 
     def slot(self, index: int) -> Memory:
-        """Where I compute: on my device."""
+        """Where this member computes: on its device."""
 
     def state(self, size_bytes: int, name: str = "state") -> Segment:
         """Memory for parameters and optimizer state, or other memory that lasts from one generation to the next: one
         copy per host, or this member's own."""
 
     def published_sums(self, step: int) -> list[PublishedSum] | None:
-        """Partial sums of this step that earlier generations have left, whoever made them; None: nobody had begun it.
-        After all members have met, so that nobody writes there any more."""
+        """Partial sums of this step that earlier generations have left; None: no member had begun the step. Call it
+        after all members have met: then no member of an earlier generation writes any more."""
 
     def begin(self, plan: StepPlan) -> None: ...
 
     def working(self, shard: int) -> None:
-        """I am about to compute that shard; -1: I am not in the user's code any more."""
+        """This member is about to compute that shard; -1: it has left the user's code."""
 
     def publish(self, tile: int) -> None:
-        """My slots hold their final values of this tile. Reduction of it may start."""
+        """This member's slots hold their final values of the tile. Its reduction may start."""
 
     def share(self, contribution: Contribution, meanwhile: Callable[[], bool] = lambda: False) -> AllContributions:
-        """Tell what I have done, and hear it of all. After it, every member's partial sums are there.
+        """Contribute to the step, and get the contributions of all. After it, all partial sums of all members are
+        there.
 
         `meanwhile` is called while others are still at work, for as long as it finds something to do (True).
         """
 
     def reduced(self, tile: int) -> torch.Tensor:
-        """The sum of the step's partial sums for one of `tiles`, in private memory; the partial sums stay intact as far
-        as others could see them."""
+        """The sum of the step's partial sums for one of `tiles`, in private memory. Partial sums that other members can
+        see stay intact."""
 
     def scaled(self, tile: int, factor: float) -> torch.Tensor:
-        """The same, times the factor; from then on `reduced` gives that."""
+        """The sum times the factor; from then on `reduced` gives this, too."""
 
     def share_squares(self, mine: dict[int, float]) -> list[float]:
         """Every member gives a number for each of its tiles; returns the numbers of all tiles."""
 
     def applied(self) -> None:
-        """I have applied the step."""
+        """This member has applied the step."""
 
     def settle(self) -> None:
         """Return when every member has applied the step; the slots may then be written again."""

@@ -31,7 +31,7 @@ from distbelief.worker.feed import Feed
 
 @contextmanager
 def kept() -> Iterator[SegmentClient]:
-    """A client of a segments that a thread serves."""
+    """A client of a segment server that runs in a thread."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     segments = SegmentServer()
 

@@ -1,4 +1,9 @@
-"""What the members of a new generation do before their first step: agree on the state that they go on from."""
+"""What the members of a new generation do before their first step: agree on the state that they go on from.
+
+Where members share a state, rank 0 initialises or repairs it. Where each member has a state of its own, the furthest
+one counts, and the members behind it copy it. `MixedDevices` keeps the states equal where members on different kinds of
+devices round differently.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +18,14 @@ from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.transport.exchange import Exchange
 
-_POSITION = struct.Struct("?q16s")  # whether a replica is initialised, its steps applied, the last one's print
+_POSITION = struct.Struct("?q16s")  # whether a state is initialised, its steps applied, the fingerprint of the last one
 
 
 def agree_on_state(
     state: ReplicaState, exchange: Exchange, computer: ShardComputer, recipe: Recipe, begin_from: BeginFrom
 ) -> None:
-    """After it, every member has the truth: all steps that any of them, or a dead one, had wholly applied."""
+    """After it, every member has the state of the generation: all steps that any member, also a dead one, had wholly
+    applied."""
     if exchange.shares_state:
         _agree_on_one(state, exchange, computer, recipe, begin_from)
     else:
@@ -29,21 +35,21 @@ def agree_on_state(
 def _agree_on_one(
     state: ReplicaState, exchange: Exchange, computer: ShardComputer, recipe: Recipe, begin_from: BeginFrom
 ) -> None:
-    """One state for all. The first generation writes it; a later one finds it, and repairs it if it is torn."""
-    exchange.gather(b"")  # everybody has left the generation before: nobody writes any more
+    """All members share one state. The first generation writes it; a later generation finds it and repairs it."""
+    exchange.gather(b"")  # all members have left the generation before: none of them writes any more
     if exchange.rank == 0 and state.initialised:
         state.repair()
     elif exchange.rank == 0 and not _load(state, computer, recipe, begin_from):
         _write_initial(state, computer)
     if exchange.rank == 0:
         state.expect(exchange.size)
-    exchange.gather(b"")  # nobody reads before the writer is done
+    exchange.gather(b"")  # no member reads before the writer is done
 
 
 def _agree_on_many(
     state: ReplicaState, exchange: Exchange, computer: ShardComputer, recipe: Recipe, begin_from: BeginFrom
 ) -> None:
-    """A state for each. The furthest one is the truth; those behind it, and newcomers, copy it from its owner."""
+    """Every member has a state of its own. The furthest one counts; members behind it, and new ones, copy it."""
     positions = _positions(state, exchange)
     if not any(initialised for initialised, *_ in positions):
         # One member loads, and the others copy from it: a checkpoint may be far away.
@@ -52,18 +58,18 @@ def _agree_on_many(
             _write_initial(state, computer)
             return
         positions = _positions(state, exchange)
-    # The first of them counts: where bits may differ (exact=False) a member that comes back may have taken the last
-    # step otherwise than those who went on without it.
+    # Of equally far members the first one is copied: where bits may differ (exact=False), a member that comes back may
+    # have applied the last step with other bits than the members that went on without it.
     source = max((rank for rank, there in enumerate(positions) if there[0]), key=lambda r: (positions[r][1], -r))
     behind = [rank for rank, position in enumerate(positions) if position != positions[source]]
     if not behind:
         return
     mine = state.blocks()
-    # Somebody who is merely behind keeps what it has until all of the other is there: the giver may die meanwhile, and
-    # then this is the furthest state of all. Half a copy is no state: the stamps, which are last, are set at the end.
+    # A member that is behind keeps its own state until the copy is complete: the source may die meanwhile, and then
+    # this may be the furthest state of all. Half a copy is no state: the stamps, which come last, are written last.
     behind_too = exchange.rank in behind
-    aside = behind_too and state.initialised
-    apart = [aside or (behind_too and block is mine[-1]) for block in mine]
+    keeps = behind_too and state.initialised
+    apart = [keeps or (behind_too and block is mine[-1]) for block in mine]
     into = [
         torch.empty(block.numel(), dtype=torch.uint8) if kept else block
         for block, kept in zip(mine, apart, strict=True)
@@ -97,11 +103,14 @@ def _write_initial(state: ReplicaState, computer: ShardComputer) -> None:
 
 
 _BEFORE = b" before"
-"""Said by a member whose last generation was mixed: some may have died in it while all were to take one state."""
+"""Sent by a member whose last generation was mixed: a member may have died there before all had taken one state."""
 
 
 class MixedDevices:
-    """Of one generation. All members make one, at the same moment."""
+    """Mixed devices (inexact mode): where members compute on different kinds of devices, every member copies rank 0's
+    parameters after each step. Else their states would drift apart, since the devices round differently.
+
+    All members construct it at the same moment, once per generation."""
 
     def __init__(self, computer: ShardComputer, state: ReplicaState, exchange: Exchange) -> None:
         self._state = state
@@ -115,6 +124,6 @@ class MixedDevices:
         self.mixed = computer.was_mixed = len({kind.removesuffix(_BEFORE) for kind in kinds}) > 1
 
     def take_one_state(self) -> None:
-        """After each step."""
+        """Call it after each step, on all members."""
         if self.mixed:
             self._exchange.transfer(self._state.blocks()[0], 0, range(1, self._exchange.size))

@@ -16,7 +16,7 @@ from distbelief.strategies.flatmodel.compute import ShardComputer, move
 
 
 class CommittedModel:
-    """A shard leaves its own buffers in the model; before anything is done here, it gets the committed ones."""
+    """Every method gives the model the committed buffers first: a shard has left its own in it."""
 
     def __init__(self, computer: ShardComputer, buffers: Sequence[torch.Tensor]) -> None:
         self._computer = computer
@@ -38,7 +38,7 @@ class CommittedModel:
             model.train()
 
     def save(self, path: Path, besides: Mapping[str, torch.Tensor | Streamed] | None = None) -> str:
-        """Returns the digest of all weights. `besides`: what belongs to them and is not in the model."""
+        """Returns the digest of all weights. `besides`: tensors that belong to the weights and are not in the model."""
         return save_weights(self.restore(), path, besides or {})
 
     def sha256(self) -> str:

@@ -1,12 +1,10 @@
-"""The all-reduce replica whose gradients are compressed: its state has what every member has not sent yet, too.
+"""The all-reduce replica with compressed gradients. Its state also has what every member has not sent yet.
 
-    compression/residual/RANK/NAME   what the member of that rank still owes to the gradient of a parameter
+    compression/residual/RANK/NAME   what the member of that rank has not sent of a parameter's gradient
     compression/query/NAME           PowerSGD's directions, which all members share
 
-A residual is a summand that is late. So whoever has it may send it: a run that is resumed with another number of
-members gives that of rank r to rank r modulo that number, which adds them, and their sum is what it was.
-
-Members on accelerators have the same, added to the replica that is theirs.
+A residual is a late summand, and any member may send it. A run that is resumed with n members gives the residual of
+rank r to rank r modulo n; a member adds up the residuals that it gets, so the sum of all of them stays the same.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The all-reduce replica on an accelerator: the state is this member's own, and the host runs ahead of the device.
+"""The all-reduce replica on an accelerator: every member has a state of its own, and the host runs ahead of the device.
 
-What is small and waits on a CPU (a launch per tile, a number read back per shard) is done here for many at once.
+Small operations that cost little on a CPU (a launch per tile, a number read back per shard) are batched here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distbelief.strategies.flatmodel.compute import ShardComputer, ShardResult, 
 from distbelief.strategies.flatmodel.copying import CopyPiece
 from distbelief.strategies.flatmodel.rules.stepwork import ShardWork
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, set_buffers
-from distbelief.transport.device.accelerator import Lane, pin
+from distbelief.transport.device.accelerator import CopyStream, pin
 from distbelief.transport.device.exchange import DeviceExchange, when_whole
 from distbelief.transport.shm.segment import Segment
 
@@ -34,7 +34,7 @@ class DeviceReplica(DataParallelReplica):
         self, computer: ShardComputer, recipe: Recipe, schedule: Division, seat: Seat, exchange: DeviceExchange,
         fetch: Fetch, exact: bool, begin_from: BeginFrom = nothing_saved,
     ) -> None:  # fmt: skip
-        self._in_lane, self._copy_lane = Lane(exchange.device), Lane(exchange.device)
+        self._batch_stream, self._copy_stream = CopyStream(exchange.device), CopyStream(exchange.device)
         self._under_way: list[tuple[int, int, Callable[[], ShardResult]]] = []
         super().__init__(computer, recipe, schedule, seat, exchange, self._sending(fetch), exact, begin_from)
 
@@ -43,9 +43,9 @@ class DeviceReplica(DataParallelReplica):
 
         def fetch_and_send(step: int, first: int, end: int) -> tuple[Any, int]:
             batch, samples = fetch(step, first, end)
-            with self._in_lane.aside():
+            with self._batch_stream.use():
                 sent = move(batch, self.exchange.device)
-            self._in_lane.lend(sent)
+            self._batch_stream.hand_over(sent)
             return sent, samples
 
         return fetch_and_send
@@ -70,7 +70,7 @@ class DeviceReplica(DataParallelReplica):
         return when_whole(self.exchange.stretches, stretch_ready)
 
     def commit(self, step: int) -> StepResult:
-        for one in self._under_way:  # all have been asked for: now wait for what they gave
+        for one in self._under_way:  # all shards have been launched: now wait for their results
             super()._computed(*one)
         self._under_way.clear()
         self.exchange.finish_copies()  # before the clock of what is shared is started: the device still computes
@@ -96,7 +96,7 @@ class DeviceReplica(DataParallelReplica):
 
     @cached_property
     def _parameter_stretches(self) -> int:
-        """The first so many stretches hold parameters: they and the buffers are never in one."""
+        """How many stretches hold parameters, which come first. No stretch holds parameters and buffers."""
         last = self._computer.layout.parameter_tiles
         return sum(1 for stretch in self.exchange.stretches if stretch.tiles.stop <= last)
 
@@ -124,13 +124,13 @@ class DeviceReplica(DataParallelReplica):
         return found
 
     def _beside_steps(self, copy: CopyPiece) -> CopyPiece:
-        mark = self._copy_lane.mark()
+        mark = self._copy_stream.mark()
 
-        def copy_in_lane(piece: int, to: Segment, at_bytes: int) -> None:
-            with self._copy_lane.after(mark):
+        def copy_on_stream(piece: int, to: Segment, at_bytes: int) -> None:
+            with self._copy_stream.after(mark):
                 if self.exchange.device.type == "cuda":
-                    pin(to)  # on this lane's device, whatever the thread's own is
+                    pin(to)  # on this stream's device, whatever the thread's own is
                 copy(piece, to, at_bytes)
-            self._copy_lane.finish()
+            self._copy_stream.finish()
 
-        return copy_in_lane
+        return copy_on_stream

@@ -1,6 +1,6 @@
-"""allreduce on one worker, before it has a seat: the model made, laid out, and checked by the canary.
+"""allreduce on one worker, before it has a seat in a generation: the model is made, laid out and checked.
 
-What holds for every strategy in which each member has the whole model is in `PreparedModel`.
+`PreparedModel` is the part that all strategies share in which each member has the whole model.
 """
 
 from __future__ import annotations
@@ -100,9 +100,7 @@ class PreparedAllReduce(PreparedModel):
 
     def canary(self, fetch: Fetch) -> str:
         forward = self._computer.forward
-        if (
-            not self._exact
-        ):  # its bits are compared with nobody's, and its shape is no other batch's: not worth compiling
+        if not self._exact:  # no member compares these bits, and no batch has this shape: compiling would not pay
             self._computer.forward = self.model
         try:
             return super().canary(fetch)
@@ -125,13 +123,13 @@ class PreparedAllReduce(PreparedModel):
         self._compression = compressing(self._layout, compression, job.seed, always) if compression else None
 
     def least_bytes(self) -> int:
-        """One slot for gradients, values and optimizer state, and a tile of them aside; and where gradients are
-        compressed, what is left of them, twice."""
+        """One slot for gradients, the values and the optimizer state, and the undo log of one tile; where gradients are
+        compressed, also the residuals, twice."""
         layout = self._layout
         states = [state_bytes(self._recipe, layout, tile) for tile in range(layout.parameter_tiles)]
-        aside = max(tile.size_bytes + state for tile, state in zip(layout.tiles, states, strict=False))
+        undo_log = max(tile.size_bytes + state for tile, state in zip(layout.tiles, states, strict=False))
         residuals = 2 * layout.size_bytes if self._compression else 0
-        return 2 * layout.size_bytes + sum(states) + residuals + (aside if self._device.type == "cpu" else 0)
+        return 2 * layout.size_bytes + sum(states) + residuals + (undo_log if self._device.type == "cpu" else 0)
 
     def groups(self, mine: Range) -> list[list[Range]]:
         return [[(shard, shard + 1) for shard in range(*mine)] if self._exact else [mine]]

@@ -1,4 +1,39 @@
-"""The all-reduce replica: the step as a transaction over one shared set of parameters, or a private copy of them."""
+"""The all-reduce replica: how one step is computed, added up over the members and applied. A step is a transaction.
+
+The training loop (worker/training.py) calls `compute(t)` and `commit(t)` on every member of the generation.
+
+`compute(t)` turns this member's shards into partial sums.
+
+1. Plan. `_work_of` gives this member's shards, the slots that they are computed into, and the order in which all
+   partial sums of all members are added. The plan is pure (flatmodel/rules/stepwork.py). `exchange.begin` announces it.
+2. Compute. `_compute_unit` fetches a shard's batch and hands it to `ShardComputer.begin` (flatmodel/compute.py):
+   forward, loss, backward. `GradientCapture` (flatmodel/capture.py) writes every gradient into the shard's slot as soon
+   as autograd has it.
+3. Publish. When all gradients of a tile are there, `_when_ready` adds the tile to that of the sibling shard in the
+   tree. After the last shard it calls `exchange.publish`: the member that owns the tile may read this partial sum.
+
+`commit(t)` adds the partial sums of all members and updates the state.
+
+4. Contribute. `exchange.share` tells all members this member's loss rows, touched marks and integer buffers, and waits
+   for theirs. While it waits, it adds up tiles that are complete, and `_meanwhile` may compute backup copies of the
+   shards of a late member (`Helper`). When it returns, the step is *certain*: on one host, all that the update reads
+   is in memory that outlives the members, and no member writes to it until the step is applied.
+5. Judge. `judge_rows` (flatmodel/rules/verdict.py) gives the loss and the fingerprint of the step, or raises because
+   the loss is not finite. All members judge the same rows, so all come to the same verdict.
+6. Update. For every tile of this member `_update` takes the sum (`exchange.reduced`: in tree order, out of place),
+   copies the tile's old bytes to the undo log (`ReplicaState.open`, flatmodel/state.py), runs the optimizer
+   (`TileUpdates.apply`, flatmodel/tileoptimizer.py) and marks the tile as done (`ReplicaState.close`).
+7. Settle. `exchange.applied` announces it; `_look_ahead` fetches the next batch meanwhile; `exchange.settle` returns
+   when all members have applied the step. Then the slots may be written again.
+
+After a death the members that are left form a new generation, with new replicas over the same memory. `agree_on_state`
+(agreement.py) puts a torn tile's old bytes back. If the step was certain, the new generation finishes it: `_update`
+skips the tiles that have the step already (`ReplicaState.has`). If it was not, `_plan_takeover` reuses the partial sums
+that were published, also by members that died, and computes the missing ones.
+
+Members of one host share the state, and each updates its own tiles. Members that share no memory have a state each, and
+every member updates all tiles (`exchange.shares_state`, `exchange.tiles`).
+"""
 
 from __future__ import annotations
 
@@ -49,7 +84,10 @@ from distbelief.transport.exchange import ROW, Backup, Backups, Contribution, Ex
 
 
 class DataParallelReplica(TileCopies):
-    """See `Replica`. With `exact` off, a member's shards are fused into one batch: one unit of work per member."""
+    """See `Replica`. With `exact` off, a member's shards are fused into one batch: one unit of work per member.
+
+    Subclasses: `DeviceReplica` (accelerators), `CompressedReplica` (compressed gradients), `LocalReplica` (local_sgd).
+    """
 
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Division, seat: Seat, exchange: Exchange, fetch: Fetch,
@@ -76,7 +114,7 @@ class DataParallelReplica(TileCopies):
         self._whole = CommittedModel(computer, self._committed)
         self._tiles = [t for t in exchange.tiles if t < computer.layout.parameter_tiles]
         self._buffer_tiles = [t for t in exchange.tiles if t >= computer.layout.parameter_tiles]
-        # One by one where old bytes are copied aside, while they are in the cache; else one call for all is quicker.
+        # With an undo log tile by tile, while the tile is in the cache; without one, a single call for all is quicker.
         self._tiles_at_once = [[t] for t in self._tiles] if exchange.shares_state else [self._tiles]
         self._one_by_one = exchange.shares_state and computer.job.clip_norm is None
         memory = [TileMemory(t, self._state.values[t], self._state.optimizer[t]) for t in self._tiles]
@@ -96,7 +134,7 @@ class DataParallelReplica(TileCopies):
         self._began_at = self._unit_s = 0.0
 
     def _agree(self, begin_from: BeginFrom) -> None:
-        """Before anything is made of the state: have the one that the generation goes on from."""
+        """Have the state that the generation goes on from, before anything else is done with it."""
         agree_on_state(self._state, self.exchange, self._computer, self._recipe, begin_from)
 
     def steps_applied(self) -> int:
@@ -118,7 +156,7 @@ class DataParallelReplica(TileCopies):
             self._state.write_note(self._state.steps_applied, content)
 
     def _stamp(self, step: int) -> int:
-        """Under which number the exchange knows that step."""
+        """The number by which the exchange knows the step."""
         return step
 
     def _plan(self, occupied: int) -> StepWork:
@@ -131,8 +169,8 @@ class DataParallelReplica(TileCopies):
         return replace(fused, mine=[ranges[rank]], partials=replace(fused.partials, results=parts))
 
     def _plan_takeover(self, step: int) -> tuple[int, StepWork] | None:
-        """How the members finish what others began. Fused batches would be others now: they are computed again, unless
-        the step is certain."""
+        """The step that an earlier generation began, and how this generation finishes it. Fused batches have other
+        contents now: they are computed again, unless the step is certain."""
         if step >= self._seat.steps or not (self._exact or self._is_certain):
             return None
         held = self.exchange.published_sums(self._stamp(step))
@@ -193,7 +231,8 @@ class DataParallelReplica(TileCopies):
         self._touched |= found.touched
 
     def _when_ready(self, unit: ShardWork, last: bool) -> Callable[[int], None]:
-        """What happens to a tile of this shard when it is there: it is added to its neighbours, and published."""
+        """What is done with a tile of this shard when its gradients are there: it is added to its sibling in the tree,
+        and published."""
         views = self._tile_views
 
         def tile_ready(tile: int) -> None:
@@ -205,7 +244,7 @@ class DataParallelReplica(TileCopies):
         return tile_ready
 
     def _take(self, unit: ShardWork, backup: Backup, last: bool) -> None:
-        """Somebody else has computed this shard of mine: as if I had."""
+        """Use another member's backup copy of a shard of this member."""
         tile_ready = self._when_ready(unit, last)
         for tile, (mine, theirs) in enumerate(zip(self._tile_views(unit.slot), backup.tiles, strict=True)):
             mine.copy_(theirs)
@@ -253,13 +292,14 @@ class DataParallelReplica(TileCopies):
         shared = self.exchange.share(contribution, partial(self._meanwhile, step))
         self.comm_s += time.perf_counter() - started
         if self._helper:
-            self.comm_s -= self._helper.seconds - helped_s  # helping is computing
+            self.comm_s -= self._helper.seconds - helped_s  # time spent on backups is computing, not waiting
         result, untouched = self._judge(step, shared.rows), shared.untouched
         weight = math.fsum(shared.rows[:, WEIGHT])
-        if weight == 0:  # nothing to learn from: as if no parameter had a gradient; buffers have seen the samples
+        if weight == 0:  # no gradient counts: parameters stay as they are; buffers have seen the samples
             untouched = untouched.copy()
             untouched[: len(self._computer.parameters)] = True
-        # Whoever closed the first tile, which is rank 0's, had written them; and now others may close the last one.
+        # Rank 0 writes the result and the integer buffers before it closes tile 0. A generation that finds tile 0
+        # closed need not write them again, and other members may then close the last tile.
         if self._writes_for_all and not self._state.has(0, step):
             self._remember(step, result, time.time())
             self._state.write_integers(step + 1, shared.integers)
@@ -272,7 +312,7 @@ class DataParallelReplica(TileCopies):
         started = time.perf_counter()
         self.exchange.settle()
         self.comm_s += time.perf_counter() - started
-        helped = self._helper is not None and self._helper.seconds > helped_s  # then the buffers are another shard's
+        helped = self._helper is not None and self._helper.seconds > helped_s
         self._computer.commit_integers(shared.integers if helped or integers != shared.integers else None)
         return result
 
@@ -293,7 +333,7 @@ class DataParallelReplica(TileCopies):
 
     def _update(self, step: int, scale: float, units: int, untouched: np.ndarray) -> None:
         self._finish_copies()
-        factor, within = scale, 1.0  # by what gradients are multiplied in a pass of its own, and in that of the update
+        factor, within = scale, 1.0  # factors of the gradients: in a pass of its own, and within the optimizer's pass
         if self._job.clip_norm is not None:
             factor = self._clip_factor(scale)
         elif self._updates.may_scale(scale):
@@ -307,7 +347,7 @@ class DataParallelReplica(TileCopies):
             for tile in gradients:
                 self._state.close(tile, step)
         for tile in self._buffer_tiles:
-            if self._state.has(tile, step):  # whoever began this commit has come so far
+            if self._state.has(tile, step):  # the generation that began this commit has updated it
                 continue
             average = self._reduced(tile).div_(units)
             self._state.open(tile, step)
@@ -315,7 +355,7 @@ class DataParallelReplica(TileCopies):
             self._state.close(tile, step)
 
     def _reduced(self, tile: int, factor: float = 1.0) -> torch.Tensor:
-        """The step's sum, times the factor from then on."""
+        """The step's sum of a tile, times the factor."""
         started = time.perf_counter()
         gradient = self.exchange.reduced(tile) if factor == 1.0 else self.exchange.scaled(tile, factor)
         self.comm_s += time.perf_counter() - started
@@ -367,11 +407,11 @@ class DataParallelReplica(TileCopies):
 
 
 Compute = Callable[[int, int, int], tuple[np.ndarray, np.ndarray]]
-"""(step, shard, slot) -> (row, touched) of the shard, computed into that slot of mine."""
+"""(step, shard, slot) -> (row, touched) of the shard, computed into that slot of this member."""
 
 
 class Helper:
-    """Computes backups while this member waits in one step after the other."""
+    """Computes backup copies of late members' shards while this member waits in `exchange.share`."""
 
     def __init__(self, backups: Backups, first_slot: int, compute: Compute) -> None:
         self._backups = backups
@@ -386,7 +426,7 @@ class Helper:
         self._slots = 0
 
     def help(self, step: int, work: Callable[[int], Sequence[int]], elapsed_s: float, mine_s: float) -> bool:
-        """Compute one backup if there is one worth it. `work`: rank -> its shards of this step."""
+        """Compute one backup if one is worth it. `work`: rank -> its shards of this step. False: there was none."""
         late = [LateMember(work(rank), begun) for rank, begun in self._backups.late(step + 1)]
         wanted, slot = worth_a_backup(late, elapsed_s, mine_s), self._first_slot + self._slots
         if not wanted or not self._backups.has_room(slot):
@@ -401,8 +441,8 @@ class Helper:
         except Aborted:
             raise
         except Exception:
-            # The late member may have come after all, and the others have begun to update what this one was reading.
-            # If the shard itself is at fault, its owner will say so.
+            # The late member may have finished its shard, and the others may update what this member was reading. If
+            # the shard itself is at fault, its owner reports it.
             return True
         finally:
             self.seconds += time.perf_counter() - started

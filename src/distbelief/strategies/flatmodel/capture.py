@@ -1,8 +1,14 @@
-"""Gradients go from autograd straight into a slot of the flat layout, parameter by parameter, as they are ready.
+"""How gradients come into a slot: from autograd straight to their places in the flat layout, parameter by parameter.
 
-autograd makes its own tensor for each gradient and it is copied once, while it is still in the cache. (Accumulating
-into zeroed views would read and write more, and gives another sign of zero: one way, always.) The gradients of large
-linear layers are made in the slot (slotlinear.py).
+`GradientCapture` has a hook on every parameter. autograd makes its own tensor for each gradient, and the hook copies it
+once, while it is still in the cache. (Accumulating into zeroed views would read and write more, and would give another
+sign of zero.)
+
+The weights of large linear layers need no copy: while a shard is computed, these layers have the class that
+`slot_linear` makes, whose matrix product writes into the slot itself. It calls the products that torch's own derivative
+calls, on the same numbers in the same layout, so the bits are the same. autograd gets the slot's memory as the gradient
+and goes on as always: weights that are used twice, hooks and second derivatives work. Unusual cases (autocast, a
+compiler, functional transforms) are left to torch.
 """
 
 from __future__ import annotations
@@ -41,7 +47,7 @@ class GradientCapture:
         self._slot_linear = slot_linear(self._place)
         self._numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._given: set[int] = set()
-        """Parameters whose place autograd has."""
+        """Parameters whose place was handed to autograd in this backward pass."""
         for index, parameter in enumerate(parameters):
             hook = partial(self._captured, index)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -57,7 +63,7 @@ class GradientCapture:
             layer.__class__ = self._slot_linear
 
     def _place(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """Its place in the slot, once: what is there then is autograd's."""
+        """The weight's place in the slot, once per backward pass: its contents then belong to autograd."""
         index = self._numbers.get(id(weight))
         if index is None or index in self._given or not self._views:
             return None
@@ -98,7 +104,8 @@ class GradientCapture:
         self._views[index].add_(gradient)
 
     def finish(self) -> np.ndarray:
-        """The backward pass is over: parameters without a gradient count as zeros in the sum. Returns who had one."""
+        """The backward pass is over: parameters without a gradient count as zeros in the sum. Returns a flag per
+        parameter: whether it had a gradient."""
         for index in np.flatnonzero(self._touched == 0).tolist():
             self._views[index].zero_()
             self._count(index)
@@ -106,7 +113,7 @@ class GradientCapture:
         return self._touched.copy()
 
     def let_go(self) -> None:
-        """Nothing is captured from here on, and nothing held of the slot or of who wanted to know of its tiles."""
+        """Capture nothing from here on, and hold neither the slot nor the callback."""
         self._views = []
         self._tile_ready = lambda tile: None
         for layer in self._placed:
@@ -114,14 +121,14 @@ class GradientCapture:
 
 
 Place = Callable[[torch.Tensor], torch.Tensor | None]
-"""Where the gradient of that weight is to be made; None: somewhere else than in a slot."""
+"""Where the gradient of that weight is to be written; None: not into a slot."""
 
 WORTHWHILE = 1 << 16
 """Elements: for fewer, calls in Python cost more than a copy."""
 
 
 def placeable(model: nn.Module, parameters: Collection[nn.Parameter]) -> list[nn.Linear]:
-    """The layers that gain by it."""
+    """The linear layers that gain by writing their gradients into the slot."""
     trained = {id(parameter) for parameter in parameters}
     return [
         module

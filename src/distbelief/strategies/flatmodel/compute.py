@@ -1,7 +1,7 @@
 """One shard: forward and backward with the shard's own seed, from the committed buffers, into a slot.
 
-What a shard gives is a pure function of (parameters, committed buffers, samples, seed): nothing of an earlier shard on
-this worker is left to be seen. So it does not matter who computes it, or when, or how often.
+The result of a shard is a pure function of (parameters, committed buffers, samples, seed): an earlier shard on this
+worker leaves no trace in it. So it does not matter which member computes it, or when, or how often.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from distbelief.transport.device.accelerator import memory_on
 from distbelief.transport.shm.segment import Memory
 
 _SHAPES = 256
-"""More different batches than any data should have."""
+"""Shapes of batches that the compiler may specialise for: more than any data should have."""
 
 
 def make_model(job: Job, device: torch.device) -> torch.nn.Module:
@@ -64,8 +64,8 @@ class ShardResult:
 
 
 class PendingLoss:
-    """A shard's loss and weight on their way from an accelerator to the host. They are there as soon as the forward
-    pass is: whoever asks does not wait for what the device was asked to do after it."""
+    """A shard's loss and weight on their way from an accelerator to the host. They arrive when the forward pass is
+    done: `numbers` does not wait for work that was launched after it."""
 
     def __init__(self, loss_sum: torch.Tensor, weight: torch.Tensor | float) -> None:
         self._there = None
@@ -120,8 +120,8 @@ class ShardComputer:
             parameter.data = at.view(entry.shape)
 
     def let_go(self) -> None:
-        """Hold nothing of a generation that is over, also when it ended in the middle of a shard: its slots may fill a
-        device."""
+        """Release the memory of a generation that is over, also one that ended in the middle of a shard: its slots
+        may fill a device."""
         self._capture.let_go()
         self._views.clear()
 
@@ -139,7 +139,7 @@ class ShardComputer:
 
     def restore_buffers(self, committed: Sequence[torch.Tensor]) -> None:
         for module, key, tensor in self._buffers:
-            module._buffers[key] = tensor  # one that a forward pass replaced is not carried on
+            module._buffers[key] = tensor  # a tensor by which a forward pass replaced the buffer is dropped
         for live, value in zip(self._live_tiles, committed, strict=True):
             live.copy_(value)
         for integer, value in zip(self._integers, self._committed_integers, strict=True):
@@ -185,8 +185,8 @@ class ShardComputer:
         tile_ready: Callable[[int], None],
         loss_known: Callable[[float, float], None] | None = None,
     ) -> Callable[[], ShardResult]:
-        """The same; an accelerator may still be at it when this returns. What is returned waits for it and tells its
-        result; the next shard may be begun before."""
+        """Like `run`, but an accelerator may still compute when this returns. The returned function waits for it and
+        gives the result; the next shard may be begun before."""
         views = self._slot_views(slot)
         seed_everything(seed)
         self.restore_buffers(committed)
@@ -228,7 +228,7 @@ class ShardComputer:
         return self.rehearse(batch, samples)[0]
 
     def rehearse(self, batch: Any, samples: int) -> tuple[str, ShardResult]:
-        """The canary, and what that shard told of itself. Nothing is left of it."""
+        """The canary, and the result of its shard. The model and its buffers are as before."""
         slot = memory_on(self.device, self.layout.size_bytes)
         before = [live.clone() for live in self._live_tiles]
         result = self.run(batch, samples, shard_seed(self.job.seed, 0, 0), slot, before, lambda tile: None)
@@ -319,7 +319,7 @@ def compiled(model: torch.nn.Module) -> Callable[..., Any]:
     Each shape by itself: else what is compiled for one depends on which others a worker has seen before, and so do the
     bits. Nor may the compiler give up after a few of them, for the same reason.
     """
-    from torch import _dynamo  # a second's import, for those who want it
+    from torch import _dynamo  # a second's import, only for jobs that compile
 
     _dynamo.config.recompile_limit = _SHAPES
     forward: Callable[..., Any] = torch.compile(model, dynamic=False)
@@ -340,8 +340,8 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def loss_sum(value: Any, samples: int) -> tuple[torch.Tensor, float | torch.Tensor]:
-    """(sum, weight) of what the loss returned: a mean over the samples, or (sum, weight) itself. A weight that is still
-    being computed is left to be: nobody is to wait for it before it is wanted."""
+    """(sum, weight) of what the loss returned: a mean over the samples, or (sum, weight) itself. A weight that a device
+    still computes stays a tensor, so that the host does not wait for it here."""
     weight: float | torch.Tensor
     if isinstance(value, tuple):
         if len(value) != 2:

@@ -1,8 +1,10 @@
-"""A copy of a state that is made while training goes on.
+"""Copies of the state for checkpoints, made while training goes on.
 
 A state is written to only when a step is applied. Until then, while the next step's shards are computed, a thread can
-copy it, piece by piece; what it has not copied by then the training thread copies itself, before it writes. So the copy
-is always that of one step, and training hardly waits for it.
+copy it piece by piece (`Copy.run`). The training thread copies the rest itself before it writes
+(`finish_before_a_write`). So a copy is always the state after one step, and training hardly waits for it.
+
+`TileCopies` is the part of a replica that makes such copies: each member copies its own tiles.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from distbelief.transport.exchange import Exchange
 from distbelief.transport.shm.segment import Segment
 
 CopyPiece = Callable[[int, Segment, int], None]
-"""Copies the piece of that number into memory, from that byte on."""
+"""(piece, memory, first byte): copies the piece of that number into the memory."""
 
 
 class Copy:
@@ -67,8 +69,8 @@ class Copy:
 
 
 class TileCopies:
-    """The part of a `Replica` that is for checkpoints. Whoever has it sets these, and calls `_finish_copies` before it
-    writes to the state."""
+    """The part of a replica that is for checkpoints. The replica sets these attributes, and calls `_finish_copies`
+    before it writes to the state."""
 
     model: torch.nn.Module
     exchange: Exchange
@@ -76,7 +78,7 @@ class TileCopies:
     _state: ReplicaState
     _recipe: Recipe
     _copies: list[Copy]
-    """Those that may not be complete yet."""
+    """Copies that may not be complete yet."""
 
     def _finish_copies(self) -> None:
         while self._copies:
@@ -84,7 +86,8 @@ class TileCopies:
 
     @cached_property
     def _portions(self) -> list[TilePortion]:
-        """Every member saves the tiles that it owns, or would own; the first one also what lies in no tile."""
+        """Every member saves the tiles that it owns, or would own if the state were shared; rank 0 also saves the
+        tensors that lie in no tile."""
         layout, size = self._computer.layout, self.exchange.size
         outside = whole_entries(self._outside(0))
         return [
@@ -105,13 +108,13 @@ class TileCopies:
         return copying
 
     def _copier(self, applied: int) -> CopyPiece:
-        """Copies a piece of this member's portion, as it is after so many steps."""
+        """The function that copies a piece of this member's portion, as it is after `applied` steps."""
         return self._state.copy_tile
 
     def _piece_starts(self) -> Mapping[int, int]:
-        """Those pieces -> their first byte in the portion."""
+        """The pieces of this member's portion -> their first byte in it."""
         return self._portions[self.exchange.rank].starts
 
     def _beside_steps(self, copy: CopyPiece) -> CopyPiece:
-        """The same, in a way that does not hold up what computes."""
+        """The same function, run in a way that does not delay the computation (on a device: on a stream of its own)."""
         return copy

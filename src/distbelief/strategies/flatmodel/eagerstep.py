@@ -1,6 +1,6 @@
 """Optimizers without torch's compiler. torch.optim imports it (`torch._dynamo`, more than a second, half of a worker's
 launch) at the first optimizer and at the first step, only to say that it must leave them alone. A job that compiles
-its model imports it itself, and then everything here stands aside.
+its model imports it itself, and then this module does nothing.
 
 The same functions are called on the same tensors, so the bits are the same. Should a later torch look different inside,
 nothing is found to be spared, and the compiler is imported as ever.

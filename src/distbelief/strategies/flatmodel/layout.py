@@ -1,7 +1,7 @@
 """The flat layout of a model: where every parameter and float buffer lies in one block of bytes, and its tiles.
 
-It is a function of the model alone. Every entry starts at a multiple of 64 elements, so that vector kernels cut a
-stretch of it in the same places whoever works on it (docs/decisions/0002). Frozen parameters are not in it.
+The layout is a function of the model alone. Every entry starts at a multiple of 64 elements, so that vector kernels cut
+a stretch of it in the same places on every member (docs/decisions/0002). Frozen parameters are not in it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Layout:
     """Per tile."""
     size_bytes: int
     parameter_tiles: int
-    """The first so many tiles hold parameters, the rest float buffers."""
+    """How many tiles hold parameters: these come first, then the float buffers."""
 
     def entries_of(self, kind: str) -> list[int]:
         return [i for i, entry in enumerate(self.entries) if entry.kind == kind]

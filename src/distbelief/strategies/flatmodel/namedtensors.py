@@ -3,9 +3,9 @@
     model/NAME           a parameter (frozen ones too) or a buffer; a tied one under its first name
     optimizer/KEY/NAME   what the optimizer keeps for a parameter
     begun/NAME           whether it keeps anything for it yet
-    compression/…        what members have not sent yet of their gradients (compressed.py); others do without
+    compression/…        residuals: what members have not sent yet of their gradients (dataparallel/compressed.py)
 
-Tiles and members are nowhere in the names, so any layout and any number of members can load it.
+Neither tiles nor members are in the names, so any layout and any number of members can load a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""The state of a replica in one block of memory, and what makes a commit in shared memory atomic.
+"""The state of a replica in one block of memory; stamps and an undo log make a commit in shared memory atomic.
 
     | stamps | history | note | integers, twice | values: parameters, float buffers | optimizer state |
 
-Before a tile is updated its old bytes are copied aside and its stamp says so; after the update the stamp says that too.
-A member copies one tile aside at a time, always to the same place, which stays in the processor's cache. So whoever
-dies in the middle of a commit leaves tiles that have the step behind them, tiles that do not, and at most one that is
-torn, whose old bytes are in its place: `repair` puts them back. The step itself can only be finished: it was certain
-before the first tile was opened, and the partial sums that it adds up are never written to (docs/decisions/0017).
+Before a tile is updated, `open` copies its old bytes to the member's undo log and stamps the tile as open; after the
+update, `close` stamps it as done. A member has one tile open at a time, and its undo log is always at the same place,
+which stays in the processor's cache. So a member that dies in the middle of a commit leaves tiles that have the step,
+tiles that do not have it, and at most one torn tile, whose old bytes are in the undo log: `repair` puts them back. Then
+the step can only be finished, not undone. That is possible: the step was certain before the first tile was opened, and
+nobody writes to the partial sums that it adds up (docs/decisions/0017).
 
-Where members have a state each, nobody else has it: who dies takes it along, and nothing is copied aside.
+Members that share no memory have a state each. A death takes the member's state along, so there is no undo log.
 
-The integer buffers of before and after a step lie in two places, used in turn. What the last steps gave (history) and
-the last evaluation (note) are kept too, so that a member that dies before it has reported them takes nothing along.
+The integer buffers before and after a step lie in two places, used in turn. The results of the last steps (history) and
+the last evaluation (note) are in the block too: if a member dies before it has reported them, another one can.
 """
 
 from __future__ import annotations
@@ -48,39 +49,39 @@ _STEP = np.dtype(
 
 
 class UndoLog:
-    """One member's place: | what it holds | the bytes |"""
+    """The old bytes of the tile that one member is updating: | tile and step | bytes |"""
 
     HEAD_BYTES = 64
 
     def __init__(self, segment: Segment) -> None:
-        self._held = np.frombuffer(segment.buffer, np.int64, 2)
+        self._head = np.frombuffer(segment.buffer, np.int64, 2)
         self._at = segment.tensor(torch.uint8, self.HEAD_BYTES, segment.size_bytes - self.HEAD_BYTES)
 
     @property
     def holds(self) -> tuple[int, int]:
-        """A tile, and which step it was about to take; -1: none. Of two members' places with the same in them either
-        may be used: what a tile was before a step does not depend on who says so."""
-        return int(self._held[0]) - 1, int(self._held[1])
+        """The tile whose old bytes these are, and the step that it was about to take; tile -1: none. If two members'
+        undo logs hold the same tile before the same step, the bytes are the same."""
+        return int(self._head[0]) - 1, int(self._head[1])
 
-    def copy(self, tile: int, step: int, current: Sequence[torch.Tensor]) -> None:
-        self._held[0] = 0
+    def save(self, tile: int, step: int, current: Sequence[torch.Tensor]) -> None:
+        self._head[0] = 0
         at = self._at.data_ptr()
-        for part in current:
+        for piece in current:
             # a third faster than Tensor.copy_ here: it does not read what it is about to overwrite
-            ctypes.memmove(at, part.data_ptr(), part.numel())
-            at += part.numel()
-        self._held[1] = step
-        self._held[0] = tile + 1
+            ctypes.memmove(at, piece.data_ptr(), piece.numel())
+            at += piece.numel()
+        self._head[1] = step
+        self._head[0] = tile + 1
 
-    def put_back(self, current: Sequence[torch.Tensor]) -> None:
+    def restore(self, current: Sequence[torch.Tensor]) -> None:
         at = 0
-        for part in current:
-            part.copy_(self._at[at : at + part.numel()])
-            at += part.numel()
+        for piece in current:
+            piece.copy_(self._at[at : at + piece.numel()])
+            at += piece.numel()
 
 
 class ReplicaState:
-    """Views of that block. A stamp is 2t: before step t; 2t+1: its old bytes are aside, the tile may be torn."""
+    """Views of that block. A tile's stamp is 2t: before step t; 2t+1: it is open and may be torn."""
 
     def __init__(self, layout: Layout, recipe: Recipe, exchange: Exchange, integer_bytes: int) -> None:
         self.layout = layout
@@ -112,29 +113,29 @@ class ReplicaState:
             stretches = [(at, size) for at, size in stretches if size]
             self._current.append([self.memory.tensor(torch.uint8, at, size) for at, size in stretches])
             optimizer_at += size_bytes
-        self._places = np.frombuffer(self.segment.buffer, np.int64, 1, 8 * (1 + len(layout.tiles)))
+        self._undo_logs = np.frombuffer(self.segment.buffer, np.int64, 1, 8 * (1 + len(layout.tiles)))
         self._exchange = exchange
-        self._place_bytes = max((t.size_bytes + size for t, size in zip(layout.tiles, sizes, strict=True)), default=0)
-        self._aside = self._place(exchange.rank) if exchange.shares_state else None
+        self._undo_bytes = max((t.size_bytes + size for t, size in zip(layout.tiles, sizes, strict=True)), default=0)
+        self._undo_log = self._undo_log_of(exchange.rank) if exchange.shares_state else None
 
     @property
     def initialised(self) -> bool:
         return bool(self._stamps[0])
 
     def begin_at(self, step: int) -> None:
-        """The values are those after so many steps. Only for whoever writes the first state."""
+        """The values are those after `step` steps. Only for the member that writes the first state."""
         self._stamps[1:] = 2 * step
         self._stamps[0] = True
 
     def expect(self, members: int) -> None:
-        """So many members may copy aside from now on. Nobody may be writing."""
-        self._places[0] = max(self._places[0], members)
+        """Up to this number of members have an undo log from now on. No member may be writing."""
+        self._undo_logs[0] = max(self._undo_logs[0], members)
 
-    def _place(self, rank: int) -> UndoLog:
-        return UndoLog(self._exchange.state(UndoLog.HEAD_BYTES + self._place_bytes, f"aside/{rank}"))
+    def _undo_log_of(self, rank: int) -> UndoLog:
+        return UndoLog(self._exchange.state(UndoLog.HEAD_BYTES + self._undo_bytes, f"undolog/{rank}"))
 
     def forget(self) -> None:
-        """Nothing that is here counts any more: the optimizer has not begun."""
+        """Discard the state: the optimizer has not begun."""
         self._stamps[0] = False
         for memory in self.optimizer:
             memory.zero_()
@@ -150,58 +151,58 @@ class ReplicaState:
             to = to[current.numel() :]
 
     def blocks(self) -> list[torch.Tensor]:
-        """What another replica needs to be the same. The page that begins with the stamps is the last of them."""
+        """All memory that another replica must copy to have this state. The page with the first stamps comes last."""
         first = self.segment.tensor(torch.uint8, 0, _PAGE)
         rest = self.segment.tensor(torch.uint8, _PAGE, self._records_bytes - _PAGE)
         return [self.memory.tensor(torch.uint8, self.values_at, self._numbers_bytes), rest, first]
 
     @property
     def steps_applied(self) -> int:
-        """Steps that every tile has behind it."""
+        """Steps that every tile has."""
         return int(self._stamps[1:].min()) // 2
 
     def open(self, tile: int, step: int) -> None:
-        """From here to `close` the tile may be torn; its old bytes are safe first."""
-        if self._aside:
-            self._aside.copy(tile, step, self._current[tile])
+        """From here to `close` the tile may be torn; its old bytes are in the undo log before."""
+        if self._undo_log:
+            self._undo_log.save(tile, step, self._current[tile])
         self._stamps[1 + tile] = 2 * step + 1
 
     def close(self, tile: int, step: int) -> None:
         self._stamps[1 + tile] = 2 * step + 2
 
     def open_all(self, step: int) -> None:
-        """The same for all tiles, where nothing is copied aside."""
+        """Open all tiles, where there is no undo log."""
         self._stamps[1:] = 2 * step + 1
 
     def close_all(self, step: int) -> None:
         self._stamps[1:] = 2 * step + 2
 
     def has(self, tile: int, step: int) -> bool:
-        """Whether the tile has that step behind it."""
+        """Whether the tile has that step."""
         return int(self._stamps[1 + tile]) >= 2 * step + 2
 
     @property
     def is_applied_in_part(self) -> bool:
-        """Whether some tiles have a step behind them that others have not."""
+        """Whether some tiles have a step that others do not have."""
         return int(self._stamps[1:].max()) > 2 * self.steps_applied
 
     def repair(self) -> list[int]:
-        """Give tiles that may be torn their old bytes back. Returns them. Nobody else may be writing."""
+        """Give torn tiles their old bytes back, and return them. No other member may be writing."""
         torn = []
-        for rank in range(int(self._places[0])):
-            tile, step = (aside := self._place(rank)).holds
+        for rank in range(int(self._undo_logs[0])):
+            tile, step = (undo_log := self._undo_log_of(rank)).holds
             if tile >= 0 and int(self._stamps[1 + tile]) == 2 * step + 1:
-                aside.put_back(self._current[tile])
+                undo_log.restore(self._current[tile])
                 self._stamps[1 + tile] = 2 * step
                 torn.append(tile)
         if (self._stamps[1:] % 2).any():
             raise DistBeliefError("a tile in shared memory is torn, and its old bytes are nowhere")
         return torn
 
-    # --- what goes with the values -----------------------------------------------------------------------------------
+    # --- what belongs to the values -----------------------------------------------------------------------------------
 
     def integers(self, applied: int) -> bytes:
-        """The integer buffers after so many steps: after the last one, or the one before."""
+        """The integer buffers after `applied` steps: the present number, or one less."""
         return bytes(self.segment.view(self._integers_at + applied % 2 * self._integer_bytes, self._integer_bytes))
 
     def write_integers(self, applied: int, content: bytes) -> None:
@@ -209,7 +210,7 @@ class ReplicaState:
             self.segment.view(self._integers_at + applied % 2 * self._integer_bytes, self._integer_bytes)[:] = content
 
     def remember(self, applied: Applied) -> None:
-        """Keep what a step gave. Before the step is wholly applied, so that no applied step is without it."""
+        """Keep the result of a step. Call it before the step is wholly applied, so that no applied step lacks it."""
         place = self._history[applied.step % _REMEMBERED]
         place["after"] = 0
         place["loss"], place["samples"], place["at"] = applied.loss, applied.samples, applied.at
@@ -217,8 +218,8 @@ class ReplicaState:
         place["after"] = applied.step + 1
 
     def remembered(self, first: int, until: int | None = None) -> list[Applied]:
-        """What the applied steps from `first` on gave, as far back as it is kept. `until`: how many those are, where
-        several are applied at once."""
+        """The results of the applied steps from `first` on, as far back as they are kept. `until`: the number of
+        applied steps, where several are applied at once."""
         applied = self.steps_applied if until is None else until
         steps = np.arange(max(first, applied - _REMEMBERED, 0), applied)
         places = self._history[steps % _REMEMBERED]
@@ -228,7 +229,7 @@ class ReplicaState:
         ]
 
     def write_note(self, applied: int, content: bytes) -> None:
-        """Keep some bytes that belong to the state after so many steps. What does not fit is not kept."""
+        """Keep some bytes that belong to the state after `applied` steps. A note that is too long is not kept."""
         if len(content) <= _NOTE_BYTES - _NOTE_HEAD.size:
             buffer = self.segment.buffer
             _NOTE_HEAD.pack_into(buffer, self._note_at, -1, 0)

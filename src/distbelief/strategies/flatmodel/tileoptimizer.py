@@ -1,8 +1,11 @@
 """Any torch optimizer, run tile by tile, with its state in memory that other members can take over.
 
-Element-wise optimizers (SGD, Adam…) run on the pieces of parameters that lie in a tile. The others (LARS-like, or a
-class we do not know) need whole parameters: the layout then keeps each parameter inside one tile. A piece is the
-very stretch of numbers that an ordinary loop would update, so the bits are those of an ordinary loop.
+- `Recipe` is what the job's optimizer is, learnt by making it once and trying it on a small copy.
+- `TileOptimizer` runs it on some tiles. Element-wise optimizers (SGD, Adam…) run on the pieces of parameters that lie
+  in a tile. The others (LARS-like, or an unknown class) need whole parameters: the layout then keeps each parameter
+  inside one tile. A piece is the same stretch of numbers that an ordinary training loop would update, so the bits are
+  those of an ordinary loop.
+- `TileUpdates` is the update of one step: which optimizers run on which tiles, with which seeds and factors.
 """
 
 from __future__ import annotations
@@ -102,7 +105,7 @@ class Recipe:
         return f"{self.kind.__name__}{' fused' if self.fused else ''}{'' if self.elementwise else ' per parameter'}"
 
     def fields(self, parameter: int, numel: int) -> list[Field]:
-        """The state of a piece with so many elements of that parameter."""
+        """The state of a piece of `numel` elements of that parameter."""
         found = self._fields.get(parameter, [])
         if not self.elementwise:
             return found
@@ -178,7 +181,7 @@ def _field(key: str, entry: Any, device: torch.device) -> Field | None:
 
 @dataclass(frozen=True)
 class TileMemory:
-    """One tile of this member's: its parameters, and the bytes of its optimizer state."""
+    """One tile of this member: its parameters, and the bytes of its optimizer state."""
 
     tile: int
     values: torch.Tensor
@@ -186,8 +189,8 @@ class TileMemory:
 
 
 @dataclass
-class _Held:
-    """One piece under the optimizer."""
+class _OptimizedPiece:
+    """One piece of a parameter, as the optimizer sees it."""
 
     tile: int
     piece: Piece
@@ -246,7 +249,7 @@ class TileOptimizer:
     def _aim(self, gradients: dict[int, torch.Tensor], untouched: np.ndarray | None) -> None:
         """Give every piece its part of the gradient; those of the last step still stand if nothing was skipped."""
         same = self._gradients and all(gradients[t] is g for t, g in self._gradients.items())
-        if untouched is None and same and self._elementwise:  # an optimizer that we do not know may have cleared them
+        if untouched is None and same and self._elementwise:  # an unknown optimizer may have cleared them
             return
         for held in self._held:
             skip = untouched is not None and bool(untouched[held.piece.entry])
@@ -255,8 +258,8 @@ class TileOptimizer:
         self._gradients = dict(gradients) if untouched is None else {}
 
     def _take_apart(self) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """The gradients of pieces that begin while others have begun: torch's fused SGD wants a first step for all or
-        for none (it raises a TypeError), so these take theirs after the others."""
+        """Take away the gradients of pieces that have no state yet while others have. torch's fused SGD wants a first
+        step for all pieces or for none (it raises a TypeError), so the new pieces take their step after the others."""
         given = [held for held in self._held if held.parameter.grad is not None]
         new = [held.parameter for held in given if not held.begun]
         if not new or len(new) == len(given):
@@ -267,7 +270,7 @@ class TileOptimizer:
         return late
 
     def _save(self) -> None:
-        """Whatever the optimizer keeps must lie in the tiles' state: new tensors move there, numbers are written."""
+        """All that the optimizer keeps must lie in the tiles' state: new tensors move there, numbers are written."""
         assert self._optimizer is not None
         for held in self._held:
             state = self._optimizer.state.get(held.parameter)
@@ -325,13 +328,13 @@ def state_places(recipe: Recipe, layout: Layout, tile: int) -> list[StatePlace]:
 
 
 def state_bytes(recipe: Recipe, layout: Layout, tile: int) -> int:
-    """How many bytes of optimizer state a tile needs."""
+    """Bytes of optimizer state that a tile needs."""
     pieces = [p for p in layout.pieces[tile] if p.entry in recipe.group_of]
     flags = -(-len(pieces) // 64) * 64
     return flags + sum(f.size_bytes for p in pieces for f in recipe.fields(p.entry, p.numel))
 
 
-def _hold(recipe: Recipe, layout: Layout, memory: TileMemory) -> list[_Held]:
+def _hold(recipe: Recipe, layout: Layout, memory: TileMemory) -> list[_OptimizedPiece]:
     """The pieces of a tile, with views of their values and state."""
     found = []
     for place in state_places(recipe, layout, memory.tile):
@@ -343,16 +346,17 @@ def _hold(recipe: Recipe, layout: Layout, memory: TileMemory) -> list[_Held]:
         shape = (piece.numel,) if recipe.elementwise else tuple(layout.entries[piece.entry].shape)
         values = memory.values[piece.tile_first : piece.tile_first + piece.numel].view(shape)
         flag = memory.state[place.flag_at]
-        found.append(_Held(memory.tile, piece, shape, torch.nn.Parameter(values), views, flag, bool(flag)))
+        found.append(_OptimizedPiece(memory.tile, piece, shape, torch.nn.Parameter(values), views, flag, bool(flag)))
     return found
 
 
 _SCALED_EXACTLY = (torch.float32, torch.float64)
-"""Narrower ones are widened by the optimizer before it divides, and not rounded after it."""
+"""Types whose gradients the optimizer scales to the same bits. Narrower ones are widened before the division, and not
+rounded after it."""
 
 
 class TileUpdates:
-    """The job's optimizer over some tiles of parameters. `apart`: they are updated one by one."""
+    """The job's optimizer over some tiles of parameters. `apart`: the tiles are updated one by one."""
 
     def __init__(
         self, seed: int, recipe: Recipe, layout: Layout, tiles: Sequence[TileMemory], apart: bool = False
@@ -361,14 +365,14 @@ class TileUpdates:
         self._elementwise = recipe.elementwise
         self._scales = recipe.fused and all(one.values.dtype in _SCALED_EXACTLY for one in tiles)
         self._parameters = len(layout.entries_of("parameter"))
-        # An optimizer that is not element-wise may couple what it is given, and may draw random numbers. So it is given
-        # what the number of members has no say in: one tile, and a seed of its own.
+        # An optimizer that is not element-wise may couple its parameters, and may draw random numbers. So each gets one
+        # tile and a seed of its own, which do not depend on the number of members.
         sets = [tiles] if recipe.elementwise and not apart else [[one] for one in tiles]
         self._optimizers = {some[0].tile: TileOptimizer(recipe, layout, some) for some in sets if some}
 
     def may_scale(self, factor: float) -> bool:
-        """Whether the optimizer can scale the gradients itself, in the pass in which it uses them, to the bits that a
-        pass before would give. It divides by the inverse: the same for a power of two only."""
+        """Whether the optimizer can scale the gradients in its own pass, to the same bits as a pass before it. It
+        divides by the inverse of the factor, which is the same only for a power of two."""
         return self._scales and math.frexp(factor)[0] == 0.5
 
     def apply(
@@ -379,9 +383,9 @@ class TileUpdates:
         untouched: np.ndarray,
         scale: float = 1.0,
     ) -> None:
-        """One step, of all tiles together or of some of those that are apart. The gradients (by tile) may be
-        overwritten. Entries that nobody touched are left as they are. `rate`: by what the learning rate is
-        multiplied; `scale`: and the gradients, if the optimizer may."""
+        """One step of all tiles, or of some tiles that are updated one by one. The gradients (by tile) may be
+        overwritten. Untouched entries stay as they are. `rate`: factor of the learning rate; `scale`: factor of the
+        gradients, only if `may_scale`."""
         skip = untouched if untouched[: self._parameters].any() else None
         divisor = _divisor(scale)
         for first in gradients:
@@ -395,11 +399,11 @@ class TileUpdates:
 def _divisor(scale: float) -> torch.Tensor | None:
     if scale == 1.0:
         return None
-    return torch.tensor(1.0 / scale, dtype=torch.float32, device="cpu")  # whatever a job has made the default
+    return torch.tensor(1.0 / scale, dtype=torch.float32, device="cpu")  # a job may change the defaults
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """Of each, taken in float64. All are on one device, which is waited for once."""
+    """The norm of each tensor, taken in float64. All are on one device, which the host waits for once."""
     found = [torch.linalg.vector_norm(one, dtype=torch.float64) for one in tensors]
     numbers: list[float] = torch.stack(found).tolist() if found else []
     return numbers

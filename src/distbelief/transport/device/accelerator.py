@@ -58,7 +58,7 @@ class Accelerator:
         return segment
 
     def finish(self) -> None:
-        """Wait until the stream that computes has done all that was asked of it."""
+        """Wait until the computing stream has finished all work."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -79,20 +79,20 @@ def pin(segment: Segment) -> None:
                 torch.empty(1, device="cuda").fill_(0)
 
 
-class Lane:
-    """A stream of the device beside the one that computes: copies on it run while shards are computed. On a device
-    without streams everything happens at once, in order."""
+class CopyStream:
+    """A stream of the device beside the computing stream: copies on it run while shards are computed. On a device
+    without streams, all work is done at once, in order."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = _stream(device) if device.type == "cuda" else None
 
     def mark(self) -> torch.cuda.Event | None:
-        """All that has been asked of the device so far, on the stream that computes."""
+        """An event after all present work of the computing stream."""
         return torch.cuda.current_stream(self._stream.device).record_event() if self._stream else None
 
     @contextlib.contextmanager
     def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
-        """What is done inside waits for that, on the device; the host goes on. From any thread."""
+        """Work inside waits for that event, on the device; the host goes on. From any thread."""
         if self._stream is None or mark is None:
             yield
             return
@@ -101,13 +101,13 @@ class Lane:
             yield
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is done inside waits for nothing but what is on this lane already."""
+    def use(self) -> Iterator[None]:
+        """Work inside waits only for work that is on this stream already."""
         with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
             yield
 
-    def lend(self, tensors: Any) -> None:
-        """What was made here is used on the computing stream from now on, which waits for it."""
+    def hand_over(self, tensors: Any) -> None:
+        """The computing stream uses these tensors from now on, and waits until they are complete."""
         if self._stream is None:
             return
         computing = torch.cuda.current_stream(self._stream.device)
@@ -117,7 +117,7 @@ class Lane:
                 tensor.record_stream(computing)  # its memory is not given away before
 
     def finish(self) -> None:
-        """Wait on the host until it is all done."""
+        """Wait on the host until all work on this stream is done."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -127,7 +127,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Stopwatch:
-    """Adds up what is done inside of `running`, on whichever stream. Without streams the host's time is the device's.
+    """Adds up the device's own time for the work inside of `running`, on any stream. The host only launches that work
+    and sees nothing of its time. Without streams, the host's time is the device's.
 
     >>> watch = Stopwatch(torch.device("cpu"))
     >>> with watch.running():
@@ -158,7 +159,7 @@ class Stopwatch:
         self._laps.clear()
 
     def take(self) -> float:
-        """Seconds since it was last reset or taken. It waits until the device has done it all."""
+        """Seconds since it was last reset or taken. It waits until the device has finished that work."""
         for start, end in self._laps:
             end.synchronize()
             self._seconds += start.elapsed_time(end) / 1e3

@@ -1,4 +1,4 @@
-"""The exchange of members that compute on accelerators. What they add up travels over the host's memory.
+"""The exchange of members that compute on accelerators. Their partial sums travel over the host's memory.
 
 A tile's partial sums are copied to the host as soon as they are ready, on a stream beside the backward pass; the sum
 is taken on the device, in the tree's order, from this member's own partial sums there and from the others' on the host.
@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from distbelief.transport.device.accelerator import DeviceMemory, Lane, pin
+from distbelief.transport.device.accelerator import CopyStream, DeviceMemory, pin
 from distbelief.transport.exchange import (
     TRANSFER_BYTES,
     AllContributions,
@@ -38,7 +38,7 @@ Where = Callable[[Source], Segment]
 
 @dataclass(frozen=True)
 class Stretch:
-    """Neighbouring tiles of one type: what one operation of the device is worth doing for."""
+    """Neighbouring tiles of one type: enough for one operation of the device."""
 
     tiles: range
     dtype: torch.dtype
@@ -67,8 +67,8 @@ def stretches(tiles: Sequence[Tile], border: int = 0, most_bytes: int = STRETCH_
 
 
 def when_whole(stretches: Sequence[Stretch], act: Callable[[int], None]) -> Callable[[int], None]:
-    """To be told of every tile that is ready, in any order: `act` is called once per stretch, with its number, when all
-    of its tiles are.
+    """Returns a function to be called with every tile that is ready, in any order. It calls `act` once per stretch,
+    with the stretch's number, when all tiles of the stretch are ready.
 
     >>> import torch
     >>> two = [Stretch(range(2), torch.float32, 0, 128), Stretch(range(2, 3), torch.float32, 512, 64)]
@@ -120,7 +120,7 @@ class DeviceExchange:
         self._unpublished: list[int] = []
         self._memory = {} if memory is None else memory
         self._where = where
-        self._out_lane = Lane(device)
+        self._out_stream = CopyStream(device)
         self._slots: dict[int, Slot] = {}
         self._staged: dict[int, torch.Tensor] = {}
         self._scratch: list[torch.Tensor] = []
@@ -179,7 +179,7 @@ class DeviceExchange:
         self._unpublished[number] -= 1
         if self.size == 1 or self._unpublished[number]:
             return
-        with self._out_lane.after(self._out_lane.mark()):
+        with self._out_stream.after(self._out_stream.mark()):
             self._copy_out(number)
 
     def _copy_out(self, number: int) -> None:
@@ -192,7 +192,7 @@ class DeviceExchange:
                 to.copy_(self._outgoing(source, number), non_blocking=True)
 
     def _outgoing(self, source: Source, number: int) -> torch.Tensor:
-        """A partial sum of mine, as it is to be added."""
+        """A partial sum of this member, as it is to be added."""
         return self.in_slot(source.slot)[number]
 
     def _is_mine(self, source: Source) -> bool:
@@ -208,7 +208,7 @@ class DeviceExchange:
 
     def finish_copies(self) -> None:
         """Wait until what was published has reached the host."""
-        self._out_lane.finish()
+        self._out_stream.finish()
 
     def _publish_all(self) -> None:
         self.finish_copies()
@@ -222,7 +222,7 @@ class DeviceExchange:
         return self.reduced(tile).mul_(factor)
 
     def reduced_stretches(self) -> list[torch.Tensor]:
-        """The same for everything, in large pieces."""
+        """The sums of all tiles, stretch by stretch."""
         return self._sum.stretches
 
     @property
@@ -247,7 +247,7 @@ class DeviceExchange:
         return self._sums
 
     def _added_on_host(self) -> Sequence[int]:
-        """The tiles whose sums are to be brought from there, where `inner` adds."""
+        """The tiles whose sums `inner` adds on the host, to be copied to the device."""
         return self.tiles
 
     def _part(self, index: int, source: Source, number: int, stretch: Stretch) -> torch.Tensor:
@@ -298,8 +298,8 @@ class DeviceExchange:
                 part.copy_(between)
 
     def close(self) -> None:
-        """After an abort, too, copies are under way, to and from memory that may be given back now. A device that is
-        broken has said so before."""
+        """Wait for copies first, also after an abort: they use memory that may be freed now. A broken device has raised
+        its error before."""
         with contextlib.suppress(RuntimeError):
             self.finish_copies()
             if self.device.type == "cuda":

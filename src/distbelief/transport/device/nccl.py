@@ -3,7 +3,7 @@
 A stretch of the gradients is exchanged as soon as the backward pass has finished it, on a stream of its own. In exact
 mode every member is sent its part of the stretch from all others (all-to-all), adds it in the tree's order, and its
 sum is gathered by everybody: the bytes are those of a ring, the order of addition is fixed. Otherwise an ordinary
-all-reduce does. What members agree on besides goes over gloo.
+all-reduce does. All other data of a step goes over gloo.
 """
 
 from __future__ import annotations
@@ -132,14 +132,15 @@ class NcclExchange(DeviceExchange):
         return self._sums
 
     def _in_order(self, taken: torch.Tensor, mine: int) -> list[torch.Tensor]:
-        """What the others sent me is ordered by rank; the program numbers sources as they are in the plan."""
+        """The partial sums in the order of the plan's sources, which the program numbers. They arrive ordered by
+        rank."""
         by_rank = sorted(range(len(self._plan.sources)), key=lambda index: (self._plan.sources[index].rank, index))
         place = {index: at for at, index in enumerate(by_rank)}
         return [taken[place[index] * mine : (place[index] + 1) * mine] for index in range(len(by_rank))]
 
     def _await(self) -> None:
-        """Nothing may be applied of a sum in which a dead member's part is missing: an abort ends what the device waits
-        for, and what is in its memory then is no sum."""
+        """Wait for the sums. An abort ends the device's wait, and its memory then holds no sums: a sum in which a dead
+        member's share is missing must not be applied."""
         if self.device.type != "cuda":
             return
         done = torch.cuda.current_stream(self.device).record_event()
@@ -160,7 +161,7 @@ class NcclExchange(DeviceExchange):
 
 
 class _Agreeing(TorchExchange):
-    """What travels over the host: everything but the sums."""
+    """The gloo exchange for all data of a step but the sums."""
 
     def __init__(
         self,
@@ -189,7 +190,7 @@ class _Travel:
 
 
 def _cuts(stretch: Stretch, size: int) -> list[slice]:
-    """Each member's part of a stretch: equal ones, but for the last.
+    """Each member's share of a stretch: equal shares, but for the last.
 
     >>> _cuts(Stretch(range(1), torch.float32, 0, 150), 2)
     [slice(0, 128, None), slice(128, 150, None)]

@@ -1,7 +1,11 @@
-"""How a member turns its range of shards into partial sums: a short list of operations on slots. Pure.
+"""What each member computes in a step, and in which order all partial sums are added. Pure.
 
-The shards are computed one after the other; two neighbours in the tree are added as soon as both are there, so a
-member needs only about log2(shards) slots, and what is left at the end are the largest subtrees inside its range.
+- `partial_sums`: how one member turns its range of shards into partial sums, as operations on slots. It computes the
+  shards one after the other and adds two neighbours in the tree as soon as both are there. So it needs only about
+  log2(shards) slots, and the results are the largest subtrees inside its range.
+- `plan_step`, `plan_apart`: the work of all members in an ordinary step.
+- `plan_takeover`, `plan_finish`: the work in a step that an earlier generation began and did not finish.
+- `worth_a_backup`: which shards of late members another member should compute too.
 """
 
 from __future__ import annotations
@@ -25,13 +29,15 @@ class ShardWork:
 
 @dataclass(frozen=True)
 class Partials:
+    """The operations of one member, and where its partial sums are at the end."""
+
     work: tuple[ShardWork, ...]
     results: dict[Range, int]
     """Subtree -> the slot that holds its sum at the end."""
 
     @cached_property
     def complete_with(self) -> dict[int, list[tuple[Range, int]]]:
-        """Shard -> the subtrees whose sum is there once it is computed, and their slots.
+        """Shard -> the subtrees whose sums are complete once it is computed, and their slots.
 
         >>> partial_sums(8, 8, (3, 8)).complete_with
         {3: [((3, 4), 0)], 7: [((4, 8), 1)]}
@@ -89,7 +95,7 @@ def slots_needed(shards: int, mine: Range) -> int:
 
 
 def reached(work: Sequence[ShardWork]) -> dict[Range, int]:
-    """The sums that are there after these units of work, the first ones of a plan -> their slots.
+    """The sums that are complete after these first units of a plan -> their slots.
 
     >>> plan = partial_sums(8, 8, (4, 8))
     >>> reached(plan.work[:3]), reached(plan.work) == plan.results
@@ -109,7 +115,7 @@ class StepWork:
 
     partials: Partials
     mine: Sequence[Range]
-    """The shards that this member answers for."""
+    """The shards whose rows this member contributes."""
     sources: Sequence[Source]
     order: Program
     recomputed: int = 0
@@ -117,7 +123,7 @@ class StepWork:
 
 
 def plan_step(shards: int, occupied: int, ranges: Sequence[Range], rank: int) -> StepWork:
-    """An ordinary step: everybody computes its own range."""
+    """An ordinary step: every member computes its own range."""
     return _work(shards, occupied, [partial_sums(shards, occupied, mine) for mine in ranges], [], rank, [ranges[rank]])
 
 
@@ -132,7 +138,7 @@ def plan_apart(shards: int, occupied: int, ranges: Sequence[Range], rank: int) -
 
 
 def plan_takeover(shards: int, occupied: int, held: Sequence[PublishedSum], members: int, rank: int) -> StepWork:
-    """A step that others began: what they have published is used, what is missing is divided anew.
+    """A step that an earlier generation began: its published sums are used, the missing shards are divided anew.
 
     >>> plan = plan_takeover(4, 4, [PublishedSum((0, 2), Source(0, 0, back=1))], members=2, rank=1)
     >>> [work.shard for work in plan.partials.work], plan.order, plan.recomputed
@@ -140,14 +146,14 @@ def plan_takeover(shards: int, occupied: int, held: Sequence[PublishedSum], memb
     """
     there = {shard for one in held for shard in range(*one.node)}
     missing = [shard for shard in range(occupied) if shard not in there]
-    parts = [missing[r * len(missing) // members : (r + 1) * len(missing) // members] for r in range(members)]
-    everybody = [_together([partial_sums(shards, occupied, run) for run in _runs(part)]) for part in parts]
-    return _work(shards, occupied, everybody, held, rank, _runs(parts[rank]), recomputed=len(missing))
+    shares = [missing[r * len(missing) // members : (r + 1) * len(missing) // members] for r in range(members)]
+    everybody = [_together([partial_sums(shards, occupied, run) for run in _runs(share)]) for share in shares]
+    return _work(shards, occupied, everybody, held, rank, _runs(shares[rank]), recomputed=len(missing))
 
 
 def plan_finish(held: Sequence[PublishedSum]) -> StepWork:
-    """A step of fused parts that is applied in part: it is finished with what made it certain, which the last ones that
-    computed have left. (Those after them found it so, and computed nothing.)
+    """A step of fused batches that is applied in part. It is finished with the sums that made it certain: the latest
+    ones that were published, since generations after that computed nothing.
 
     >>> plan = plan_finish([PublishedSum((0, 3), Source(0, 0, back=2)), PublishedSum((3, 8), Source(1, 0, back=2))])
     >>> plan.sources, plan.order
@@ -206,7 +212,7 @@ def _together(several: Sequence[Partials]) -> Partials:
 
 
 _WORTH = 1.2
-"""A backup must promise to be there before the late member would start the shard, with some room for error."""
+"""A backup must be expected before the late member would start the shard, by this margin."""
 
 
 @dataclass(frozen=True)
@@ -221,8 +227,8 @@ class LateMember:
 def worth_a_backup(late: Sequence[LateMember], elapsed_s: float, mine_s: float) -> list[int]:
     """The shards that are worth a backup, the most urgent first.
 
-    `elapsed_s` is how long the step has lasted, `mine_s` what a shard takes me. The last shard of a member is the one
-    that it would come to last.
+    `elapsed_s`: how long the step has lasted; `mine_s`: how long one shard takes this member. A member's last shard is
+    the most urgent: the member itself would begin it last.
 
     >>> worth_a_backup([LateMember([4, 5, 6, 7], begun=1)], elapsed_s=3.0, mine_s=1.0)
     [7, 6, 5]
@@ -231,7 +237,7 @@ def worth_a_backup(late: Sequence[LateMember], elapsed_s: float, mine_s: float) 
     """
     found: list[tuple[float, int]] = []
     for member in late:
-        shard_s = elapsed_s / max(member.begun - 0.5, 0.5)  # the one that it has begun counts half
+        shard_s = elapsed_s / max(member.begun - 0.5, 0.5)  # the shard that it has begun counts half
         for ahead, shard in enumerate(member.shards[member.begun :]):
             starts_in_s = (ahead + 0.5) * shard_s
             if starts_in_s > _WORTH * mine_s:

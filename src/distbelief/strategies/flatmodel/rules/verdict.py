@@ -1,5 +1,6 @@
-"""What a step's shards tell of it: its loss, or the reason not to apply it. The same on every member that sees the same
-numbers."""
+"""The verdict on a step, from the numbers of its shards: its loss and fingerprint, or the error for which it is not
+applied. Pure: members that see the same numbers come to the same verdict.
+"""
 
 from __future__ import annotations
 
