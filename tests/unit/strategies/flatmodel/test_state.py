@@ -125,7 +125,7 @@ def test_of_a_step_that_was_applied_in_part_only_torn_tiles_go_back(setting: Set
 
 
 def test_the_place_of_a_member_of_long_ago_is_not_mistaken_for_a_torn_tiles(setting: Setting) -> None:
-    """The second of two had tile 1 aside in step 0, and is gone. In step 1 the first one has it aside."""
+    """The second of two had tile 1 in its undo log in step 0, and is gone. In step 1 it is in the undo log of the first one."""
     first, second = setting.together(2)
     setting.fill(first)
     for tile in range(4):
@@ -142,13 +142,13 @@ def test_the_place_of_a_member_of_long_ago_is_not_mistaken_for_a_torn_tiles(sett
     assert everything(alone) == before
 
 
-def test_who_dies_while_it_copies_aside_has_torn_nothing(setting: Setting) -> None:
+def test_a_death_while_the_undo_log_is_written_tears_nothing(setting: Setting) -> None:
     state = setting.join()
     setting.fill(state)
     before = everything(state)
     state.open(0, 0)
     state.close(0, 0)
-    state._aside.copy(1, 0, state._current[1])  # type: ignore[union-attr]
+    state._undo_log.save(1, 0, state._current[1])  # type: ignore[union-attr]
     assert setting.join().repair() == []
     assert everything(state) == before
     assert [state.has(tile, 0) for tile in (0, 1)] == [True, False]
