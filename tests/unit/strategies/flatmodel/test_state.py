@@ -125,7 +125,8 @@ def test_of_a_step_that_was_applied_in_part_only_torn_tiles_go_back(setting: Set
 
 
 def test_the_place_of_a_member_of_long_ago_is_not_mistaken_for_a_torn_tiles(setting: Setting) -> None:
-    """The second of two had tile 1 in its undo log in step 0, and is gone. In step 1 it is in the undo log of the first one."""
+    """The second of two had tile 1 in its undo log in step 0, and is gone. In step 1 it is in the undo log of the first
+    one."""
     first, second = setting.together(2)
     setting.fill(first)
     for tile in range(4):
