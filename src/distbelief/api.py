@@ -121,7 +121,7 @@ def resume(
     on: str = "local",
     quiet: bool = False,
 ) -> Result:
-    """Go on with a run that was stopped, or that died, from its newest sound checkpoint.
+    """Continue a run that was stopped, or that died, from its newest sound checkpoint.
 
     With any number of workers the weights at the end are those of a run that was never interrupted. `job` is needed
     where the run was started by `train` with a Job: the same one again. A run that is complete is left alone.
@@ -271,13 +271,13 @@ def _run(launch: Launch, view: View, announce: Announce | None = None) -> Result
     found: dict[str, Any] = {}
     try:
         record = engines.run(launch, view, announce)
-    finally:  # also of a run that failed, or was stopped
+    finally:  # also after a failure or a stop
         found = _profile(launch.run_dir, view)
     return replace(result_of(record, launch.run_dir, started), profile=found)
 
 
 def _profile(run_dir: Path, view: View) -> dict[str, Any]:
-    """Where the time went. Whatever is wrong with it is said, and is nobody's failure."""
+    """Where the time went. If the profile cannot be read, the view says why, and the run has still succeeded."""
     from distbelief.observe.profiling.collecting import read_summary
     from distbelief.observe.profiling.rules.shown import as_data
 
@@ -304,7 +304,7 @@ def _pinned(launch: Launch, view: View) -> str:
 
 
 def _check_folder(folder: str, resumed: bool) -> None:
-    """Whether checkpoints can go there: better now than after hours of training."""
+    """Raises if checkpoints cannot be saved there: better now than after hours of training."""
     from distbelief.checkpoint.manifest import step_of
     from distbelief.checkpoint.storage import check_writable, entries, folder_at
 
