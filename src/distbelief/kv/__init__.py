@@ -8,7 +8,25 @@
             store.push("w", torch.ones(3))
             store.pull("w")
 
-The names are loaded when first used, so that the process that watches the servers starts without torch.
+**Processes.** `kv.serve` and `distbelief kv` start a *supervisor* (supervisor.py; rules/supervision.py decides). It
+starts the servers from a warm process, replaces a server that dies or freezes, and sends the map (which server is
+primary and backup of which slice) to servers and clients. A client finds it by the connection file (service.py) and
+keeps a thread that exchanges heartbeats and maps with it (supervisorlink.py).
+
+**Slices.** Servers are parameter servers (strategies/ps): every slice has a primary and a backup that apply the same
+changes in the same order. Slice 0 is the catalogue (catalogue.py): which keys there are, where their stretches lie,
+who waits at a barrier. The other slices hold stretches of tensors, with their optimizers, and rows of tables
+(keyslice.py).
+
+**Calls.** `Store` (store.py) checks what the caller gives (checks.py). `Transfers` (transfers.py) turns it into changes
+of slices and questions to slices. A change is sent until its slice's primary has acknowledged it, and applied once. So
+no push is lost or counted twice when a server dies. There are no checkpoints: if all holders of a slice die, the values
+are lost, and clients get an error.
+
+**First values.** The catalogue gives each new key an owner, the client that places its first value. If the owner dies,
+another client takes over with a higher attempt number, and slices refuse values of older attempts.
+
+The names below are loaded when first used, so that the supervisor starts without torch.
 """
 
 from __future__ import annotations

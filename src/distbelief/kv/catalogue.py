@@ -1,6 +1,7 @@
-"""Which keys there are and where their stretches lie, and who waits at a barrier: a slice among slices, and replicated.
+"""The catalogue of a key-value store: which keys there are, where their stretches lie, who waits at a barrier.
 
-It is a `Store` (see holding.py). What it tells must not be undone by a death, so it answers when its backup has it too.
+It is a slice like the others (a `SliceStore`, ps/server/stores.py), so primary and backup have it. It answers a
+question only when its backup has every change too, so the death of a server undoes no answer.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from distbelief.strategies.ps.protocol.messages import PushResult, Question, Sna
 from distbelief.strategies.ps.server.stores import Change, State
 
 PIECE_BYTES = 1 << 20
-"""A value is cut into pieces of this size at least: a smaller one costs more in messages than servers gain."""
+"""The smallest piece that a value is cut into: smaller pieces cost more in messages than more servers gain."""
 GRAIN = 64
-"""Elements. Cuts are at multiples of it, so that vectorised arithmetic gives a piece the bits of the whole."""
+"""Cuts are at multiples of this many elements, so that vectorised arithmetic gives a piece the bits of the whole."""
 
 
 def cut(elements: int, item_bytes: int, loads: dict[int, int]) -> list[Stretch]:
-    """Where the stretches of a new value go. `loads`: the bytes that each slice has, which are counted on.
+    """Place the stretches of a new value on the least loaded slices. `loads`: bytes by slice; this updates it.
 
     >>> loads = {1: 0, 2: 4, 3: 0}
     >>> cut(10, 4, loads), loads
@@ -58,16 +59,18 @@ def _lightest(loads: dict[int, int], count: int) -> list[int]:
 
 class _Book(msgspec.Struct):
     room: int
-    """Bytes for values, all together. A number that all servers were given: so all refuse the same."""
+    """Bytes for all values. Every server has the same number, so that primary and backup refuse the same keys."""
     loads: dict[int, int]
     entries: dict[str, Entry]
     waiting: dict[int, tuple[int, int]]
-    """At the barrier: rank -> (client, of how many workers)."""
+    """Workers at the barrier: rank -> (client, number of workers)."""
 
 
 class Catalogue:
+    """The slice with the number `CATALOGUE`."""
+
     def __init__(self, slices: int, room: int) -> None:
-        """`slices`: how many hold values; they are numbered from 1. `room`: bytes for values, all together."""
+        """`slices`: the number of slices that hold values, numbered from 1. `room`: bytes for all values."""
         self.version = 0
         self._book = _Book(room, dict.fromkeys(range(1, slices + 1), 0), {}, {})
 
@@ -139,5 +142,5 @@ class Catalogue:
 
 
 def _size(form: Form) -> int:
-    """Of a table nothing is there at first."""
+    """The size of a first value; a table has no rows at first."""
     return math.prod(form.shape) * dtype_of(form.dtype).itemsize if isinstance(form, Dense) else 0

@@ -1,4 +1,4 @@
-"""The optimizers of key-value stores: torch's own, made from a name and numbers, for no code comes over the network.
+"""The optimizers of key-value stores: torch's own, made from a name and numbers, since servers accept no code.
 
 Only those that treat every element alike: then a value that is cut over servers gets the bits of one that is not.
 """
@@ -32,7 +32,7 @@ _OF_ROWS = frozenset({"lr", "eps", "betas", "initial_accumulator_value"})
 
 
 def optimizer_spec(name: str, numbers: dict[str, Any]) -> OptimizerSpec:
-    """Checked by making one.
+    """The specification of an optimizer, checked by making one.
 
     >>> optimizer_spec("adam", {"lr": 0.1, "betas": [0.9, 0.99]})
     OptimizerSpec(name='adam', numbers={'lr': 0.1, 'betas': (0.9, 0.99)})
@@ -67,14 +67,14 @@ def made(spec: OptimizerSpec, values: torch.Tensor) -> torch.optim.Optimizer:
 
 
 def differs_in_rate_only(one: OptimizerSpec | None, other: OptimizerSpec | None) -> bool:
-    """Whether the state of the one can go on with the other: so a learning rate can be changed on the way."""
+    """Whether two specifications differ in `lr` alone: then the optimizer keeps its state."""
     if one is None or other is None:
         return False
     return replace(one, numbers={**one.numbers, "lr": 0.0}) == replace(other, numbers={**other.numbers, "lr": 0.0})
 
 
 def row_optimizer(spec: OptimizerSpec | None) -> tuple[RowOptimizer, float]:
-    """The optimizer of a table's rows, and the factor on its rate. Without one, what is pushed is added.
+    """(the optimizer of a table's rows, a factor for its learning rate). Without a specification, pushes are added.
 
     >>> row_optimizer(OptimizerSpec("adagrad", {"lr": 0.1}))[0].name
     'adagrad'

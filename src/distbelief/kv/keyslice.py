@@ -1,7 +1,9 @@
-"""One slice of a key-value store: stretches of many keys, and rows of every table.
+"""One slice of a key-value store: stretches of many tensors with their optimizers, and rows of every table.
 
-It is a `Store` (see holding.py): primary and backup apply the same changes in the same order. A change that fits to
-nothing here changes nothing: clients check what they send (kv/store.py), so it is not from one of ours.
+`KeySlice` is a `SliceStore` (ps/server/stores.py): primary and backup apply the same changes in the same order, and the
+same pushes in the same order give the same bits. Synchronous pushes wait until the pushes of all workers are there, and
+are added in the order of ranks. A change that fits no key of the slice changes nothing: clients check their arguments
+(checks.py), so it comes from no correct client.
 """
 
 from __future__ import annotations
@@ -42,13 +44,13 @@ from distbelief.transport.shm.segment import Segment
 
 
 class Space(Protocol):
-    """Memory for values, and the clients' memory by its name."""
+    """Makes memory for values, and opens the clients' memory by its name."""
 
     def make(self, size_bytes: int) -> tuple[torch.Tensor, str]:
-        """Bytes, with the name under which clients can map it; no name: they cannot."""
+        """(memory, the name under which clients can map it; empty: they cannot)."""
 
     def release(self, name: str) -> None:
-        """What was made under that name is needed no more."""
+        """Free the memory with that name."""
 
     def open(self, name: str) -> Segment: ...
 
@@ -56,11 +58,13 @@ class Space(Protocol):
 class _About(msgspec.Struct, frozen=True):
     spec: OptimizerSpec | None
     parts: list[tuple[str, KeyState, int]]
-    """With how many tensors each has."""
+    """(key, header, number of tensors), by key."""
     kinds: list[TensorKind]
 
 
 class KeySlice:
+    """The stretches and rows of one slice, by key."""
+
     def __init__(self, space: Space) -> None:
         self.version = 0
         self._space = space
@@ -121,7 +125,7 @@ class KeySlice:
             stretch.push_round(push.round, push.rank, push.workers, gradient)
 
     def _numbers(self, stretch: DenseStretch, segment: str, offset: int, payload: Any) -> torch.Tensor | None:
-        """A view of what the client sent; None if it does not fit."""
+        """A view of the numbers that the client sent; None: they do not fit the stretch."""
         count = stretch.end - stretch.first
         if segment:
             return self._space.open(segment).tensor(stretch.dtype, offset, count)
@@ -211,8 +215,8 @@ class KeySlice:
         return self._values(question, one)
 
     def _values(self, question: PullKey | PullKeyRows, one: DenseStretch | TableRows) -> Framed:
-        """As they are at the moment: others may change them while they are read, or sent. (Not in synchronous rounds:
-        the next one needs a push of whoever asks.)"""
+        """The values at the moment: pushes of others may change them during the read. (Not in synchronous rounds: the
+        next round needs a push of the asking client.)"""
         header = KeyPulled(question.ticket, question.slice, one.rounds.done)
         match question, one:
             case PullKey(values=True), DenseStretch():
@@ -237,14 +241,14 @@ T = TypeVar("T")
 
 @dataclass
 class Rounds(Generic[T]):
-    """Pushes of rounds that are not complete."""
+    """Collects synchronous pushes until their round is complete."""
 
     done: int = 0
     waiting: dict[int, dict[int, T]] = field(default_factory=dict)
-    """Round -> rank -> what it pushed."""
+    """Round -> rank -> its push."""
 
     def add(self, number: int, rank: int, workers: int, push: T) -> list[list[T]]:
-        """The rounds that are complete now, each in the order of the ranks. The first push of a rank counts."""
+        """Add a push; returns the rounds that it completes, each in the order of ranks. A rank's first push counts."""
         if number < self.done or not 0 <= rank < workers:
             return []
         self.waiting.setdefault(number, {}).setdefault(rank, push)
@@ -257,7 +261,7 @@ class Rounds(Generic[T]):
 
 
 class KeyState(Struct, frozen=True):
-    """What a copy of a stretch needs beside its tensors."""
+    """The header of a copy of a `DenseStretch` or `TableRows`, beside its tensors."""
 
     form: Form
     first: int
@@ -265,14 +269,16 @@ class KeyState(Struct, frozen=True):
     attempt: int
     rounds: int
     waiting: list[tuple[int, int]]
-    """(round, rank) of the pushes that wait; their tensors come last."""
+    """(round, rank) of the waiting pushes; their tensors come last."""
     names: list[str]
-    """Of the tensors before them."""
+    """Names of the tensors before them."""
 
 
 class DenseStretch:
+    """A stretch of a tensor, and its optimizer."""
+
     def __init__(self, form: Dense, first: int, end: int, attempt: int, values: torch.Tensor, segment: str) -> None:
-        """`values`: the memory, with whatever is in it."""
+        """`values`: uninitialised memory."""
         self.form, self.first, self.end, self.attempt = form, first, end, attempt
         self.values = values
         self.segment = segment
@@ -282,7 +288,7 @@ class DenseStretch:
         self._step: Callable[[], Any] = lambda: None
 
     def optimize(self, spec: OptimizerSpec | None) -> None:
-        """From now on with this one."""
+        """Apply later pushes with this optimizer; None: add them. A new `lr` alone keeps the optimizer's state."""
         if self._optimizer is not None and spec is not None and differs_in_rate_only(self._spec, spec):
             defaults: dict[str, Any] = made(spec, torch.zeros(1)).defaults
             self._optimizer.param_groups[0]["lr"] = defaults["lr"]
@@ -299,7 +305,7 @@ class DenseStretch:
             self._update(self._optimizer, gradient)
 
     def push_round(self, number: int, rank: int, workers: int, gradient: torch.Tensor) -> None:
-        """Without an optimizer the sum of a round takes the value's place."""
+        """Without an optimizer the sum of a round replaces the value."""
         for pushes in self.rounds.add(number, rank, workers, gradient.clone()):
             total = pushes[0]
             for one in pushes[1:]:
@@ -341,10 +347,12 @@ class DenseStretch:
 
 
 Push = tuple[torch.Tensor, torch.Tensor]
-"""Rows, and a gradient for each."""
+"""(row numbers, a gradient for each)."""
 
 
 class TableRows:
+    """The rows of a table that belong to this slice, and their optimizer."""
+
     def __init__(self, key: str, form: Rows, attempt: int) -> None:
         self.form, self.attempt = form, attempt
         optimizer, self._factor = row_optimizer(form.optimizer)

@@ -1,6 +1,6 @@
-"""The messages between key-value clients and servers (see docs/kv.md), and the `MessageSet` that they make up.
+"""The messages between key-value clients and servers (docs/kv.md), and the `MessageSet` that they make up.
 
-Slice 0 is the catalogue: which keys there are, where their stretches are, who has come to a barrier. The others hold
+Slice 0 is the catalogue: which keys there are, where their stretches lie, who waits at a barrier. The other slices hold
 values.
 """
 
@@ -12,13 +12,13 @@ from distbelief.strategies.ps.protocol.frames import MessageSet
 from distbelief.strategies.ps.protocol.messages import Content, OrderedQuestion, Reply
 
 CATALOGUE = 0
-"""The number of its slice."""
+"""The number of the catalogue's slice."""
 
 Number = float | bool | tuple[float, ...]
 
 
 class OptimizerSpec(Struct, frozen=True):
-    """An optimizer as data: the name that torch.optim has for it, in lower case, and its numbers."""
+    """An optimizer as data: its name in torch.optim, in lower case, and its numbers."""
 
     name: str
     numbers: dict[str, Number]
@@ -32,7 +32,7 @@ class Dense(Struct, frozen=True, tag=True):
 
 
 class Rows(Struct, frozen=True, tag=True):
-    """A table whose rows take memory once they were pushed to. Every slice has rows of it."""
+    """A table. A row takes memory after its first push. Every slice has some of the rows."""
 
     rows: int
     width: int
@@ -40,14 +40,14 @@ class Rows(Struct, frozen=True, tag=True):
     scale: float
     seed: int
     optimizer: OptimizerSpec | None
-    """None: what is pushed is added."""
+    """None: pushes are added."""
 
 
 Form = Dense | Rows
 
 
 class Stretch(Struct, frozen=True):
-    """The elements from `first` to `end` are in that slice."""
+    """The elements from `first` to `end` of a tensor, in slice `slice`."""
 
     slice: int
     first: int
@@ -55,23 +55,25 @@ class Stretch(Struct, frozen=True):
 
 
 class Entry(Struct, frozen=True):
+    """What the catalogue knows of a key."""
+
     form: Form
     stretches: list[Stretch]
-    """Of a tensor. (Whose row is where follows from its number.)"""
+    """The stretches of a tensor. (For a table the slice of a row follows from the number of the row.)"""
     owner: int
-    """The client that gives it its first value."""
+    """The client that gives the key its first value."""
     attempt: int
-    """Goes up when another client takes that over."""
+    """Rises when another client takes over giving the first value."""
     sealed: bool = False
-    """All slices have the first value: it can be pushed to and pulled."""
+    """Whether all slices have the first value: then clients can push to the key and pull it."""
 
 
 # --- changes of the catalogue ----------------------------------------------------------------------------------------
 
 
 class DeclareKey(Content, frozen=True):
-    """A client would give a key its first value. Who may follows from the catalogue: the first that asks, or whoever
-    names the attempt that it has waited for in vain. There is no entry if there is no room."""
+    """A client asks to give a key its first value. The catalogue decides: the first client may, and later a client that
+    names the attempt for which it has waited too long. If there is no room, the catalogue makes no entry."""
 
     client: int
     key: str
@@ -96,7 +98,7 @@ class SealKey(Content, frozen=True):
 
 
 class Arrive(Content, frozen=True):
-    """A worker has come to a barrier. When all have, it is over."""
+    """A worker waits at a barrier. The barrier ends when all workers do."""
 
     client: int
     rank: int
@@ -108,7 +110,7 @@ class Arrive(Content, frozen=True):
 
 
 class Withdraw(Content, frozen=True):
-    """It waits no more."""
+    """A worker waits at the barrier no longer."""
 
     client: int
     rank: int
@@ -138,11 +140,11 @@ class PlaceKey(Content, frozen=True):
 
 
 class AddToKey(Content, frozen=True):
-    """A push of a stretch. The bytes are where those of PlaceKey are."""
+    """A push of a stretch. The bytes lie where those of `PlaceKey` do."""
 
     key: str
     round: int = -1
-    """Of synchronous pushes: applied when all workers' pushes of this round, and all before it, are there."""
+    """The round of a synchronous push: applied when all workers have pushed this round and every round before."""
     rank: int = 0
     workers: int = 1
     segment: str = ""
@@ -168,7 +170,7 @@ class AddToRows(Content, frozen=True):
 
 
 class SetOptimizer(Content, frozen=True):
-    """What pushes to tensors are applied with from now on."""
+    """The optimizer for later pushes to tensors."""
 
     spec: OptimizerSpec | None
 
@@ -177,23 +179,23 @@ class SetOptimizer(Content, frozen=True):
 
 
 class Consult(OrderedQuestion, frozen=True):
-    """What is in the catalogue?"""
+    """A question for entries of the catalogue."""
 
     keys: list[str]
     sealed: bool = False
-    """Answered when those keys that are declared are sealed too."""
+    """Whether to answer only when every declared key of these is sealed."""
     rank: int = -1
-    """Answered when the client does not wait at a barrier any more."""
+    """If not -1: answer only when the worker of this rank waits at no barrier."""
 
 
 class PullKey(OrderedQuestion, frozen=True):
     key: str
     round: int = 0
-    """Answered when so many synchronous rounds were applied."""
+    """Answered when at least this number of synchronous rounds was applied."""
     inline: bool = True
-    """The values are wanted in a frame."""
+    """Whether to send the values in a frame."""
     values: bool = True
-    """No: only how many rounds were applied."""
+    """False: the client asks for the number of applied rounds alone."""
 
 
 class PullKeyRows(OrderedQuestion, frozen=True):
@@ -208,20 +210,20 @@ class PullKeyRows(OrderedQuestion, frozen=True):
 
 class Consulted(Reply, frozen=True):
     entries: dict[str, Entry]
-    """Of the keys that were asked for and that there are."""
+    """The entries of the requested keys that exist."""
     arrived: list[int]
-    """The ranks that wait at a barrier, and of how many."""
+    """The ranks that wait at a barrier; `workers`: of how many."""
     workers: int
     room: int
-    """Bytes that are left for values."""
+    """Bytes that are free for values."""
 
 
 class KeyPulled(Reply, frozen=True):
-    """The values of a stretch, or of rows, in a frame; or where they can be mapped."""
+    """The values of a stretch or of rows: in a frame, or in the shared segment that it names."""
 
     rounds: int
     there: bool = True
-    """No: this slice has nothing of the key."""
+    """False: this slice has nothing of the key."""
     segment: str = ""
     inline: bool = True
 

@@ -1,4 +1,4 @@
-"""A server of a key-value service, as the warm process (launch/zygote.py) begins it."""
+"""A server process of a key-value service. The warm process (launch/zygote.py) forks it and calls `run`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from distbelief.strategies.ps.server.stores import SliceStore
 from distbelief.transport.shm.segment import Segment, SegmentClient
 
 SHARED_FROM = 1 << 16
-"""Values of so many bytes or more lie in memory that clients can map: each takes a descriptor and a mapping."""
+"""Values of at least this size lie in memory that clients can map: each takes a descriptor and a mapping."""
 MAPPED_BYTES = 1 << 30
-"""So much of the clients' buffers stays mapped, or one: what clients have left behind is let go of in time."""
+"""At most this much of the clients' buffers stays mapped (or one buffer), so that buffers of dead clients are freed."""
 
 
 class ServerSpec(Struct, frozen=True):
     worker: int
-    """Its number."""
+    """The number of the server."""
     host: str
     address: str
     credential: Credential
     slices: int
     room: int
-    """Bytes for values, all together."""
+    """Bytes for the values of all servers together."""
     shares: bool
 
 

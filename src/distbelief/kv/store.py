@@ -1,4 +1,4 @@
-"""The store as its users see it: what they give is checked here, and sent by `transfers.py`."""
+"""The store that users call, and `kv.connect`, which makes it. It checks arguments; `Transfers` sends."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from distbelief.transport.shm.segment import SegmentClient
 
 _LOST = "the values of all keys are lost: the servers that had them died before others had a copy"
 TAKEN_OVER_AFTER_S = 20.0
-"""So long a client waits for another one's first value; twice as long for the next attempt."""
+"""A client takes over giving a first value after this wait, which doubles with each attempt."""
 
 
 def connect(
@@ -63,9 +63,9 @@ def connect(
 ) -> Store:
     """Connect to a key-value service. `address` is its connection file: `kv.serve` gives it, `distbelief kv` prints it.
 
-    `rank` and `workers` say who this is among how many: for `barrier`, and for `sync=True`, where a push counts when
-    all workers' pushes of the key are there. A call that takes longer than `timeout_s` raises. Values stay in shared
-    memory where servers are on this machine, unless `shared_memory` is False.
+    `rank` and `workers` are the number of this worker and of all workers: for `barrier`, and for `sync=True`, where
+    the servers apply pushes of a key when every worker has pushed it. A call that takes longer than `timeout_s` raises.
+    If the servers are on this machine, values stay in shared memory, unless `shared_memory` is False.
 
     >>> import torch
     >>> from distbelief import kv
@@ -96,7 +96,7 @@ def connect(
 
 
 def _segment_client(known: Connection) -> SegmentClient | None:
-    """Of the machine's shared memory, if the servers are on it too."""
+    """A client of the service's shared memory; None: the servers are on another machine, or share none."""
     if not known.segment_socket or known.boot != this_boot():
         return None
     sock = sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET)
@@ -119,8 +119,8 @@ class Store:
         self._over = ""
 
     def init(self, key: str | Sequence[str], value: torch.Tensor | Sequence[torch.Tensor]) -> None:
-        """Give keys their first values. Where several workers do, the first one's value counts; all return when every
-        server has it."""
+        """Give keys their first values. If several workers do, the value of the first one counts. Returns when every
+        server has the value."""
         with self._calling():
             given = pair_up(key, value, "values")
             self._begin({one: (form_of(one, first), first) for one, first in given})
@@ -161,7 +161,7 @@ class Store:
             transfers.settle()
 
     def push(self, key: str | Sequence[str], value: Any, *, rows: Any = None) -> None:
-        """Push gradients, or whatever is to be added. Returns when they are on their way; after `wait` they count.
+        """Push gradients, or values to add. Returns when they are on their way; after `wait` they are applied.
 
         For a table, `rows` says which rows they are of; or the value is a sparse tensor.
         """
@@ -205,7 +205,7 @@ class Store:
             return found if out is None else out
 
     def barrier(self, timeout_s: float | None = None) -> None:
-        """Wait until all workers have come to a barrier. What this one has pushed before it counts then."""
+        """Wait until all workers call `barrier`. All pushes of this worker are acknowledged by then."""
         with self._calling() as transfers:
             seconds = transfers.timeout_s if timeout_s is None else timeout_s
             transfers.settle()
@@ -225,12 +225,12 @@ class Store:
                 ) from None
 
     def wait(self) -> None:
-        """Return when everything that was pushed counts, whoever dies."""
+        """Wait until every push is acknowledged: then it survives the death of a server."""
         with self._calling() as transfers:
             transfers.settle()
 
     def close(self) -> None:
-        """Wait for what was pushed, and leave."""
+        """Wait for the pushes (`wait`), and disconnect."""
         with self._lock:
             if self._over == "closed":
                 return
@@ -291,7 +291,11 @@ class Store:
 
 
 def initialise(transfers: Transfers, wanted: dict[str, tuple[Form, torch.Tensor | None]]) -> dict[str, Entry]:
-    """The entries of these keys, once all slices have their first values."""
+    """The entries of these keys, after all slices have their first values.
+
+    The catalogue names an owner for each key and counts the attempts. Every other client waits, and one takes over if
+    the owner does not finish in time. Slices refuse values of older attempts, so a first value is of one client alone.
+    """
     attempts = dict.fromkeys(wanted, -1)
     while True:
         for key, (form, _) in wanted.items():

@@ -36,21 +36,21 @@ from distbelief.transport.shm.segmentserver import SegmentServer
 
 TICK_S = 0.2
 GONE_S = 120.0
-"""A client that was not heard of for so long is told of no maps any more, until it is heard of again."""
+"""A client that is silent for this long gets no maps until its next heartbeat."""
 SEGMENT_SOCKET = "segments.sock"
 _SERVER = "distbelief.kv.server"
 _WARM = "ps:sync"
-"""The warm process imports what servers need."""
+"""The strategy whose modules the warm process imports: servers need the same ones."""
 
 
 @dataclass(frozen=True)
 class ServiceOptions:
     folder: Path
-    """Where the connection file and the logs go. Only its owner may look into it."""
+    """The folder of the connection file and the logs. Only its owner may read it."""
     servers: int = 2
     listen: str = "tcp://127.0.0.1:*"
     shares: bool = True
-    """Values stay in shared memory where client and servers are on one machine."""
+    """Whether clients on this machine read values from shared memory."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class _Client:
 
 
 class Supervisor:
-    """Used as a context: on leaving it, everything has ended."""
+    """A context manager: on exit it ends the servers and frees everything."""
 
     def __init__(self, options: ServiceOptions, say: Callable[[str], None]) -> None:
         self._options = options
@@ -79,9 +79,9 @@ class Supervisor:
         self._next_client = 0
         self._failed: supervision.Fail | None = None
         self._owned: dict[sockets.socket, str] = {}
-        """How the names of the memory begin that a client has asked for over that socket."""
+        """Socket -> the prefix of the names of the memory that its client has made."""
         self._departed: list[tuple[float, str]] = []
-        """When the memory of a client that is gone may go too."""
+        """(when to free it, prefix of its names) for the memory of each client that is gone."""
 
     def __enter__(self) -> Supervisor:
         try:
@@ -134,7 +134,7 @@ class Supervisor:
     # --- the life of the service -------------------------------------------------------------------------------------
 
     def run(self, stop: int, ready: Callable[[Path], None]) -> None:
-        """Until the descriptor `stop` can be read. `ready` is called once, with the connection file."""
+        """Run until the descriptor `stop` is readable. Calls `ready` once, with the path of the connection file."""
         stopped: list[bool] = []
         self._loop.watch(stop, lambda: stopped.append(True))
         path = self._options.folder / CONNECTION_FILE
@@ -231,7 +231,8 @@ class Supervisor:
         self._loop.watch(client, lambda: self._segment_asked(client))
 
     def _segment_asked(self, asker: sockets.socket) -> None:
-        """The kernel closes the socket when a client ends; one that is only stopped may go on, and needs its memory."""
+        """Answer a request for shared memory. The kernel closes the socket when a client ends. A client that is only
+        stopped (SIGSTOP) keeps its socket and its memory."""
         try:
             owner, line, _ = self._segments.answer(asker).partition("/")
             if owner.startswith("client "):
@@ -333,7 +334,8 @@ class Supervisor:
 
 
 def _may_say(sender: Sender, message: m.Heard) -> bool:
-    """Servers speak for themselves; whoever has the connection file is a client."""
+    """Whether the authenticated sender may send the message. A server speaks for itself alone; a client has the secret
+    of the connection file."""
     if isinstance(message, m.ClientHere | m.ClientGone):
         return sender.role == OWNER
     return sender == (SERVER, message.server)

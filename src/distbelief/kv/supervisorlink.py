@@ -1,4 +1,4 @@
-"""A client's line to the process that watches over the service: a thread that says "I am here" and hears of maps."""
+"""A client's link to the supervisor: a thread sends heartbeats and receives maps. And deadlines of calls."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from distbelief.control.sockets import dial
 from distbelief.errors import DistBeliefError
 from distbelief.kv import supervisormessages as m
 
-HERE_S = 0.5
+HEARTBEAT_S = 0.5
 LOOK_S = 0.05
 SILENT_S = 20.0
-"""A service that does not answer for so long is gone."""
+"""After this silence a client considers the service dead."""
 
 
 class SupervisorLink:
@@ -39,7 +39,7 @@ class SupervisorLink:
         self._thread = threading.Thread(target=self._live, name="distbelief kv", daemon=True)
 
     def begin(self, timeout_s: float) -> m.Welcome:
-        """Be let in."""
+        """Register with the supervisor, and return the number of this client."""
         self._thread.start()
         if not self._here.wait(timeout_s) or self._welcome is None:
             self.close()
@@ -50,13 +50,13 @@ class SupervisorLink:
         return self._welcome
 
     def tell(self, learn: Callable[[ServerMap], None]) -> None:
-        """Have this told of every map from now on, from another thread."""
+        """Call `learn` with every map from now on, from another thread."""
         self._learn = learn
         if self._map is not None:
             learn(self._map)
 
     def check(self) -> None:
-        """Raises when the service has ended."""
+        """Raise an error if the service has ended."""
         hint = "start it again (`distbelief kv`, kv.serve) and connect to it"
         if self._ended:
             raise DistBeliefError(f"the key-value service has ended: {self._ended}", hint=hint)
@@ -78,7 +78,7 @@ class SupervisorLink:
             while not self._closing.is_set():
                 now = time.monotonic()
                 if now >= next_time:
-                    next_time = now + HERE_S
+                    next_time = now + HEARTBEAT_S
                     self._send(socket, m.ClientHere(self._name, self._map.version if self._map else 0))
                 if socket.poll(int(LOOK_S * 1000)):
                     self._hear(socket)
@@ -105,11 +105,11 @@ class SupervisorLink:
 
 
 class CallTimedOut(DistBeliefError):
-    """A call was not answered in time. What was pushed still counts, once, if servers get it."""
+    """A call was not answered in time. Its push is still applied, once, if the servers receive it."""
 
 
 class Deadline:
-    """Ends a wait when the service has ended, or when it takes too long. See `serverclient.Stop`."""
+    """Ends a wait if the service has ended or time is up. See `Stop` (ps/protocol/client.py)."""
 
     def __init__(self, link: SupervisorLink, seconds: float, what: str = "no answer", hint: str = "") -> None:
         self._link = link

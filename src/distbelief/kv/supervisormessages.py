@@ -1,4 +1,4 @@
-"""What the process that watches over a key-value service hears from servers and clients, and tells them."""
+"""The messages between the supervisor of a key-value service and its servers and clients."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from distbelief.control.messages import Decoder, EndRun, Serve, ServerBeat, Serv
 
 
 class ClientHere(Struct, frozen=True, tag=True):
-    """A client is there: at first to be given a number, then once in a while, to be told of newer maps."""
+    """A client's heartbeat. The first one registers the client; the supervisor answers with newer maps."""
 
     name: str
-    """Its own, so that one that asks twice is given one number."""
+    """A unique name: a client that registers twice gets one number."""
     version: int
-    """Of the map that it knows."""
+    """The version of the client's map."""
 
 
 class ClientGone(Struct, frozen=True, tag=True):
-    """It has closed, with all its pushes answered."""
+    """A client has closed; all its pushes are acknowledged."""
 
     name: str
 
 
 class Welcome(Struct, frozen=True, tag=True):
+    """The answer to a client's first heartbeat."""
+
     client: int
-    """Never given again."""
+    """The client's number, which is used once."""
     slices: int
-    """That hold values; the catalogue is one more."""
+    """The number of slices that hold values; the catalogue is one more."""
 
 
 Heard = ServerReady | ServerBeat | SliceCopied | ServerFailed | ClientHere | ClientGone

@@ -1,4 +1,4 @@
-"""Several tensors as one stretch of bytes, for copies of slices: no pickle."""
+"""Tensors as bytes: for messages, and several together for a copy of a slice. No pickle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class TensorKind(Struct, frozen=True):
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """
+    """The dtype with that name.
+
     >>> dtype_of("bfloat16")
     torch.bfloat16
     """
@@ -30,7 +31,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of its bytes, where it lies in one piece.
+    """The bytes of a tensor: a view if the tensor is contiguous.
 
     >>> as_bytes(torch.ones(2, 3)).shape, as_bytes(torch.zeros(0, 3)).shape
     (torch.Size([24]), torch.Size([0]))
@@ -41,7 +42,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def packed(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorKind], torch.Tensor]:
-    """
+    """(types and shapes, all bytes one after the other).
+
     >>> kinds, content = packed([torch.ones(2), torch.tensor(3.0, dtype=torch.float64)])
     >>> content.numel(), unpacked(kinds, content)
     (16, [tensor([1., 1.]), tensor(3., dtype=torch.float64)])
@@ -52,7 +54,7 @@ def packed(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorKind], torch.Ten
 
 
 def unpacked(kinds: Sequence[TensorKind], content: torch.Tensor) -> list[torch.Tensor]:
-    """Copies, each aligned as its numbers need."""
+    """The tensors that `packed` made bytes of, as aligned copies."""
     found, at = [], 0
     for kind in kinds:
         dtype = dtype_of(kind.dtype)

@@ -1,7 +1,7 @@
-"""What a store's calls become: changes of slices, and questions to them.
+"""The calls of a store as changes of slices and questions to slices; and the memory that pushes are sent from.
 
-Servers are reached through `strategies/ps/protocol/client.py`, which sends every change until the slice's present
-primary has answered it. What is pushed is copied first, so the caller may go on at once.
+The client of parameter servers (strategies/ps/protocol/client.py) sends every change until the slice's primary has
+acknowledged it. A push copies the caller's tensor into a push buffer first, so the call returns at once.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ class _Wanted:
     key: str
     slice: int
     part: torch.Tensor
-    """Where it goes."""
+    """The part of the output that it is for."""
 
 
 class Transfers:
+    """A client's pushes, pulls and questions to the catalogue."""
+
     def __init__(
         self,
         client: ServerClient,
@@ -50,7 +52,7 @@ class Transfers:
         slices: int,
         timeout_s: float,
     ) -> None:
-        """`who`: rank, of how many workers, and whether pushes are synchronous."""
+        """`who`: (rank, workers, whether pushes are synchronous)."""
         self.client = client
         self.link = link
         self.me = me
@@ -59,7 +61,7 @@ class Transfers:
         self._buffers = buffers
         self._rank, self._workers, self._sync = who
         self._rounds: dict[str, int] = {}
-        """Of synchronous pushes: the next one of each key."""
+        """Key -> the round of the next synchronous push."""
 
     def deadline(self, what: str, seconds: float | None = None) -> Deadline:
         hint = "look in the logs beside the connection file; give more time with kv.connect(…, timeout_s=…)"
@@ -71,7 +73,7 @@ class Transfers:
         self._buffers.close()
 
     def settle(self) -> None:
-        """Return when all that was pushed counts."""
+        """Wait until every push is acknowledged."""
         self.client.settle(self.deadline("servers have not answered to what was pushed"))
         self._buffers.reclaim(self.client.waits_for)
 
@@ -118,7 +120,7 @@ class Transfers:
             buffer.pushes.append((one.slice, self.client.push(one.slice, made, content)))
 
     def pull(self, entries: dict[str, Entry], outs: Sequence[torch.Tensor]) -> None:
-        """The values of these keys, into these tensors."""
+        """Copy the values of these keys into these tensors."""
         flat = [_flat(one) for one in outs]
         wanted = [
             _Wanted(key, one.slice, whole[one.first : one.end])
@@ -134,7 +136,7 @@ class Transfers:
         self._buffers.reclaim(self.client.waits_for)
 
     def _pull(self, wanted: list[_Wanted], inline: bool) -> list[_Wanted]:
-        """Returns those whose memory could not be mapped."""
+        """Returns the stretches whose memory could not be mapped."""
         asked: dict[int, _Wanted] = {}
         missed: list[_Wanted] = []
 
@@ -194,7 +196,7 @@ class Transfers:
         self.client.ask(questions, self.deadline(self._unanswered(key)), arrived)
 
     def _by_slice(self, rows: torch.Tensor, empty: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
-        """The slices that have these rows (`empty`: and the others), with the places of their rows."""
+        """(slice, places of its rows in `rows`) for each slice that has some of the rows; `empty`: for every slice."""
         owners = bucket_of(rows) % len(self.slices)
         order = torch.argsort(owners, stable=True)
         counts = torch.bincount(owners, minlength=len(self.slices)).tolist()
@@ -205,7 +207,7 @@ class Transfers:
     # --- synchronous pushes ------------------------------------------------------------------------------------------
 
     def _round(self, key: str, slices: Sequence[int]) -> int:
-        """Of the next synchronous push. A worker that takes the place of another goes on where the servers are."""
+        """The round of the next synchronous push; -1: not synchronous. A restarted worker asks the servers."""
         if not self._sync:
             return -1
         if key not in self._rounds:
@@ -227,12 +229,12 @@ class Transfers:
 
 
 def bytes_of(value: torch.Tensor) -> Any:
-    """A copy."""
+    """A copy of the bytes of a tensor."""
     return as_bytes(value.cpu()).clone().numpy()
 
 
 def _flat(out: torch.Tensor) -> torch.Tensor:
-    """The memory of it, or other memory where that is not in one piece or not here."""
+    """A flat view of the output; other memory if the output is not contiguous or not on the CPU."""
     return out.view(-1) if out.is_contiguous() and out.is_cpu else torch.empty(out.numel(), dtype=out.dtype)
 
 
@@ -249,16 +251,16 @@ def _require(there: bool, key: str) -> None:
 
 SMALLEST = 1 << 16
 MOST_RESERVED_BYTES = 256 << 20
-"""With more than this on its way, a push waits for those before it."""
+"""If more than this is unacknowledged, a push waits for the pushes before it."""
 
 
 @dataclass
 class PushBuffer:
     name: str
-    """Under which servers find it; empty: they cannot."""
+    """The name under which servers can map it; empty: they cannot."""
     segment: Segment
     pushes: list[tuple[int, int]] = field(default_factory=list)
-    """(slice, number) of the pushes that are made from it."""
+    """(slice, number) of the pushes that are sent from it."""
 
     @property
     def size_bytes(self) -> int:
@@ -269,6 +271,9 @@ class PushBuffer:
 
 
 class PushBuffers:
+    """The memory of a client's pushes. A buffer keeps its content until its pushes are acknowledged, then it is reused.
+    If servers can map the memory, messages only name it; else they carry its bytes."""
+
     def __init__(self, client: int, segments: SegmentClient | None) -> None:
         self._client = client
         self._segments = segments
@@ -286,7 +291,7 @@ class PushBuffers:
         return self._segments is not None
 
     def reserve(self, size_bytes: int) -> PushBuffer:
-        """One of that size at least."""
+        """A buffer of at least this size."""
         size = max(SMALLEST, 1 << (size_bytes - 1).bit_length())
         fitting = (one for one in self._free if one.size_bytes >= size)
         found = min(fitting, key=lambda one: one.size_bytes, default=None)
@@ -303,7 +308,7 @@ class PushBuffers:
         return found
 
     def reclaim(self, waits_for: Callable[[int, int], bool]) -> None:
-        """Those whose pushes all count."""
+        """Reuse the buffers whose pushes are all acknowledged."""
         still: list[PushBuffer] = []
         for one in self._reserved:
             one.pushes = [push for push in one.pushes if waits_for(*push)]
@@ -315,8 +320,8 @@ class PushBuffers:
             self._segments.close()
 
     def values(self, key: str, slice_: int, name: str) -> Segment | None:
-        """What a server has of a key; None: it has it no more. When another server has it, the memory of the old one is
-        let go."""
+        """The mapped memory of a key's stretch on a server; None: it cannot be mapped any more. Memory of the slice's
+        previous primary is unmapped."""
         assert self._segments is not None
         held = self._mapped.get((key, slice_))
         if held is None or held[0] != name:
