@@ -1,7 +1,7 @@
-"""The exchange of a member that is alone: no segments, no sockets, nobody to wait for. All memory is its own.
+"""The exchange of a generation with a single member: no segment server, no sockets, no waiting. All memory is its own.
 
-What a step gives does not depend on the number of members. So a run of any size can be executed again by one process,
-which is what replaying does; partial sums are added in the same tree order as everywhere.
+The result of a step does not depend on the number of members. So one process can execute any run again, which is what
+replaying does; partial sums are added in the same tree order as everywhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from distbelief.transport.shm.segment import Segment
 
 
 class SingleMemberExchange:
-    """See `Exchange`. `memory`: a state to go on from, as another one left it; the caller gives it away.
+    """See `Exchange`. `memory`: a state to go on from, which now belongs to this exchange.
 
     >>> from distbelief.transport.exchange import Source, Tile
     >>> alone = SingleMemberExchange(Geometry([Tile(0, torch.float32, 0, 2)], 64, slots=[2], shards=2, marks=1))
@@ -67,14 +67,14 @@ class SingleMemberExchange:
         return []
 
     def working(self, shard: int) -> None:
-        """Nobody could look it up."""
+        """No other member could look it up."""
 
     def begin(self, plan: StepPlan) -> None:
         self._plan = plan
         self._reduced.clear()
 
     def publish(self, tile: int) -> None:
-        """Nobody waits for it."""
+        """No other member waits for it."""
 
     def share(self, contribution: Contribution, meanwhile: Callable[[], bool] = lambda: False) -> AllContributions:
         rows = np.zeros_like(contribution.rows)
@@ -97,16 +97,16 @@ class SingleMemberExchange:
         return [mine[tile] for tile in sorted(mine)]
 
     def applied(self) -> None:
-        """Nobody waits for it."""
+        """No other member waits for it."""
 
     def settle(self) -> None:
-        """Nobody else applies anything."""
+        """There is no other member to wait for."""
 
     def gather(self, payload: bytes) -> list[bytes]:
         return [payload]
 
     def transfer(self, block: torch.Tensor, source: int, receivers: Sequence[int]) -> None:
-        """There is nobody else to have it."""
+        """There is no other member to copy to."""
 
     def close(self) -> None:
         """The memory goes with its last view."""

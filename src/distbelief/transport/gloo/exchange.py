@@ -44,7 +44,7 @@ class TorchExchange(TorchGroup):
         """`memory`: what this process keeps from one generation to the next."""
         self.tiles: Sequence[int] = range(len(geometry.tiles))
         self._plain: Sequence[int] = self.tiles
-        """The tiles of this step that travel as they are: here, all of them."""
+        """The tiles of this step that travel uncompressed: here, all of them."""
         self._geometry = geometry
         self._memory = {} if memory is None else memory
         self._slots = [Segment.private(geometry.slot_bytes) for _ in range(geometry.slots[rank])]
@@ -69,10 +69,10 @@ class TorchExchange(TorchGroup):
         return self._memory[name]
 
     def published_sums(self, step: int) -> list[PublishedSum] | None:
-        return None  # partial sums are in the memory of their makers; they are computed again
+        return None  # partial sums are in the memory of the members that made them; they are computed again
 
     def working(self, shard: int) -> None:
-        """Nobody could look it up. But what is computed after an abort is computed again: better not now."""
+        """No other member could look it up. But after an abort the shard would be computed in vain."""
         self._abort.check()
 
     def begin(self, plan: StepPlan) -> None:
@@ -109,7 +109,7 @@ class TorchExchange(TorchGroup):
                     self._sends.append(dist.isend(part, owner, tag=self._tag(number, tile)))
 
     def _part(self, source: Source, tile: int) -> torch.Tensor:
-        """A partial sum of mine, as it is to be added."""
+        """A partial sum of this member, as it is to be added."""
         return self._views[source.slot][tile]
 
     def share(self, contribution: Contribution, meanwhile: Callable[[], bool] = lambda: False) -> AllContributions:
@@ -118,7 +118,7 @@ class TorchExchange(TorchGroup):
             everything[first:end] = contribution.rows[first:end]
         touched = torch.from_numpy((contribution.untouched == 0).astype(np.uint8))
         integers = torch.frombuffer(bytearray(contribution.integers or b"\0"), dtype=torch.uint8)
-        # Every row has one giver. As whole numbers, because -0.0 + 0.0 would be another zero.
+        # Each row comes from one member. They are added as integers, because -0.0 + 0.0 would be another zero.
         words = np.append(everything.view(np.int64), self._word())
         with self.network():
             dist.all_reduce(torch.from_numpy(words))
@@ -132,11 +132,11 @@ class TorchExchange(TorchGroup):
         )
 
     def _word(self) -> int:
-        """What the members tell each other with every step, beside the rows; the words of all are added."""
+        """A number that each member sends with every step, beside the rows; the numbers of all members are added."""
         return 0
 
     def _hear(self, word: int) -> None:
-        """That sum, the same for everybody at the same step."""
+        """Receives that sum, which is the same on all members at the same step."""
 
     def reduced(self, tile: int) -> torch.Tensor:
         if not self._collected:
@@ -161,7 +161,7 @@ class TorchExchange(TorchGroup):
             self._spread()
 
     def _spread(self) -> None:
-        """Those sums are there that are mine to add: give them to everybody, who may then apply the step."""
+        """This member's sums are complete: send them to all members, which may then apply the step."""
         wait_all(self._broadcasts())
 
     def _broadcasts(self) -> list[dist.Work | None]:
@@ -188,7 +188,7 @@ class TorchExchange(TorchGroup):
         return [mine[tile] for tile in sorted(mine)]
 
     def applied(self) -> None:
-        """Nobody waits for it: every member has a replica of its own."""
+        """No member waits for it: every member has a state of its own."""
 
     def settle(self) -> None:
         with self.network():

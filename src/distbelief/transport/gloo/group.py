@@ -34,18 +34,18 @@ _OF_A_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch
 
 
 class _Thread:
-    """The one that makes this, as others can see it while it lives."""
+    """The thread that constructs this object, as other threads can observe it while it lives."""
 
     def __init__(self) -> None:
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         self._status = f"/proc/self/task/{threading.get_native_id()}/stat"
 
     def used_s(self) -> float:
-        """Of a processor's time."""
+        """Processor time that the thread has used."""
         return time.clock_gettime(self._clock)
 
     def sleeps(self) -> bool:
-        """And does not only wait for a processor."""
+        """Whether the thread sleeps, and does not only wait for a processor."""
         with open(self._status) as status:
             return status.read().rpartition(")")[2].split()[0] == "S"
 
@@ -113,7 +113,7 @@ class TorchGroup:
     def _shut_down(self) -> None:
         with self._leaving:
             if self._abort.left_behind or (self._sockets is None and not self.waiting):
-                return  # it has left this meeting, and may be in the next one: new sockets are not ours any more
+                return  # the thread has left this group, and may be in the next one: new sockets belong to that
             present = _open_sockets()
             for descriptor, identity in present - self._before if self._sockets is None else present & self._sockets:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
@@ -124,8 +124,8 @@ class TorchGroup:
                         connection.shutdown(socket.SHUT_RDWR)
 
     def _insist(self, wait: int) -> None:
-        """While members meet, gloo tries a connection that has failed some times more, each time with a new socket:
-        so it is told again. Sometimes it sleeps on even so (docs/decisions/0018)."""
+        """Shut down the sockets again and again: while members meet, gloo repeats a failed connection with a new
+        socket. Sometimes gloo sleeps on nevertheless (docs/decisions/0018)."""
         patience_s = _MISSED_S if self._abort.leave else _HOPELESS_S
         awake_at, used_s = time.monotonic(), 0.0
         while True:
@@ -150,16 +150,17 @@ class TorchGroup:
         self._abort.leave()
 
     def _come_too_late(self) -> None:
-        """Somebody else has gone on: what is found here is of no use to anybody."""
+        """A successor thread has gone on meanwhile: discard what this thread has."""
         if self._abort.left_behind:
             self._close_store()
             raise Aborted(self._abort.reason)
 
     @contextmanager
     def network(self) -> Iterator[None]:
-        """A broken connection is a member's loss, not a fault of the user's code: the coordinator says what follows."""
+        """Around waits for other members. A broken connection means that a member was lost, not that the user's code is
+        at fault: the coordinator decides what follows."""
         self._waits += 1
-        self.waiting = True  # before the look: an abort comes either before it or to somebody who waits
+        self.waiting = True  # before the check: an abort comes either before it, or finds this thread waiting
         try:
             self._abort.check()
             yield
@@ -175,8 +176,8 @@ class TorchGroup:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Around code that is partly the user's and partly waits for others, inside of torch: only what comes from a
-        connection, or after an abort, is a member's loss."""
+        """Around code of torch that runs user code and waits for other members: only errors of a connection, or after
+        an abort, mean that a member was lost."""
         self._waits += 1
         self._guarding = True
         try:
@@ -194,7 +195,7 @@ class TorchGroup:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Within a guard, around what waits for no member but perhaps long, say for data."""
+        """Within a guard, around code that waits for no member but perhaps long, for example for data."""
         with self._leaving:
             self._waits += 1
             self._guarding = False
@@ -240,8 +241,8 @@ class TorchGroup:
 
 
 def forget_groups() -> list[dist.ProcessGroup]:
-    """torch's groups of this process, which it may now make anew though somebody waits in these. They are to be kept
-    until nobody does: the end of a group waits for that."""
+    """Forget torch's groups of this process, so that it can make new ones while a thread still waits in the old ones.
+    Returns the old groups: keep them until no thread waits in them, because a group's end waits for that."""
     kept = list(dist.distributed_c10d._world.pg_map)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A member's side of the place where torch groups meet (meetingplace.py): what torch calls a store."""
+"""A member's side of the rendezvous of torch groups: the client of rendezvousserver.py, as a store of torch."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from distbelief.transport.gloo.rendezvousserver import (
 )
 
 LOOK_MS = 20
-"""How often a wait looks whether it is to be given up."""
+"""How often a wait checks whether it is aborted."""
 AGAIN_S = 2.0
-"""What is not answered for so long is said again, if that does no harm."""
+"""A request without an answer is sent again after this time, if that does no harm."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the store is that introduces the members to each other, and the group's name (its generation)."""
+    """Where the members of a group find each other: the address of the store, and the group's name (its generation)."""
 
     host: str
     port: int
     name: str
     timeout_s: float = 300.0
     credential: Credential | None = None
-    """None: the store is torch's own, which hears anybody."""
+    """None: the store is torch's own, which does not authenticate its clients."""
 
     def store(self, abort: Abort) -> Store:
         if self.credential is not None:

@@ -1,8 +1,10 @@
-"""Where the members of torch groups meet: a few keys and values, for members alone.
+"""The rendezvous server of torch groups: a table of keys and values where members find each other's addresses.
+Torch-free.
 
-torch's own store (TCPStore) asks nobody who he is: whoever reaches its port can read where members listen, and name
-other addresses instead. This one listens on an encrypted socket (CURVE) and verifies the signatures of messages. It
-runs in a process of its own, so that no member's death takes it away.
+torch's own store (TCPStore) authenticates nobody: any process that reaches its port can read where members listen, and
+can write other addresses. This server listens on an encrypted socket (CURVE) and verifies the signatures of messages.
+It runs in a process of its own, so that no member's death takes it away. Its messages mirror the methods of torch's
+`Store`; a key belongs to a generation.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from distbelief.control.sockets import protect
 
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_KEYS = 100_000
-"""Keys; the oldest go first. A generation of a hundred members has some hundreds."""
+"""The oldest keys are dropped first. A generation of a hundred members has some hundreds."""
 MAX_WAITING = 10_000
 
 
@@ -34,14 +36,14 @@ class Set(Struct, frozen=True, tag=True):
 
 
 class Wait(Struct, frozen=True, tag=True):
-    """Answered when all of them are there."""
+    """Answered when all keys have values."""
 
     ticket: int
     keys: list[str]
 
 
 class Add(Struct, frozen=True, tag=True):
-    """To a number; answered with the sum, in decimals."""
+    """Add to a number. Answered with the sum, in decimals."""
 
     ticket: int
     key: str
@@ -49,7 +51,7 @@ class Add(Struct, frozen=True, tag=True):
 
 
 class CompareSet(Struct, frozen=True, tag=True):
-    """Set it if what is there is as expected; nothing is there if nothing is expected. Answered with what is there."""
+    """Set the value if the present one is as expected (empty: none). Answered with the value after that."""
 
     ticket: int
     key: str
@@ -58,14 +60,14 @@ class CompareSet(Struct, frozen=True, tag=True):
 
 
 class Check(Struct, frozen=True, tag=True):
-    """Which of them are there? Answered at once, with what is there, or nothing if one is missing."""
+    """Answered at once: with the values of all keys, or with none if a key is missing."""
 
     ticket: int
     keys: list[str]
 
 
 class Delete(Struct, frozen=True, tag=True):
-    """Answered with what was there, if anything."""
+    """Answered with the old value, if there was one."""
 
     ticket: int
     key: str
@@ -96,7 +98,7 @@ def decode_answer(data: bytes) -> Answer:
 
 
 class KeyTable:
-    """The keys, and who waits for them. Without its socket."""
+    """The keys with their values, and the requests that wait for keys. Knows no socket."""
 
     def __init__(self) -> None:
         self._kept: dict[str, bytes] = {}
@@ -104,7 +106,7 @@ class KeyTable:
         """By the identity of the asker, which waits for one answer at a time."""
 
     def hear(self, asker: bytes, request: Request) -> list[tuple[bytes, Answer]]:
-        """Whom to tell what."""
+        """Returns the answers to send, each with its receiver."""
         match request:
             case Set(ticket, key, value):
                 return [(asker, Answer(ticket, [])), *self._put(key, value)]
@@ -152,7 +154,7 @@ def _number(text: bytes) -> int:
 
 
 def serve(host: str, port: int, credential: Credential, listening: Callable[[int], None]) -> None:
-    """For ever. `listening` is told the port: that one, if it is free (0: any)."""
+    """Serve for ever. `listening` is called with the port: `port` if it is free, else another one (0: any)."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         protect(socket, credential.server_keys())
         socket.setsockopt(zmq.LINGER, 0)
@@ -163,7 +165,7 @@ def serve(host: str, port: int, credential: Credential, listening: Callable[[int
             if not port:
                 raise zmq.ZMQError(zmq.EADDRINUSE)
             socket.bind(f"{where}:{port}")
-        except zmq.ZMQError:  # somebody else has it now
+        except zmq.ZMQError:  # another process has the port now
             port = socket.bind_to_random_port(where)
         listening(port)
         table, verifier, refusals = KeyTable(), credential.verifier(), Refusals()
@@ -185,7 +187,7 @@ def serve(host: str, port: int, credential: Credential, listening: Callable[[int
 
 
 def _heard(frames: list[bytes], verifier: Verifier, refusals: Refusals) -> Request | None:
-    """None: it counts for nothing."""
+    """The verified request; None if the message is refused."""
     try:
         if len(frames) != 2:
             raise Refused(UNSIGNED)
@@ -198,5 +200,5 @@ def _heard(frames: list[bytes], verifier: Verifier, refusals: Refusals) -> Reque
 
 def _answer(socket: zmq.Socket[bytes], answers: list[tuple[bytes, Answer]]) -> None:
     for asker, found in answers:
-        with contextlib.suppress(zmq.ZMQError):  # it is gone
+        with contextlib.suppress(zmq.ZMQError):  # the receiver is gone
             socket.send_multipart([asker, encode(found)], zmq.NOBLOCK)

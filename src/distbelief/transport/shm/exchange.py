@@ -1,8 +1,10 @@
 """The exchange between workers of one host: gradients are written straight into shared memory and added there.
 
-Each member owns some tiles. It adds the partial sums of a tile, in the tree's order, out of place into memory of its
-own; so an aborted step leaves every partial sum intact, and the next generation takes them over. A tile is added up
-while its owner waits for others, if it does, else just before it is used: then the sum is still in the cache.
+Each member owns some tiles. It adds up the partial sums of a tile in the tree's order, out of place, into memory of its
+own. So an aborted step leaves every partial sum intact, and the next generation takes them over. A member adds up a
+tile while it waits for others (`share`), or just before it uses the sum (`reduced`): then the sum is in the cache.
+
+`SharedSlots` is for members with a state of their own (accelerators): shared memory carries only their gradients.
 """
 
 from __future__ import annotations
@@ -77,9 +79,9 @@ class SharedExchange:
         self._out: dict[int, torch.Tensor] = {}
         self._scratch: dict[torch.dtype, list[torch.Tensor]] = {}
         self._ready: deque[int] = deque()
-        """Tiles of mine that I have published, in that order."""
+        """Tiles that this member owns and has published, in that order."""
         self._passing: dict[int, torch.Tensor] = {}
-        """Rooms in one place, for sums of which one is wanted at a time."""
+        """Views of one shared buffer, for sums of which only one is used at a time."""
         self._reduced: set[int] = set()
         self._largest = max((tile.numel for tile in geometry.tiles), default=0)
         self._place = Segment.private(max((tile.size_bytes for tile in geometry.tiles), default=0))
@@ -94,7 +96,7 @@ class SharedExchange:
         return self._block.slot(self.rank, index)
 
     def slot_name(self, index: int) -> str:
-        """Under which others of this host find it."""
+        """The name under which other processes of this host find the slot."""
         return self._block.slot_name(self.rank, index)
 
     def state(self, size_bytes: int, name: str = "state") -> Segment:
@@ -102,8 +104,8 @@ class SharedExchange:
 
     @property
     def _past(self) -> dict[int, ControlBlock]:
-        """What earlier generations have left. Not to be looked for before all members have met: until then one of them
-        may still be making, or writing, the block of an earlier generation, and they would not all see the same."""
+        """The control blocks of earlier generations. Look at them only after all members have met: until then a member
+        may still create or write one, and the members would not all see the same."""
         if self._found is None:
             found = ((back, _left_by(self._segments, one)) for back, one in enumerate(self._before, 1))
             self._found = {back: block for back, block in found if block}
@@ -132,7 +134,7 @@ class SharedExchange:
         ]
 
     def begin(self, plan: StepPlan) -> None:
-        self._abort.check()  # who is alone, or always the last, never waits, and would notice it nowhere else
+        self._abort.check()  # a member that never waits (alone, or always the last) notices an abort nowhere else
         self._plan = plan
         self._stamp = plan.step + 1
         self._flags.set(UNITS, 0)
@@ -144,14 +146,14 @@ class SharedExchange:
         self._flags.set(WORKING, shard + 1)
 
     def working_on(self, step: int, shard: int) -> None:
-        """The same for members that do no steps in common."""
+        """Like `begin` and `working`, for members that do no steps in common."""
         self._flags.set(BEGUN, step + 1)
         self.working(shard)
 
     def publish(self, tile: int) -> None:
         self._flags.set(TILES + tile, self._stamp)
         if tile % self.size != self.rank:
-            self._flags.ring()  # its owner may be done with its own work, and wait for this
+            self._flags.ring()  # the tile's owner may wait for it
         elif not isinstance(self._plan.program, int):
             self._ready.append(tile)
 
@@ -164,7 +166,7 @@ class SharedExchange:
         return self._of(source).tiles(source.rank, source.slot)[tile]
 
     def _room(self, tile: int) -> torch.Tensor:
-        """For a sum that is kept, and counts as there, until the step is applied."""
+        """Memory for a sum that is kept until the step is applied."""
         self._reduced.add(tile)
         if tile not in self._out:
             shape = self._geometry.tiles[tile]
@@ -180,7 +182,7 @@ class SharedExchange:
         return self._passing[tile]
 
     def where(self, source: Source) -> Segment:
-        """The slot that holds a partial sum of the step, whoever made it."""
+        """The slot that holds a partial sum of the step, of any member and generation."""
         return self._of(source).slot(source.rank, source.slot)
 
     def _of(self, source: Source) -> ControlBlock:
@@ -215,7 +217,7 @@ class SharedExchange:
         return AllContributions(rows, untouched, self._of(first_of_all).integers[first_of_all.rank].tobytes())
 
     def _with_the_past(self, untouched: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """In a step that was taken over, what earlier members told counts too, and only for what is used of theirs."""
+        """In a step that was taken over, the contributions of earlier members count too, where their sums are used."""
         rows = np.zeros_like(self._block.rows)
         givers = {(source.back, source.rank): self._of(source) for source in self._plan.sources}
         for (back, rank), block in givers.items():
@@ -234,7 +236,7 @@ class SharedExchange:
         program = self._plan.program
         if tile in self._reduced or not isinstance(program, int):
             return self.reduced(tile).mul_(factor)
-        # nothing to add: one pass instead of a copy and another
+        # a single partial sum: one pass instead of a copy and a multiplication
         return torch.mul(self._part(self._plan.sources[program], tile), factor, out=self._room_in_passing(tile))
 
     def share_squares(self, mine: dict[int, float]) -> list[float]:
@@ -251,7 +253,7 @@ class SharedExchange:
         self.forget_past()
 
     def forget_past(self) -> None:
-        """Nobody can need what earlier generations have left any more: a step has been committed since."""
+        """Drop the memory of earlier generations: a step has been committed since, so no member needs it."""
         if self._before:
             if self.rank == 0:
                 self._segments.drop_before(self._name)
@@ -282,8 +284,8 @@ class SharedExchange:
         """One copy of the state serves all members."""
 
     def neighbour(self, timeout_s: float) -> tuple[int, Literal["alive", "ended", "dead"]]:
-        """Wait for news of the next member, at most so long: its rank, and how it is. From any thread, after all have
-        met for the first time."""
+        """Watch the next member, at most `timeout_s`: its rank, and whether it is alive. From any thread, after all
+        members have met for the first time."""
         rank = (self.rank + 1) % self.size
         return rank, self._block.liveness[rank].watch(timeout_s)
 
@@ -293,7 +295,7 @@ class SharedExchange:
 
 
 class SharedSlots(SharedExchange):
-    """See `Exchange`."""
+    """See `Exchange`. Members of one host that have a state each: shared memory carries their gradients only."""
 
     shares_state = False
 
@@ -320,7 +322,7 @@ class SharedSlots(SharedExchange):
         return self._memory[name]
 
     def published_sums(self, step: int) -> list[PublishedSum] | None:
-        """Nothing of a member that was alone: it kept its sums on its device."""
+        """Without the sums of a generation of one member: it kept them on its device."""
         found = super().published_sums(step)
         return found and [one for one in found if self._past[one.source.back].members > 1]
 
@@ -331,7 +333,7 @@ class SharedSlots(SharedExchange):
         return [mine[tile] for tile in sorted(mine)]
 
     def transfer(self, block: torch.Tensor, source: int, receivers: Sequence[int]) -> None:
-        """Through memory that all can see, piece by piece."""
+        """Copy piece by piece through a segment that all members map."""
         if self._between is None:
             self._between = self._segments.segment(f"{self._name}/transfer", TRANSFER_BYTES)
         for first in range(0, block.numel(), TRANSFER_BYTES):
@@ -346,7 +348,7 @@ class SharedSlots(SharedExchange):
 
 
 def _left_by(segments: SegmentClient, past: EarlierGeneration) -> ControlBlock | None:
-    """What a generation has left; None when it never came to anything."""
+    """The control block of an earlier generation; None if it never created one."""
     try:
         return ControlBlock(segments, past, exists=True)
     except DistBeliefError:

@@ -23,7 +23,7 @@ _HEADER_LIMIT = 1 << 16
 
 
 def allocate(size_bytes: int, label: str) -> int:
-    """Make a memfd of that size with all its pages, or say in words that memory does not suffice."""
+    """Make a memfd of that size with all its pages; a readable error if memory does not suffice."""
     free_bytes = require_memory(label, size_bytes)
     fd = os.memfd_create(label, os.MFD_CLOEXEC)
     try:
@@ -38,7 +38,7 @@ def allocate(size_bytes: int, label: str) -> int:
 
 
 def require_memory(label: str, size_bytes: int) -> int:
-    """The bytes that are free, or an error when so many are not."""
+    """The bytes that are free; an error if they are fewer than `size_bytes`."""
     free_bytes = free_memory_bytes()
     if size_bytes > free_bytes:
         raise _not_enough(label, size_bytes, free_bytes)

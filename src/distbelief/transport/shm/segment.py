@@ -1,4 +1,4 @@
-"""A segment: memory that several processes map, seen as tensors; and the worker's side of asking for one."""
+"""A segment: memory that several processes map, seen as tensors; and the client of the segment server."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Segment:
 
     @classmethod
     def private(cls, size_bytes: int) -> Segment:
-        """The same thing for one process alone: anonymous memory."""
+        """Anonymous memory of this process alone."""
         return cls(-1, size_bytes)
 
     def tensor(self, dtype: torch.dtype, offset_bytes: int, numel: int) -> torch.Tensor:
@@ -57,8 +57,8 @@ class Segment:
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset_bytes)
 
     def lay(self, offset_bytes: int, other: Segment, at_bytes: int, size_bytes: int) -> None:
-        """Let pages of another segment be at this place: what is written there is seen here, without a copy. Views of
-        this segment stay valid. All numbers are multiples of the page."""
+        """Map pages of another segment at this place: what is written there is seen here, without a copy. Views of this
+        segment stay valid. All numbers are multiples of the page size."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map, offset_bytes))
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE | _MAP_FIXED
@@ -74,25 +74,25 @@ class Segment:
 
 
 class SegmentClient:
-    """The worker's side."""
+    """Asks the segment server (segmentserver.py) for segments by name. A worker has one."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._lasting: dict[str, Segment] = {}
         self._asked: deque[str] = deque()
-        """Names that no answer has come for yet: answers come in the order of the questions."""
+        """Names that the server has not answered yet: answers come in the order of the questions."""
         self._answers: dict[str, Segment | DistBeliefError] = {}
 
     def segment(self, name: str, size_bytes: int = -1) -> Segment:
-        """The segment of that name; made with this size if it is not there yet (never, when the size is left out)."""
+        """The segment of that name. The server makes it with this size if there is none; without a size, that fails."""
         self._ask(name, size_bytes)
         while name in self._asked:
             self._hear()
         return self._given(name)
 
     def segment_soon(self, name: str, size_bytes: int) -> Segment | None:
-        """The same for who can do without it. None: the segments, which is in another process, does not answer at once;
-        it may be stopped. Ask again later."""
+        """Like `segment`, but None if the server does not answer at once (its process may be stopped). Ask again
+        later."""
         is_new = self._ask(name, size_bytes)
         while name in self._asked:
             if not select.select([self._sock], [], [], _SOON_S if is_new else 0)[0]:
@@ -128,13 +128,13 @@ class SegmentClient:
         return self._lasting[name]
 
     def drop(self, name: str) -> None:
-        """Let the segments forget a segment. Whoever maps it keeps it until it lets go."""
+        """Let the server forget a segment. Processes that map it keep it until they unmap it."""
         send_message(self._sock, {"drop": name})
 
     def close(self) -> None:
         self._sock.close()
 
     def drop_before(self, group: str) -> None:
-        """Let the segments forget what groups of lower numbers have made: nobody may ask for it again."""
+        """Let the server forget the segments of groups with lower numbers: no process may ask for them again."""
         self._answers.clear()
         send_message(self._sock, {"drop_before": group})

@@ -1,7 +1,7 @@
-"""Who keeps the shared segments of a host: the engine's process, which outlives every worker.
+"""The server of a host's shared segments. It runs in the engine's process, which outlives every worker. Torch-free.
 
-A worker asks for a segment by name over its own socket; the first to ask makes it, the others get the same memory.
-Because the segments holds the descriptors, a worker's death takes no memory away from the others.
+A worker asks for a segment by name over its own socket: the first request makes it, later ones get the same memory.
+The server holds the descriptors, so a worker's death takes no memory away from the others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from distbelief.transport.shm.memfd import allocate, receive_message, send_messa
 
 
 class SegmentServer:
-    """The segments's side: a table of descriptors, and answers to requests."""
+    """A table of descriptors, and the answers to requests."""
 
     def __init__(self) -> None:
         self._segments: dict[str, tuple[int, int]] = {}
@@ -28,7 +28,8 @@ class SegmentServer:
         self._segments[name] = (fd, len(content))
 
     def answer(self, sock: socket.socket) -> str:
-        """Answer one request, and say which segment it was for, if any. Raises EOFError when the worker has gone."""
+        """Answer one request. Returns the name of the segment that was asked for, if any. Raises EOFError when the
+        worker has closed its socket."""
         request, _ = receive_message(sock)
         if "drop_before" in request:
             self.drop_before(str(request["drop_before"]))
@@ -69,7 +70,7 @@ class SegmentServer:
                 os.close(self._segments.pop(name)[0])
 
     def drop_all(self, beginning: str) -> None:
-        """Forget the segments whose names begin so: nobody will ask for them again."""
+        """Forget the segments whose names begin with `beginning`: no process will ask for them again."""
         for name in [name for name in self._segments if name.startswith(beginning)]:
             os.close(self._segments.pop(name)[0])
 
