@@ -53,8 +53,8 @@ def doctor(
     from distbelief.control.addresses import endpoint, host_name
     from distbelief.doctor.checks import examine
     from distbelief.doctor.connection import LeaderSocket, with_key
-    from distbelief.doctor.joining import join as join_others
-    from distbelief.doctor.leader import Leader
+    from distbelief.doctor.hosts import Leader
+    from distbelief.doctor.hosts import join as join_others
     from distbelief.doctor.rules.report import Host, Report, lines
 
     def say(text: str) -> None:

@@ -62,8 +62,8 @@ def serve_host(
 ) -> int:
     """Host at most `workers` workers of the run until it ends, or until a signal. Returns the exit status.
 
-    `servers`: how many parameter servers, None: as the run likes. `grows`: the run is to have these workers in addition
-    to those that it waits for. `device`: theirs, if not the run's.
+    `servers`: how many parameter servers; None: the run decides. `grows`: the run gets these workers in addition to the
+    workers that it waits for. `device`: of these workers, if not the run's.
     """
     with Signals() as signals, parcel.private_folder() as folder:
         offer = HostOffered(host or host_name(), secrets.token_hex(16), workers, grows)

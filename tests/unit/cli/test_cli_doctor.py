@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from distbelief.cli.main import app
 from distbelief.control.keyfiles import new_key
-from distbelief.doctor import connection as line
+from distbelief.doctor import connection
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_what_cannot_be_done(arguments: list[str], complaint: str) -> None:
 
 def test_a_report_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody listens there: that is found, beside what is found on this machine; and it is no success."""
-    monkeypatch.setattr(line, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(connection, "PATIENCE_S", 0.0)
     new_key(tmp_path / "key")
     where = ["--join", "127.0.0.2:1", "--key", str(tmp_path / "key"), "--run-dir", str(tmp_path)]
     result = CliRunner().invoke(app, ["doctor", *where])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distbelief.control.addresses import Card, Machine
-from distbelief.doctor.checks import disk, gpu, leftovers, limits, network, processor, software
+from distbelief.doctor.checks import disk, gpu, limits, network, processor, software
 from distbelief.doctor.rules.report import Finding
 
 GIB = 1 << 30
@@ -28,10 +28,10 @@ ETH = Card("eth0", ("10.0.0.1",))
 Case = tuple[Callable[[], Finding], str, str]
 
 PROBLEMS: list[Case] = [
-    (lambda: software.judge(replace(GOOD_SOFTWARE, error="OSError: libtorch")), "libtorch", "pip install"),
-    (lambda: software.judge(replace(GOOD_SOFTWARE, torch="2.4.1")), "torch 2.4.1", "2.6 or newer"),
-    (lambda: software.judge(replace(GOOD_SOFTWARE, python="3.9.2")), "Python 3.9.2", "3.11 or newer"),
-    (lambda: software.judge(replace(GOOD_SOFTWARE, driver="550.1")), "without CUDA", "with CUDA"),
+    (lambda: software.judge_software(replace(GOOD_SOFTWARE, error="OSError: libtorch")), "libtorch", "pip install"),
+    (lambda: software.judge_software(replace(GOOD_SOFTWARE, torch="2.4.1")), "torch 2.4.1", "2.6 or newer"),
+    (lambda: software.judge_software(replace(GOOD_SOFTWARE, python="3.9.2")), "Python 3.9.2", "3.11 or newer"),
+    (lambda: software.judge_software(replace(GOOD_SOFTWARE, driver="550.1")), "without CUDA", "with CUDA"),
     (lambda: processor.judge_processor(replace(GOOD_CPU, quota=0.5)), "0.5 cores", "cpu limit"),
     (lambda: processor.judge_processor(replace(GOOD_CPU, load=40.0)), "40.0 processes", "fewer workers"),
     (lambda: limits.judge_memory(limits.Memory(8 * GIB, GIB // 2)), "537 MB of 8.59 GB", "fewer workers"),
@@ -71,7 +71,7 @@ PROBLEMS: list[Case] = [
     (lambda: gpu.judge([replace(GOOD_GPU, free=GIB)])[0], "1.07 GB of 150 GB", "nvidia-smi"),
     (lambda: gpu.judge([replace(GOOD_GPU, temperature=95)])[0], "95 °C", "cooling"),
     (
-        lambda: leftovers.judge([leftovers.Process(7, "distbelief.coordinator", orphan=True, stopped=False)]),
+        lambda: software.judge_leftovers([software.Process(7, "distbelief.coordinator", orphan=True, stopped=False)]),
         "7 (distbelief.coordinator, left behind)",
         "kill -9 7",
     ),
@@ -87,9 +87,9 @@ def test_problems_are_named_with_what_to_do(judged: Callable[[], Finding], found
 
 
 def test_what_is_well() -> None:
-    running = leftovers.Process(7, "distbelief.coordinator", orphan=False, stopped=False)
+    running = software.Process(7, "distbelief.coordinator", orphan=False, stopped=False)
     findings = [
-        software.judge(GOOD_SOFTWARE),
+        software.judge_software(GOOD_SOFTWARE),
         processor.judge_processor(GOOD_CPU),
         limits.judge_memory(limits.Memory(8 * GIB, 4 * GIB)),
         limits.judge_sharedmemory(GOOD_SHM),
@@ -99,8 +99,8 @@ def test_what_is_well() -> None:
         network.judge_cards(Machine([ETH], ["10.0.0.1"], lambda name: []), needed=True),
         network.judge_ports(GOOD_PORTS),
         *gpu.judge([GOOD_GPU]),
-        leftovers.judge([running]),
-        leftovers.judge([]),
+        software.judge_leftovers([running]),
+        software.judge_leftovers([]),
     ]
     assert [finding for finding in findings if finding.status != "ok" or finding.advice] == []
 
@@ -143,12 +143,12 @@ def test_this_machine() -> None:
     assert network.judge_ports(network.probe_ports([])).status == "ok"
     assert limits.probe_memory().total > 0
     assert limits.probe_sharedmemory(GIB).error == ""
-    assert all(process.pid != os.getpid() for process in leftovers.probe())
+    assert all(process.pid != os.getpid() for process in software.probe_leftovers())
     found = processor.probe_processor()
     assert 0 < found.usable <= found.cores
     assert found.facts()["instruction_set"] == found.instruction_set
     assert processor.probe_products().torch > 0
-    assert software.probe().facts()["torch"]
+    assert software.probe_software().facts()["torch"]
 
 
 def test_the_faster_library_is_named() -> None:

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distbelief.control.addresses import host_name
-from distbelief.doctor.checks import disk, gpu, leftovers, limits, network, processor, software
+from distbelief.doctor.checks import disk, gpu, limits, network, processor, software
 from distbelief.doctor.rules.report import Host
 
 
 def examine(run_dir: Path, together: bool, say: Callable[[str], None], name: str = "") -> Host:
     """Look at this machine. `together`: other hosts are to take part."""
     say("software and processor")
-    versions, cpu, multiplied = software.probe(), processor.probe_processor(), processor.probe_products()
+    versions, cpu, multiplied = software.probe_software(), processor.probe_processor(), processor.probe_products()
     say("memory and disk")
     room = limits.probe_memory()
     shared, files, place = limits.probe_sharedmemory(room.room), limits.probe_openfiles(), disk.probe(run_dir)
@@ -23,7 +23,7 @@ def examine(run_dir: Path, together: bool, say: Callable[[str], None], name: str
     say("GPUs")
     gpus = gpu.probe()
     findings = [
-        software.judge(versions),
+        software.judge_software(versions),
         processor.judge_processor(cpu),
         processor.judge_products(multiplied),
         limits.judge_memory(room),
@@ -33,6 +33,6 @@ def examine(run_dir: Path, together: bool, say: Callable[[str], None], name: str
         network.judge_cards(machine, together),
         network.judge_ports(reachable),
         *gpu.judge(gpus),
-        leftovers.judge(leftovers.probe()),
+        software.judge_leftovers(software.probe_leftovers()),
     ]
     return Host(name or host_name(), {**versions.facts(), **cpu.facts()}, findings)

@@ -1,14 +1,17 @@
-"""Python, torch, numpy and the GPU's driver: their versions, and whether they work at all."""
+"""Python, torch, numpy and the GPU's driver: their versions, and whether they work; and processes of earlier runs."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import os
 import platform
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from distbelief.doctor.rules.report import Finding, ok, problem
 from distbelief.version import __version__
@@ -42,7 +45,7 @@ class Software:
         return {name: value for name, value in known.items() if value}
 
 
-def probe() -> Software:
+def probe_software() -> Software:
     try:
         import torch
     except Exception as error:  # whatever is wrong with it
@@ -52,7 +55,7 @@ def probe() -> Software:
     return Software(platform.python_version(), str(torch.__version__), _version("numpy"), _driver(), cuda)
 
 
-def judge(found: Software) -> Finding:
+def judge_software(found: Software) -> Finding:
     about = "software"
     text = f"Python {found.python}, torch {found.torch}, numpy {found.numpy}"
     if found.driver:
@@ -94,3 +97,57 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
+
+
+# --- processes of earlier runs that are orphans, or stopped -----------------------------------------------------------
+
+
+_OURS = ("distbelief.coordinator", "distbelief.launch.zygote", "distbelief.kv")
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    what: str
+    """The module that it runs."""
+    orphan: bool
+    """Who started it is gone."""
+    stopped: bool
+    memory: int = 0
+
+
+def probe_leftovers() -> list[Process]:
+    found = []
+    first_is_ours = _is_python(1)  # in a container the first process may be the launching program itself
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+            what = next((word for word in words if word in _OURS), "")
+            if what and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                orphan = process.ppid() == 1 and not first_is_ours
+                stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+                found.append(Process(process.pid, what, orphan, stopped, process.memory_info().rss))
+        except psutil.Error:  # it has ended meanwhile, or is not ours to look at
+            continue
+    return found
+
+
+def _is_python(pid: int) -> bool:
+    try:
+        return "python" in psutil.Process(pid).name()
+    except psutil.Error:
+        return False
+
+
+def judge_leftovers(found: list[Process]) -> Finding:
+    about = "processes"
+    bad = [one for one in found if one.orphan or one.stopped]
+    if bad:
+        told = [f"{one.pid} ({one.what}, {'stopped' if one.stopped else 'left behind'})" for one in bad]
+        return problem(
+            about, f"of earlier runs: {', '.join(told)}", f"end them: kill -9 {' '.join(str(one.pid) for one in bad)}"
+        )
+    running = sum(one.what == "distbelief.coordinator" for one in found)
+    if running:
+        return ok(about, f"{running} run{'s' * (running > 1)} on this machine; nothing is left behind")
+    return ok(about, "nothing is left behind")

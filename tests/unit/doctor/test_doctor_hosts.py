@@ -12,12 +12,9 @@ from pathlib import Path
 import pytest
 
 from distbelief.control import unreachable as reaching
-from distbelief.doctor import connection as line
-from distbelief.doctor import leader as meeting
-from distbelief.doctor import messages
+from distbelief.doctor import connection, hosts, messages
 from distbelief.doctor.connection import Connection, LeaderSocket, way_in, with_key
-from distbelief.doctor.joining import join
-from distbelief.doctor.leader import Leader
+from distbelief.doctor.hosts import Leader, join
 from distbelief.doctor.links import TOKEN_BYTES, MeasuringServer, measure
 from distbelief.doctor.rules.clock import skew
 from distbelief.doctor.rules.report import Host, Report
@@ -75,7 +72,7 @@ def test_who_does_not_come_is_not_waited_for_for_ever() -> None:
 
 
 def test_a_wrong_key_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "ANSWER_S", 1.0)
+    monkeypatch.setattr(connection, "ANSWER_S", 1.0)
     monkeypatch.setattr(reaching, "HANDSHAKE_S", 1.0)
     with led(2, wait_s=4.0) as (address, result):
         report = join(address, write_key(tmp_path / "wrong", bytes(32)), host("stranger"), silent)
@@ -86,7 +83,7 @@ def test_a_wrong_key_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_nobody_there_is_a_finding(key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(connection, "PATIENCE_S", 0.5)
     with socket.create_server(("127.0.0.2", 0)) as listener:
         port = listener.getsockname()[1]
     report = join(f"127.0.0.2:{port}", key, host("early"), silent)
@@ -116,7 +113,7 @@ def test_a_leader_that_gives_up_says_so(key: Path) -> None:
 
 
 def test_a_member_that_dies_while_it_measures(key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "ROUND_S", 1.0)
+    monkeypatch.setattr(hosts, "ROUND_S", 1.0)
     with led(3) as (address, result), ThreadPoolExecutor(1) as pool:
         alive = pool.submit(join, address, key, host("alive"), silent)
         endpoint, authority = way_in(address, key)
