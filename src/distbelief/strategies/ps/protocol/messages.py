@@ -2,7 +2,7 @@
 
 First come the base classes and the messages that every kind of server shares. A feature derives its own messages from
 the base classes (the strategy `ps` here and in tables/messages.py, `sandblaster` and `kv` in their folders) and lists
-them in a `MessageSet` (messageset.py), so that this module names no feature.
+them in a `MessageSet` (frames.py), so that this module names no feature.
 """
 
 from __future__ import annotations
