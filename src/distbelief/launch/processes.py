@@ -20,6 +20,7 @@ import msgspec
 
 from distbelief.control.credentials import Credential
 from distbelief.errors import DistBeliefError, RunFailed
+from distbelief.strategies import parse
 from distbelief.transport.shm.memfd import receive_message, send_message
 from distbelief.worker.spec import WorkerSpec
 
@@ -33,9 +34,8 @@ WORKER_ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # at a member's death gloo would print pages of C++ frames
 }
 
-_WHOLE_MODELS = ("allreduce", "ps", "local_sgd")  # the other strategies count on memory that goes back when it is freed
 _MALLOC = ("hugetlb=1", f"mmap_threshold={32 << 20}", f"trim_threshold={256 << 20}")
-"""glibc asks for huge pages, and keeps what is freed for the next step; what is very large goes back (docs/log.md)."""
+"""glibc asks for huge pages, and keeps freed memory for the next step; very large blocks go back (docs/log.md)."""
 
 
 def zygote_environment(strategy: str, own: Mapping[str, str]) -> dict[str, str]:
@@ -47,13 +47,9 @@ def zygote_environment(strategy: str, own: Mapping[str, str]) -> dict[str, str]:
     'glibc.malloc.check=3'
     """
     memory = {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{setting}" for setting in _MALLOC)}
-    wanted = memory if strategy.split(":")[0] in _WHOLE_MODELS else {}
-    return {
-        "PYTHONHASHSEED": "0",
-        **wanted,
-        **own,
-        **WORKER_ENVIRONMENT,
-    }  # PYTHONHASHSEED: every process iterates over a set in the same order
+    wanted = memory if parse(strategy).keeps_freed_memory else {}
+    hashes = {"PYTHONHASHSEED": "0"}  # every process iterates over a set in the same order
+    return hashes | wanted | dict(own) | WORKER_ENVIRONMENT
 
 
 class LogPipe:

@@ -439,6 +439,9 @@ class Strategy(ABC):
     on_workers: ClassVar[str]
     """The module of the workers' side. It has a function `prepare(strategy, job, schedule, device)`, which returns a
     `Prepared`."""
+    keeps_freed_memory: ClassVar[bool] = False
+    """Whether workers keep the memory that a step frees for the next step, in huge pages. False: it goes back to the
+    system, on which strategies that divide the model count."""
     on_servers: ClassVar[str] = ""
     """The module of the servers' side, where there are any. It has a function `serve(host)`, see `serve`."""
 

@@ -28,6 +28,7 @@ class AllReduce(Strategy):
     """
 
     on_workers: ClassVar[str] = "distbelief.strategies.dataparallel.prepared"
+    keeps_freed_memory: ClassVar[bool] = True
 
     exact: bool = _UNSAID
     """Off: a worker fuses its shards into one batch, and sums may be taken in any order. Faster, not reproducible. It

@@ -41,6 +41,7 @@ class LocalSGD(Strategy):
     """
 
     on_workers: ClassVar[str] = "distbelief.strategies.localsgd.prepared"
+    keeps_freed_memory: ClassVar[bool] = True
 
     steps: int
     """H: local steps between two outer steps. A link carries 1/H of what allreduce sends."""

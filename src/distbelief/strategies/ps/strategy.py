@@ -30,6 +30,7 @@ class ParameterServer(ParameterServerOptions, Strategy):
     """
 
     on_workers: ClassVar[str] = "distbelief.strategies.ps.worker.prepared"
+    keeps_freed_memory: ClassVar[bool] = True
     on_servers: ClassVar[str] = "distbelief.strategies.ps.server.runslices"
 
     @property
