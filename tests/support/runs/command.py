@@ -56,9 +56,17 @@ def left_in_shared_memory(before: set[str], patience_s: float = 10) -> set[str]:
     deadline = time.monotonic() + patience_s
     left = set(os.listdir("/dev/shm")) - before
     while left and time.monotonic() < deadline:
-        left = {name for name in left if Path("/dev/shm", name).exists() and not is_in_use(name)}
+        left = {name for name in left if is_ours(name) and not is_in_use(name)}
         time.sleep(0.2 * bool(left))
     return left
+
+
+def is_ours(segment: str) -> bool:
+    """It exists and belongs to this user: only root sees whether a segment of somebody else is in use."""
+    try:
+        return Path("/dev/shm", segment).stat().st_uid == os.geteuid()
+    except FileNotFoundError:
+        return False
 
 
 def is_in_use(segment: str) -> bool:
