@@ -57,7 +57,7 @@ def _lightest(loads: dict[int, int], count: int) -> list[int]:
     return sorted(loads, key=lambda number: (loads[number], number))[:count]
 
 
-class _Book(msgspec.Struct):
+class _Record(msgspec.Struct):
     room: int
     """Bytes for all values. Every server has the same number, so that primary and backup refuse the same keys."""
     loads: dict[int, int]
@@ -72,31 +72,31 @@ class Catalogue:
     def __init__(self, slices: int, room: int) -> None:
         """`slices`: the number of slices that hold values, numbered from 1. `room`: bytes for all values."""
         self.version = 0
-        self._book = _Book(room, dict.fromkeys(range(1, slices + 1), 0), {}, {})
+        self._record = _Record(room, dict.fromkeys(range(1, slices + 1), 0), {}, {})
 
-    # --- as a store --------------------------------------------------------------------------------------------------
+    # --- changes and copies ------------------------------------------------------------------------------------------
 
     def apply(self, change: Change) -> None:
-        content, book = change.content, self._book
+        content, record = change.content, self._record
         match content:
             case DeclareKey():
                 self._declare(content)
             case SealKey(client=client, key=key, attempt=attempt):
-                entry = book.entries.get(key)
+                entry = record.entries.get(key)
                 if entry is not None and (entry.owner, entry.attempt) == (client, attempt):
-                    book.entries[key] = msgspec.structs.replace(entry, sealed=True)
+                    record.entries[key] = msgspec.structs.replace(entry, sealed=True)
             case Arrive(client=client, rank=rank, workers=workers):
-                book.waiting[rank] = (client, workers)
-                wanted = max(workers for _, workers in book.waiting.values())
-                if book.waiting.keys() >= set(range(wanted)):
-                    book.waiting.clear()
+                record.waiting[rank] = (client, workers)
+                wanted = max(workers for _, workers in record.waiting.values())
+                if record.waiting.keys() >= set(range(wanted)):
+                    record.waiting.clear()
             case Withdraw(client=client, rank=rank):
-                if book.waiting.get(rank, (-1, 0))[0] == client:
-                    del book.waiting[rank]
+                if record.waiting.get(rank, (-1, 0))[0] == client:
+                    del record.waiting[rank]
         self.version += 1
 
     def _declare(self, wish: DeclareKey) -> None:
-        entries = self._book.entries
+        entries = self._record.entries
         entry = entries.get(wish.key)
         if entry is None:
             if _size(wish.form) <= self._room:
@@ -106,39 +106,39 @@ class Catalogue:
 
     @property
     def _room(self) -> int:
-        return self._book.room - sum(self._book.loads.values())
+        return self._record.room - sum(self._record.loads.values())
 
     def _cut(self, form: Form) -> list[Stretch]:
         if isinstance(form, Dense):
-            return cut(math.prod(form.shape), dtype_of(form.dtype).itemsize, self._book.loads)
+            return cut(math.prod(form.shape), dtype_of(form.dtype).itemsize, self._record.loads)
         return []  # every slice has rows of it
 
     def state(self) -> State:
-        return Snapshot(self.version, msgspec.msgpack.encode(self._book)), torch.zeros(1, dtype=torch.uint8)
+        return Snapshot(self.version, msgspec.msgpack.encode(self._record)), torch.zeros(1, dtype=torch.uint8)
 
     def load(self, state: State) -> None:
-        self._book = msgspec.msgpack.decode(state[0].about, type=_Book)
+        self._record = msgspec.msgpack.decode(state[0].about, type=_Record)
         self.version = state[0].version
 
     def with_bytes(self, change: Change) -> Change:
         return change  # it has none
 
-    # --- what is asked of it -----------------------------------------------------------------------------------------
+    # --- questions ---------------------------------------------------------------------------------------------------
 
     def given(self, client: int) -> PushResult | None:
         return None
 
     def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Framed | None:
-        book = self._book
+        record = self._record
         if not isinstance(question, Consult) or not caught_up:
             return None
-        found = {key: book.entries[key] for key in question.keys if key in book.entries}
+        found = {key: record.entries[key] for key in question.keys if key in record.entries}
         if question.sealed and not all(entry.sealed for entry in found.values()):
             return None
-        if question.rank >= 0 and book.waiting.get(question.rank, (-1, 0))[0] == question.client:
+        if question.rank >= 0 and record.waiting.get(question.rank, (-1, 0))[0] == question.client:
             return None
-        workers = max((workers for _, workers in book.waiting.values()), default=0)
-        return Framed(Consulted(question.ticket, question.slice, found, sorted(book.waiting), workers, self._room))
+        workers = max((workers for _, workers in record.waiting.values()), default=0)
+        return Framed(Consulted(question.ticket, question.slice, found, sorted(record.waiting), workers, self._room))
 
 
 def _size(form: Form) -> int:

@@ -1,6 +1,6 @@
 """The optimizers of key-value stores: torch's own, made from a name and numbers, since servers accept no code.
 
-Only those that treat every element alike: then a value that is cut over servers gets the bits of one that is not.
+Every optimizer here treats each element alike, so a value that is cut over servers gets the bits of an uncut value.
 """
 
 from __future__ import annotations

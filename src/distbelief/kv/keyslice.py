@@ -55,7 +55,7 @@ class Space(Protocol):
     def open(self, name: str) -> Segment: ...
 
 
-class _About(msgspec.Struct, frozen=True):
+class _CopyHeader(msgspec.Struct, frozen=True):
     spec: OptimizerSpec | None
     parts: list[tuple[str, KeyState, int]]
     """(key, header, number of tensors), by key."""
@@ -71,7 +71,7 @@ class KeySlice:
         self._spec: OptimizerSpec | None = None
         self._keys: dict[str, DenseStretch | TableRows] = {}
 
-    # --- as a store --------------------------------------------------------------------------------------------------
+    # --- changes and copies ------------------------------------------------------------------------------------------
 
     def apply(self, change: Change) -> None:
         content = change.content
@@ -160,12 +160,12 @@ class KeySlice:
             parts.append((key, about, len(some)))
             tensors += some
         kinds, content = packed([*tensors, torch.zeros(1, dtype=torch.uint8)])  # a copy has bytes, also of nothing
-        whole = _About(self._spec, parts, kinds)
+        whole = _CopyHeader(self._spec, parts, kinds)
         return Snapshot(self.version, msgspec.msgpack.encode(whole)), content
 
     def load(self, state: State) -> None:
         snapshot, content = state
-        about = msgspec.msgpack.decode(snapshot.about, type=_About)
+        about = msgspec.msgpack.decode(snapshot.about, type=_CopyHeader)
         self.version, self._spec = snapshot.version, about.spec
         self._keys = {}
         at = byte = 0
@@ -199,7 +199,7 @@ class KeySlice:
         payload = bytearray(self._space.open(content.segment).view(content.offset, size_bytes))
         return Change(msgspec.structs.replace(content, segment="", offset=0), payload)
 
-    # --- what is asked of it -----------------------------------------------------------------------------------------
+    # --- questions ---------------------------------------------------------------------------------------------------
 
     def given(self, client: int) -> PushResult | None:
         return None

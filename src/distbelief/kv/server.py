@@ -86,7 +86,7 @@ class _Slices:
 
 def run(spec: dict[str, Any], segments: sockets.socket) -> int:
     """The life of a server. Returns its exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to everybody; who watches decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches every process; the supervisor decides
     torch.set_num_threads(1)  # one per server: then bits do not depend on the machine
     known = msgspec.convert(spec, ServerSpec)
     with zmq.Context() as context:

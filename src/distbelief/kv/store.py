@@ -247,7 +247,7 @@ class Store:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        else:  # what is wrong is on its way to the caller already
+        else:  # the caller gets the error of the block
             with contextlib.suppress(DistBeliefError):
                 self.close()
 

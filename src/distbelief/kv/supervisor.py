@@ -238,7 +238,7 @@ class Supervisor:
             if owner.startswith("client "):
                 self._owned[asker] = owner + line
         except (EOFError, OSError, ValueError, KeyError, TypeError):
-            if asker in self._owned:  # a server may still have to map what it has pushed
+            if asker in self._owned:  # a server may still have to map its last pushes
                 self._departed.append((time.monotonic() + GONE_S, self._owned.pop(asker)))
             self._loop.unwatch(asker)
             asker.close()

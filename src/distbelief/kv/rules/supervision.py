@@ -20,7 +20,7 @@ SILENT_S = 15.0
 """A server is frozen after at least this silence (and a multiple of its longest silence before: `fleets.frozen`)."""
 _LONGEST_GAP_S = 60.0
 _DEATHS_AT_START = 3
-"""With so many deaths before the first life the service fails."""
+"""The service fails after this number of deaths before its first life."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def exited(fleet: Fleet, server: int, status: int, now: float) -> Result:
     if not what.lost:
         fleet, more = _decided(fleet, (placed, what))
         return fleet, [*outputs, Say(what.reason), *more]
-    text = "nobody else had all that it held: the values of all keys are lost, and the store is empty"
+    text = "no other server had a whole copy of what it held: the values of all keys are lost, and the store is empty"
     outputs.append(Say(text))
     if not fleet.there:
         return replace(fleet, placement=None), outputs

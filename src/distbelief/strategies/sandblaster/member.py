@@ -226,7 +226,7 @@ class SearchingMember(ParameterServerMember):
         self._client.settle(self.exchange.abort)  # before the slot is written again
         return Computed(portions.evaluation, portions.node, losses)
 
-    # --- what is known and kept --------------------------------------------------------------------------------------
+    # --- results and checkpoints -------------------------------------------------------------------------------------
 
     def _remember(self, done: StepsDone) -> None:
         self._past.extend(one for one in self._applied_by(done) if not self._past or self._past[-1].step < one.step)

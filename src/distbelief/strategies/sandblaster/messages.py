@@ -1,4 +1,4 @@
-"""The messages of `sandblaster`, beside those that every server understands (ps/protocol/messages.py).
+"""The messages of `sandblaster`, beside the messages of every server (ps/protocol/messages.py).
 
 Slices hold stretches of named vectors. One slice more, the search slice, holds what must be decided once: the state of
 the search, and which member computes which portions. Every message of a driver has a number,

@@ -78,7 +78,7 @@ from distbelief.strategies.sandblaster.vectors import SlicedVectors
 from distbelief.transport.shm.segment import Segment
 
 
-class _About(msgspec.Struct, frozen=True):
+class _CopyHeader(msgspec.Struct, frozen=True):
     """The header of a copy of the slice. Its bytes are values, vectors and sums, in this order."""
 
     done: int
@@ -124,7 +124,7 @@ class VectorSlice:
         for name, value in vectors.items() if self._numel else ():
             self._vectors.tensor(name, self._where).copy_(value)
 
-    # --- as a store --------------------------------------------------------------------------------------------------
+    # --- changes and copies ------------------------------------------------------------------------------------------
 
     def apply(self, change: Change) -> None:
         match change.content:
@@ -175,7 +175,7 @@ class VectorSlice:
     def _add(self, node: PartialSum, payload: Any) -> None:
         """Add a copy of the sum: the worker overwrites its own as soon as the push is acknowledged."""
         where = (node.first, node.end)
-        if self._has(node):  # another copy came first; the memory of one that comes late may be gone
+        if self._has(node):  # another copy came first; the memory of a late copy may be gone
             return
         if node.segment:
             part = self._open(node.segment).tensor(self._dtype, self.shape.first_byte, self._numel).clone()
@@ -194,7 +194,7 @@ class VectorSlice:
 
     def state(self) -> State:
         names, nodes = self._vectors.names, sorted(self._sums)
-        about = _About(self._done, self._pending, self._evaluation, self._integers, names, nodes)
+        about = _CopyHeader(self._done, self._pending, self._evaluation, self._integers, names, nodes)
         parts = [self._segment.tensor(torch.uint8, self._at, self.shape.value_bytes)]
         parts += [self._vector(name).view(torch.uint8) for name in names]
         parts += [self._sums[node].view(torch.uint8) for node in nodes]
@@ -202,7 +202,7 @@ class VectorSlice:
 
     def load(self, state: State) -> None:
         snapshot, content = state
-        about = msgspec.msgpack.decode(snapshot.about, type=_About)
+        about = msgspec.msgpack.decode(snapshot.about, type=_CopyHeader)
         size_bytes = self.shape.value_bytes
         parts = list(content[size_bytes:].view(self._dtype).reshape(-1, max(self._numel, 1)))
         self._vectors.drop(self._vectors.names)
@@ -217,7 +217,7 @@ class VectorSlice:
             return change  # it changes nothing
         return with_bytes(self.shape, change, self._open)
 
-    # --- what is asked of it -----------------------------------------------------------------------------------------
+    # --- questions ---------------------------------------------------------------------------------------------------
 
     def given(self, client: int) -> PushResult | None:
         return None
@@ -276,7 +276,7 @@ REMEMBERED = 1024
 """Number of steps whose results are kept: many more than a run does between two heartbeats."""
 
 
-class _Book(msgspec.Struct):
+class _Record(msgspec.Struct):
     work: Portioning
     steps: int
     number: int = -1
@@ -295,20 +295,20 @@ class SearchSlice:
 
     def __init__(self, portions: int) -> None:
         self.version = 0
-        self._book = _Book(Portioning(portions), 0)
+        self._record = _Record(Portioning(portions), 0)
 
     def begin(self, steps: int, state: bytes, note: tuple[int, bytes], past: list[StepsDone]) -> None:
         """The first state of a life."""
-        self._book = _Book(Portioning(self._book.work.portions), steps, state=state, note=note, past=past)
+        self._record = _Record(Portioning(self._record.work.portions), steps, state=state, note=note, past=past)
 
-    # --- as a store --------------------------------------------------------------------------------------------------
+    # --- changes and copies ------------------------------------------------------------------------------------------
 
     def apply(self, change: Change) -> None:
-        book, content = self._book, change.content
+        record, content = self._record, change.content
         match content:
             case Begin() | Keep():
-                counts = content.number >= book.number
-                book.given[content.worker] = SearchGiven(Heard(counts), book.steps)
+                counts = content.number >= record.number
+                record.given[content.worker] = SearchGiven(Heard(counts), record.steps)
                 if counts and isinstance(content, Keep):
                     self._keep(content)
                 elif counts and isinstance(content, Begin):
@@ -316,63 +316,65 @@ class SearchSlice:
             case Take():
                 self._take(content)
             case Note():
-                book.note = (content.step, content.content)
+                record.note = (content.step, content.content)
 
     def _begin(self, begin: Begin) -> None:
-        self._book.number = begin.number
+        self._record.number = begin.number
         if begin.evaluation >= 0:
-            self._book.work.begin(begin.evaluation, begin.members)
+            self._record.work.begin(begin.evaluation, begin.members)
         else:
-            self._book.work.gather(begin.members)
+            self._record.work.gather(begin.members)
 
     def _take(self, take: Take) -> None:
-        book, work, done = self._book, self._book.work, take.computed
+        record, work, done = self._record, self._record.work, take.computed
         what: Portions | Idle | Total | Stepped = Idle()
-        if take.generation == book.number >> COUNTS:  # else it is of a generation that is over, or not yet here
+        if take.generation == record.number >> COUNTS:  # else it is of a generation that is over, or not yet here
             if done:
                 work.computed(take.worker, done.evaluation, done.node, done.losses, take.now)
             total = work.total()
-            if book.steps > take.step:
-                what = Stepped(book.kept, book.state, book.past[-1])
+            if record.steps > take.step:
+                what = Stepped(record.kept, record.state, record.past[-1])
             elif total:
                 what = Total(work.evaluation, *total)
             elif node := work.take(take.worker, take.now):
-                what = Portions(work.evaluation, book.number, node)
-        book.given[take.worker] = SearchGiven(what, book.steps)
+                what = Portions(work.evaluation, record.number, node)
+        record.given[take.worker] = SearchGiven(what, record.steps)
 
     def _keep(self, keep: Keep) -> None:
-        book = self._book
-        book.number = book.kept = keep.number
-        book.state = keep.state
-        if keep.steps > book.steps:
-            book.past.append(StepsDone(book.steps, keep.steps, keep.loss, keep.samples, keep.at))
-            book.past = book.past[-REMEMBERED:]
-        book.steps = keep.steps
+        record = self._record
+        record.number = record.kept = keep.number
+        record.state = keep.state
+        if keep.steps > record.steps:
+            record.past.append(StepsDone(record.steps, keep.steps, keep.loss, keep.samples, keep.at))
+            record.past = record.past[-REMEMBERED:]
+        record.steps = keep.steps
         self.version += 1
 
     def state(self) -> State:
-        return Snapshot(self.version, msgspec.msgpack.encode(self._book)), torch.zeros(1, dtype=torch.uint8)
+        return Snapshot(self.version, msgspec.msgpack.encode(self._record)), torch.zeros(1, dtype=torch.uint8)
 
     def load(self, state: State) -> None:
         snapshot, _ = state
-        self._book = msgspec.msgpack.decode(snapshot.about, type=_Book)
+        self._record = msgspec.msgpack.decode(snapshot.about, type=_Record)
         self.version = snapshot.version
 
     def with_bytes(self, change: Change) -> Change:
         return change  # it has none
 
-    # --- what is asked of it -----------------------------------------------------------------------------------------
+    # --- questions ---------------------------------------------------------------------------------------------------
 
     def given(self, client: int) -> SearchGiven | None:
-        return self._book.given.get(client)
+        return self._record.given.get(client)
 
     def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Framed | None:
         if not isinstance(question, Inspect):
             raise DistBeliefError(f"a search is not asked {type(question).__name__}")
         if not caught_up:
-            return None  # who goes on from here must find it again, whoever dies
-        book = self._book
-        return Framed(SearchKnown(question.ticket, question.slice, book.steps, book.state, book.note, list(book.past)))
+            return None  # an answer that a server's death could undo must not be given
+        record = self._record
+        return Framed(
+            SearchKnown(question.ticket, question.slice, record.steps, record.state, record.note, list(record.past))
+        )
 
 
 class SliceMaker:

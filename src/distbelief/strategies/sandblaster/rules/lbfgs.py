@@ -65,7 +65,7 @@ class Vectors(Protocol):
     def copy(self, target: str, source: str) -> None: ...
 
     def drop(self, names: Sequence[str]) -> None:
-        """Forget vectors. Those that do not exist are no error: the command may be a repetition."""
+        """Delete vectors. Unknown names are no error: the command may be a repetition."""
         ...
 
     def max_abs(self, names: Sequence[str]) -> list[float]:
