@@ -1,7 +1,7 @@
 """Addresses: what `--listen` means on this machine, and by which of its network cards another host is reached.
 
-Members are told one numeric address, at which every host of the run reaches this one. So a host name, a card's name
-and a wildcard are all turned into such an address here, and what no other host could use is refused.
+Members are told one numeric address, at which every host of the run reaches this machine. So a host name, a card's name
+and a wildcard are turned into such an address here; an address that no other host could use is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Card:
 
     @property
     def usable(self) -> list[str]:
-        """What other hosts can be told. IPv4 first: it is what gloo takes, too."""
+        """The addresses that other hosts can use. IPv4 first, which gloo also accepts."""
         good = [one for one in self.addresses if not _is_confined(one)]
         return sorted(good, key=lambda one: ":" in one)
 
@@ -48,11 +48,11 @@ class Route:
 
 @dataclass(frozen=True)
 class Machine:
-    """What must be known of this machine's network to choose an address of it."""
+    """What is needed of this machine's network to choose an address."""
 
     cards: Sequence[Card]
     outward: Sequence[str]
-    """Its own addresses on the way to the rest of the world."""
+    """This machine's addresses on the default routes."""
     resolve: Callable[[str], list[str]]
 
 
@@ -67,7 +67,7 @@ def this_machine() -> Machine:
 
 
 def endpoint(listen: str, machine: Machine | None = None) -> str:
-    """Where to bind, and what members are told, for what a person gave as --listen.
+    """The endpoint to bind, which members are told too, for the user's --listen.
 
     >>> here = Machine([Card("eth0", ("10.0.0.1", "fd00::1", "fe80::1%eth0"))], ["10.0.0.1"], lambda name: [])
     >>> [endpoint(text, here) for text in ("127.0.0.1", "eth0:5000", "0.0.0.0", "[::]:5000")]
@@ -80,7 +80,7 @@ def endpoint(listen: str, machine: Machine | None = None) -> str:
 
 
 def split(text: str) -> tuple[str, str]:
-    """Host and port, the port empty where there is none.
+    """Host and port; the port is "" if the text has none.
 
     >>> split("10.0.0.1:5000"), split("fd00::1"), split("tcp://[fd00::1]:5000"), split("host1")
     (('10.0.0.1', '5000'), ('fd00::1', ''), ('fd00::1', '5000'), ('host1', ''))
@@ -102,7 +102,7 @@ def split(text: str) -> tuple[str, str]:
 
 
 def tcp(host: str, port: str | int = "") -> str:
-    """An endpoint; without a port, any that is free.
+    """An endpoint; without a port, any free port.
 
     >>> tcp("10.0.0.1"), tcp("fd00::1", 5555)
     ('tcp://10.0.0.1:*', 'tcp://[fd00::1]:5555')
@@ -119,7 +119,7 @@ def bracketed(host: str) -> str:
 
 
 def _own(host: str, listen: str, machine: Machine) -> str:
-    """The one address of this machine that is meant."""
+    """The address of this machine that the user means by `host`."""
     if "%" in host or _is_link_local(host):
         raise JobError(
             f"--listen {listen}: a link-local address means something else on every host, so nobody can be told it",
@@ -152,7 +152,7 @@ def _own(host: str, listen: str, machine: Machine) -> str:
 
 
 def _outward(machine: Machine, family: int, listen: str) -> str:
-    """For "every address": the one by which this machine reaches the world, or the first that others may reach."""
+    """For "every address": this machine's address on the default route, or else the first that others may reach."""
     mine = [one for card in sorted(machine.cards, key=_is_virtual) for one in card.usable]
     for one in sorted([*machine.outward, *mine], key=lambda one: (6 if ":" in one else 4) != family):
         if one in mine:
@@ -169,7 +169,7 @@ def _choices(machine: Machine) -> str:
 
 
 def host_name() -> str:
-    """What this machine is called."""
+    """This machine's name."""
     return platform.node() or "localhost"
 
 
@@ -184,7 +184,7 @@ def cards() -> list[Card]:
 
 
 def resolve(name: str) -> list[str]:
-    """The addresses of a host, in the order to try them; none, if it is not known."""
+    """The addresses of a host in the order to try them; empty if the name is unknown."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -214,7 +214,7 @@ def interface_to(address: str) -> str:
 
 
 def own_address(address: str) -> str:
-    """The address of this machine from which the coordinator is reached: where others reach us too."""
+    """The address of this machine from which it reaches the coordinator; other hosts reach this machine there too."""
     return _route(address).source
 
 
@@ -245,7 +245,7 @@ def _is_link_local(text: str) -> bool:
 
 
 def _is_confined(text: str) -> bool:
-    """It means nothing on another host."""
+    """Whether the address means nothing on another host."""
     return _is_loopback(text) or _is_link_local(text.partition("%")[0])
 
 

@@ -1,7 +1,7 @@
-"""Key files: what whoever may lead or join a run from another machine has, and nobody else.
+"""Key files: a process needs one to lead a run, or to join a run, across machines.
 
-A key is 64 hexadecimal digits in a file that only its owner may read. It is never sent: a run's secret follows from it,
-and from that what members show to each other (credentials.py). One key per job, or per group of people, as you like.
+A key is 64 hexadecimal digits in a file that only its owner may read. It is never sent: the run's secret is derived
+from it, and from that secret all credentials (credentials.py). Use one key per job or per group of people.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HOW_TO_MAKE_ONE = (
 
 
 def new_key(path: Path) -> None:
-    """Write a new key to a file that is not there yet."""
+    """Write a new key to a file that does not exist yet."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with open(fd, "w") as file:
@@ -35,10 +35,10 @@ def new_key(path: Path) -> None:
 
 
 def read_key(path: Path) -> bytes:
-    """The key in a file. It is refused if anybody but its owner could have read it."""
+    """The key in a file. A file that other users could have read is refused."""
     try:
         with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode  # of what is read, whatever the name stands for by now
+            mode = os.fstat(file.fileno()).st_mode  # of the opened file: the name may stand for another file by now
             text = file.read(2 * KEY_BYTES + 3)
     except OSError as error:
         raise DistBeliefError(f"cannot read the key file {path}: {error.strerror}", hint=HOW_TO_MAKE_ONE) from error
@@ -67,7 +67,7 @@ def run_secret(key: bytes) -> bytes:
 
 
 def required_key(path: Path | None, address: str) -> bytes:
-    """The key with which an address on another machine is joined."""
+    """The key for joining a run on another machine. Raises if no key file is given."""
     if path is None:
         raise DistBeliefError(
             f"to join the run at {address} you need its key file",

@@ -1,6 +1,6 @@
-"""Why a coordinator cannot be reached: every address that its name has, tried one by one, in words.
+"""Diagnoses an unreachable coordinator: tries each address of its name, and explains the result to the user.
 
-Only looks: it connects and reads a greeting. Nothing is sent that could change a run.
+It connects and reads a greeting. It sends nothing that could change a run.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _ADVICE: dict[What, str] = {
 
 @dataclass(frozen=True)
 class Attempt:
-    """One address that was tried."""
+    """The result of trying one address."""
 
     address: str
     card: str
-    """By which it was tried; empty: there is no way."""
+    """The network card on the route to it; empty: there is no route."""
     what: What
     error: str = ""
 
@@ -62,8 +62,10 @@ class Attempt:
 
 
 def reach(where: str, patience_s: float = 0.0, say: Callable[[str], None] = lambda text: None) -> str:
-    """The numeric endpoint of a coordinator that a person named as HOST:PORT: of its addresses the first that can be
-    connected to. Raises an error that says what was tried. `patience_s`: so long it may take until somebody listens."""
+    """The numeric endpoint of a coordinator given as HOST:PORT: the first of its addresses that accepts a connection.
+
+    Raises an error that lists the attempts. `patience_s`: how long to wait until the port is listening.
+    """
     port, addresses = _resolved(where)
     until, waited = time.monotonic() + patience_s, False
     while True:
@@ -82,8 +84,8 @@ def reach(where: str, patience_s: float = 0.0, say: Callable[[str], None] = lamb
 
 
 def find(where: str, patience_s: float, say: Callable[[str], None]) -> str:
-    """Likewise, for somebody who waits by itself for a coordinator that is not there yet: only of a host with several
-    addresses it must be seen first at which of them it listens."""
+    """As `reach`, for a caller that itself waits for the coordinator to start. Only a host with several addresses is
+    tried first, to see on which of them the coordinator listens."""
     port, addresses = _resolved(where)
     return reach(where, patience_s, say) if len(addresses) > 1 else tcp(addresses[0], port)
 
@@ -116,7 +118,7 @@ def _advice(tried: list[Attempt]) -> str:
 
 
 def attempt(address: str, port: int) -> Attempt:
-    """Connect to it, and hang up."""
+    """Connect, and close the connection."""
     try:
         card = route_to(address).card
     except OSError as error:
@@ -134,7 +136,7 @@ def attempt(address: str, port: int) -> Attempt:
 
 
 def unanswered(endpoint: str, server_key: bytes, who: str = "the coordinator") -> DistBeliefError:
-    """Somebody has waited for an answer from there in vain: why. `server_key`: the public key of who is to be there."""
+    """The error for an answer that did not come, with its cause. `server_key`: the expected public key."""
     host, port = split(endpoint)
     tried = attempt(host, int(port))
     if tried.what != "open":
@@ -159,7 +161,7 @@ def unanswered(endpoint: str, server_key: bytes, who: str = "the coordinator") -
 
 
 def greeting(endpoint: str) -> Speaks:
-    """What a port that accepts connections says first: our transport (ZeroMQ) greets both ways."""
+    """What a listening port sends first: with our protocol (ZeroMQ) both sides send a greeting."""
     host, port = split(endpoint)
     data = b""
     try:
@@ -176,7 +178,7 @@ def greeting(endpoint: str) -> Speaks:
 
 
 def handshake(endpoint: str, server_key: bytes) -> Speaks:
-    """Whether who listens there has the key pair whose public half is `server_key`."""
+    """Whether the listening process has the key pair whose public half is `server_key`."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -184,7 +186,7 @@ def handshake(endpoint: str, server_key: bytes) -> Speaks:
         until = time.monotonic() + HANDSHAKE_S
         try:
             while (left_s := until - time.monotonic()) > 0:
-                if monitor.poll(int(left_s * 1000) + 1):  # it is told of nothing but success
+                if monitor.poll(int(left_s * 1000) + 1):  # the monitor reports nothing but success
                     next_event(monitor)
                     return "ours"
         finally:
