@@ -178,7 +178,7 @@ class Zygote:
             raise RunFailed("the process that starts workers ended at once", hint="see logs/zygote.log") from None
 
     def fork_worker(self, spec: WorkerSpec, log: LogPipe) -> tuple[int, socket.socket]:
-        """Fork a worker. Returns its process number and our end of its socket to the segment keeper."""
+        """Fork a worker. Returns its process number and our end of its socket to the segment server."""
         return self._fork({"do": "worker", "id": spec.worker, "spec": msgspec.to_builtins(spec)}, log)
 
     def fork_server(self, spec: WorkerSpec, log: LogPipe) -> tuple[int, socket.socket]:

@@ -14,7 +14,7 @@ class JobSource(msgspec.Struct, frozen=True, rename={"file": "job_file"}):
     """Where a worker finds the job: in a file, or pickled."""
 
     file: str = ""
-    """The job file. Empty: the job is pickled; workers find it in the segment keeper's segment "job"."""
+    """The job file. Empty: the job is pickled; workers find it in the shared segment "job"."""
     settings: dict[str, str] = {}
     """The hyper-parameters that the user has set (--set)."""
     sys_path: tuple[str, ...] = ()

@@ -129,13 +129,13 @@ class CompressedExchange(TorchExchange, ABC):
             self.residuals.written()
         return super().share(contribution, meanwhile)
 
-    def _word(self) -> int:
+    def _control_number(self) -> int:
         if self.rank > 0:
             return 0
         return _ON if self.compression.always or self.switch.on else _OFF
 
-    def _hear(self, word: int) -> None:
-        self._switched_on = word == _ON
+    def _receive_control_number(self, number: int) -> None:
+        self._switched_on = number == _ON
 
     def _collect(self) -> None:
         super()._collect()

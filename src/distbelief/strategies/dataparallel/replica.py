@@ -109,7 +109,7 @@ class DataParallelReplica(TileCopies):
         computer.commit_integers(self._state.integers(self._state.steps_applied))
         self._is_certain = exchange.shares_state and self._state.is_applied_in_part
         self._takeover = self._plan_takeover(self._state.steps_applied)
-        self._kinds = None if exact else MixedDevices(computer, self._state, exchange)
+        self._mixed_devices = None if exact else MixedDevices(computer, self._state, exchange)
         self._committed = computer.committed_buffers(self._state.memory, self._state.values_at)
         self._whole = CommittedModel(computer, self._committed)
         self._tiles = [t for t in exchange.tiles if t < computer.layout.parameter_tiles]
@@ -305,8 +305,8 @@ class DataParallelReplica(TileCopies):
             self._state.write_integers(step + 1, shared.integers)
         units = int(np.count_nonzero(shared.rows[:, COUNTS]))
         self._update(step, 1.0 / weight if weight else 0.0, units, untouched)
-        if self._kinds:
-            self._kinds.take_one_state()
+        if self._mixed_devices:
+            self._mixed_devices.take_one_state()
         self.exchange.applied()
         self._look_ahead(step + 1)
         started = time.perf_counter()

@@ -82,8 +82,8 @@ class InnerStates:
         head = -(-8 * (1 + 2 * self._replicas) // _PAGE) * _PAGE
         self._stretch = -(-size_bytes // 64) * 64
         segment = exchange.state(head + 2 * self._replicas * self._stretch, "inner")
-        words = np.frombuffer(segment.buffer, np.int64, 1 + 2 * self._replicas)
-        self._begun, self._stamps = words[:1], words[1:].reshape(self._replicas, 2)
+        stamps = np.frombuffer(segment.buffer, np.int64, 1 + 2 * self._replicas)
+        self._begun, self._stamps = stamps[:1], stamps[1:].reshape(self._replicas, 2)
         self._places = [
             [segment.tensor(torch.uint8, head + (2 * r + place) * self._stretch, size_bytes) for place in range(2)]
             for r in range(self._replicas)

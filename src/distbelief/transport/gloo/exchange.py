@@ -119,23 +119,23 @@ class TorchExchange(TorchGroup):
         touched = torch.from_numpy((contribution.untouched == 0).astype(np.uint8))
         integers = torch.frombuffer(bytearray(contribution.integers or b"\0"), dtype=torch.uint8)
         # Each row comes from one member. They are added as integers, because -0.0 + 0.0 would be another zero.
-        words = np.append(everything.view(np.int64), self._word())
+        numbers = np.append(everything.view(np.int64), self._control_number())
         with self.network():
-            dist.all_reduce(torch.from_numpy(words))
+            dist.all_reduce(torch.from_numpy(numbers))
             dist.all_reduce(touched, op=dist.ReduceOp.MAX)
             if contribution.integers:
                 dist.broadcast(integers, self._plan.sources[0].rank)
-        self._hear(int(words[-1]))
-        everything = words[:-1].view(np.float64).reshape(everything.shape)
+        self._receive_control_number(int(numbers[-1]))
+        everything = numbers[:-1].view(np.float64).reshape(everything.shape)
         return AllContributions(
             everything, touched.numpy() == 0, integers.numpy().tobytes() if contribution.integers else b""
         )
 
-    def _word(self) -> int:
+    def _control_number(self) -> int:
         """A number that each member sends with every step, beside the rows; the numbers of all members are added."""
         return 0
 
-    def _hear(self, word: int) -> None:
+    def _receive_control_number(self, number: int) -> None:
         """Receives that sum, which is the same on all members at the same step."""
 
     def reduced(self, tile: int) -> torch.Tensor:
