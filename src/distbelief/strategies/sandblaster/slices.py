@@ -42,10 +42,9 @@ from distbelief.strategies.ps.protocol.messages import (
     values_at,
 )
 from distbelief.strategies.ps.rules.slicing import SliceShape, parameter_stretch
-from distbelief.strategies.ps.server import process
-from distbelief.strategies.ps.server.process import SMALL_SLICE_BYTES, SliceSource
 from distbelief.strategies.ps.server.slicememory import OpenSegment, with_bytes
-from distbelief.strategies.ps.server.stores import Change, SliceStore, State
+from distbelief.strategies.ps.server.sockets import run_server
+from distbelief.strategies.ps.server.stores import SMALL_SLICE_BYTES, Change, SliceSource, SliceStore, State
 from distbelief.strategies.sandblaster.messages import (
     COUNTS,
     MESSAGES,
@@ -450,4 +449,4 @@ class SandblasterSlices(SliceSource):
 
 def serve(host: ServerHost) -> int:
     """The process of a server of `sandblaster`."""
-    return process.serve(host, lambda host: SandblasterSlices(host, host.load()))
+    return run_server(host, lambda host: SandblasterSlices(host, host.load()))

@@ -14,11 +14,10 @@ from distbelief.strategies.ps.protocol.frames import RUN_MESSAGES
 from distbelief.strategies.ps.protocol.pushcoding import PushCoding
 from distbelief.strategies.ps.rules.leases import LeaseTerms
 from distbelief.strategies.ps.rules.slicing import SliceShape
-from distbelief.strategies.ps.server import process
 from distbelief.strategies.ps.server.asyncslice import AsynchronousSlice, LeaseSlice
-from distbelief.strategies.ps.server.process import SMALL_SLICE_BYTES, SliceSource
 from distbelief.strategies.ps.server.slicememory import SliceMemory
-from distbelief.strategies.ps.server.stores import SliceStore
+from distbelief.strategies.ps.server.sockets import run_server
+from distbelief.strategies.ps.server.stores import SMALL_SLICE_BYTES, SliceSource, SliceStore
 from distbelief.strategies.ps.server.syncslice import SumMemory, SynchronousSlice
 from distbelief.strategies.ps.tables.saved import SavedTables, without_tables
 from distbelief.strategies.ps.tables.slices import AsynchronousTableSlice, SynchronousTableSlice
@@ -101,16 +100,17 @@ class RunSlices(SliceSource):
         return LeaseTerms(first, self._steps, strategy.n_push, strategy.staleness, strategy.warm_up, every)
 
     def began(self) -> None:
-        """All slices are made: what they began with is not needed any more."""
+        """All slices are made: drop their first state."""
         self._first = None
 
     def _begun(self) -> tuple[ReplicaState, SavedTables]:
-        """What this life begins with: read once for all slices."""
+        """The first state of this life, which is read once for all slices."""
         if self._first is None or self._first[0] != self.life:
             prepared, found = self._prepared, []
 
             def dense(step: int = -1) -> Saved | None:
-                """What there is for the tables is put aside. Of these a server reads no more than its own parts."""
+                """The saved state of the dense parameters. That of the tables is kept: a server reads only its own
+                parts."""
                 saved = self._saved(step, lazily=bool(self._table_slices))
                 found.append(SavedTables(saved, prepared.tables, prepared.table_parts))
                 return without_tables(saved, prepared.tables) if saved else None
@@ -126,4 +126,4 @@ class RunSlices(SliceSource):
 
 def serve(host: ServerHost) -> int:
     """The process of a parameter server of `ps`."""
-    return process.serve(host, lambda host: RunSlices(host, host.load()))
+    return run_server(host, lambda host: RunSlices(host, host.load()))

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -22,6 +23,7 @@ from distbelief.control.addresses import own_address, tcp
 from distbelief.control.connectionlimit import ConnectionLimit
 from distbelief.control.credentials import Credential
 from distbelief.control.messages import (
+    EXIT_REPORTED,
     EndRun,
     Event,
     Introduce,
@@ -37,6 +39,7 @@ from distbelief.control.messages import (
 from distbelief.control.signatures import MALFORMED, UNSIGNED, WRONG_SENDER, Refusals, Refused
 from distbelief.control.sockets import dial, dial_server, protect_server
 from distbelief.errors import DistBeliefError
+from distbelief.strategies.base import ServerHost
 from distbelief.strategies.ps.protocol.frames import Framed, MessageSet, may_say, pack
 from distbelief.strategies.ps.server.node import Outgoing, ServerNode
 from distbelief.strategies.ps.server.stores import SliceStore
@@ -247,6 +250,20 @@ class ServerSockets:
             socket.close(linger=0)
         self._coordinator.close()
         sys.stdout.flush()
+
+
+def run_server(host: ServerHost, make: Callable[[ServerHost], Slices]) -> int:
+    """The process of a parameter server. `make` loads the job and returns the slices. Returns the exit status."""
+    with zmq.Context() as context:
+        server = ServerSockets(host, context)
+        try:
+            server.serve(make(host))
+        except BaseException as error:
+            server.fail(error)
+            return EXIT_REPORTED
+        finally:
+            server.close()
+    return 0
 
 
 def _by_addressee(several: list[tuple[Any, Framed]]) -> dict[Any, list[Framed]]:
