@@ -1,6 +1,6 @@
 """Connecting to a Ray cluster, or starting one on this machine; and what its nodes have.
 
-Whatever goes wrong is said in words, and soon: Ray itself tries for minutes to reach an address where nobody is.
+An unreachable address gives a clear error within seconds; Ray itself would try for minutes.
 """
 
 from __future__ import annotations
