@@ -24,7 +24,7 @@ _LINE = 64
 
 
 @dataclass(frozen=True)
-class Part:
+class EncodedParameter:
     """One parameter."""
 
     place: CompressedParameter
@@ -50,7 +50,7 @@ class PartsCoding:
     def __init__(self, method: str, places: Iterable[CompressedParameter]) -> None:
         self.method = canonical(method)
         self.codec: Codec = codec_of(method)
-        self.parts: list[Part] = []
+        self.parts: list[EncodedParameter] = []
         self.elements = self.size_bytes = 0
         for place in places:
             numel = place.part.stop - place.part.start
@@ -58,14 +58,14 @@ class PartsCoding:
                 continue
             size_bytes = block.size_bytes(self.codec, numel)
             rest = slice(self.elements, self.elements + numel)
-            self.parts.append(Part(place, rest, slice(self.size_bytes, self.size_bytes + size_bytes)))
+            self.parts.append(EncodedParameter(place, rest, slice(self.size_bytes, self.size_bytes + size_bytes)))
             self.elements += -(-numel // _LINE) * _LINE
             self.size_bytes += -(-size_bytes // _LINE) * _LINE
 
     def room(self) -> Tensor:
         return torch.zeros(self.size_bytes, dtype=torch.uint8)
 
-    def vector(self, part: Part, slot: Memory) -> Tensor:
+    def vector(self, part: EncodedParameter, slot: Memory) -> Tensor:
         first = part.place.part.start
         return slot.tensor(torch.float32, 4 * first, part.place.part.stop - first)
 
@@ -78,5 +78,5 @@ class PartsCoding:
             block.write(self.codec, owed, vector, code)
             block.read(self.codec, code, vector)
 
-    def read(self, part: Part, code: Tensor, out: Tensor) -> None:
+    def read(self, part: EncodedParameter, code: Tensor, out: Tensor) -> None:
         block.read(self.codec, code[part.code], out)

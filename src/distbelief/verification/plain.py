@@ -45,7 +45,7 @@ Fetch = Callable[[int, int], tuple[Any, int]]
 
 
 @dataclass
-class Part:
+class ShardSum:
     """What one shard gives, or several of them added up."""
 
     gradients: list[torch.Tensor | None]
@@ -191,7 +191,7 @@ class Buffers:
                 buffer.copy_(present.detach())
                 module._buffers[key] = buffer
 
-    def commit(self, total: Part) -> None:
+    def commit(self, total: ShardSum) -> None:
         shards = len(total.losses)
         for buffer, before, value, changed in zip(self.floats, self.before, total.floats, total.changed, strict=True):
             # The average of equal numbers is not always that number: what nobody changed is left alone.
@@ -211,7 +211,7 @@ class ShardComputation:
     fetch: Fetch
     step: int
 
-    def __call__(self, shard: int) -> Part:
+    def __call__(self, shard: int) -> ShardSum:
         batch, samples = self.fetch(self.step, shard)
         self.buffers.restore()
         for parameter in self.parameters:
@@ -224,7 +224,7 @@ class ShardComputation:
         loss.backward()  # type: ignore[no-untyped-call]
         self.buffers.gather()
         floats = [buffer.clone() for buffer in self.buffers.floats]
-        return Part(
+        return ShardSum(
             gradients=[dense(parameter.grad) for parameter in self.parameters],
             floats=floats,
             changed=[not torch.equal(now, then) for now, then in zip(floats, self.buffers.before, strict=True)],
@@ -238,7 +238,7 @@ def dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return gradient.coalesce().to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
-def add_up(compute: Callable[[int], Part], shards: Range) -> Part:
+def add_up(compute: Callable[[int], ShardSum], shards: Range) -> ShardSum:
     """The sum over a range of shards: that of the first half plus that of the second, where the first has as many as
     the largest power of two below the whole: ((0 + 1) + (2 + 3)) + 4 for five. Computed on the way, so that few
     gradients are held at once."""
@@ -248,10 +248,10 @@ def add_up(compute: Callable[[int], Part], shards: Range) -> Part:
     return add(add_up(compute, left), add_up(compute, right))
 
 
-def add(left: Part, right: Part) -> Part:
+def add(left: ShardSum, right: ShardSum) -> ShardSum:
     if not all(map(torch.equal, left.integers, right.integers)):
         raise JobError("plain: an integer buffer of the model has other values after one shard than after another")
-    return Part(
+    return ShardSum(
         gradients=[add_gradients(a, b) for a, b in zip(left.gradients, right.gradients, strict=True)],
         floats=[a + b for a, b in zip(left.floats, right.floats, strict=True)],
         changed=[a or b for a, b in zip(left.changed, right.changed, strict=True)],

@@ -33,8 +33,8 @@ from distbelief.strategies.localsgd.strategy import LocalSGD
 from distbelief.verification.plain import (
     Buffers,
     Fetch,
-    Part,
     ShardComputation,
+    ShardSum,
     add_up,
     clip,
     make_optimizer,
@@ -148,7 +148,7 @@ class Replica:
             told,
         )
 
-    def _step(self, step: int, shards: Range) -> Part:
+    def _step(self, step: int, shards: Range) -> ShardSum:
         job, buffers = self._job, self._buffers
         buffers.keep()
         compute = ShardComputation(job, self._model, self._parameters, buffers, self._fetch, step)

@@ -11,7 +11,7 @@ import pytest
 
 from distbelief.errors import DistBeliefError
 from distbelief.observe.profiling.collecting import collect, read_summary
-from distbelief.observe.profiling.parts import Part, Span, parse
+from distbelief.observe.profiling.parts import Span, WorkerProfile, parse
 from distbelief.observe.profiling.rules.merging import ahead, merge
 from distbelief.observe.profiling.rules.shown import as_data, lines
 from distbelief.observe.profiling.rules.summary import summarise
@@ -35,9 +35,9 @@ def spans(forward: int, wait: int, steps: int = 2, thread: int = 7) -> list[Span
     return found
 
 
-def part(worker: int, host: str = "a", since_ns: int = DAY, of: list[Span] | None = None, **more: Any) -> Part:
+def part(worker: int, host: str = "a", since_ns: int = DAY, of: list[Span] | None = None, **more: Any) -> WorkerProfile:
     found = spans(30, 20) if of is None else of
-    return Part(f"worker-{worker}-1", worker, host, "", "allreduce", (10, 12), 7, since_ns, found, **more)
+    return WorkerProfile(f"worker-{worker}-1", worker, host, "", "allreduce", (10, 12), 7, since_ns, found, **more)
 
 
 def phases(trace: dict[str, Any], pid: int) -> list[tuple[str, float, float]]:

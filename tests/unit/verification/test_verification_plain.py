@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.job import Job
-from distbelief.verification.plain import Part, add_up, make_model, make_optimizer, train_plainly
+from distbelief.verification.plain import ShardSum, add_up, make_model, make_optimizer, train_plainly
 from tests.support.replicas.alone import Alone, kept
 
 STEPS = 6
@@ -174,8 +174,8 @@ def test_the_first_steps_only() -> None:
     assert len(plainly(job_of(steps=None, epochs=1.5), most_steps=100)[0]) == 5  # of 3 steps an epoch
 
 
-def part(value: float) -> Part:
-    return Part([torch.tensor([value])], [torch.tensor([value])], [False], [], [value], [1.0])
+def part(value: float) -> ShardSum:
+    return ShardSum([torch.tensor([value])], [torch.tensor([value])], [False], [], [value], [1.0])
 
 
 def test_the_sum_is_taken_along_the_tree() -> None:

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from distbelief.compression.parts import Part, PartsCoding
+from distbelief.compression.parts import EncodedParameter, PartsCoding
 from distbelief.transport.abort import Abort
 from distbelief.transport.exchange import Geometry, Source, depth, tree_add
 from distbelief.transport.gloo.exchange import TorchExchange
@@ -88,7 +88,7 @@ class CodedParts(TorchExchange):
                     works.append(dist.irecv(part, source.rank, tag=tag))
         wait_all(works)
 
-    def _add(self, parts: Sequence[Part], codes: Sequence[torch.Tensor]) -> None:
+    def _add(self, parts: Sequence[EncodedParameter], codes: Sequence[torch.Tensor]) -> None:
         scratch = [self._room(-1 - level) for level in range(depth(self._plan.program))]
         for part in parts:
             out = self.coding.vector(part, self._sums)
@@ -102,9 +102,9 @@ class CodedParts(TorchExchange):
             tree_add(self._plan.program, found, out, [one[: out.numel()] for one in scratch])
 
     @cached_property
-    def _runs(self) -> list[list[Part]]:
+    def _runs(self) -> list[list[EncodedParameter]]:
         """The parameters that each member adds up where not everybody does: neighbours, of nearly equal size."""
-        runs: list[list[Part]] = [[] for _ in range(self.size)]
+        runs: list[list[EncodedParameter]] = [[] for _ in range(self.size)]
         for part in self.coding.parts:
             middle = (part.rest.start + part.rest.stop) / 2
             runs[int(middle * self.size / self.coding.elements)].append(part)
@@ -151,6 +151,6 @@ class CodedParts(TorchExchange):
         )
 
 
-def _span(run: Sequence[Part]) -> slice:
+def _span(run: Sequence[EncodedParameter]) -> slice:
     """The bytes of neighbouring parameters in a code."""
     return slice(run[0].code.start, run[-1].code.stop)

@@ -21,7 +21,7 @@ Span = tuple[str, int, int, int, int]
 
 
 @dataclass(frozen=True)
-class Part:
+class WorkerProfile:
     """What one process has recorded."""
 
     name: str
@@ -46,7 +46,7 @@ class Part:
     notes: Sequence[str] = field(default_factory=tuple)
 
 
-def read_parts(folder: Path) -> list[Part]:
+def read_parts(folder: Path) -> list[WorkerProfile]:
     """By worker, then by age. A file in which not even the first line is whole is left out."""
     found = []
     for path in sorted(folder.glob(f"*{SPANS}")):
@@ -59,7 +59,9 @@ def read_parts(folder: Path) -> list[Part]:
     )
 
 
-def parse(name: str, content: bytes, torch_trace: Mapping[str, Any] | None = None, problem: str = "") -> Part | None:
+def parse(
+    name: str, content: bytes, torch_trace: Mapping[str, Any] | None = None, problem: str = ""
+) -> WorkerProfile | None:
     """A part from the lines of its file, of which the last one may be torn, and from torch's trace."""
     lines = [line for line in map(_line, content.split(b"\n")) if line is not None]
     if not lines or not isinstance(lines[0], dict) or "worker" not in lines[0]:
@@ -87,7 +89,7 @@ def parse(name: str, content: bytes, torch_trace: Mapping[str, Any] | None = Non
     wall, own = head["clock"]
     shift_ns = (torch_trace or {}).get("baseTimeNanoseconds", 0) - (int(wall) - int(own))
     operators = on_our_clock((torch_trace or {}).get("traceEvents", ()), shift_ns)
-    return Part(
+    return WorkerProfile(
         name, worker, str(head["host"]), str(place), str(head["strategy"]), (head["steps"][0], head["steps"][1]),
         int(head["thread"]), int(wall) - int(own), spans, operators, until, is_whole, tuple(notes),
     )  # fmt: skip

@@ -31,7 +31,7 @@ from distbelief.checkpoint.fit import form, forms
 from distbelief.checkpoint.manifest import PartEntry
 from distbelief.checkpoint.parts import Slice, dtype_name
 from distbelief.checkpoint.sources import MODEL
-from distbelief.compression.parts import Part, PartsCoding
+from distbelief.compression.parts import EncodedParameter, PartsCoding
 from distbelief.shards import Range
 from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.namedtensors import (
@@ -188,7 +188,7 @@ def inner_places(layout: Layout, recipe: Recipe, replica: int, coding: PartsCodi
         yield TilePlace(name, torch.float32, part.place.shape, 0, count, at_bytes)
 
 
-def _owed_name(layout: Layout, replica: int, part: Part) -> str:
+def _owed_name(layout: Layout, replica: int, part: EncodedParameter) -> str:
     return f"{prefix(replica)}residual/{layout.entries[part.place.mark].name}"
 
 

@@ -11,14 +11,14 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from distbelief.observe.profiling.parts import Part
+from distbelief.observe.profiling.parts import WorkerProfile
 
 # --- one clock for the workers of several hosts -------------------------------------------------------------------
 
 WAIT = "wait"
 
 
-def ahead(parts: Sequence[Part]) -> dict[str, int | None]:
+def ahead(parts: Sequence[WorkerProfile]) -> dict[str, int | None]:
     """By how many nanoseconds each host's clock is ahead of the first part's host; None: there is no telling."""
     if not parts:
         return {}
@@ -39,7 +39,7 @@ def ahead(parts: Sequence[Part]) -> dict[str, int | None]:
     return told
 
 
-def _meetings(part: Part) -> dict[str, int]:
+def _meetings(part: WorkerProfile) -> dict[str, int]:
     """Step -> when the last wait in it was over."""
     ends = sorted(
         start + took for phase, start, took, _, thread in part.spans if phase == WAIT and thread == part.thread
@@ -68,7 +68,7 @@ _ARROWS = 1 << 32
 """Arrows between events of one process have numbers too, and Perfetto wants whole ones."""
 
 
-def merge(parts: Sequence[Part], together: bool, notes: Iterable[str] = ()) -> Trace:
+def merge(parts: Sequence[WorkerProfile], together: bool, notes: Iterable[str] = ()) -> Trace:
     """`together`: the members do steps in common, so they can be told where their clocks stand. `notes`: what is to be
     known of the profile, beside what the parts say."""
     clocks = ahead(parts) if together else {part.host: None for part in parts}
@@ -105,7 +105,7 @@ def merge(parts: Sequence[Part], together: bool, notes: Iterable[str] = ()) -> T
     }
 
 
-def _covered_s(part: Part) -> float:
+def _covered_s(part: WorkerProfile) -> float:
     """For how long of its steps its operators were recorded."""
     if not part.operators or not part.spans:
         return 0.0
@@ -113,7 +113,7 @@ def _covered_s(part: Part) -> float:
     return max(until - min(span[1] for span in part.spans), 0) / 1e9
 
 
-def _of_clocks(clocks: Mapping[str, int | None], parts: Sequence[Part]) -> list[str]:
+def _of_clocks(clocks: Mapping[str, int | None], parts: Sequence[WorkerProfile]) -> list[str]:
     if len(clocks) < 2:
         return []
     unknown = [host for host, one in clocks.items() if one is None]
@@ -124,7 +124,7 @@ def _of_clocks(clocks: Mapping[str, int | None], parts: Sequence[Part]) -> list[
     return [f"clocks were set to that of {reference}, by the moments at which all had met: {', '.join(told)}"]
 
 
-def _names(number: int, part: Part, parts: Sequence[Part]) -> list[Event]:
+def _names(number: int, part: WorkerProfile, parts: Sequence[WorkerProfile]) -> list[Event]:
     again = [one for one in parts if one.worker == part.worker].index(part)
     title = f"worker {part.worker} on {part.host}" + (f", {part.place}" if part.place else "")
     if again:
@@ -162,7 +162,7 @@ class _Threads:
         return line
 
 
-def _spans(number: int, part: Part, shift_ns: int) -> list[Event]:
+def _spans(number: int, part: WorkerProfile, shift_ns: int) -> list[Event]:
     """Those of other threads than the training one (autograd's, for a GPU) on lines of their own."""
     others = _Threads(number, part.thread, _LINES // 2)
     events = []
@@ -174,7 +174,7 @@ def _spans(number: int, part: Part, shift_ns: int) -> list[Event]:
     return others.names + events
 
 
-def _operators(number: int, part: Part, shift_ns: int) -> list[Event]:
+def _operators(number: int, part: WorkerProfile, shift_ns: int) -> list[Event]:
     threads = _Threads(number, part.thread, _TRAINING)
     first = min((span[1] for span in part.spans), default=0) / 1000  # the profiler is started a step early
     devices: dict[tuple[Any, Any], tuple[int, int]] = {}
@@ -203,7 +203,7 @@ def worker_of(pid: int) -> int:
 
 
 def _device(
-    number: int, event: Event, known: dict[tuple[Any, Any], tuple[int, int]], named: list[Event], part: Part
+    number: int, event: Event, known: dict[tuple[Any, Any], tuple[int, int]], named: list[Event], part: WorkerProfile
 ) -> tuple[int, int]:
     """A GPU is a process of its own beneath the worker's; its streams are lines."""
     key = event["pid"], event["tid"]
