@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import torch
 
 from distbelief.compression.exchanges.base import CompressedExchange
+from distbelief.compression.exchanges.choice import networked, networked_on
 from distbelief.compression.exchanges.ondevice import CodedOnDevice
 from distbelief.control.credentials import Credential
 from distbelief.job import Job
@@ -23,15 +24,17 @@ from distbelief.strategies.dataparallel.devicereplica import DeviceReplica
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
 from distbelief.strategies.dataparallel.strategy import AllReduce
 from distbelief.strategies.flatmodel.compute import ShardComputer, make_model
-from distbelief.strategies.flatmodel.exchanges import open_exchange
 from distbelief.strategies.flatmodel.layout import lay_out, trainable
 from distbelief.strategies.flatmodel.namedtensors import frozen, set_frozen
 from distbelief.strategies.flatmodel.rules.stepwork import slots_needed
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
 from distbelief.strategies.ps.tables.embedding import EmbeddingTable
+from distbelief.transport.device.accelerator import Accelerator
 from distbelief.transport.device.exchange import DeviceExchange
+from distbelief.transport.device.nccl import NcclExchange
 from distbelief.transport.exchange import Exchange, Geometry, Group
 from distbelief.transport.membership import Membership
+from distbelief.transport.shm.exchange import SharedSlots
 
 
 class PreparedModel:
@@ -81,7 +84,7 @@ class PreparedModel:
         return None
 
     def exchange(self, membership: Membership) -> Group:
-        """The state lies in the memory of hosts."""
+        """The exchange of a generation. The state lies in the memory of hosts."""
         return open_exchange(membership, self.geometry, torch.device("cpu"), exact=True)
 
     def geometry(self, ranges: Sequence[Range]) -> Geometry:
@@ -164,3 +167,31 @@ class PreparedAllReduce(PreparedModel):
 
 def prepare(strategy: AllReduce, job: Job, schedule: Schedule, device: torch.device) -> PreparedAllReduce:
     return PreparedAllReduce(job, schedule, device, strategy.exact, strategy.compression, strategy.always)
+
+
+def open_exchange(
+    membership: Membership, geometry: Callable[[Sequence[Range]], Geometry], device: torch.device, exact: bool
+) -> Exchange:
+    """Open the exchange of members that each have the whole model: by the transport of the generation, by the device
+    that has the state, and by compression.
+
+    `geometry`: the sizes of a generation with these ranges of shards; `device`: where the state lies.
+    """
+    if membership.transport == "shm" and membership.segments is not None:
+        return membership.share(membership.segments, geometry)
+    sizes = geometry(membership.ranges)
+    if membership.transport == "nccl":
+        on = device, exact, membership.memory, membership.device_memory
+        return NcclExchange(membership.rendezvous(), membership.rank, sizes, membership.abort, *on)
+    if membership.transport == "slots" and membership.segments is not None:
+        past = membership.past(geometry)
+        slots = SharedSlots(
+            membership.segments, membership.name, membership.rank, sizes, membership.abort, past, membership.memory
+        )
+        if device.type == "cpu":
+            return slots
+        return DeviceExchange(slots, sizes, device, membership.device_memory, slots.where)
+    networked_by = membership.rendezvous(), membership.rank, sizes, membership.abort, membership.memory
+    if device.type == "cpu":
+        return networked(*networked_by)
+    return networked_on(Accelerator(device, membership.device_memory), *networked_by)
