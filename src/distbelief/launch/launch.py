@@ -15,7 +15,7 @@ from distbelief.control.sockets import is_loopback
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.launch.rundir import check_idle
 from distbelief.options import RunOptions
-from distbelief.strategies import parse
+from distbelief.strategies import parse, plugin, require
 from distbelief.strategies.base import Strategy
 from distbelief.strategies.rules import degrees
 from distbelief.transport.shm import futexflags
@@ -187,6 +187,7 @@ class Launch:
             place=place,
             resumed=self.resumed,
             is_away=self.is_away,
+            plugin=plugin(self.options.strategy),
         )
         return self.adjust(spec)
 
@@ -224,12 +225,14 @@ def to_data(launch: Launch) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for part in parts:
         data |= msgspec.to_builtins(part)
-    return {name: value for name, value in data.items() if name not in _OF_ONE_START}
+    data = {name: value for name, value in data.items() if name not in _OF_ONE_START}
+    return {**data, "plugin": wanted} if (wanted := plugin(launch.options.strategy)) else data
 
 
 def from_data(run_dir: Path, data: dict[str, Any]) -> Launch:
     """Unknown fields are ignored: another version of DistBelief may have written them."""
     options, job = msgspec.convert(data, RunOptions), msgspec.convert(data, JobSource)
+    require(options.strategy, data.get("plugin", ""))
     return Launch(run_dir, options, job, msgspec.convert(data, Placement))
 
 

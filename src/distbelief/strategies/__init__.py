@@ -8,6 +8,7 @@ from a string such as `ps:async:n_push=4`. Other distributions add strategies by
 from __future__ import annotations
 
 import importlib
+import platform
 import re
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
@@ -69,6 +70,25 @@ def plugin(text: str) -> str:
     name = text.partition(":")[0]
     entry = _entry_point(name) if _our_module(name) is None else None
     return f"{entry.dist.name}=={entry.dist.version}" if entry and entry.dist else ""
+
+
+def require(text: str, wanted: str) -> Strategy:
+    """The strategy on this host. `wanted`: what `plugin` answered where the run was started.
+
+    >>> require("vote", "distbelief-vote==1.0")
+    Traceback (most recent call last):
+        ...
+    distbelief.strategies.UnknownStrategy: ... has no strategy 'vote', which comes with the plug-in distbelief-vote==1.0
+    """
+    try:
+        return parse(text)
+    except UnknownStrategy:
+        if not wanted:
+            raise
+        raise UnknownStrategy(
+            f"the host {platform.node()} has no strategy '{text}', which comes with the plug-in {wanted}",
+            hint=f"install it there: pip install {wanted}",
+        ) from None
 
 
 def _module(name: str) -> str | None:

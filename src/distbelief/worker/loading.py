@@ -24,7 +24,7 @@ from distbelief.data.sources import InMemory, MapStyle, as_source
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Schedule
-from distbelief.strategies import parse
+from distbelief.strategies import plugin, require
 from distbelief.strategies.base import Prepared, ServerJob, Strategy
 from distbelief.strategies.flatmodel.namedtensors import tied, transient
 from distbelief.transport.shm.memfd import require_memory
@@ -89,7 +89,7 @@ def load_for_server(spec: WorkerSpec, segments: SegmentClient | None) -> ServerJ
     """What a parameter server needs of the job: it computes no shard, and reads no sample."""
     job = _job(spec, segments)
     source = as_source(job.data, job.collate)
-    strategy = parse(spec.options.strategy)
+    strategy = require(spec.options.strategy, spec.plugin)
     schedule = strategy.schedule_of(job, len(source))
     # The servers' numbers are in the host's memory, wherever the workers compute.
     return ServerJob(job, schedule, _steps(job, schedule, spec), strategy.prepare(job, schedule, torch.device("cpu")))
@@ -114,7 +114,7 @@ def _job(spec: WorkerSpec, segments: SegmentClient | None) -> Job:
 
 def load(spec: WorkerSpec, segments: SegmentClient | None) -> Loaded:
     job = _job(spec, segments)
-    strategy = parse(spec.options.strategy)
+    strategy = require(spec.options.strategy, spec.plugin)
     kind = named_device(spec.options.device)
     source = as_source(job.data, job.collate)
     check_metrics(job.metrics)
@@ -133,7 +133,9 @@ def load(spec: WorkerSpec, segments: SegmentClient | None) -> Loaded:
     watch = Stopwatch(feed)
     prepared = strategy.prepare(job, schedule, device)
     _require_memory(prepared, device)
-    canary = Canary(prepared.canary(watch.fetch), {**prepared.facts(), **describe(device)})
+    has = plugin(spec.options.strategy)  # members with another version of a plug-in are not alike
+    facts = {**prepared.facts(), **describe(device), **({"plug-in": has} if has else {})}
+    canary = Canary(prepared.canary(watch.fetch), facts)
     if evaluator and not next(prepared.model.parameters()).is_meta:
         evaluator.rehearse(prepared.model)
     watch.data_s, watch.shards, watch.step, watch.shard = 0.0, 0, -1, -1  # the canary's do not count

@@ -53,6 +53,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     resumed: bool = False
     is_away: bool = False
     """Whether this host does not see the run directory of the run; `run_dir` is then a folder of the host's own."""
+    plugin: str = ""
+    """The distribution that has the strategy, if it is not DistBelief."""
 
     @property
     def checkpoint_folder(self) -> str:

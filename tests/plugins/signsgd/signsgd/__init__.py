@@ -1,0 +1,1 @@
+"""signSGD with majority vote (arXiv:1810.05291), as a plug-in of DistBelief."""

@@ -1,0 +1,95 @@
+"""Shared machinery asks the strategy what it needs. It names no strategy, exchange or replica of a feature."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[3] / "src" / "distbelief"
+ROOMS = ("worker", "control", "coordinator", "transport")
+FEATURES = ("dataparallel", "localsgd", "mesh", "ps", "sandblaster")
+
+
+def names_of_features() -> set[str]:
+    """The classes of the features: values, prepared models, replicas, exchanges."""
+    found = set()
+    for feature in FEATURES:
+        for path in (SOURCE / "strategies" / feature).rglob("*.py"):
+            found |= {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)}
+    return {name for name in found if name.endswith(("Replica", "Exchange", "SGD", "Reduce", "Server", "Slices"))} | {
+        "Sandblaster", "Meshed", "Pipeline", "Tensor", "Sharded", "Hybrid",
+    }  # fmt: skip
+
+
+def modules() -> list[Path]:
+    found = [path for room in ROOMS for path in (SOURCE / room).rglob("*.py")]
+    # The table of profile instruments names functions of features in strings; test_house_strings holds it to the code.
+    return [path for path in found if path.name != "instruments.py"]
+
+
+def faults(content: str, refused: set[str]) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(content)):
+        if isinstance(node, ast.ImportFrom):
+            parts = (node.module or "").split(".")
+            if parts[:2] == ["distbelief", "strategies"] and len(parts) > 2 and parts[2] in FEATURES:
+                found.append(f"line {node.lineno}: imports {node.module}")
+            found += [f"line {node.lineno}: imports {one.name}" for one in node.names if one.name in refused]
+        if isinstance(node, ast.Name) and node.id in refused:
+            found.append(f"line {node.lineno}: names {node.id}")
+    return found
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_machinery_names_no_feature(module: Path) -> None:
+    assert faults(module.read_text(), names_of_features()) == []
+
+
+def test_a_name_of_a_feature_would_be_found() -> None:
+    bad = "from distbelief.strategies.ps.worker.exchange import ServerExchange\nisinstance(one, ServerExchange)"
+    assert len(faults(bad, names_of_features())) == 3
+    assert faults("from distbelief.strategies.flatmodel.compute import move", names_of_features()) == []
+
+
+TEXTS = (
+    "allreduce:inexact:gloo", "ps:async:n_push=4", "ps:sync", "sandblaster", "local_sgd:8", "pipeline:4", "tensor:2",
+    "sharded", "dp2.tp2.pp2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import distbelief.cli.main",
+        "import distbelief.coordinator.__main__",
+        f"from distbelief.strategies import parse; [(parse(t).wish, parse(t).learning) for t in {TEXTS}]",
+    ],
+)
+def test_no_torch_is_imported(code: str) -> None:
+    code = f"import sys; {code}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("arguments", [["distbelief.cli.main", "--help"], ["distbelief.coordinator", "--help"]])
+def test_help_imports_no_torch(arguments: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-X", "importtime", "-m", *arguments], capture_output=True, text=True)
+    assert not [line for line in done.stderr.splitlines() if line.rpartition("|")[2].strip() == "torch"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_modules_of_both_sides_are_there(text: str) -> None:
+    """A strategy names them in strings."""
+    import importlib
+
+    from distbelief.strategies import parse
+
+    strategy = parse(text)
+    assert callable(importlib.import_module(strategy.on_workers).prepare)
+    assert bool(strategy.servers) == bool(strategy.on_servers)
+    if strategy.on_servers:
+        assert callable(importlib.import_module(strategy.on_servers).serve)
