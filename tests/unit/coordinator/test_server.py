@@ -233,6 +233,23 @@ def test_the_coordinator_starts_without_torch() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
+def test_the_coordinator_asks_every_strategy_without_torch() -> None:
+    script = """
+import sys
+from distbelief.coordinator.rules.vocabulary import RunConfig
+asked = {}
+for text in ("allreduce", "local_sgd:8", "ps:async:n_push=4", "sandblaster", "tensor:2", "sharded", "dp2.pp2"):
+    config = RunConfig(workers=4, strategy=text)
+    asked[text] = config.wish is not None, config.stride, config.unit, config.balances
+assert "torch" not in sys.modules
+assert asked["allreduce"] == (False, 1, "shard", True)
+assert asked["local_sgd:8"] == (False, 8, "replica", True)
+assert asked["sandblaster"][2] == "portion"
+assert asked["dp2.pp2"] == (True, 1, "shard", False)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
 def test_idle_coordinator_is_nearly_free(tmp_path: Path) -> None:
     """It polls and sleeps: a second of waiting must not be a second of processor time."""
     with coordinator(tmp_path) as process:

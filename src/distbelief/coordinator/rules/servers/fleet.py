@@ -1,8 +1,8 @@
-"""The parameter servers of a run or of a key-value service as a value, and the rules that need nothing else.
+"""A fleet of servers that hold slices, as a value, and the rules that need nothing else.
 
 `Fleet` holds which servers were asked for, which run, which ended, and which slices they hold. The functions below take
-a fleet and return a new one; they write no journal and send no messages. Two callers decide what follows: for training
-runs lifecycle.py, for `distbelief kv` kv/rules/supervision.py.
+a fleet and return a new one; they write no journal and send no messages. For training
+runs lifecycle.py decides what follows; a service outside of runs has rules of its own and shares this file.
 """
 
 from __future__ import annotations
