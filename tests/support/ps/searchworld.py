@@ -190,7 +190,7 @@ class Client:
 
 @dataclass
 class Group:
-    """See `ServedGroup`."""
+    """See `ServerExchange`."""
 
     world: SearchWorld
     generation: int
