@@ -19,9 +19,6 @@ from distbelief.strategies import parse
 from distbelief.strategies.base import BeginFrom, Saved, Seat, nothing_saved
 from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
-from distbelief.strategies.localsgd.strategy import LocalSGD
-from distbelief.strategies.mesh.strategy import Meshed
-from distbelief.strategies.sandblaster.strategy import Sandblaster
 from distbelief.transport.device.accelerator import memory_on
 from distbelief.transport.device.exchange import DeviceExchange
 from distbelief.transport.shm.segment import Memory, Segment
@@ -52,17 +49,13 @@ def worker_spec(run: RecordedRun) -> WorkerSpec:
 @contextlib.contextmanager
 def loaded_here(run: RecordedRun) -> Iterator[Loaded]:
     """The job of the run, as its workers had it: the same file, settings, module path and number of threads."""
-    if any(isinstance(parse(strategy), LocalSGD) for strategy in run.strategies):
-        raise DistBeliefError(
-            f"{run.run_dir} was trained with local_sgd, whose replicas are apart: its single steps cannot be replayed",
-            hint="`distbelief verify JOB --strategy local_sgd:…` trains it again beside a plain loop",
-        )
-    if any(isinstance(parse(strategy), Sandblaster) for strategy in run.strategies):
-        raise DistBeliefError(
-            f"{run.run_dir} was trained with sandblaster, whose steps are line searches with a history: single ones "
-            "cannot be replayed",
-            hint="`distbelief verify JOB --strategy sandblaster` trains it again beside a plain loop",
-        )
+    for one in map(parse, run.strategies):
+        if one.no_replay:
+            name = str(one).partition(":")[0]
+            raise DistBeliefError(
+                f"{run.run_dir} was trained with {name}: {one.no_replay}, so its single steps cannot be replayed",
+                hint=f"`distbelief verify JOB --strategy {one}` trains it again beside a plain loop",
+            )
     device = run.launch.options.device
     if device != "cpu" and is_exact(run) and any(parse(strategy).servers for strategy in run.strategies):
         raise DistBeliefError(
@@ -99,7 +92,7 @@ def is_exact(run: RecordedRun) -> bool:
 def is_equal_within_rounding(run: RecordedRun) -> bool:
     """Whether one process gives the same but for the order of additions: then losses can be compared."""
     strategies = [parse(strategy) for strategy in run.strategies]
-    return not is_exact(run) and all(one.exact or isinstance(one, Meshed) for one in strategies)
+    return not is_exact(run) and all(one.exact or one.wish is not None for one in strategies)
 
 
 @dataclass(frozen=True)

@@ -505,6 +505,11 @@ class Strategy(ABC):
         accelerators have copies of the parameters."""
         return False
 
+    @property
+    def no_replay(self) -> str:
+        """Why one process cannot compute a single step again; empty: it can."""
+        return ""
+
     def schedule_of(self, job: Job, samples: int) -> Schedule:
         """Which samples each step takes, of a data set with so many."""
         return Schedule(samples, job.global_batch, job.resolved_shards, job.drop_last)

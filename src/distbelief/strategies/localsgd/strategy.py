@@ -124,6 +124,10 @@ class LocalSGD(Strategy):
         return str(replace(self, transport="auto", copies=None))
 
     @property
+    def no_replay(self) -> str:
+        return "its replicas are apart"
+
+    @property
     def stride(self) -> int:
         return self.steps
 

@@ -56,6 +56,10 @@ class Sandblaster(Strategy):
         return True
 
     @property
+    def no_replay(self) -> str:
+        return "its steps are line searches with a history"
+
+    @property
     def balances(self) -> bool:
         return False  # members take small portions of a step
 
