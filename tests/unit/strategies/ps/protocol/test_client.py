@@ -1,4 +1,4 @@
-"""A worker's client against sockets that play servers: what is not answered is sent again, to whoever is primary."""
+"""A worker's client against sockets that play servers: it sends again what is not answered, to the primary of that time."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_counting_only_how_far_the_oldest_is_behind_would_not_do() -> None:
 
 
 def waits(bound: int, takes: list[int]) -> int:
-    """How often workers are told to wait whose batches take so many ticks each; they ask again at every tick."""
+    """How often workers are told to wait whose batches take `takes` ticks each; they ask again at every tick."""
     world = World(Ledger(total=10_000, bound=bound))
     ready = dict.fromkeys(range(len(takes)), 0)
     waited = 0

@@ -76,7 +76,7 @@ class Cluster:
                     self.answered.add(name)
                     self.open.pop(name, None)
                 case RefuseClient():
-                    pass  # it is sent again, to whoever is primary by then
+                    pass  # it is sent again, to the primary of that time
                 case ReportCopied(target):
                     self.links.setdefault((server, -1), deque()).append(target)
                 case Forward() | SendCopy() | Acknowledge():

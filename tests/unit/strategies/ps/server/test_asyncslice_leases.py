@@ -59,7 +59,7 @@ def test_the_last_update_may_be_shorter() -> None:
     assert table.ask(1) == AtGate(5, last=True, completed=3)
 
 
-def test_whoever_asks_is_told_what_was_completed_since_it_last_heard() -> None:
+def test_a_request_returns_the_completions_since_the_last_one() -> None:
     table = Table()
     for worker in (1, 2, 3):
         table.do(worker)
@@ -181,7 +181,7 @@ def test_a_copy_goes_on_as_the_original_does() -> None:
     assert looked.message.version == 3
 
 
-def test_whoever_asks_says_how_many_batches_it_wants_and_gates_cut_them_short() -> None:
+def test_a_worker_asks_for_a_number_of_batches_and_gates_cut_it_short() -> None:
     table = Table(steps=30, save_every=10)
     table.slice.apply(Change(Members(generation=1, workers=[1, 2])))
     spans = []
@@ -201,7 +201,7 @@ def test_whoever_asks_says_how_many_batches_it_wants_and_gates_cut_them_short() 
     assert {0, 10, 20} <= {step for step, _ in spans}
 
 
-def test_an_update_keeps_its_batches_whoever_computes_it() -> None:
+def test_an_update_keeps_its_batches_when_another_worker_gets_it() -> None:
     """Some slices may have it already."""
     table = Table(steps=100)
     dead = table.lease(1, batches=8)

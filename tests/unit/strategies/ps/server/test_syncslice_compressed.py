@@ -111,7 +111,7 @@ def test_a_step_that_is_complete_stays_and_the_next_one_is_the_new_generations(k
     assert measured(store)
     store.apply(bench.afresh(1, 2))
     assert (store.nodes(), measured(store)) == (NODES, True)
-    store.apply(bench.afresh(0, 1))  # of whoever led before, and died: too late
+    store.apply(bench.afresh(0, 1))  # of an earlier rank 0 that died: too late
     assert store.nodes() == NODES
     store.apply(Change(ApplyStep(0, 1.0)))
     assert store.version == 1

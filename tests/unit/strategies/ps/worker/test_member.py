@@ -44,7 +44,7 @@ class Servers:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_servers_have_is_seen_after_every_step_and_from_whoever_takes_over(name: str) -> None:
+def test_workers_see_the_servers_values_after_every_step_and_from_a_new_primary(name: str) -> None:
     model = MODELS[name]()
     layout = lay_out(model)
     shapes = cut(layout, Recipe(lambda p: torch.optim.SGD(p, lr=0.1), list(model.parameters())))
