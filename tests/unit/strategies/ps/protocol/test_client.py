@@ -1,4 +1,4 @@
-"""A worker's client against sockets that play servers: it sends again what is not answered, to the primary of that time."""
+"""A worker's client against sockets that play servers: it sends unanswered messages again, to the new primary."""
 
 from __future__ import annotations
 

@@ -84,9 +84,7 @@ class HelpingWorld(World):
 
 @pytest.mark.parametrize("losing", [0.0, 0.05])
 @pytest.mark.parametrize(("servers", "workers"), [(1, 2), (2, 2), (3, 3)])
-def test_the_bits_of_one_process_whichever_member_computes_a_shard(
-    kit: Kit, servers: int, workers: int, losing: float
-) -> None:
+def test_the_bits_of_one_process_with_helpers(kit: Kit, servers: int, workers: int, losing: float) -> None:
     for seed in range(3):
         world = HelpingWorld(kit, seed, servers, workers, STEPS, losing)
         disturb(world, servers, 900)
