@@ -32,7 +32,7 @@ _GREETING = _SIGNATURE + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)  # 
 
 _UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EACCES, errno.EINVAL, errno.EPERM)
 _ADVICE: dict[What, str] = {
-    "refused": "nothing listens on that port there: does the run still go on, and is the port the one that it printed?",
+    "refused": "nothing listens on that port there: does the run still go on, and is it the port that the run printed?",
     "silent": "packets get lost on the way: is the host up, and do the firewalls in between let that port through?",
     "no route": "this machine has no way to that network: check its network cards and routes (`ip route`)",
     "failed": "check the address",
