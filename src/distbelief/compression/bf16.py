@@ -1,7 +1,7 @@
 """bfloat16: the upper half of a float32, rounded to the nearest, ties to even. Half the bytes, 8 bits of precision.
 
-NaN stays NaN, infinities stay, and what rounds beyond the largest bfloat16 becomes an infinity.
-Which of the many NaN it stays is up to the processor.
+NaN stays NaN and infinities stay infinite; a number that rounds beyond the largest bfloat16 becomes an infinity. The
+processor decides which NaN pattern results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""An encoded vector as one block of bytes, always equally many for one length: who receives it knows how many come.
+"""An encoded vector as one block of bytes. The block's size depends on the codec and the vector's length alone, so the
+receiver knows it in advance.
 
 | elements in each frame, int32 | frame | frame … |       each of them from a multiple of 8 bytes on
 """
@@ -35,7 +36,7 @@ def write(codec: Codec, rest: Tensor, vector: Tensor, block: Tensor) -> None:
 
 
 def read(codec: Codec, block: Tensor, out: Tensor) -> None:
-    """Decode what `write` has left there."""
+    """Decode the vector that `write` has put into the block."""
     room = _frames(codec, out.numel(), block)
     counts = _heads(block, len(room)).tolist()
     if any(not 0 <= count <= space.numel() for count, space in zip(counts, room, strict=True)):
@@ -48,7 +49,7 @@ def read(codec: Codec, block: Tensor, out: Tensor) -> None:
 
 
 def write_rows(codec: Codec, rests: Tensor, vectors: Tensor, blocks: Tensor) -> None:
-    """`write` for many vectors of one length, one in each row, on any device and without waiting for it."""
+    """`write` for many vectors of one length, one per row, on any device; the host does not wait for the device."""
     room = _frames(codec, vectors.shape[1], blocks)
     heads = _heads(blocks, len(room))
     for at, count in enumerate(codec.encode_rows(rests, vectors, room)):
@@ -56,7 +57,7 @@ def write_rows(codec: Codec, rests: Tensor, vectors: Tensor, blocks: Tensor) -> 
 
 
 def read_rows(codec: Codec, blocks: Tensor, out: Tensor) -> None:
-    """`read` for what `write_rows` has left there, or `write`."""
+    """`read` for many blocks of one length, one per row, written by `write_rows` or `write`."""
     room = _frames(codec, out.shape[1], blocks)
     codec.decode_rows(room, _heads(blocks, len(room)), out)
 
@@ -66,7 +67,7 @@ def _heads(blocks: Tensor, frames: int) -> Tensor:
 
 
 def _frames(codec: Codec, length: int, block: Tensor) -> list[Tensor]:
-    """Of one block, or of the blocks in all rows."""
+    """The frames as views of one block, or of the blocks in all rows."""
     places = _places(codec, length)
     return [
         block[..., end : end + count * dtype.itemsize].view(dtype)

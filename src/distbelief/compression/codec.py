@@ -1,8 +1,8 @@
-"""What a codec is: a value that turns a flat float32 vector into frames of raw bytes, and back.
+"""The interface of codecs: a codec turns a flat float32 vector into frames of raw bytes, and back.
 
-The header is data (msgspec writes it), the frames are contiguous tensors that go on the wire as they are. What arrives
-may be the same tensors or their bytes (uint8). Here are also the checks that all codecs share. A codec holds no state:
-its caller keeps what an encoding loses (`encode_keeping`).
+The header is data (msgspec writes it); the frames are contiguous tensors that travel unchanged. A receiver may get the
+same tensors or their bytes (uint8). This module also has the checks that all codecs share. A codec holds no state: the
+caller keeps the residual of an encoding (`encode_keeping`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from torch import Tensor
 from distbelief.errors import DistBeliefError
 
 CHUNK = 1 << 17
-"""Elements that are worked on at a time: 512 kB of float32 and a scratch of the same size stay in a core's cache."""
+"""The number of elements processed at a time: 512 kB of float32 and a scratch buffer of the same size stay in a core's
+cache.
+"""
 
 
 Frame = tuple[torch.dtype, int]
-"""The type of a frame, and how many elements it has at most."""
+"""The data type of a frame, and its largest number of elements."""
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What the receiver must know to decode: who encoded it, and how long the vector was."""
+    """What the receiver needs for decoding: the codec and the length of the vector."""
 
     codec: str
     length: int
@@ -35,52 +37,53 @@ class Header(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Encoded:
-    """A vector as it goes on the wire. The frames belong to whoever asked for them, until they are given for reuse."""
+    """An encoded vector. The frames belong to the caller of `encode` until the caller passes them as `reuse`."""
 
     header: Header
     frames: list[Tensor]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the frames; the header is some twenty more."""
+        """Bytes of the frames, without the header (about twenty bytes)."""
         return sum(frame.numel() * frame.element_size() for frame in self.frames)
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes than the float32 vector has."""
+        """The size of the float32 vector divided by the size of the frames."""
         if not self.header.length:
             return 1.0
         return 4 * self.header.length / self.size_bytes if self.size_bytes else math.inf
 
 
 class Codec(Protocol):
-    """Encodes flat float32 vectors. Its `str` is an option (`option.py`)."""
+    """Encodes flat float32 vectors. `str(codec)` is the option's text (`option.py`)."""
 
     def frames(self, length: int) -> list[Frame]:
-        """Those that a vector of this length becomes, at their largest."""
+        """The frames of a vector of this length, at their largest size."""
 
     def encode(self, vector: Tensor, reuse: Encoded | None = None) -> Encoded:
-        """The vector as frames. `reuse`: an earlier result whose frames may be written over, as nobody needs them."""
+        """Encode the vector. `reuse`: an earlier result that nobody reads any more; the codec may overwrite its
+        frames."""
 
     def decode(self, header: Header, frames: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-        """The vector again, or what is left of it, written to `out` if given."""
+        """Decode the vector, as far as the encoding kept it, into `out` if given."""
 
     def encode_keeping(self, rest: Tensor, vector: Tensor, reuse: Encoded | None = None) -> Encoded:
-        """Encode rest + vector, and leave in `rest` what that lost, in as few passes over memory as can be. Where it is
-        not finite nothing is left: a NaN that was sent once must not come back in every later step."""
+        """Encode rest + vector, and leave the encoding's error in `rest`, in as few passes over memory as possible. The
+        error of elements that are not finite is set to zero: a NaN must not be sent again in every later step."""
 
     def encode_rows(self, rests: Tensor, vectors: Tensor, frames: Sequence[Tensor]) -> list[Tensor | int]:
-        """The same for many vectors of one length at a time, one in each row, in the memory of any device: with few and
-        large operations, and without waiting for the device. The frames have a row for each vector and their largest
-        size; returned is how many elements of each frame count, which may differ by row."""
+        """`encode_keeping` for many vectors of one length, one per row, on any device: with few large operations, and
+        without waiting for the device. Each frame has one row per vector and its largest size. Returns, for each frame,
+        the number of elements in use; it may differ by row."""
 
     def decode_rows(self, frames: Sequence[Tensor], counts: Tensor, out: Tensor) -> None:
-        """The vectors again. `counts`: (rows, frames), elements that count. Numbers that cannot be make NaN: a device
-        cannot stop for an error."""
+        """Decode the vectors of `encode_rows`. `counts` (rows, frames): elements in use. Invalid numbers become NaN,
+        because a device operation cannot raise an error."""
 
 
 def checked(vector: Tensor) -> Tensor:
-    """The vector without its graph, or an error that says why it cannot be encoded."""
+    """The vector detached from its autograd graph. Raises an error if the vector cannot be encoded."""
     if vector.dtype != torch.float32 or vector.device.type != "cpu":
         raise DistBeliefError(
             f"only float32 vectors in host memory are compressed, not {_words(vector)}",
@@ -95,7 +98,7 @@ def checked(vector: Tensor) -> Tensor:
 
 
 def output(header: Header, out: Tensor | None) -> Tensor:
-    """Where to decode to: `out` if it fits, else a new vector."""
+    """The tensor to decode into: `out` if it has the right size, else a new vector."""
     if out is None:
         return torch.empty(header.length)
     out = checked(out)
@@ -110,7 +113,8 @@ def output(header: Header, out: Tensor | None) -> Tensor:
 def received(
     codec: Codec, header: Header, frames: Sequence[Tensor], *expected: tuple[torch.dtype, int]
 ) -> list[Tensor]:
-    """The frames as tensors of these types and lengths, whether they came as such or as bytes."""
+    """The frames as tensors of the expected types and lengths; a frame may arrive as a tensor of its type or as
+    bytes."""
     if header.codec != str(codec):
         raise DistBeliefError(f"a vector that was encoded as {header.codec} cannot be decoded as {codec}")
     sizes = [frame.numel() * frame.element_size() for frame in frames]
@@ -127,7 +131,7 @@ def received(
 
 
 def frame_for(reuse: Encoded | None, at: int, dtype: torch.dtype, count: int) -> Tensor:
-    """The frame at that place of an earlier result if it has the right size, else a new one."""
+    """The frame with this index of an earlier result if it has the right size, else a new frame."""
     if reuse is not None and at < len(reuse.frames):
         old = reuse.frames[at]
         if old.dtype == dtype and old.numel() == count:

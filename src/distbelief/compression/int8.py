@@ -1,7 +1,7 @@
 """Block-wise int8: each block of the vector has one float32 scale, its largest magnitude / 127, and a byte per element.
 
-An element is off by at most half its block's scale, and zeros are exact. A block with a NaN or an infinity in it is NaN
-as a whole at the receiver: a wrong number is never made of it. No scale is below 2^-126.
+An element is off by at most half its block's scale, and zeros are exact. A block that contains a NaN or an infinity
+arrives as NaN in every element, never as wrong numbers. No scale is below 2^-126.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Int8:
             scale.div_(_LEVELS)
             if rest is not None:
                 values.sub_(room.mul_(scale.unsqueeze(1)))
-        # The largest numbers of all arrive as infinities: then, too, what is left of them is none.
+        # The largest float32 numbers arrive as infinities; their residual is then zero, too.
         if not bool((scales * _LEVELS).isfinite().all()):
             self._spoil_broken(scales, levels)
             if rest is not None:
@@ -98,7 +98,7 @@ class Int8:
             _by_block(values, width).mul_(frames[0][:, blocks].unsqueeze(-1))
 
     def _pieces(self, length: int) -> list[tuple[slice, slice, int]]:
-        """(blocks, elements, elements in a block): all whole blocks, and the one that is cut."""
+        """(blocks, elements, elements per block): all whole blocks, then the shorter last block."""
         whole = length // self.block
         pieces = [
             (slice(0, whole), slice(0, whole * self.block), self.block),
@@ -107,8 +107,8 @@ class Int8:
         return [piece for piece in pieces if piece[1].stop > piece[1].start]
 
     def _spoil_broken(self, scales: Tensor, levels: Tensor) -> None:
-        """A scale that is not finite becomes NaN, so that its block does; the levels beside it are made the same
-        everywhere, since what becomes of a NaN as an integer depends on the processor."""
+        """Replace scales that are not finite by NaN, so that the whole block arrives as NaN, and set the block's levels
+        to a fixed value: the result of converting NaN to an integer depends on the processor."""
         for at in (~scales.isfinite()).nonzero().flatten().tolist():
             scales[at] = torch.nan
             levels[at * self.block : (at + 1) * self.block] = 1
@@ -117,7 +117,7 @@ class Int8:
         return -(-length // self.block)
 
     def _stretches(self, length: int) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
-        """(blocks, elements, shape as rows of blocks): some whole blocks at a time, and at last the one that is cut."""
+        """(blocks, elements, shape as rows of blocks): several whole blocks at a time, then the shorter last block."""
         whole = length // self.block
         at_a_time = max(1, CHUNK // self.block)
         for first in range(0, whole, at_a_time):
@@ -132,10 +132,10 @@ def _by_block(rows: Tensor, width: int) -> Tensor:
 
 
 def _largest_magnitudes(values: Tensor, room: Tensor, out: Tensor) -> None:
-    """The largest magnitude of each row, at least `_SMALLEST`; `room` is written over.
+    """The largest magnitude of each row, at least `_SMALLEST`; overwrites `room`.
 
-    It is found among the bits without their sign, as integers: there a NaN is above an infinity and that above all
-    numbers, and numpy does it ten times faster than torch finds the maximum of float32 rows.
+    The comparison uses the bits without the sign, as integers: in that order a NaN is above an infinity, and an
+    infinity above all numbers. numpy does this ten times faster than torch finds the maximum of float32 rows.
     """
     bits = room.numpy().view(np.int32)
     np.bitwise_and(values.numpy().view(np.int32), _MAGNITUDE, out=bits)

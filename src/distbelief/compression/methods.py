@@ -1,4 +1,4 @@
-"""From an option (`option.py`) to what compresses: a codec of vectors, or PowerSGD, which must know the shapes."""
+"""Makes what a compression option (`option.py`) names: a codec of vectors, or PowerSGD, which needs the shapes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def method_of(text: str) -> Codec | LowRank:
 
 
 def codec_of(text: str) -> Codec:
-    """The same for transports that carry vectors, and so cannot do PowerSGD.
+    """The codec that an option names, for transports that carry vectors only. Refuses PowerSGD, which needs matrices.
 
     >>> codec_of("powersgd=4")
     Traceback (most recent call last):

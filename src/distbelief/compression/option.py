@@ -1,7 +1,7 @@
 """The one grammar of compression, as an option of a strategy: `bf16`, `int8`, `int8=256`, `topk=0.01`, `powersgd=4`.
 
-Without torch, so that a command line says what is wrong with an option before anything is loaded. `methods.py` makes
-the codec that an option names.
+This module does not import torch, so the command line can report a wrong option at once. `methods.py` makes the codec
+that an option names.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Option(NamedTuple):
 
 
 def parse(text: str) -> Option:
-    """The option that a text names, or an error that says what is wrong with it.
+    """Parse an option's text. Raises a JobError that says what is wrong.
 
     >>> parse("int8=256"), parse("topk=1e-2"), parse("powersgd")
     (Option(name='int8', number=256), Option(name='topk', number=0.01), Option(name='powersgd', number=4))
@@ -58,7 +58,7 @@ def parse(text: str) -> Option:
 
 
 def canonical(text: str) -> str:
-    """The option as it is always written.
+    """The option in its usual spelling.
 
     >>> [canonical(text) for text in ("bf16", "int8=1024", "int8:block=256", "topk=1e-2", "powersgd")]
     ['bf16', 'int8', 'int8=256', 'topk=0.01', 'powersgd=4']

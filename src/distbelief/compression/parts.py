@@ -1,7 +1,7 @@
-"""The float32 parameters of a flat layout, each encoded by itself, one after the other in one block of bytes.
+"""Encodes the float32 parameters of a flat layout one by one, side by side in one block of bytes.
 
-Unlike tiles, parameters are known to whoever knows the model. So what is encoded in here can be computed by a plain
-loop too, and does not depend on how memory is cut.
+Unlike tiles, parameters follow from the model alone. So a plain loop can compute the same encoding, and the encoding
+does not depend on how memory is divided.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _LINE = 64
 
 @dataclass(frozen=True)
 class EncodedParameter:
-    """One parameter."""
+    """Where one parameter lies in the layout, in the residual and in the encoded block."""
 
     place: CompressedParameter
     rest: slice
-    """Its elements in what is owed."""
+    """The parameter's elements in the residual."""
     code: slice
-    """Its bytes in the block."""
+    """The parameter's bytes in the encoded block."""
 
 
 class PartsCoding:
-    """`method`: as `compression.option` knows them.
+    """Encodes and decodes parameters. `method`: an option of `compression.option`.
 
     >>> coding = PartsCoding("topk=0.5", [CompressedParameter(0, 0, (2,)), CompressedParameter(1, 64, (1, 2))])
     >>> from distbelief.transport.shm.segment import Segment
@@ -70,8 +70,9 @@ class PartsCoding:
         return slot.tensor(torch.float32, 4 * first, part.place.part.stop - first)
 
     def write(self, slot: Memory, rest: Tensor, touched: np.ndarray, into: Tensor) -> None:
-        """Encode what lies in the slot, and what is owed. Then the slot has what a receiver decodes, and `rest` what is
-        owed still. Nothing is sent of a parameter that was not touched: it may be that nobody will use it."""
+        """Encode the slot's values plus the residual. Afterwards the slot has the values that a receiver decodes, and
+        `rest` has the new residual. Parameters that were not touched are sent as zeros and keep their residual: perhaps
+        nobody uses their value."""
         for part in self.parts:
             vector, code = self.vector(part, slot), into[part.code]
             owed = rest[part.rest] if touched[part.place.mark] else torch.zeros_like(vector.zero_())

@@ -1,14 +1,14 @@
-"""PowerSGD: gradients of matrices as products of two thin ones, which members can sum (Vogels et al. 2019).
+"""PowerSGD: members sum gradient matrices as products of two thin matrices (Vogels et al. 2019).
 
 A matrix M (n × m) is multiplied by Q (m × r), the products are summed over members and made orthonormal: P. Then Mᵀ P
-is summed, which is the new Q, and P Qᵀ is the sum of all M as far as it lies in r directions. The next step begins
-with this Q, so the directions follow the gradient (one step of a power iteration each time). What P does not span of
-a member's own M is its residual, added to its next gradient. Vectors and small matrices are summed as they are.
+is summed, which gives the new Q. P Qᵀ approximates the sum of all M in r directions. The next step starts with this Q,
+so the directions follow the gradient (one step of a power iteration each time). The rest of a member's own M, outside
+the span of P, is its residual and is added to its next gradient. Vectors and small matrices are summed uncompressed.
 
-The factors are stored as rows (Pᵀ, Qᵀ): so BLAS multiplies a thin one three to twenty times faster.
-After a sum everybody has the same bits, and computes the same from them in memory that is laid out alike. Matrices may
-be on a device; the factors are summed and made orthonormal on the host, which the network reads anyway, and where so
-thin ones take less time.
+The factors are stored as rows (Pᵀ, Qᵀ), because BLAS multiplies thin matrices three to twenty times faster that way.
+After a sum all members have the same bits; members with the same memory layout compute the same results from them.
+Matrices may be on a device. The factors are summed and made orthonormal on the host: the network reads host memory, and
+the host is faster for matrices this thin.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from distbelief.compression.option import Option, checked_rank
 from distbelief.errors import DistBeliefError
 
 AllSum = Callable[[Tensor], Tensor]
-"""Sums a flat float32 vector of the host over all members, the same bits for everybody; it may write into it."""
+"""Sums a flat float32 vector on the host over all members, with the same bits for all. The function may overwrite its
+argument.
+"""
 
 _ALIGNED = 16  # elements: BLAS may round differently at other alignments, so every matrix begins at a cache line
-_LOST = 1e-6  # a direction that is so much weaker than the strongest one is rounding error
+_LOST = 1e-6  # relative strength below which a direction is rounding error
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """PowerSGD as an option. More ranks, more bytes and a smaller error."""
+    """PowerSGD as an option. A higher rank sends more bytes and has a smaller error."""
 
     rank: int = 4
 
@@ -48,7 +50,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """One parameter that is compressed, and where its factors lie in the vectors that are summed."""
+    """One compressed parameter, and the slices of its factors in the vectors that are summed."""
 
     at: int
     rows: int
@@ -59,12 +61,12 @@ class _Matrix:
 
 
 class PowerSGD:
-    """Sums lists of gradients of these shapes. All members give the same shapes, rank and seed."""
+    """Sums lists of gradients of fixed shapes. All members must pass the same shapes, rank and seed."""
 
     def __init__(
         self, shapes: Sequence[Sequence[int]], rank: int, seed: int, device: torch.device | None = None
     ) -> None:
-        """`device`: where the gradients are. None: on the host, where the factors are summed too."""
+        """`device`: where the gradients are; None: on the host. The factors are summed on the host in both cases."""
         self._shapes = [torch.Size(shape) for shape in shapes]
         self._matrices: list[_Matrix] = []
         lefts = rights = 0
@@ -80,7 +82,7 @@ class PowerSGD:
         self._lefts = torch.zeros(lefts + sum(self._shapes[at].numel() for at in self._whole), device=device)
         self._rights = torch.zeros(rights, device=device)
         self._travelling = [_on_host(vector, device) for vector in (self._lefts, self._rights)]
-        """Both factors, where they are summed."""
+        """Both factors in host memory, for the sums over members."""
         self._starts = [_start(seed, matrix).to(device) for matrix in self._matrices]
         self._queries = [start.clone() for start in self._starts]
         self._residuals = [torch.zeros(matrix.rows, matrix.columns, device=device) for matrix in self._matrices]
@@ -88,17 +90,17 @@ class PowerSGD:
 
     @property
     def size_bytes(self) -> int:
-        """What one member puts into sums in one `reduce`."""
+        """Bytes that one member contributes to the sums of one `reduce`."""
         return 4 * (self._lefts.numel() + self._rights.numel())
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes than the gradients have."""
+        """The size of the gradients divided by the size of the factors."""
         return 4 * sum(shape.numel() for shape in self._shapes) / self.size_bytes if self.size_bytes else 1.0
 
     @torch.no_grad()
     def reduce(self, gradients: Sequence[Tensor], all_sum: AllSum) -> list[Tensor]:
-        """The sums of the gradients over all members, approximately. They are written over by the next call."""
+        """Approximate sums of the gradients over all members. The next call overwrites them."""
         self._check(gradients)
         for matrix, residual, query in zip(self._matrices, self._residuals, self._queries, strict=True):
             residual.add_(gradients[matrix.at].reshape(matrix.rows, matrix.columns))
@@ -124,13 +126,13 @@ class PowerSGD:
             torch.mm(left.T, right, out=self._sums[matrix.at].view(matrix.rows, matrix.columns))
             self._residuals[i].addmm_(left.T, _right(mine, matrix), alpha=-1)
             if not bool(_right(rights, matrix).isfinite().all()):
-                self._residuals[i].zero_()  # the sum says it, with NaN; later steps are not to blame
+                self._residuals[i].zero_()  # the sum already shows the NaN; later steps must not inherit it
             self._queries[i].copy_(_directions(right, self._starts[i]))
         return self._sums
 
     @torch.no_grad()
     def release(self, gradients: Sequence[Tensor]) -> None:
-        """Add to gradients that are summed uncompressed, in place, what was left behind, and forget that."""
+        """Add the residuals to gradients that are summed uncompressed, in place, and clear the residuals."""
         self._check(gradients)
         for matrix, residual in zip(self._matrices, self._residuals, strict=True):
             gradients[matrix.at].add_(residual.view(self._shapes[matrix.at]))
@@ -138,27 +140,28 @@ class PowerSGD:
 
     @property
     def compressed(self) -> dict[int, tuple[int, int]]:
-        """Which of the gradients are compressed -> the shape of its query."""
+        """Index of each compressed gradient -> the shape of its query."""
         return {matrix.at: (matrix.rank, matrix.columns) for matrix in self._matrices}
 
     @property
     def starts(self) -> list[Tensor]:
-        """The queries that a run begins with."""
+        """The queries at the start of a run."""
         return self._starts
 
     def keep_in(self, residuals: Sequence[Tensor], queries: Sequence[Tensor]) -> None:
-        """Go on from the state that is in this memory, one tensor for each that is compressed, and keep it there."""
+        """Use this memory, one tensor per compressed gradient, as the state from now on; its present values are the
+        state."""
         self._residuals = [r.view(m.rows, m.columns) for r, m in zip(residuals, self._matrices, strict=True)]
         self._queries = list(queries)
 
     def state(self) -> dict[str, Tensor]:
-        """Copies, for a checkpoint: `query/…` is the same for all members and what a newcomer needs; `residual/…` is
-        this member's own."""
+        """Copies for a checkpoint. `query/…` is the same for all members, and a new member needs it; `residual/…`
+        belongs to this member."""
         queries = {f"query/{m.at}": q.clone() for m, q in zip(self._matrices, self._queries, strict=True)}
         return queries | {f"residual/{m.at}": r.clone() for m, r in zip(self._matrices, self._residuals, strict=True)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from this state. Without its residuals they begin at zero."""
+        """Load a state. Missing residuals start at zero."""
         for i, matrix in enumerate(self._matrices):
             query, residual = state.get(f"query/{matrix.at}"), state.get(f"residual/{matrix.at}")
             if query is None or query.shape != self._queries[i].shape:
@@ -188,7 +191,7 @@ class PowerSGD:
                 )
 
     def _pack(self, gradients: Sequence[Tensor]) -> None:
-        """What is not compressed goes with the first sum: two sums in all."""
+        """Copy the uncompressed gradients behind the left factors, so that one `reduce` needs two sums only."""
         start = self._offset
         for at in self._whole:
             stop = start + self._shapes[at].numel()
@@ -204,8 +207,8 @@ class PowerSGD:
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
-    """Orthonormal rows that span those of the matrix; where these depend on each other or are zero, some others are
-    added. Householder's QR does that of itself. It needs numbers: for anything else the result is NaN.
+    """Orthonormal rows with the same span as the matrix's rows; linearly dependent or zero rows are replaced by other
+    directions (Householder's QR does this). Returns NaN if the matrix is not finite.
 
     >>> orthonormal(torch.zeros(2, 3)).abs().tolist()
     [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
@@ -217,8 +220,8 @@ def orthonormal(matrix: Tensor) -> Tensor:
 
 
 def _directions(right: Tensor, start: Tensor) -> Tensor:
-    """The rows with length one, to begin the next step with. One that has vanished would stay away for ever, as
-    when a gradient was zero once: it begins anew."""
+    """The rows scaled to length one, as the next step's query. A vanished direction (after a zero gradient, for
+    example) would stay zero for ever, so it is replaced by its start value."""
     lengths = torch.linalg.vector_norm(right, dim=1, keepdim=True)
     kept = lengths.isfinite() & (lengths > _LOST * lengths.amax()) & (lengths > torch.finfo(torch.float32).tiny)
     return torch.where(kept, right / lengths.where(kept, 1.0), start)
@@ -243,11 +246,11 @@ def _right(vector: Tensor, matrix: _Matrix) -> Tensor:
 
 
 def _on_host(vector: Tensor, device: torch.device | None) -> Tensor:
-    """Room for as much on the host: the vector itself, where no device has it."""
+    """A host vector of the same length: the vector itself if it is on the host already."""
     return vector if device is None else torch.zeros(vector.numel(), pin_memory=device.type == "cuda")
 
 
 def _replace(mine: Tensor, summed: Tensor) -> None:
-    """Into my own memory, aligned as everybody's is."""
+    """Copy the sum into this member's own memory, which has the same alignment on all members."""
     if summed is not mine:
         mine.copy_(summed)

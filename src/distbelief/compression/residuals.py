@@ -1,12 +1,14 @@
-"""What one member has not sent yet: a vector over the whole layout, kept twice, so that a step can be taken again.
+"""The part of its gradients that one member has not sent yet: one vector over the whole layout, in two copies, so that
+a step can be repeated.
 
-A step reads the residual of the state that it begins from and writes the one of the state that it leads to. Each copy
-says to how many applied steps it belongs. So a step that is aborted has consumed nothing, and a member that learns that
-others have applied the step has what goes with that. Where neither copy belongs to the state, the residual is lost, and
-begins at zero.
+A step reads the residual of the state before the step and writes the residual of the state after it. Each copy is
+labelled with its number of applied steps. So an aborted step consumes nothing, and a member that learns that others
+have applied the step has the matching residual. If neither copy belongs to the state, the residual is lost and starts
+at zero.
 
-A tile's residual is one number per element, whoever owns the tile: what I did not send of my part of it, or of its sum
-if that is mine to send. Both are still to be added to a sum, so nothing is to be moved when owners change.
+A tile's residual is one number per element, whatever member owns the tile: the unsent rest of this member's part of the
+tile, or of the tile's sum if this member owns it. Both rests still have to be added to a sum, so nothing moves when
+owners change.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ class Residuals:
     def __init__(
         self, memory: MutableMapping[str, Segment], elements: int, further: int = 0, vectors: Memory | None = None
     ) -> None:
-        """`memory`: what this process keeps from one generation to the next. `further`: elements after those of the
-        layout that belong to the same state. `vectors`: where both copies are, if on a device; kept as long."""
+        """`memory`: segments that this process keeps from one generation to the next. `further`: additional elements
+        after those of the layout, of the same state. `vectors`: memory for both copies on a device; it lives as long as
+        `memory`."""
         self.elements = elements
         self._whole = elements + further
         if _NAME not in memory:
@@ -49,7 +52,7 @@ class Residuals:
         segment = memory[_NAME]
         room, first = (vectors, 0) if vectors else (segment, _HEAD)
         self._labels = np.frombuffer(segment.buffer, np.int64, 2)
-        """Steps applied, plus one; 0: nothing is there."""
+        """For each copy, its number of applied steps plus one; 0: the copy is empty."""
         self._bytes = np.frombuffer(segment.buffer, np.int64, 2, 16)
         self._vectors = [room.tensor(torch.float32, first + 4 * self._whole * i, self._whole) for i in (0, 1)]
         self._zero = [False, False]
@@ -58,26 +61,26 @@ class Residuals:
 
     @property
     def before(self) -> Tensor:
-        """That of the state that the step begins from, with what is `further`."""
+        """The residual of the state before the step, with the `further` elements."""
         return self._vectors[self._now]
 
     @property
     def after(self) -> Tensor:
-        """That of the state that the step leads to; to be written."""
+        """The residual of the state after the step; the step writes it."""
         return self._vectors[1 - self._now]
 
     @property
     def vectors(self) -> list[Tensor]:
-        """Both copies, in the order of `present`."""
+        """Both copies; `present` is the index of `before`."""
         return self._vectors
 
     @property
     def present(self) -> int:
-        """Which of the two copies `before` is."""
+        """The index of the copy that `before` returns."""
         return self._now
 
     def begin(self, step: int) -> bool:
-        """A step begins from the state after so many steps. False: there was no residual of that state."""
+        """Begin step `step`. Returns False if no copy belongs to the state before that step; `before` is then zero."""
         self._step = step
         found = [i for i in (0, 1) if self._labels[i] == step + 1]
         if found:
@@ -91,20 +94,21 @@ class Residuals:
         return bool(found)
 
     def wrote(self) -> None:
-        """`after` is not zero any more."""
+        """Record that `after` is no longer zero."""
         self._zero[1 - self._now] = False
 
     def written(self) -> None:
-        """`after` is whole: whoever applies the step has had all that it says was sent."""
+        """Record that `after` is complete: from now on a member that applies the step can rely on it."""
         self._labels[1 - self._now] = self._step + 2
 
     def keep(self, part: slice) -> None:
-        """Nothing was sent of this part, or it was not used."""
+        """Copy this slice of the residual unchanged: nothing of it was sent, or nobody used it."""
         self.after[part].copy_(self.before[part])
         self.wrote()
 
     def release(self) -> bool:
-        """All of it goes out with this step, uncompressed. False: there was nothing."""
+        """Clear the residual of the layout, because this step sends it uncompressed. Returns False if the residual was
+        zero."""
         if not self._zero[1 - self._now]:
             self.after[: self.elements].zero_()
             self._zero[1 - self._now] = True
@@ -112,17 +116,17 @@ class Residuals:
         return not self._zero[self._now]
 
     def at(self, applied: int) -> Tensor | None:
-        """That of the state after so many steps, if it is known."""
+        """The residual of the state after `applied` steps, or None."""
         found = [i for i in (0, 1) if self._labels[i] == applied + 1]
         return self._vectors[found[0]] if found else None
 
     def put(self, applied: int, vector: Tensor) -> None:
-        """Go on from this one, at the state after so many steps."""
+        """Replace the residual by `vector`, at the state after `applied` steps."""
         self._vectors[0].copy_(vector)
         self._zero = [False, False]
         self._labels[:] = (applied + 1, 0)
 
-    # --- what went over the wire is counted for as long as this memory is kept ----------------------------------------
+    # --- traffic counters, as long as the memory is kept --------------------------------------------------------------
 
     def count(self, wire_bytes: int, plain_bytes: int) -> None:
         self._bytes += (wire_bytes, plain_bytes)

@@ -1,8 +1,8 @@
-"""Whether compressing pays, decided from what was measured. Pure: measurements are data, and there is no clock.
+"""Decides from measurements whether compression pays. Pure: measurements are arguments, and there is no clock.
 
-A byte of a vector takes 1/link seconds uncompressed, and codec + 1/(ratio × link) compressed. Seconds and bytes are
-added up and fade by half every few messages, so that large messages count for more than small ones, and one slow
-moment for little. Compression goes off only when it clearly costs, and on again only when it clearly pays.
+A byte of a vector takes 1/link seconds uncompressed, and codec + 1/(ratio × link) seconds compressed. Seconds and bytes
+are summed up and decay by half every few messages, so large messages count more than small ones and one slow message
+counts little. Compression goes off only when it clearly costs time, and on again only when it clearly saves time.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 FADE = 0.9
-"""What an earlier message still counts for after one more: half of it after seven."""
+"""Factor on the weight of all earlier messages after each new one: one half after seven messages."""
 ON, OFF = 1.15, 0.95
-"""How much faster compressed messages must be to begin, and how much slower to stop."""
+"""Compression goes on above the first gain and off below the second."""
 ENOUGH = 3
 """Messages before the first decision: the first ones warm up caches and connections."""
 PROBE = 200
-"""Messages without a measurement of the codec after which one should be made: its speed was another one when it was
-switched off, perhaps because the machine was busy."""
+"""After this number of messages without a measurement of the codec, one probe is due: the old measurement may come from
+a time when the machine was busy.
+"""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One vector that was sent, compressed or not. `codec_s` is for encoding and decoding together; None where it was
-    not compressed. A probe is compressed, measured and then sent plainly."""
+    """One vector that was sent, compressed or not. `codec_s`: seconds for encoding and decoding together; None if the
+    vector was not compressed. A probe is compressed, measured and then sent uncompressed."""
 
     vector_bytes: int
     wire_bytes: int
@@ -34,7 +35,7 @@ class Message:
 
 @dataclass(frozen=True)
 class _Totals:
-    """Sums that fade."""
+    """A ratio of two decaying sums."""
 
     amount: float = 0.0
     per: float = 0.0
@@ -49,7 +50,7 @@ class _Totals:
 
 @dataclass(frozen=True)
 class Switch:
-    """Whether to compress, and why. A new one comes of every message.
+    """Whether compression is on, and why. Immutable: each message gives a new value.
 
     >>> switch = Switch("int8")
     >>> for _ in range(5):
@@ -63,11 +64,11 @@ class Switch:
     messages: int = 0
     unmeasured: int = 0
     link: _Totals = field(default=_Totals())
-    """Seconds for bytes on the wire."""
+    """Seconds per byte on the wire."""
     codec: _Totals = field(default=_Totals())
-    """Seconds for bytes of vectors."""
+    """Seconds of encoding and decoding per byte of a vector."""
     size: _Totals = field(default=_Totals())
-    """Encoded bytes for bytes of vectors."""
+    """Encoded bytes per byte of a vector."""
 
     def after(self, message: Message) -> Switch:
         seen = replace(self, messages=self.messages + 1, unmeasured=self.unmeasured + 1)
@@ -75,7 +76,7 @@ class Switch:
             seen = replace(seen, link=self.link.plus(max(message.wire_s, 0.0), message.wire_bytes))
         if message.codec_s is not None and message.vector_bytes > 0:
             encoded = message.wire_bytes if message.encoded_bytes is None else message.encoded_bytes
-            # What was measured long ago counts for nothing. If this one is wrong, the next ones will say so.
+            # Old measurements are dropped. If this one is wrong, later ones correct it.
             codec, size = (_Totals(), _Totals()) if self.probe_due else (self.codec, self.size)
             seen = replace(
                 seen,
@@ -91,18 +92,18 @@ class Switch:
 
     @property
     def probe_due(self) -> bool:
-        """Whether the next message, though sent plainly, should be compressed once to measure the codec."""
+        """Whether the next message, though sent uncompressed, should be compressed once to measure the codec."""
         return not self.on and self.unmeasured >= PROBE
 
     @property
     def gain(self) -> float:
-        """How many times faster a message is compressed than not, all told."""
+        """The time of an uncompressed message divided by the time of a compressed one, with encoding and decoding."""
         compressed = self.codec.rate + self.size.rate * self.link.rate
         return self.link.rate / compressed if compressed > 0 else 1.0
 
     @property
     def why(self) -> str:
-        """One line for people."""
+        """One line of text for people."""
         state = f"{self.name} is {'on' if self.on else 'off'}"
         if not self.knows:
             return f"{state}: too little is measured yet"

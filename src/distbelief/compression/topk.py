@@ -1,8 +1,9 @@
-"""Top-k: the k largest magnitudes of a vector, with their places; all else waits (`encode_keeping`) or is lost.
+"""Top-k: sends the k elements of a vector with the largest magnitudes, and their indices. The rest becomes the residual
+(`encode_keeping`) or is lost (`encode`).
 
-NaN and infinities count as the largest of all, so one is always sent if there is any. Equal magnitudes are taken from
-the front, so the same vector gives the same message everywhere. Zeros are never sent: a vector with fewer than k other
-elements makes a smaller message.
+NaN and infinities rank above all numbers, so a NaN or an infinity is always sent. Equal magnitudes are taken from the
+front, so the same vector gives the same message on every machine. Zeros are never sent: a vector with fewer than k
+other elements gives a smaller message.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ class TopK:
         return str(Option("topk", self.fraction))
 
     def count(self, length: int) -> int:
-        """How many elements of so long a vector are sent: at least one, if there is one."""
+        """The largest number of elements sent of a vector of this length; at least one if the vector is not empty."""
         return min(length, max(1, int(self.fraction * length + 0.5)))
 
     def frames(self, length: int) -> list[Frame]:
         return [(torch.int32, self.count(length)), (torch.float32, self.count(length))]
 
     def encode(self, vector: Tensor, reuse: Encoded | None = None) -> Encoded:
-        """`reuse` is of no use here: messages differ in length and are small."""
+        """Encode the vector. `reuse` is ignored: messages differ in length and are small."""
         vector = checked(vector)
         _check_length(vector)
         places = _largest(vector.numpy().view(np.int32), self.count(vector.numel()))
@@ -95,7 +96,7 @@ class TopK:
         if not out.numel():
             return
         given = _numbers(frames[0].shape[1], out) < counts[:, :1]
-        # What does not count is of an earlier message: the first element again instead, or a zero.
+        # Entries beyond the count belong to an earlier message: they repeat the first element, or write a zero.
         places = frames[0].where(given, frames[0][:, :1].where(given[:, :1], 0)).long()
         values = frames[1].where(given, frames[1][:, :1].where(given[:, :1], 0.0))
         known = (places >= 0) & (places < out.shape[1])
@@ -110,9 +111,10 @@ def _check_length(vector: Tensor) -> None:
 
 
 def _choose(magnitudes: Tensor, count: int) -> Tensor:
-    """Whether each is one of the `count` largest of its row, equal ones from the front; zeros never are.
+    """Whether each element is among the `count` largest of its row: equal magnitudes from the front, never zeros.
 
-    Which of equal ones `torch.topk` finds is up to the device, but the smallest value that it finds is not.
+    Devices differ in which of several equal elements `torch.topk` returns, but the smallest returned value is always
+    the same.
     """
     limit = magnitudes.topk(count, dim=1, sorted=False).values.amin(1, keepdim=True).clamp_min_(1)
     above, equal = magnitudes > limit, magnitudes == limit
@@ -120,7 +122,7 @@ def _choose(magnitudes: Tensor, count: int) -> Tensor:
 
 
 def _places(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Of each row: the first `count` places that are chosen, in order, then zeros; and how many there are."""
+    """For each row: the first `count` chosen indices in order, filled up with zeros; and their number."""
     running = _running(chosen)
     found = running[:, -1:].contiguous()
     wanted = _numbers(count, chosen).add(1).expand(len(chosen), count)
@@ -129,8 +131,8 @@ def _places(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _running(marks: Tensor) -> Tensor:
-    """How many are marked in the row up to each place. Counted in one line over all rows: on that a device
-    works with all it has, and on the rows of a table with a little for each."""
+    """The number of marked elements in the row up to each index. One cumulative sum over all rows: a device runs a
+    single long sum with full parallelism, but many short ones with little."""
     line = marks.reshape(-1).cumsum(0, dtype=torch.int32).view_as(marks)
     return line - (line[:, -1:] - marks.sum(1, keepdim=True, dtype=torch.int32))
 
@@ -140,11 +142,11 @@ def _numbers(count: int, beside: Tensor) -> Tensor:
 
 
 def _largest(bits: Integers, count: int) -> Integers:
-    """The places, in order, of the `count` largest magnitudes of float32 numbers that are given as their bits.
+    """The indices, in order, of the `count` largest magnitudes of float32 numbers given as their bits.
 
-    Integers without the sign bit are ordered as the magnitudes are, NaN above all. A sample says above which magnitude
-    there are probably enough; one pass finds those, and only among them is the exact limit searched. The sample
-    decides about time alone: with too few found, all are looked at.
+    Without the sign bit, the integers have the order of the magnitudes, with NaN above all. A sample gives a limit
+    above which there are probably enough elements; one pass finds these, and the exact limit is searched only among
+    them. The sample affects time alone: if too few are found, all elements are searched.
     """
     found = _at_least(bits, _guess(bits, count))
     if len(found) < count:
@@ -160,7 +162,7 @@ def _largest(bits: Integers, count: int) -> Integers:
 
 
 def _guess(bits: Integers, count: int) -> int:
-    """A magnitude, as bits, that somewhat more than `count` of all elements probably have."""
+    """A magnitude, as bits, that probably somewhat more than `count` elements reach."""
     if len(bits) <= _SAMPLES:
         return 1
     stride = len(bits) // _SAMPLES
@@ -173,7 +175,7 @@ def _guess(bits: Integers, count: int) -> int:
 
 
 def _at_least(bits: Integers, limit: int) -> Integers:
-    """The places of all elements of that magnitude or more, in order."""
+    """The indices, in order, of all elements with at least this magnitude."""
     scratch = np.empty(min(CHUNK, len(bits)), np.int32)
     found = [np.empty(0, np.int64)]
     for part in chunks(len(bits)):

@@ -1,12 +1,12 @@
-"""An exchange over torch.distributed that sends fewer bytes: what all ways of compressing have in common.
+"""The common base of all exchanges over torch.distributed that send compressed gradients.
 
-Parameters' gradients are compressed on their way to the sum, and the sum on its way back; buffers, rows and words never
-are. What a member did not send is its residual, which goes with its next step. The first member measures whether
-compressing pays, and tells all others with the rows of a step how the next one goes. A step that goes uncompressed
-takes along what was left. Everybody applies the same bytes.
+Gradients of parameters are compressed on the way to the sum, and sums on the way back; buffers, rows and control
+messages are never compressed. The unsent rest of a member's gradients is its residual, added in the member's next step.
+Rank 0 measures whether compression pays, and tells all members in the row of a step whether the next step is
+compressed. An uncompressed step also sends the residual. All members apply the same bytes.
 
-Gradients and residuals may be on a device (`CodedOnDevice`): what is compressed there goes the same way as on the host,
-so members of both kinds can meet.
+Gradients and residuals may be on a device (`CodedOnDevice`). The bytes on the wire are the same as on the host, so
+members of both kinds can exchange.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from distbelief.transport.gloo.exchange import TorchExchange
 from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm.segment import Memory, Segment
 
-_OFF, _ON = 1, 2  # the first member's word; the others' is 0
+_OFF, _ON = 1, 2  # rank 0's flag; the other members send 0
 
 
 class CompressedExchange(TorchExchange, ABC):
-    """See `Exchange`. Sums may depend on who takes part: it is not for exact strategies."""
+    """See `Exchange`. Sums may depend on the members that take part, so exact strategies cannot use it."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class CompressedExchange(TorchExchange, ABC):
         further: int = 0,
         on: Accelerator | None = None,
     ) -> None:
-        """`further`: elements that the way of compressing keeps beside the residuals. `on`: where the gradients are, if
-        not on the host."""
+        """`further`: elements that the compression method keeps beside the residuals. `on`: the device of the
+        gradients; None: the host."""
         assert geometry.compression is not None
         self.compression: Compression = geometry.compression
         super().__init__(meeting, rank, geometry, abort, memory)
@@ -53,7 +53,7 @@ class CompressedExchange(TorchExchange, ABC):
         self.accelerator = on
         self.slots: Sequence[Memory] = self._slots
         self.totals: Memory = self._sums
-        """What is compressed is read from the slots, and its sums are left here."""
+        """Memory of the sums. Compressed gradients are read from `slots`, and their sums are written here."""
         vectors: Memory | None = None
         if on:
             self.slots = [DeviceMemory(geometry.slot_bytes, on.device) for _ in self._slots]
@@ -62,7 +62,7 @@ class CompressedExchange(TorchExchange, ABC):
         self.residuals = Residuals(self._memory, elements, further, vectors)
         self.switch = Switch(self.compression.method)
         self.news: list[str] = []
-        """What people should know: that compression was switched off or on, and why."""
+        """Messages for people: that compression went on or off, and why."""
         self._packed = [tile for tile in self.tiles if tile in self.compression.tiles]
         self._unpacked = [tile for tile in self.tiles if tile not in self.compression.tiles]
         self._switched_on = True
@@ -70,7 +70,7 @@ class CompressedExchange(TorchExchange, ABC):
         self.packing = False
         """Whether this step is compressed."""
         self._sources: list[Source] = []
-        """Mine."""
+        """This member's sources."""
         self._senders: frozenset[int] = frozenset()
         self.releasing = False
         self._released: dict[int, torch.Tensor] = {}
@@ -79,7 +79,8 @@ class CompressedExchange(TorchExchange, ABC):
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """(bytes that all members have sent, bytes that they would have sent uncompressed), as far as this one saw."""
+        """(bytes that all members have sent, bytes that they would have sent uncompressed), since this member took
+        part."""
         return self.residuals.traffic
 
     # --- a step ------------------------------------------------------------------------------------------------------
@@ -113,19 +114,19 @@ class CompressedExchange(TorchExchange, ABC):
 
     def _part(self, source: Source, tile: int) -> torch.Tensor:
         part = super()._part(source, tile)
-        if self.accelerator or not self.releases(source, tile):  # on a device it is added there
+        if self.accelerator or not self.releases(source, tile):  # on a device, `CodedOnDevice` adds the residual
             return part
         if tile not in self._released:
             self._released[tile] = torch.empty_like(part)
         return torch.add(part, self.residuals.before[self._span(tile)], out=self._released[tile])
 
     def releases(self, source: Source, tile: int) -> bool:
-        """Whether this partial sum of mine takes along what was left."""
+        """Whether this partial sum of this member includes the residual."""
         return self.releasing and source == self._sources[0] and tile in self.compression.tiles
 
     def share(self, contribution: Contribution, meanwhile: Callable[[], bool] = lambda: False) -> AllContributions:
         if not self.packing or self._whole_when_shared:
-            # The sums that I own are not encoded yet; but nobody can apply the step before they are.
+            # The sums that this member owns are not encoded yet; but no member can apply the step before they are.
             self.residuals.written()
         return super().share(contribution, meanwhile)
 
@@ -149,7 +150,8 @@ class CompressedExchange(TorchExchange, ABC):
         self._wire_s = time.perf_counter() - started
 
     def keep_untouched(self, untouched: np.ndarray) -> None:
-        """The step was applied, but not to these entries of the layout: what was sent of theirs was not used."""
+        """The step was applied, but not to these entries of the layout: keep their residual as it was before the
+        step."""
         if self.packing or self.releasing:
             for place in self.compression.places:
                 if untouched[place.mark]:
@@ -164,7 +166,7 @@ class CompressedExchange(TorchExchange, ABC):
 
     @property
     def _measures(self) -> bool:
-        """Whether it is this member that decides whether compressing pays."""
+        """Whether this member decides whether compression pays."""
         return self.rank == 0 and self.size > 1 and not self.compression.always
 
     def _measure(self) -> None:
@@ -184,7 +186,8 @@ class CompressedExchange(TorchExchange, ABC):
             self.news.append(self.switch.why)
 
     def _reckon(self, senders: frozenset[int], packing: bool) -> tuple[int, int]:
-        """(bytes, bytes uncompressed) that all members together send in a step with these givers of partial sums."""
+        """(bytes, bytes uncompressed) that all members together send in a step, given the ranks that send partial
+        sums."""
         plain = packed_plain = 0
         for tile in self.tiles:
             copies = len(senders - {self._owner[tile]}) + self.size - 1
@@ -193,17 +196,19 @@ class CompressedExchange(TorchExchange, ABC):
             packed_plain += size_bytes if tile in self.compression.tiles else 0
         return (plain - packed_plain + self._packed_bytes(senders) if packing else plain), plain
 
-    # --- what a way of compressing does ------------------------------------------------------------------------------
+    # --- what each compression method implements ---------------------------------------------------------------------
 
     _whole_when_shared = True
-    """Whether the residual after the step is there when all is published, but for that of the sums that I own."""
+    """Whether the residual after the step is complete when all tiles are published, except for the sums of this
+    member."""
 
     def _meet(self, found: bool) -> None:
-        """Before a generation's first step. `found`: whether this member has a residual of the state it begins from."""
+        """Called before a generation's first step. `found`: whether this member has the residual of the state before
+        that step."""
 
     def encode(self, tiles: range) -> None:
-        """On a device: my part of these tiles is there. Called on the stream that copies to the host, while others are
-        computed; what can be made ready for the network is to be, and goes with `publish`."""
+        """On a device: this member's part of these tiles is complete. Called on the stream that copies to the host,
+        while other tiles are still computed; prepares the data that `publish` sends."""
 
     @abstractmethod
     def _begin_packed(self) -> None: ...
@@ -213,16 +218,16 @@ class CompressedExchange(TorchExchange, ABC):
 
     @abstractmethod
     def _collect_packed(self) -> None:
-        """Put the sums where they belong."""
+        """Write the decoded sums to `totals`."""
 
     @abstractmethod
     def _packed_bytes(self, senders: frozenset[int]) -> int:
-        """What all members together send of compressed tiles in a step."""
+        """Bytes of compressed tiles that all members together send in a step."""
 
     @abstractmethod
     def _timed_bytes(self) -> int:
-        """What went over this member's link in `_wire_s`, in the direction that had more of it."""
+        """Bytes that crossed this member's link in `_wire_s`, in the busier direction."""
 
     @abstractmethod
     def _probe(self) -> float:
-        """Seconds that compressing this step, which went uncompressed, would have taken."""
+        """Seconds that compressing this uncompressed step would have taken."""

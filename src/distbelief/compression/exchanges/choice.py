@@ -1,4 +1,6 @@
-"""Which exchange members on several hosts use: the plain one, or one that compresses; the same on accelerators."""
+"""Chooses the exchange of members on several hosts: uncompressed or compressed, with gradients on the host or on a
+device.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ def networked(
     memory: dict[str, Segment] | None = None,
     on: Accelerator | None = None,
 ) -> TorchExchange:
-    """`memory`: what this process keeps from one generation to the next. `on`: where what is compressed lies, if not on
-    the host; the exchange is then for `networked_on`, which says what is copied there and back."""
+    """`memory`: segments that this process keeps from one generation to the next. `on`: the device of the compressed
+    gradients, None for the host; with a device, the exchange is used inside that of `networked_on`, which copies
+    between device and host."""
     if geometry.compression is None:
         return TorchExchange(meeting, rank, geometry, abort, memory)
     if geometry.compression.apart:
@@ -48,7 +51,7 @@ def networked_on(
     abort: Abort,
     memory: dict[str, Segment] | None = None,
 ) -> DeviceExchange:
-    """The same for a member that computes on an accelerator."""
+    """The exchange of a member that computes on an accelerator."""
     inner = networked(meeting, rank, geometry, abort, memory, on)
     if isinstance(inner, CompressedExchange):
         return CodedOnDevice(inner, geometry, on)

@@ -1,8 +1,9 @@
-"""A sum over the members of a torch group that travels encoded both ways, vector by vector.
+"""A sum over the members of a torch group that is encoded in both directions, vector by vector.
 
-Every vector has an owner. It gets what the others encoded of theirs, adds that to its own, and encodes the sum, which
-all decode, the owner too. What an encoding loses stays with whoever encoded it. So a vector's sum depends on itself and
-its owner alone, not on the vectors beside it: whoever adds up the same in another group gets the same bits.
+Every vector has an owner. The owner receives the other members' encoded vectors, adds them to its own, and encodes the
+sum; all members decode the sum, the owner too. The encoding member keeps the encoding's error as a residual. So the sum
+of a vector depends on the vector and its owner alone, not on neighbouring vectors: another group with the same owner
+and the same vector gets the same bits.
 """
 
 from __future__ import annotations
@@ -21,25 +22,26 @@ _LINE = 64
 
 
 class CodedSum:
-    """`sizes`: elements of each vector; `owners`: by their place in the group."""
+    """Sums vectors over a group. `sizes`: elements of each vector; `owners`: the rank in the group of each vector's
+    owner."""
 
     def __init__(self, codec: Codec, sizes: Sequence[int], owners: Sequence[int], group: dist.ProcessGroup) -> None:
         self.codec_s = self.wire_s = 0.0
-        """What the last sum took: encoding and decoding, and its way back to everybody."""
+        """Seconds of the last sum: for encoding and decoding, and for the broadcast of the sums."""
         self._codec = codec
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
         self._me = dist.get_rank(group)
         self._owners = owners
         self._places: list[slice] = []
-        """Of each vector in the block of its owner."""
+        """The slice of each vector in the block of its owner."""
         ends = [0] * len(self._ranks)
         for size, owner in zip(sizes, owners, strict=True):
             first, length = ends[owner], block.size_bytes(codec, size)
             self._places.append(slice(first, first + length))
             ends[owner] += -(-length // _LINE) * _LINE
         self._blocks = [torch.zeros(end, dtype=torch.uint8) for end in ends]
-        """For each owner; what I send it, and then the sums that it sends everybody."""
+        """One block per owner: first what this member sends to the owner, then the sums that the owner broadcasts."""
         mine = [rank for rank in range(len(ends)) if rank != self._me and ends[self._me]]
         self._inbox = {rank: torch.zeros(ends[self._me], dtype=torch.uint8) for rank in mine}
         self._scratch = torch.empty(max(sizes, default=0))
@@ -51,12 +53,12 @@ class CodedSum:
 
     @property
     def timed_bytes(self) -> int:
-        """What went over this member's link in `wire_s`, in the direction that had more of it."""
+        """Bytes that crossed this member's link in `wire_s`, in the busier direction."""
         mine = self._blocks[self._me].numel()
         return max((len(self._ranks) - 1) * mine, sum(one.numel() for one in self._blocks) - mine)
 
     def add(self, vectors: Sequence[Tensor], rests: Sequence[Tensor]) -> None:
-        """In place: the vectors become the sums, and the rests what is owed after it."""
+        """Sum in place: `vectors` become the sums, and `rests` the new residuals."""
         self.codec_s = 0.0
         works = [dist.irecv(room, self._ranks[rank], self._group) for rank, room in self._inbox.items()]
         self._encode(vectors, rests, mine=False)
@@ -94,7 +96,7 @@ class CodedSum:
         return out
 
     def probe(self, vectors: Sequence[Tensor]) -> float:
-        """Seconds that encoding and decoding would take, for vectors that went as they are."""
+        """Seconds that encoding and decoding would take for vectors that were sent uncompressed."""
         self.codec_s = 0.0
         rests = [torch.zeros_like(vector) for vector in vectors]
         self._encode(vectors, rests, mine=True)

@@ -1,7 +1,7 @@
-"""PowerSGD in an exchange: matrices are summed as products of two thin ones, all of them in two all-reduces.
+"""PowerSGD in an exchange: all matrices are summed as products of two thin matrices, in two all-reduces.
 
-It is linear, so nobody owns a sum: every member multiplies, the thin factors are added over all members, and everybody
-computes the same sum from them. The queries are the same for all members; a newcomer is given them.
+PowerSGD is linear, so no member owns a sum: every member multiplies, the thin factors are summed over all members, and
+all members compute the same result from the sums. The queries are the same on all members; a new member receives them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from distbelief.transport.exchange import Geometry
 from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm.segment import Memory, Segment
 
-_ALIGNED = 16  # elements: as PowerSGD wants its matrices
+_ALIGNED = 16  # elements; the alignment that PowerSGD needs for its matrices
 
 
 class LowRankSums(CompressedExchange):
@@ -43,7 +43,7 @@ class LowRankSums(CompressedExchange):
         self._places = geometry.compression.places
         self._power = self._new(geometry.compression.seed)
         self._factors: dict[int, tuple[slice, tuple[int, int]]] = {}
-        """Parameter -> where its query lies beyond the layout, and its shape."""
+        """Parameter -> the slice of its query behind the layout, and the query's shape."""
         end = geometry.slot_bytes // 4
         for at, shape in self._power.compressed.items():
             self._factors[at] = slice(end, end + shape[0] * shape[1]), shape
@@ -51,17 +51,17 @@ class LowRankSums(CompressedExchange):
         super().__init__(meeting, rank, geometry, abort, memory, end - geometry.slot_bytes // 4, on)
         flat = [self.totals, *self.slots]
         self._gradients = [[_view(one, place.part, place.shape) for place in self._places] for one in flat]
-        """Of the sums, then of each slot."""
+        """Views of the gradients: first of the sums, then of each slot."""
 
     def _new(self, seed: int) -> PowerSGD:
         return self._method.over([place.shape for place in self._places], seed, self._device)
 
     def queries(self, vector: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Mark of a parameter -> its query, in a vector of `residuals`."""
+        """Mark of a parameter -> its query, as views of a vector of `residuals`."""
         return {self._places[at].mark: vector[part].view(shape) for at, (part, shape) in self._factors.items()}
 
     def fresh(self) -> torch.Tensor:
-        """A vector for `residuals`, as a run begins with it."""
+        """A vector for `residuals` as at the start of a run."""
         vector = torch.zeros_like(self.residuals.before)
         for (part, _), start in zip(self._factors.values(), self._power.starts, strict=True):
             vector[part].copy_(start.reshape(-1))
@@ -79,10 +79,10 @@ class LowRankSums(CompressedExchange):
             queries.copy_(between)
 
     def _begin_packed(self) -> None:
-        """Nothing is sent before all of a step's gradients are there."""
+        """PowerSGD sends nothing before all gradients of a step are complete."""
 
     def _publish_packed(self, tile: int) -> None:
-        """See above."""
+        """Nothing to do, see `_begin_packed`."""
 
     def _collect_packed(self) -> None:
         started = self._now()
@@ -129,7 +129,7 @@ class LowRankSums(CompressedExchange):
         return self._now() - started
 
     def _now(self) -> float:
-        """When all is done that a device was asked for."""
+        """The time after the device has finished its queued work."""
         if self.accelerator:
             self.accelerator.finish()
         return time.perf_counter()

@@ -1,7 +1,7 @@
-"""The exchange of members on accelerators with compressed gradients: encoded and decoded on the device.
+"""The exchange of members on accelerators with compressed gradients: the device encodes and decodes.
 
-Only encoded bytes cross to the host and the network, and only these come back. Residuals lie on the device too. Buffers
-and steps that go uncompressed travel as in `DeviceExchange`.
+Only encoded bytes cross to the host and the network, and back. Residuals are on the device too. Buffers and
+uncompressed steps travel as in `DeviceExchange`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm.segment import Segment
 
 # --- tiles encoded on the device ----------------------------------------------------------------------------------
-# On the wire the bytes are those of `CodedTiles`. A launch of a device operation costs as much for one tile as for a
+# The bytes on the wire are those of `CodedTiles`. A device launch costs as much for one tile as for a
 # hundred, so neighbouring tiles are encoded together; the host waits for the device only before it sends.
 
 
@@ -36,12 +36,12 @@ class Run:
     tiles: range
     owner: int
     elements: slice
-    """In the layout, and in the residual."""
+    """The run's elements in the layout and in the residual."""
     code: slice
-    """Their bytes among all that are encoded."""
+    """The run's bytes among all encoded bytes."""
 
     def vectors(self, flat: torch.Tensor) -> torch.Tensor:
-        """One tile in each row."""
+        """A view with one tile per row."""
         return flat[self.elements].view(len(self.tiles), -1)
 
     def blocks(self, code: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ class Run:
 
 
 class CodedStretches(CodedTiles):
-    """See `Exchange`; for `CodedOnDevice`."""
+    """See `Exchange`. Encodes and decodes on the device, for `CodedOnDevice`."""
 
     accelerator: Accelerator
 
@@ -67,11 +67,12 @@ class CodedStretches(CodedTiles):
         self._watch = Stopwatch(on.device)
         length = self._encoded_sums.numel()
         self._code = torch.zeros(length, dtype=torch.uint8, device=on.device)
-        """What is encoded in this step: first my parts and the sums that I own, then everybody's sums."""
+        """Encoded bytes of this step: first this member's parts and the sums that it owns, then the sums of all
+        members."""
         self._vectors = [slot.tensor(torch.float32, 0, geometry.slot_bytes // 4) for slot in self.slots]
         self._total = self.totals.tensor(torch.float32, 0, geometry.slot_bytes // 4)
         self._runs: dict[range, list[Run]] = {}
-        """By stretch."""
+        """Tiles of a stretch -> its runs."""
         for stretch in stretches(geometry.tiles, geometry.gradient_tiles):
             if stretch.tiles.start in self.compression.tiles:
                 self._runs[stretch.tiles] = self._cut(stretch.tiles)
@@ -81,7 +82,7 @@ class CodedStretches(CodedTiles):
         for tile in self._packed:
             self._outbox[tile] = self._parts[self._starts[tile] : self._starts[tile] + self._sizes[tile]]
         self._received: dict[tuple[int, range], torch.Tensor] = {}
-        """Sender, tiles of a run of mine -> what it sends of them."""
+        """(sender, tiles of a run that this member owns) -> the bytes that the sender sends of them."""
         others = [other for other in range(self.size) if other != rank]
         for run, other in itertools.product(self._every_run, others):
             if run.owner == rank:
@@ -124,7 +125,7 @@ class CodedStretches(CodedTiles):
             self._send(tile)
 
     def _part_of(self, run: Run) -> torch.Tensor:
-        """Mine."""
+        """This member's part of the run's sum."""
         parts = [run.vectors(self._vectors[source.slot]) for source in self._sources]
         return sum(parts[1:], parts[0])
 
@@ -178,7 +179,7 @@ class CodedStretches(CodedTiles):
 
 
 class CodedOnDevice(DeviceExchange):
-    """See `Exchange`. `coder`: how gradients are compressed and travel; it was made for this accelerator."""
+    """See `Exchange`. `coder`: the exchange that compresses and sends the gradients, made for the same accelerator."""
 
     def __init__(self, coder: CompressedExchange, geometry: Geometry, on: Accelerator) -> None:
         super().__init__(coder, geometry, on.device, on.kept)
@@ -187,7 +188,7 @@ class CodedOnDevice(DeviceExchange):
         self._sums = self._shaped(coder.totals)
 
     def _is_coded(self, tile: int) -> bool:
-        """In this step. The tiles of a stretch all are, or none."""
+        """Whether this tile is compressed in this step. All tiles of a stretch are, or none."""
         return self.coder.packing and tile in self.coder.compression.tiles
 
     def _copy_out(self, number: int) -> None:
@@ -221,6 +222,6 @@ class CodedOnDevice(DeviceExchange):
 
 
 def coder_of(exchange: Exchange) -> CompressedExchange | None:
-    """What compresses in there; None: nothing does."""
+    """The compressing exchange inside this exchange, or None."""
     found = exchange.coder if isinstance(exchange, CodedOnDevice) else exchange
     return found if isinstance(found, CompressedExchange) else None

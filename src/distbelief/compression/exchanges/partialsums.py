@@ -1,10 +1,9 @@
-"""Partial sums that come encoded: for exact strategies, whose units of work lose the same to compression whoever
-computes them.
+"""Encoded partial sums, for exact strategies: each unit of work loses the same to compression on any member.
 
-They are decoded and added in the tree's order, and no sum is encoded: so none depends on who took part. Either all go
-to everybody, and everybody adds them; or each parameter's go to one member, which sends the sum to all as it is. The
-bits are the same, so it is done the way that takes fewer bytes. Buffers, and what is not float32, go as in
-`TorchExchange`.
+Partial sums are decoded and added in the tree's order, and sums are not encoded, so no sum depends on the members that
+take part. Either all members receive all partial sums and add them, or one member per parameter receives the partial
+sums and broadcasts the uncompressed sum. Both ways give the same bits; the exchange takes the way with fewer bytes.
+Buffers and tiles that are not float32 travel as in `TorchExchange`.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from distbelief.transport.shm.segment import Segment
 
 
 class CodedParts(TorchExchange):
-    """See `Exchange`. Whoever has written a slot leaves in `code` what goes on the wire, and in the slot what others
-    decode from that."""
+    """See `Exchange`. The writer of a slot puts the encoded bytes into `code(slot)`, and the decoded values into the
+    slot."""
 
     def __init__(
         self,
@@ -46,7 +45,7 @@ class CodedParts(TorchExchange):
         self._decoded: dict[int, torch.Tensor] = {}
 
     def code(self, slot: int) -> torch.Tensor:
-        """Where to encode what is in that slot."""
+        """The buffer for the encoded bytes of this slot."""
         if slot not in self._codes:
             self._codes[slot] = self.coding.room()
         return self._codes[slot]
@@ -103,7 +102,7 @@ class CodedParts(TorchExchange):
 
     @cached_property
     def _runs(self) -> list[list[EncodedParameter]]:
-        """The parameters that each member adds up where not everybody does: neighbours, of nearly equal size."""
+        """For each member, the neighbouring parameters that it adds up, in nearly equal shares."""
         runs: list[list[EncodedParameter]] = [[] for _ in range(self.size)]
         for part in self.coding.parts:
             middle = (part.rest.start + part.rest.stop) / 2
@@ -118,7 +117,7 @@ class CodedParts(TorchExchange):
         return self._inbox[number]
 
     def _room(self, number: int) -> torch.Tensor:
-        """For one parameter at a time."""
+        """Scratch memory for one parameter."""
         if number not in self._decoded:
             self._decoded[number] = torch.empty(self._longest)
         return self._decoded[number]
@@ -128,7 +127,7 @@ class CodedParts(TorchExchange):
         return max((part.rest.stop - part.rest.start for part in self.coding.parts), default=0)
 
     def bill(self, apart: Sequence[Source], together: Sequence[Source]) -> tuple[int, int]:
-        """(bytes that all members send of these partial sums, bytes that they would send of those, uncompressed)."""
+        """(bytes that all members send of the encoded partial sums `apart`, bytes of `together` uncompressed)."""
         coded = min(self._to_everybody_bytes(apart), self._through_adders_bytes(apart))
         return coded + self._through_owners(apart, self._plain), self._through_owners(together, self.tiles)
 
@@ -152,5 +151,5 @@ class CodedParts(TorchExchange):
 
 
 def _span(run: Sequence[EncodedParameter]) -> slice:
-    """The bytes of neighbouring parameters in a code."""
+    """The bytes of neighbouring parameters in the encoded block."""
     return slice(run[0].code.start, run[-1].code.stop)

@@ -1,7 +1,8 @@
-"""Tiles that are encoded one by one (bf16, int8, top-k): to the tile's owner, and from there, added up, to everybody.
+"""Tiles that are encoded one by one (bf16, int8, top-k): each member sends to the tile's owner, and the owner
+broadcasts the sum.
 
-The owner decodes what members sent, adds it to its own part, and encodes the sum once; everybody decodes the same
-bytes, the owner too. What an encoding loses stays with whoever encoded it.
+The owner decodes the parts of the other members, adds them to its own part, and encodes the sum once. All members
+decode the same bytes, the owner too. The encoding member keeps the encoding's error as a residual.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class CodedTiles(CompressedExchange):
             self._sends.append(dist.isend(self._outbox[tile], self._owner[tile], tag=self._tag(self.rank, tile)))
 
     def _vector(self, tile: int) -> torch.Tensor:
-        """My part of the tile's sum."""
+        """This member's part of the tile's sum."""
         parts = [self._views[source.slot][tile] for source in self._sources]
         if len(parts) == 1:
             return parts[0]
@@ -121,7 +122,7 @@ class CodedTiles(CompressedExchange):
         self._wire_s = time.perf_counter() - started
 
     def _encode_sums(self) -> None:
-        """Those that are mine to add."""
+        """Add up and encode the sums that this member owns."""
         for tile in self._packed:
             if self._owner[tile] == self.rank:
                 self._add_up(tile)
@@ -175,5 +176,6 @@ class CodedTiles(CompressedExchange):
         return self._of_a_step(encode_s, decode_s)
 
     def _of_a_step(self, encode_s: float, decode_s: float) -> float:
-        """What a step takes, of what all tiles take once."""
-        return encode_s + decode_s * (2 - 1 / self.size)  # sums, and the others' parts of the tiles that I own
+        """Codec seconds of one step, from the seconds for encoding and decoding all tiles once."""
+        # the sums, and the other members' parts of the tiles that this member owns
+        return encode_s + decode_s * (2 - 1 / self.size)
