@@ -1,10 +1,10 @@
-"""The errors that people see. Each carries one clear message; the command line prints it and exits non-zero."""
+"""The errors that users see. Each has one clear message; the command line prints it and exits with an error status."""
 
 from __future__ import annotations
 
 
 class DistBeliefError(Exception):
-    """Something the user can act on. `hint` says what to do next; `details` is a traceback or a longer text."""
+    """An error that the user can act on. `hint` says what to do next; `details` is a traceback or a longer text."""
 
     exit_code = 1
 
@@ -26,7 +26,7 @@ class RunFailed(DistBeliefError):
 
 
 class RunInterrupted(DistBeliefError):
-    """Ctrl-C or SIGTERM: a clean end before the last step."""
+    """Ctrl-C or SIGTERM: the run ended cleanly before the last step."""
 
     exit_code = 130
 

@@ -1,4 +1,4 @@
-"""Job: what to learn. A plain value; it knows nothing of workers, strategies or engines."""
+"""Job: the description of a training job. A plain value, independent of workers, strategies and engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Matmul = Literal["torch", "onednn"]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training job, the same on one process or a thousand.
+    """One training job, the same for one process or a thousand.
 
     A batch of `data` is split into what the model gets and what the loss compares with: (x, y) calls
     `loss(model(x), y)`; (a, b, …, y) calls `loss(model(a, b, …), y)`; a mapping calls `loss(model(**batch), batch)`.
@@ -45,7 +45,7 @@ class Job:
     loss: Callable[[Any, Any], LossValue]
     """(output, target) -> the mean over the samples; or (sum, weight) where padding makes the true weight differ."""
     optimizer: OptimizerFactory
-    """Trainable parameters -> a torch optimizer. Parameter groups may be made by shape (e.g. `p.ndim`)."""
+    """Trainable parameters -> a torch optimizer. Parameter groups may be chosen by shape (e.g. `p.ndim`)."""
     data: Any
     """Tensors or arrays (one, a tuple, or a mapping), a map-style Dataset, or what `distbelief.idx` reads."""
     global_batch: int
@@ -53,7 +53,8 @@ class Job:
     steps: int | None = None
     epochs: float | None = None
     shards: int | None = None
-    """V, the number of units of work in a step; fixed for the life of a run. Default: from `global_batch` alone."""
+    """V, the number of units of work per step; constant for the whole run. Default: derived from `global_batch`
+    alone."""
     seed: int = 0
     schedule: Callable[[int], float] | None = None
     """Step -> factor on every parameter group's learning rate."""
@@ -62,7 +63,8 @@ class Job:
     precision: Precision = "fp32"
     """"bf16" runs forward and loss under autocast."""
     matmul: Matmul = "torch"
-    """"onednn": linear layers on processors multiply with it. Much faster on AMD's; other last bits than torch's."""
+    """With "onednn", linear layers on processors multiply with oneDNN: much faster on AMD, with other last bits than
+    torch."""
     compile: bool = False
     """Run the model through torch.compile. The first step of every worker waits for the compiler."""
     validation: Any = None
@@ -70,7 +72,7 @@ class Job:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Name -> function (output, target) -> (sum, weight), or a torchmetrics Metric. Mean loss is always there."""
     evaluate_every: int | None = None
-    """Steps between evaluations; there is always one after the last step (when there is validation data)."""
+    """Steps between evaluations; with validation data, the last step is always followed by one."""
     collate: Callable[[Sequence[Any]], Any] | None = None
     readers: int = 1
     """Reader processes per worker for a Dataset. In-memory tensors need none."""
@@ -78,9 +80,9 @@ class Job:
     drop_last: bool = False
     name: str = ""
     split: Sequence[str] = ()
-    """For pipelines, where the model cannot be cut automatically: names of modules that each may begin a stage."""
+    """For pipelines whose model cannot be cut automatically: names of modules, each of which may begin a stage."""
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
-    """For tensor parallelism: pattern of module names -> column, row or whole; what it says goes before the plan."""
+    """For tensor parallelism: pattern of module names -> column, row or whole. These entries override the plan."""
 
     def __post_init__(self) -> None:
         problem = self._problem()

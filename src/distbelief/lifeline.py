@@ -1,4 +1,4 @@
-"""A child process dies with its parent, however the parent ends."""
+"""Ends a child process when its parent ends, for whatever reason."""
 
 from __future__ import annotations
 

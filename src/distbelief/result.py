@@ -1,4 +1,4 @@
-"""How a run ended, for whoever started it."""
+"""The result of a run, for its caller."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ class Result:
     workers: int
     recoveries: int
     reexecuted: int = 0
-    """Steps that were executed again, since nobody had the state after them any more."""
+    """Steps that were executed again, because no living process had the state after them."""
     servers: int = 0
     """Parameter servers, in strategies that have them."""
     servers_lost: int = 0
-    """Of them, how many died and were replaced."""
+    """Parameter servers that died and were replaced."""
     server_pauses_s: tuple[float, ...] = ()
-    """For each of them, the time from its loss to the next step or update."""
+    """For each lost server, the seconds from its loss to the next step or update."""
     staleness: dict[str, int] = field(default_factory=dict)
-    """In asynchronous strategies: how many updates had which."""
+    """In asynchronous strategies: staleness -> number of updates."""
     helped: int = 0
-    """Shards of late workers that others have computed for them, by the workers that were there at the end."""
+    """Shards that other workers computed for late workers, counted by the workers present at the end."""
     pace: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Where it adapts itself: n_push and n_fetch of each worker at the end."""
+    """In strategies that adapt their pace: n_push and n_fetch of each worker at the end."""
     wire_ratio: float | None = None
-    """Bytes of gradients that were sent, of those that would have been sent uncompressed; None: not compressed."""
+    """Bytes of gradients sent, divided by their uncompressed size; None: not compressed."""
     refused: dict[str, int] = field(default_factory=dict)
-    """Messages that the coordinator did not hear, by reason: strangers, replays, members in another's name."""
+    """Messages that the coordinator refused, by reason: unauthenticated, replayed, or in another member's name."""
 
     profile: dict[str, Any] | None = None
-    """Where the time went, if a profile was taken: `trace` is the file to look at."""
+    """Summary of the profile, if one was taken; `trace` is the trace file."""
 
     def state_dict(self) -> dict[str, Any]:
         """The trained weights, for `model.load_state_dict`."""
@@ -51,7 +51,7 @@ class Result:
 
 
 def result_of(record: dict[str, Any], run_dir: Path, started: float) -> Result:
-    """From the journal's last record."""
+    """The result from the journal's last record."""
     result = record["result"]
     return Result(
         run_dir=str(run_dir),
@@ -63,7 +63,7 @@ def result_of(record: dict[str, Any], run_dir: Path, started: float) -> Result:
         wall_s=time.monotonic() - started,
         workers=result["workers"],
         recoveries=result["recoveries"],
-        reexecuted=result.get("reexecuted", 0),  # a run of an earlier version has none
+        reexecuted=result.get("reexecuted", 0),  # runs of earlier versions do not have it
         servers=result.get("servers", 0),
         servers_lost=result.get("servers_lost", 0),
         server_pauses_s=tuple(result.get("server_pauses_s", ())),

@@ -1,8 +1,8 @@
-"""The shard is the unit of work: which samples, which seed, which place in the sum.
+"""The shard is the unit of work: it fixes the samples, the seed and the place in the sum.
 
-Everything here is a pure function of numbers that the job fixes (seed, step, shard); nothing knows how many
-workers there are. A step consumes one global batch, cut into V shards; gradients of shards are added along one
-binary tree over the shard numbers, so that any assignment of shards to workers gives the same bits.
+Everything here is a pure function of numbers that the job fixes (seed, step, shard); nothing depends on the number of
+workers. A step uses one global batch, cut into V shards. The shards' gradients are added along one binary tree over the
+shard numbers, so any assignment of shards to workers gives the same bits.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ def mix(*numbers: int) -> int:
 
 
 def shard_seed(seed: int, step: int, shard: int) -> int:
-    """The seed of everything random inside shard `shard` of step `step` (dropout, noise)."""
+    """The seed for all random numbers of shard `shard` in step `step` (dropout, noise)."""
     return mix(seed, 1, step, shard) >> 1  # torch.manual_seed wants a signed 64-bit number
 
 
 def sample_seed(seed: int, epoch: int, sample: int) -> int:
-    """The seed of everything random while reading one sample (augmentation)."""
+    """The seed for all random numbers while one sample is read (augmentation)."""
     return mix(seed, 2, epoch, sample) >> 1
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Where step t is in the data: epoch, first position, size. A batch never crosses an epoch's end.
+    """Where step t is in the data: epoch, first position, size. A batch never crosses the end of an epoch.
 
     >>> s = Schedule(samples=10, global_batch=4, shards=2)
     >>> [s.batch(t) for t in range(4)]
@@ -60,21 +60,21 @@ class Schedule:
         return full + (1 if rest and not (self.drop_last and full) else 0)
 
     def batch(self, step: int) -> tuple[int, int, int]:
-        """(epoch, first, end): positions in that epoch's order of samples."""
+        """(epoch, first, end): positions in the epoch's order of samples."""
         epoch, index = divmod(step, self.steps_per_epoch)
         first = index * self.global_batch
         return epoch, first, min(first + self.global_batch, self.samples)
 
     def shard(self, step: int, shard: int) -> tuple[int, int, int]:
         """(epoch, first, end) of one shard. The cuts are those of a full batch, so a partial batch fills the first
-        shards whole instead of spreading single samples, which batch statistics could not use."""
+        shards and leaves the others empty; spreading single samples over all shards would break batch statistics."""
         epoch, first, end = self.batch(step)
         low = first + shard * self.global_batch // self.shards
         high = first + (shard + 1) * self.global_batch // self.shards
         return epoch, min(low, end), min(high, end)
 
     def occupied(self, step: int) -> int:
-        """How many shards of this step have samples. They are always the first ones."""
+        """The number of shards of this step that have samples. They are always the first ones."""
         _, first, end = self.batch(step)
         if end - first == self.global_batch:
             return self.shards
@@ -115,9 +115,9 @@ Program = int | tuple["Program", "Program"]
 
 
 def program(shards: int, occupied: int, sources: dict[Range, int]) -> Program:
-    """How to add up partial sums: a nested pair of source numbers, e.g. ((0, 1), 2) means (0 + 1) + 2.
+    """The order of adding partial sums: a nested pair of source numbers, e.g. ((0, 1), 2) means (0 + 1) + 2.
 
-    `sources` names the subtrees at hand. A subtree without samples is no node: its sibling stands for the sum.
+    `sources` maps the available subtrees to numbers. A subtree without samples is skipped: its sibling is the sum.
 
     >>> program(8, 8, {(0, 2): 0, (2, 3): 1, (3, 4): 2, (4, 8): 3})
     ((0, (1, 2)), 3)
@@ -139,7 +139,7 @@ def program(shards: int, occupied: int, sources: dict[Range, int]) -> Program:
 
 
 def default_shards(global_batch: int) -> int:
-    """The number of shards when the job does not say. docs/decisions/0003 has the measurements behind it."""
+    """The default number of shards. docs/decisions/0003 has the measurements behind it."""
     shards = 1
     while shards < 8 and global_batch // (2 * shards) >= 4:
         shards *= 2

@@ -1,7 +1,7 @@
-"""A run as seen from its directory while it goes on: the step, who its members are, where the coordinator is.
+"""Follows a run through the files in its directory: its step, its members' processes, and its coordinator.
 
-`advance` is a pure fold over the records of the journal and the metrics. `RunFollower` is the edge that reads the files
-again and again. Nothing here talks to a process of the run.
+`advance` is a pure fold over the records of the journal and the metrics. `RunFollower` reads the growing files. This
+module communicates with no process of the run.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from distbelief.observe.records import Record, Tail
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of a run so far."""
+    """The known state of a run."""
 
     step: int = 0
-    """Steps committed."""
+    """Number of committed steps."""
     members: Mapping[int, int] = field(default_factory=dict)
-    """Worker -> process, of the newest generation."""
+    """Worker -> process id, in the newest generation."""
     servers: Mapping[int, int] = field(default_factory=dict)
-    """Parameter server -> process, by the newest map."""
+    """Parameter server -> process id, in the newest map."""
     doubled: bool = False
-    """Whether every slice of the parameters has a backup by it, and no copy is under way."""
+    """Whether every slice of the parameters has a backup, and no copy is under way."""
     generation: int = 0
     started_at: float | None = None
     """When the first generation started (wall clock)."""
@@ -34,11 +34,11 @@ class Seen:
 
 
 def advance(seen: Seen, record: Record) -> Seen:
-    """Fold one record in, of the journal or of the metrics; other kinds are skipped."""
+    """Fold one record of the journal or of the metrics into the state; other kinds of records are ignored."""
     match record.get("kind"):
         case "step":
             return replace(seen, step=max(seen.step, int(record["step"]) + 1))
-        case "workers":  # while the member that reports the steps is cut off, the others still say how far they are
+        case "workers":  # while the member that reports steps is cut off, the others still report their progress
             return replace(seen, step=max(seen.step, int(record["step"])))
         case "generation" if int(record["generation"]) > seen.generation:
             return replace(
@@ -60,12 +60,12 @@ def advance(seen: Seen, record: Record) -> Seen:
 
 
 class JournalTail:
-    """The records of a journal, each once, also when a restarted coordinator cuts off a torn end or a compaction puts
-    another file in its place."""
+    """The records of a journal, each once, even if a restarted coordinator cuts off a torn end or a compaction replaces
+    the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = 0  # always just after a line feed: what follows may be torn, and be cut off
+        self._offset = 0  # always just after a line feed: the rest may be torn, and be cut off
         self._inode = 0
         self._seen: set[bytes] = set()
 
@@ -89,7 +89,8 @@ class JournalTail:
 
 
 class RunFollower:
-    """`poll` it; `seen` is the state then, `records` all that the journal has said, also what a compaction dropped."""
+    """Call `poll` repeatedly. `seen` is the present state; `records` has all records of the journal, also compacted
+    ones."""
 
     def __init__(self, run_dir: Path) -> None:
         self.seen = Seen()
@@ -100,7 +101,8 @@ class RunFollower:
 
     def poll(self) -> Seen:
         for record in self._journal.read():
-            record.setdefault("at", time.time())  # of a new epoch: it is read moments after it was written
+            # a new epoch's record has no time; it is read moments after it was written
+            record.setdefault("at", time.time())
             self.records.append(record)
             self.seen = advance(self.seen, record)
         for record in self._metrics.read():
@@ -108,7 +110,7 @@ class RunFollower:
         return self.seen
 
     def coordinator(self) -> Record | None:
-        """Its address and process, or None while there is none."""
+        """The coordinator's address and process id, or None while no coordinator runs."""
         try:
             found = _records([(self._run_dir / "coordinator.json").read_bytes()])
         except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""Carries a schedule of faults out on a run of this process, from a thread beside the engine's loop.
+"""Injects the faults of a schedule into a run of this process, from a thread beside the engine's loop.
 
-It learns the step and the members from the run directory, as any onlooker does, and acts with signals, requests for a
-number of workers, and a relay that can be cut. Whom a sentence strikes: the worker it names or, when that one is gone,
-the living one in its place; else a random one. A fault that may end a worker waits until somebody would be left to go
-on, and one that ends a parameter server until others have all that it has.
+The thread reads the step and the members from the run directory. It acts with signals, requests for a number of
+workers, and a relay that can be cut. A sentence strikes the named worker; if that worker is gone, the living worker in
+its place; without a name, a random worker. A fault that may end a worker waits until another worker would remain, and a
+fault that ends a parameter server waits until other servers have all of its data.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from distbelief.errors import DistBeliefError
 
 POLL_S = 0.01
 ASK_AGAIN_S = 0.1
-ASKING_S = 30.0  # the coordinator may be away when a request comes due: it is killed by other sentences
+ASKING_S = 30.0  # the coordinator may be restarting at that moment, because another sentence killed it
 
 
 @dataclass
 class _Lasting:
-    """A fault that is going on: what ends it, and when (monotonic clock)."""
+    """A fault in progress: the action that ends it, and its end (monotonic clock)."""
 
     ends_at: float
     worker: int
@@ -39,9 +39,9 @@ class _Lasting:
 
 
 class Injector:
-    """Use as a context manager around the run. Afterwards `notes` says what was done, `missed` what was not.
+    """A context manager around the run. Afterwards `notes` lists the injected faults, and `missed` the others.
 
-    `ask` asks the coordinator for a number of workers; it returns why that was refused, or "".
+    `ask` requests a number of workers from the coordinator; it returns the reason of a refusal, or "".
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Injector:
         self._ask = ask
         self._say = say
         self._victims: dict[int, Victim | None] = {}
-        self._gone: set[int] = set()  # killed or sent away: it may take a moment until it has ended
+        self._gone: set[int] = set()  # killed or removed; the process may live on for a moment
         self._coordinator_killed = 0
         self._servers_killed: set[int] = set()
         self._lasting: list[_Lasting] = []
@@ -89,13 +89,13 @@ class Injector:
 
     @property
     def missed(self) -> list[str]:
-        """The sentences that were not carried out, with the reason."""
+        """The sentences that were not carried out, each with the reason."""
         late = [f"{fault} (the run ended before)" for fault in timeline.never_due(self._pending)]
         return late + [f"{fault} (nobody would have been left to go on)" for fault in self._waiting]
 
     @property
     def journal(self) -> list[Record]:
-        """The journal as it was seen to grow."""
+        """The journal's records seen so far."""
         self._follower.poll()
         return self._follower.records
 
@@ -105,7 +105,7 @@ class Injector:
         try:
             while not self._over.wait(POLL_S) and not self._follower.seen.ended:
                 self._look()
-        except BaseException as error:  # told by the thread that started us
+        except BaseException as error:  # the starting thread raises it again
             self._failure = error
         finally:
             for one in self._lasting:
@@ -130,7 +130,7 @@ class Injector:
         self._waiting = [fault for fault in self._waiting + found if not self._carry_out(fault, seen)]
 
     def _carry_out(self, fault: Fault, seen: Seen) -> bool:
-        """False: it cannot be done now; it is tried again at the next look."""
+        """Carry out a fault. False: it is impossible now; the next look tries again."""
         match fault.kind:
             case "kill coordinator":
                 return self._kill_coordinator(fault)
@@ -193,7 +193,7 @@ class Injector:
 
     def _kill_coordinator(self, fault: Fault) -> bool:
         found = self._follower.coordinator()
-        # The old one's number stays in the file until the next one is up; for a moment it is still seen to live.
+        # The old process id stays in the file until the next server is up; for a moment that server still seems alive.
         if found is None or int(found["pid"]) == self._coordinator_killed:
             return False
         victim = catch(int(found["pid"]))
@@ -208,7 +208,7 @@ class Injector:
     def _kill_server(self, fault: Fault, seen: Seen) -> bool:
         living = [number for number in sorted(seen.servers) if number not in self._servers_killed]
         if not seen.doubled or len(living) < len(seen.servers):
-            return False  # a copy is under way, or the last one that was killed is still in the map
+            return False  # a copy is under way, or the map still has the last server that was killed
         if fault.worker is None:
             server = self._dice.choice(living)
         else:
@@ -224,7 +224,7 @@ class Injector:
 
     def _note(self, fault: Fault, whom: str, worker: int | None = None, server: int | None = None) -> None:
         self._say(f"fault: {fault} ({whom})")
-        # The clock last: what is measured begins with the blow itself.
+        # Read the clock last: the measurement starts with the fault itself.
         self.notes.append(Note(fault.kind, str(fault), time.time(), worker, server))
 
     def _request(self, workers: int) -> None:

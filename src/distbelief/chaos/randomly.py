@@ -1,4 +1,4 @@
-"""Random schedules: the same seed gives the same text. Pure; whether a run survives them is not its business."""
+"""Random schedules: the same seed gives the same text. Pure; it does not judge whether a run survives them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from distbelief.chaos.rules.schedule import KINDS, WORKER_FAULTS, Fault, When, w
 FEWEST, MOST = 3, 6
 SHORTEST_S, LONGEST_S = 0.1, 2.0
 LAST_PART = 0.8
-"""No fault is planned in the last fifth of a run: it would often end before the fault could be answered."""
+"""No fault is planned in the last fifth of a run: the run would often end before its answer to the fault."""
 
 
 def random_schedule(seed: int, workers: int, steps: int, servers: int = 0) -> str:
-    """A few faults of any kind, spread over the run, as a schedule's text. Where there is one parameter server, it is
-    spared: nobody else has what it has.
+    """A few faults of any kind, spread over the run, as a schedule's text. A single parameter server is never killed:
+    no other server has its data.
 
     >>> random_schedule(1, 4, 100) == random_schedule(1, 4, 100)
     True
     """
     dice = random.Random(seed)
     number = dice.randint(FEWEST, MOST)
-    # Each kind at most once before any comes again, so that a few schedules cover all of them.
+    # Each kind at most once before any repeats, so that a few schedules cover all kinds.
     possible = [kind for kind in KINDS if servers > 1 or kind != "kill server"]
     kinds = dice.sample(possible, k=len(possible))[:number]
     last = max(1, int(steps * LAST_PART))
@@ -37,6 +37,6 @@ def _fault(dice: random.Random, kind: str, workers: int, step: int) -> Fault:
         when=When(step),
         for_s=round(dice.uniform(SHORTEST_S, LONGEST_S), 1) if kind in ("freeze worker", "cut worker") else None,
         factor=float(dice.randint(2, 5)) if kind == "slow worker" else 1.0,
-        # Down to one worker there would be nobody left to take over from the next one that is killed.
+        # With one worker left, no other worker could take over after the next kill.
         count=dice.randint(2, max(2, workers + 1)) if kind == "scale" else 0,
     )

@@ -1,7 +1,7 @@
-"""A loopback line between each worker and the coordinator that can be cut: bytes stop flowing, nothing is closed.
+"""A loopback relay between each worker and the coordinator that can be cut: bytes stop, but no connection is closed.
 
-That is what a broken network looks like from both ends. One thread moves the bytes of all lines; it does not know what
-they mean. The coordinator may come back at another address: `moved` tells where new connections go.
+Both ends see the same as with a broken network. One thread moves the bytes of all connections; it does not interpret
+them. The coordinator may return at another address: `moved` sets the target of new connections.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHUNK_BYTES = 1 << 16
 
 @dataclass(eq=False)
 class _End:
-    """One socket of a connection; `waiting` is what its other end sent and it could not take yet."""
+    """One socket of a connection; `waiting` has bytes from the other end that this socket could not take yet."""
 
     line: _Line
     sock: socket.socket
@@ -30,7 +30,7 @@ class _End:
 
 @dataclass(eq=False)
 class _Line:
-    """All of one worker's connections."""
+    """All connections of one worker."""
 
     worker: int
     listener: socket.socket
@@ -39,10 +39,11 @@ class _Line:
 
 
 class Relay:
-    """Use as a context manager; `dial` is the hook that the engine asks for each worker's address."""
+    """A context manager; the engine calls `dial` for each worker's address."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # the engine and the injector call in; the thread holds it while it moves bytes
+        # the engine and the injector call from other threads; the relay's thread holds it while it moves bytes
+        self._lock = threading.Lock()
         self._lines: dict[int, _Line] = {}
         self._upstream = ""
         self._selector = selectors.DefaultSelector()
@@ -67,7 +68,7 @@ class Relay:
         os.close(self._wake)
 
     def dial(self, worker: int, address: str) -> str:
-        """The address that a worker shall connect to instead of the coordinator's own."""
+        """The address to which a worker shall connect instead of the coordinator's own."""
         with self._lock:
             self._upstream = address
             if worker not in self._lines:
@@ -84,7 +85,7 @@ class Relay:
             self._upstream = address
 
     def cut(self, worker: int) -> bool:
-        """Let nothing through any more, in either direction. False: that worker has no line here."""
+        """Stop all bytes in both directions. False: the worker has no connection through this relay."""
         return self._set(worker, True)
 
     def mend(self, worker: int) -> bool:
@@ -101,7 +102,7 @@ class Relay:
         return True
 
     def _interrupt(self) -> None:
-        """The thread waits on a set of sockets that has just changed."""
+        """Wake the thread up: the set of sockets that it waits on has changed."""
         os.eventfd_write(self._wake, 1)
 
     # --- the thread --------------------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ class Relay:
         elif isinstance(item, _Line):
             if not item.cut:
                 self._accept(item)
-        elif item in item.line.ends and not item.line.cut:  # else it was closed or cut since it was found ready
+        elif item in item.line.ends and not item.line.cut:  # otherwise it was closed or cut after it was found ready
             try:
                 self._flow(item, events)
             except OSError:
@@ -134,7 +135,8 @@ class Relay:
         parts = urlsplit(self._upstream)
         try:
             far = socket.create_connection((parts.hostname, parts.port), timeout=1.0)
-        except OSError:  # nobody there: the worker sees its connection close, as without us, and tries again
+        # nothing listens there: the worker sees its connection close, as without a relay, and tries again
+        except OSError:
             near.close()
             return
         pair = [_End(line, near), _End(line, far)]
@@ -167,7 +169,8 @@ class Relay:
             end.line.ends.remove(one)
 
     def _update(self, line: _Line) -> None:
-        """Wait for what can go on: nothing on a cut line; no more input for an end that cannot take what it has."""
+        """Register the sockets that can make progress: none of a cut worker; no input for an end whose buffer is
+        full."""
         self._watch(line.listener, 0 if line.cut else selectors.EVENT_READ, line)
         for end in line.ends:
             assert end.other is not None

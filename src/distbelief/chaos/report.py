@@ -1,4 +1,4 @@
-"""How a verdict is shown: a table and a sentence for people, an object for programs. It decides nothing."""
+"""Shows a verdict: a table and a sentence for people, an object for programs."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _weights(verdict: Verdict) -> str:
 
 
 def _finite(near: Closeness | None) -> float | None:
-    """JSON has no infinity: null stands for a difference between a number and none, too."""
+    """A number for JSON, which has no infinity: null also stands for a difference between a number and none."""
     return near.relative if near is not None and math.isfinite(near.relative) else None
 
 

@@ -1,8 +1,8 @@
-"""Runs a job twice, without faults and under them, and gathers the records that `rules/verdict.py` judges.
+"""Runs a job twice, without and with faults, and collects the records that `rules/verdict.py` judges.
 
 Some strategies promise the weights of an undisturbed run within rounding, not bit for bit. For these the trial also
-measures how far the two runs' weights are apart, as `distbelief verify` does: by a tolerance, and beyond it by the
-difference that rounding alone makes to this job in the same number of steps.
+compares the weights of both runs as `distbelief verify` does: by a tolerance, and beyond it by the difference that
+rounding alone makes for this job in the same number of steps.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ ASK_S = 1.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What both runs have in common."""
+    """The settings that both runs share."""
 
     job: Path
     settings: Mapping[str, str]
     workers: int
     strategy: str
     run_dir: Path
-    """The runs are kept in folders below it."""
+    """Both runs are stored in folders below it."""
 
 
 @dataclass(frozen=True)
 class Struck:
-    """A run under faults: what it left, what was done to it, and the sentences that came to nothing."""
+    """A run with faults: its results, the injected faults, and the sentences that were not carried out."""
 
     evidence: Evidence
     notes: tuple[Note, ...]
@@ -58,16 +58,16 @@ class Struck:
 
 
 def run_twin(plan: Plan, stream: TextIO) -> Evidence:
-    """The job without faults."""
+    """Run the job without faults."""
     result = _run(plan, plan.run_dir / "twin", stream, None)
     return _evidence(result, journal.read(Path(result.run_dir) / "journal.jsonl"))
 
 
 def run_under_faults(plan: Plan, name: str, faults: Sequence[Fault], seed: int, stream: TextIO) -> Struck:
-    """The job in the folder `name`, with the faults carried out while it runs."""
+    """Run the job in the folder `name`, and inject the faults during the run."""
     run_dir = plan.run_dir / name
     with contextlib.ExitStack() as stack:
-        # Only where a line is to be cut: nobody's messages take a detour without need.
+        # The relay is used only if a schedule cuts a connection: otherwise messages need no detour.
         cuts = any(fault.kind == "cut worker" for fault in faults)
         relay = stack.enter_context(Relay()) if cuts else None
         injector = Injector(
@@ -101,7 +101,7 @@ def _run(plan: Plan, run_dir: Path, stream: TextIO, relay: Relay | None) -> Resu
 
 
 def _ask(run_dir: Path, workers: int) -> str:
-    # Not long: it may have been sent to a coordinator that is gone, and is then sent again to the next one.
+    # A short time-out: the request may have gone to a dead coordinator, and is then repeated to the next one.
     answer = client.ask(run_dir, ScaleRequested(workers=workers), timeout_s=ASK_S)
     return "" if answer.ok else answer.text
 
@@ -112,7 +112,7 @@ def _evidence(result: Result, records: Sequence[Record]) -> Evidence:
 
 
 def _under_faults(error: DistBeliefError, notes: Sequence[Note]) -> DistBeliefError:
-    """The same failure, with what was done to the run: that is what a report of it must hold."""
+    """The same failure, extended by the list of injected faults."""
     done = [f"{note.text}{'' if note.worker is None else f' → worker {note.worker}'}" for note in notes]
     error.message = f"the run under faults did not complete: {error.message}"
     error.details = "\n".join(["faults carried out before:", *(done or ["none"]), "", error.details]).rstrip()
@@ -127,7 +127,7 @@ def _sayer(stream: TextIO) -> Callable[[str], None]:
     return say
 
 
-# --- how far weights are apart, where a strategy promises them within rounding ------------------------------------
+# --- comparing weights, for strategies that promise them within rounding ------------------------------------------
 
 
 def how_close(plan: Plan, twin: Evidence, faulty: Evidence, stream: TextIO) -> Closeness:
@@ -145,7 +145,8 @@ def closeness(found: Comparison) -> Closeness:
 
 
 def _with_and_without_a_nudge(plan: Plan, steps: int, stream: TextIO) -> tuple[Trained, Trained]:
-    """The job in one plain process, and the same from weights that are a rounding away; once for all schedules."""
+    """Train the job in one plain process, once from its weights and once from weights changed by one rounding; shared
+    by all schedules."""
     folders = plan.run_dir / "plain", plan.run_dir / "nudged"
     for folder in folders:
         if not (folder / "weights.safetensors").exists():

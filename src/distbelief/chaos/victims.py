@@ -1,7 +1,7 @@
-"""Signals to the processes of our own run: stop, go on, slow down, end. It never decides whom or when.
+"""Sends signals to processes of this run: stop, continue, slow down, end. The caller decides the process and the time.
 
-A process is held by a pidfd from the moment its number is first read, so that no signal can ever reach another process
-that was given the same number; and it is only held if it descends from this process.
+A process is held by a pidfd from the moment its id is first read, so no signal can reach another process that was given
+the same id. Only descendants of this process can be held.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RUN_SLICE_S = 0.004
 
 
 class Victim:
-    """One living process. Holds are counted: it runs again when everybody who stopped it has let go."""
+    """One living process. Stops are counted: the process continues when every stop was released."""
 
     def __init__(self, pid: int, fd: int) -> None:
         self.pid = pid
@@ -29,7 +29,7 @@ class Victim:
 
     @property
     def alive(self) -> bool:
-        """A process that nobody has reaped yet counts as gone: it does nothing any more."""
+        """Whether the process runs. A zombie counts as dead: it does nothing any more."""
         with self._lock:
             return self._fd >= 0 and not select.select([self._fd], [], [], 0)[0]
 
@@ -54,7 +54,7 @@ class Victim:
                 self._send(signal.SIGCONT)
 
     def close(self) -> None:
-        """Let it run and forget it; it may be called twice."""
+        """Let the process run and release it; may be called twice."""
         with self._lock:
             if self._fd >= 0:
                 if self._holds:
@@ -73,12 +73,12 @@ class Victim:
 
 
 def catch(pid: int) -> Victim | None:
-    """Take hold of a process of our own; None when it is gone or is not ours."""
+    """Hold a descendant process; None if it is gone or is no descendant."""
     try:
         fd = os.pidfd_open(pid)
     except OSError:
         return None
-    # The number cannot change hands between these two lines without the descriptor seeing its process end.
+    # The id cannot be reused between these two lines without the descriptor reporting the process's end.
     victim = Victim(pid, fd)
     ours = False
     with contextlib.suppress(psutil.Error):
@@ -90,7 +90,7 @@ def catch(pid: int) -> Victim | None:
 
 
 class Throttle:
-    """Let a process run for 1/factor of the time, in slices of a few milliseconds, until `end`."""
+    """Let a process run for 1/factor of the time, in slices of a few milliseconds, until `end` is called."""
 
     def __init__(self, victim: Victim, factor: float) -> None:
         self._victim = victim
@@ -108,7 +108,7 @@ class Throttle:
         while self._victim.alive and not self._over.is_set():
             self._over.wait(RUN_SLICE_S)
             self._victim.hold()
-            # The stop follows the slice as it really was: timers are late on a busy machine, the ratio is not.
+            # The pause follows the real length of the slice: timers are late on a busy machine, the ratio is not.
             self._over.wait((time.monotonic() - running_since) * (self._factor - 1))
             running_since = time.monotonic()
             self._victim.let_go()

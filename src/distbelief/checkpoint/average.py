@@ -1,4 +1,4 @@
-"""The element-wise mean of several models: sums in float64 and in the order given, then one rounding."""
+"""The element-wise mean of several models: summed in float64 in the given order, then rounded once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _ONE_ROUNDING_AWAY = {torch.float64, torch.float32, torch.complex128, torch.comp
 
 
 def average(sources: Sequence[Source], weights: Sequence[float] | None = None) -> dict[str, torch.Tensor]:
-    """Σ wᵢ·xᵢ / Σ wᵢ of each floating tensor. Integers and booleans cannot be averaged: they must agree."""
+    """Σ wᵢ·xᵢ / Σ wᵢ of each floating tensor. Integer and boolean tensors have no mean: they must be equal in all
+    sources."""
     shares = [1.0] * len(sources) if weights is None else weights
     _require_one_model(sources)
     _require_equal_integers(sources)
@@ -25,10 +26,11 @@ def average(sources: Sequence[Source], weights: Sequence[float] | None = None) -
 
 
 def round_once(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float64 to `dtype` with a single rounding, to the nearest, ties to even.
+    """Convert float64 to `dtype` with a single rounding, to the nearest, ties to even.
 
-    torch reaches the smaller types by way of float32 and so rounds twice, which is wrong near a tie. Rounding to odd
-    on the way (towards zero, and the last bit set when anything was cut off) keeps what the second rounding must know.
+    torch converts to the smaller types through float32 and so rounds twice, which is wrong near a tie. This function
+    rounds to odd on the way (towards zero, with the last bit set if anything was cut off), which preserves the
+    information for the second rounding.
 
     >>> near_a_tie = torch.tensor([1 + 2**-11 + 2**-40], dtype=torch.float64)
     >>> near_a_tie.to(torch.float16).item(), round_once(near_a_tie, torch.float16).item()

@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint, one class per thing to do about it."""
+"""The errors of checkpoints: one class for each way to handle them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from distbelief.errors import DistBeliefError
 
 
 class StorageFailed(DistBeliefError):
-    """The disk or the object store did not do what it was asked: full, read-only, forbidden, out of reach."""
+    """The disk or the object store refused or failed: full, read-only, forbidden, or out of reach."""
 
 
 class CheckpointExists(DistBeliefError):
-    """This step is sealed already. Its files are never written again, so that a sound checkpoint stays sound."""
+    """This step is sealed already. A sealed checkpoint's files are never written again, so a sound checkpoint stays
+    sound."""
 
 
 class CheckpointIncomplete(DistBeliefError):
-    """The parts do not hold every element of every tensor exactly once, so they are not sealed."""
+    """The parts do not hold every element of every tensor exactly once, so the checkpoint is not sealed."""
 
 
 class CheckpointMismatch(DistBeliefError):
-    """The checkpoint is sound, but of another model; `details` has a line for each tensor that differs."""
+    """The checkpoint is sound but belongs to another model; `details` has a line for each tensor that differs."""
 
 
 class CheckpointUnusable(DistBeliefError):
@@ -26,7 +27,7 @@ class CheckpointUnusable(DistBeliefError):
 
 
 class CheckpointMissing(CheckpointUnusable):
-    """There is no manifest, so there is no checkpoint."""
+    """The step has no manifest, so it has no checkpoint."""
 
 
 class CheckpointDamaged(CheckpointUnusable):
@@ -34,4 +35,4 @@ class CheckpointDamaged(CheckpointUnusable):
 
 
 class CheckpointFormat(CheckpointUnusable):
-    """Written in a format that this version does not read."""
+    """The checkpoint has a format that this version does not read."""

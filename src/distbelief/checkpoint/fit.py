@@ -1,4 +1,4 @@
-"""Whether two sets of tensors belong to the same model: the same names, shapes and types; and if not, which differ."""
+"""Compares the names, shapes and types of two sets of tensors: do they belong to the same model?"""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 from distbelief.errors import DistBeliefError
 
-SHOWN = 30  # lines of a list of differences; more help nobody
+SHOWN = 30  # most lines in a list of differences; longer lists do not help
 
 Forms = Mapping[str, str]
-"""Name -> type and shape, in words."""
+"""Name -> type and shape, as text."""
 
 
 def form(dtype: str, shape: Sequence[int]) -> str:
@@ -23,7 +23,7 @@ def forms(tensors: Mapping[str, torch.Tensor]) -> Forms:
 
 
 def differences(one: Forms, one_is: str, other: Forms, other_is: str) -> list[str]:
-    """A line for each tensor in which they differ, in name order.
+    """One line for each tensor that differs, in name order.
 
     >>> a, b = {"w": torch.zeros(2, 3), "v": torch.zeros(1)}, {"w": torch.zeros(4, 3)}
     >>> differences(forms(a), "the run", forms(b), "the model")
@@ -39,7 +39,7 @@ def differences(one: Forms, one_is: str, other: Forms, other_is: str) -> list[st
 def misfit(
     message: str, lines: Sequence[str], hint: str = "", kind: type[DistBeliefError] = DistBeliefError
 ) -> DistBeliefError:
-    """The error for `lines`: the first one in the message, all of them below it."""
+    """The error for `lines`: the message has the first line, the details have all of them."""
     more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
     listed = [*lines[:SHOWN], *([f"… and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])]
     return kind(f"{message}: {lines[0]}{more}", hint=hint, details="\n".join(listed) if more else "")

@@ -1,4 +1,4 @@
-"""Tensors that are read on first use, and only the boxes of them that are asked for."""
+"""Tensors that are read on first use, whole or only the requested boxes."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from distbelief.checkpoint.rules import boxes
 from distbelief.checkpoint.rules.boxes import Box
 
 Outline = tuple[torch.dtype, tuple[int, ...]]
-"""What is known of a tensor without reading it."""
+"""The type and shape of a tensor, known without reading it."""
 
 Wanted = tuple[str, Box]
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
-    """Tensors by name. Iterating, `len` and `in` read nothing; every value is a new CPU tensor, read when it is asked
-    for. To read many, `read_boxes` is the way: it goes through every file once."""
+    """Tensors by name. Iteration, `len` and `in` read nothing; each value is a new CPU tensor, read on access. Use
+    `read_boxes` to read many tensors: it reads through every file once."""
 
     def __init__(self, outlines: Mapping[str, Outline]) -> None:
         self.outlines = outlines
 
     @abstractmethod
     def read(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
-        """The wanted boxes, in that order. All or nothing; no more is held in memory than they and a few blocks."""
+        """Read the wanted boxes, in the given order. Raises if any box cannot be read. Uses memory for the boxes and a
+        few blocks."""
 
     def check(self, names: Iterable[str] | None = None) -> None:
-        """Find out now whether these tensors, or all of them, are sound, as far as the files tell: raises what is not.
-        It is not done again when they are read."""
+        """Check these tensors, or all of them, as far as the files allow it; raises an error about the first fault.
+        Later reads do not check them again."""
 
     def read_boxes(self, wanted: Mapping[str, Box]) -> dict[str, torch.Tensor]:
         return dict(zip(wanted, self.read(list(wanted.items())), strict=True))
@@ -40,7 +41,7 @@ class LazyTensors(Mapping[str, torch.Tensor]):
         return self.read([(name, box)])[0]
 
     def read_whole(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
-        """All, or those named."""
+        """Read all tensors, or the named ones."""
         return self.read_boxes({name: self._whole(name) for name in (self if names is None else names)})
 
     def _whole(self, name: str) -> Box:
@@ -59,7 +60,7 @@ class LazyTensors(Mapping[str, torch.Tensor]):
         return name in self.outlines
 
     def blank(self, name: str, box: Box) -> torch.Tensor:
-        """Memory for a box."""
+        """Uninitialised memory for a box."""
         dtype, shape = self.outlines[name]
         if not boxes.is_box_of(shape, box):
             raise ValueError(f"tensor '{name}' of shape {shape} has no box {boxes.shown(box)}")
@@ -67,10 +68,10 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 
 
 class Renamed(LazyTensors):
-    """Some of the tensors of another, under other names; several names may mean the same one."""
+    """Tensors of another `LazyTensors` under other names; several names may mean the same tensor."""
 
     def __init__(self, inner: LazyTensors, names: Mapping[str, str]) -> None:
-        """`names`: new name -> the other's."""
+        """`names`: new name -> name in `inner`."""
         super().__init__({name: inner.outlines[old] for name, old in names.items()})
         self._inner = inner
         self._names = names
@@ -79,7 +80,7 @@ class Renamed(LazyTensors):
         self._inner.check(self._names[name] for name in (self if names is None else names))
 
     def read(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
-        """What is wanted under two names is one tensor."""
+        """Read the wanted boxes; a tensor that is wanted under two names is read once."""
         asked = [(self._names[name], box) for name, box in wanted]
         once = list(dict.fromkeys(asked))
         found = dict(zip(once, self._inner.read(once), strict=True))
@@ -94,14 +95,14 @@ def outlines_of(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Outline]:
 
 # --- from an entry's bytes into a tensor --------------------------------------------------------------------------
 
-GAP_BYTES = 1 << 18  # what lies between two spans and is shorter is read along: quicker than another request
+GAP_BYTES = 1 << 18  # shorter gaps between two spans are read too: quicker than another request
 
-_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # copying knows nothing of types
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # a copy needs the element's size only
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Where an entry lies in its tensor: elements `first` to `first + count` of a box, in the order of that box."""
+    """The place of an entry in its tensor: elements `first` to `first + count` of a box, in the box's own order."""
 
     frame: Box
     first: int
@@ -112,7 +113,7 @@ class Extent:
         return cls(boxes.whole(shape), first, count) if box is None else cls(box, 0, count)
 
     def boxes(self, start: int, count: int) -> list[Box]:
-        """So many of its elements, from its own `start` on, as boxes of the tensor, in order."""
+        """Elements `start` to `start + count` of the entry as boxes of the tensor, in order."""
         corner = tuple((-low, -low) for low, _ in self.frame)
         found = boxes.boxes_of(boxes.sizes(self.frame), self.first + start, count)
         return [boxes.within(box, corner) for box in found]
@@ -121,7 +122,7 @@ class Extent:
         return any(boxes.common(box, wanted) is not None for box in self.boxes(0, self.count))
 
     def spans(self, wanted: Box, gap: int) -> Iterator[tuple[int, int]]:
-        """Which of its elements to read for a box, from 0; more where less than `gap` of them lie in between."""
+        """Spans of the entry's elements to read for a box, counted from 0. A gap shorter than `gap` is read too."""
         shared = boxes.common(self.frame, wanted)
         if shared is None:
             return
@@ -132,7 +133,7 @@ class Extent:
 
 
 class Filling:
-    """A `Sink` that puts what is wanted of an entry into its place in `into`, which has the wanted box's shape."""
+    """A `Sink` that copies the wanted elements of an entry into `into`, a tensor of the wanted box's shape."""
 
     def __init__(self, extent: Extent, wanted: Box, into: torch.Tensor) -> None:
         self._extent = extent
@@ -143,7 +144,7 @@ class Filling:
         self._one_piece = self._as_one_piece()
 
     def _as_one_piece(self) -> tuple[int, int] | None:
-        """First and end, in the frame's order, of a wanted box that lies in it as a single stretch."""
+        """First and end of the wanted box in the frame's order, if the box is a single stretch of the frame."""
         frame = self._extent.frame
         if boxes.common(frame, self._wanted) != self._wanted:
             return None
@@ -151,7 +152,7 @@ class Filling:
         return stretch and (stretch[0], stretch[0] + stretch[1])
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """The bytes of the entry that have to be read."""
+        """The bytes of the entry that must be read."""
         for start, end in self._extent.spans(self._wanted, GAP_BYTES // self._width):
             yield start * self._width, end * self._width
 

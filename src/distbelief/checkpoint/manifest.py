@@ -1,10 +1,10 @@
-"""The manifest: what a checkpoint consists of, as strict JSON with a checksum over itself.
+"""The manifest: the content of a checkpoint, as strict JSON with a checksum over itself.
 
     FOLDER/step-000000120/manifest.json
     FOLDER/step-000000120/part-00001-of-00002.safetensors
 
-The last key, `checksum`, covers every byte before it. It and `format_version` keep their place and meaning in every
-version of the format, so that damage is told from another version. This module reads and writes no files.
+The last key, `checksum`, covers every byte before it. `checksum` and `format_version` keep their place and meaning in
+every version of the format, so a reader can tell damage from another version. This module reads and writes no files.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from distbelief.checkpoint.rules import boxes
 from distbelief.checkpoint.rules.boxes import Box, Stretch, coverage_fault
 
 OLDEST_FORMAT = 1
-"""Tensors lie in stretches alone. Still written where it says everything, so that older programs can read it."""
+"""Format with stretches of tensors only. It is still written when it suffices, so that older programs can read it."""
 NEWEST_FORMAT = 2
-"""Boxes of tensors too."""
+"""Format with stretches and boxes of tensors."""
 MANIFEST = "manifest.json"
 
 # torch's name of a type -> (safetensors' name, bytes per element)
@@ -54,20 +54,20 @@ _DAMAGED_HINT = "restore it from a copy, or delete this checkpoint; resuming tak
 
 
 class PartEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A stretch of one tensor, in row-major order, or a box of it, as a part holds it."""
+    """A piece of one tensor in a part: a stretch in row-major order, or a box."""
 
     tensor: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     first: int
     count: int
     box: Box | None = None
-    """None: a stretch. Otherwise `first` is the place of its first element in the whole tensor."""
+    """None: the piece is a stretch. Otherwise `first` is the index of the box's first element in the whole tensor."""
 
     @classmethod
     def of_box(cls, tensor: str, dtype: str, shape: Sequence[int], box: Box) -> PartEntry:
-        """A box that is a single stretch becomes one. What `seal` is told of an empty one is passed over.
+        """The entry of a box. A box that is a single stretch becomes a stretch. `seal` ignores entries of empty boxes.
 
         >>> PartEntry.of_box("w", "float32", (4, 6), ((0, 4), (2, 4))).key
         'w[0:4,2:4]'
@@ -83,7 +83,7 @@ class PartEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def empty(self) -> bool:
-        """Nothing of a tensor that has elements: such a box is not written."""
+        """Whether the box has no elements although the tensor has some; such a box is not written."""
         return self.box is not None and not self.count and prod(self.shape) > 0
 
     @property
@@ -92,7 +92,7 @@ class PartEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def key(self) -> str:
-        """Its name inside the part: a whole tensor keeps its own, so that the file means something by itself."""
+        """The entry's name inside the part. A whole tensor keeps its own name, so the file is readable on its own."""
         if self.whole:
             return self.tensor
         return f"{self.tensor}{boxes.shown(self.box or ((self.first, self.first + self.count),))}"
@@ -109,7 +109,7 @@ class PartEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PartRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the writer of a part tells whoever seals the checkpoint."""
+    """The description of a written part, from the part's writer to the member that seals the checkpoint."""
 
     file: str
     size_bytes: int
@@ -131,7 +131,7 @@ class TensorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the caller knows about a step, each a JSON object of its own making."""
+    """The caller's facts about a step. The caller makes the content of each JSON object."""
 
     job: dict[str, Any] = {}
     data: dict[str, Any] = {}
@@ -149,7 +149,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     random: dict[str, Any]
     versions: dict[str, Any]
     metrics: dict[str, float | None]
-    """A value that is no finite number is None: JSON has no other way to say it."""
+    """None stands for a value that is not finite, because JSON cannot express it."""
     parts: tuple[PartFile, ...]
     tensors: tuple[TensorRecord, ...]
 
@@ -163,7 +163,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def format_of(tensors: Iterable[TensorRecord]) -> int:
-    """The oldest format that can say where these tensors lie."""
+    """The oldest format that can describe the places of these tensors."""
     has_boxes = any(stretch.box is not None for t in tensors for stretch in t.stretches)
     return NEWEST_FORMAT if has_boxes else OLDEST_FORMAT
 
@@ -204,14 +204,14 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def _plain(value: object) -> str:
-    """`torch.__version__` is a string of a class of its own."""
+    """Converts instances of `str` subclasses, such as `torch.__version__`, to plain values."""
     if isinstance(value, str):
         return str.__str__(value)
     raise TypeError(f"a checkpoint's facts are plain JSON: {type(value).__name__} is not")
 
 
 def decode(data: bytes, url: str, step: int) -> Manifest:
-    """The manifest in these bytes, every claim of it checked; `url` is for messages."""
+    """Decode a manifest and check all of it; `url` is for error messages."""
     body, mark, tail = data.rpartition(_MARK)
     if not mark or not tail.endswith(b'"}'):
         raise CheckpointDamaged(f"{url} is torn: it does not end with its checksum", hint=_DAMAGED_HINT)
@@ -244,7 +244,7 @@ def _check_version(found: int, url: str) -> None:
 
 
 def _fault(manifest: Manifest) -> str:
-    """What is wrong with a manifest whose JSON is right, or nothing."""
+    """The fault of a manifest whose JSON is valid, or an empty string."""
     parts = len(manifest.parts)
     for number, part in enumerate(manifest.parts, start=1):
         if part.file != part_name(number, parts):  # also keeps every path inside the folder

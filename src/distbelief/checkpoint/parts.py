@@ -1,8 +1,8 @@
 """The parts of a checkpoint: safetensors files, written and read as streams of blocks.
 
-A part holds what one member saves: stretches and boxes of tensors. Writing takes at most one block of memory, and so
-does reading, beside what the caller keeps. Checksums are SHA-256: current processors have instructions for it, which
-make OpenSSL's SHA-256 quicker than BLAKE2b.
+A part holds the stretches and boxes of tensors that one member saves. Writing needs at most one block of memory; so
+does reading, besides the caller's own tensors. Checksums are SHA-256: current processors have instructions for it, so
+OpenSSL's SHA-256 is quicker than BLAKE2b.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _ALIGN = 8
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor in a file, in the order of their bytes."""
+    """A tensor in a file; tensors are listed in the order of their bytes."""
 
     key: str
     kind: str
-    """safetensors' name of the type."""
+    """The type's name in safetensors."""
     shape: tuple[int, ...]
     size_bytes: int
 
@@ -50,7 +50,7 @@ class _Place(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def encode_header(tensors: Iterable[Placed]) -> bytes:
-    """What the file begins with, the length included."""
+    """The beginning of the file: the header's length, then the header."""
     table: dict[str, Any] = {METADATA: {"format": "pt"}}
     begin = 0
     for tensor in tensors:
@@ -62,7 +62,7 @@ def encode_header(tensors: Iterable[Placed]) -> bytes:
 
 
 def begins(tensors: Iterable[Placed], first: int) -> dict[str, int]:
-    """Where the bytes of each begin, if those of the first one begin there."""
+    """The offset of each tensor's bytes in the file; the first tensor's bytes are at `first`."""
     found = {}
     for tensor in tensors:
         found[tensor.key] = first
@@ -71,9 +71,9 @@ def begins(tensors: Iterable[Placed], first: int) -> dict[str, int]:
 
 
 def decode_header(text: bytes, data_bytes: int) -> tuple[list[Placed], str]:
-    """The tensors in the order of their bytes, which are `data_bytes` together; or none, and what is wrong.
+    """The tensors in the order of their bytes, which take `data_bytes` in total; or no tensors and the fault.
 
-    Nothing is raised here: where there is a checksum, that is the better thing to say of a damaged header.
+    Raises nothing: if a checksum exists, a wrong checksum is the better error for a damaged header.
     """
     try:
         table = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
@@ -93,18 +93,18 @@ def decode_header(text: bytes, data_bytes: int) -> tuple[list[Placed], str]:
     return order, ""
 
 
-BLOCK_BYTES = 4 << 20  # is still in the cache when it was hashed and is to be written
+BLOCK_BYTES = 4 << 20  # a block is still in the cache between hashing and writing
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements `first`, `first + 1`, … of a tensor, in row-major order, or those of a box; `values` holds them in any
-    shape."""
+    """Elements `first`, `first + 1`, … of a tensor in row-major order, or the elements of a box; `values` has them in
+    any shape."""
 
     tensor: str
     values: torch.Tensor
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     first: int = 0
     box: Box | None = None
 
@@ -114,7 +114,7 @@ class Slice:
 
     @classmethod
     def of_box(cls, tensor: str, values: torch.Tensor, shape: Sequence[int], box: Box) -> Slice:
-        """What a member holds of a tensor of that shape. An empty box may be given; it is not written.
+        """A member's box of a tensor with this shape. An empty box is allowed; it is not written.
 
         >>> Slice.of_box("w", torch.ones(2, 3), (4, 3), ((2, 4), (0, 3))).first
         6
@@ -158,7 +158,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def blocks(pieces: Sequence[tuple[PartEntry, torch.Tensor]]) -> Iterator[bytes | memoryview]:
-    """The bytes of the file. Where a tensor is contiguous on the CPU they are its own, not a copy."""
+    """The bytes of the file. A tensor that is contiguous on the CPU is not copied."""
     yield encode_header(
         Placed(entry.key, DTYPES[entry.dtype][0], entry.stored_shape, entry.size_bytes) for entry, _ in pieces
     )
@@ -169,8 +169,8 @@ def blocks(pieces: Sequence[tuple[PartEntry, torch.Tensor]]) -> Iterator[bytes |
 
 
 def memory_of(contiguous: torch.Tensor) -> memoryview:
-    """The bytes under a contiguous CPU tensor, to read from or write into."""
-    if not contiguous.numel():  # one without elements may have any stride, which `view` does not like
+    """The bytes of a contiguous CPU tensor, for reading or writing in place."""
+    if not contiguous.numel():  # `view` refuses some strides of tensors without elements
         return memoryview(bytearray())
     return contiguous.reshape(-1).view(torch.uint8).numpy().data
 
@@ -178,14 +178,14 @@ def memory_of(contiguous: torch.Tensor) -> memoryview:
 # --- reading ------------------------------------------------------------------------------------------------------
 
 _DAMAGED_HINT = "restore the file from a copy, or delete this checkpoint; resuming takes the newest one that is sound"
-_HEADER_GUESS_BYTES = 1 << 16  # most headers are shorter: one request instead of two
+_HEADER_GUESS_BYTES = 1 << 16  # most headers are shorter, so one request suffices
 
 
 class Sink(Protocol):
     """Takes the bytes of one tensor in a file; `start` and `end` count from that tensor's first byte."""
 
     def room(self, start: int, end: int) -> memoryview | None:
-        """Where to read these bytes into. None: not there; give them to `put`."""
+        """The memory to read these bytes into. None: the reader passes the bytes to `put`."""
 
     def put(self, start: int, block: memoryview) -> None: ...
 
@@ -201,11 +201,11 @@ def check_part(
     entries: Iterable[PartEntry],
     sinks: Mapping[str, Sequence[Sink]],
 ) -> dict[str, int]:
-    """Read a part once from end to end, in front of its checksum, filling the sinks by key on the way.
+    """Read a part once from end to end, verify its checksum, and fill the sinks by key on the way.
 
-    `size_bytes` is what the folder's listing says, None where the file is not in it. Returns where in the file each
-    key's bytes begin. Raises CheckpointDamaged when anything differs from the manifest; what the sinks hold then means
-    nothing.
+    `size_bytes` is the size in the folder's listing, None if the file is not listed. Returns the offset in the file of
+    each key's bytes. Raises CheckpointDamaged if anything differs from the manifest; the sinks' content is then
+    undefined.
     """
     url = folder.url_of(part.file)
     _check_size(url, part, size_bytes)
@@ -228,7 +228,7 @@ def check_part(
 def find_in_part(
     folder: Folder, part: PartFile, size_bytes: int | None, entries: Iterable[PartEntry]
 ) -> dict[str, int]:
-    """Where in the file each key's bytes begin, from the header alone. The checksum is not looked at."""
+    """The offset in the file of each key's bytes, from the header alone; the checksum is not verified."""
     url = folder.url_of(part.file)
     _check_size(url, part, size_bytes)
     header = read_header(folder, part.file, part.size_bytes)
@@ -239,7 +239,7 @@ def find_in_part(
 
 
 def read_header(folder: Folder, name: str, size_bytes: int) -> bytes:
-    """The header's text, cut off where the file is."""
+    """The header's text; shorter if the file ends inside it."""
     begin = read_bytes(folder, name, 0, min(_HEADER_GUESS_BYTES, size_bytes))
     end = min(LENGTH_BYTES + int.from_bytes(begin[:LENGTH_BYTES], "little"), size_bytes)
     if end > len(begin):
@@ -248,7 +248,7 @@ def read_header(folder: Folder, name: str, size_bytes: int) -> bytes:
 
 
 def pour(folder: Folder, name: str, begin: int, spans: Iterable[tuple[int, int]], sink: Sink) -> None:
-    """Give a sink some spans (start, end) of the bytes of the tensor that begins at byte `begin` of the file."""
+    """Pass spans (start, end) of one tensor's bytes to a sink; the tensor's bytes begin at byte `begin` of the file."""
     for start, end in spans:
         for at in range(start, end, BLOCK_BYTES):
             upto = min(at + BLOCK_BYTES, end)
@@ -260,7 +260,7 @@ def pour(folder: Folder, name: str, begin: int, spans: Iterable[tuple[int, int]]
 
 
 def read_bytes(folder: Folder, name: str, start: int, end: int) -> bytes:
-    """Those bytes alone: no more are fetched from a store."""
+    """Bytes `start` to `end` of the file; a store is asked for these bytes only."""
     url = folder.url_of(name)
     with explained(folder, "read", url), _faults_named(url):
         found = bytes(folder.files.cat_file(folder.path_of(name), start=start, end=end)) if start < end else b""
@@ -293,13 +293,13 @@ def _faults_named(url: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise damaged(url, "is missing") from error
     except OSError as error:
-        if error.errno != errno.EIO:  # a bad sector is damage of this file, an older checkpoint may be fine
+        if error.errno != errno.EIO:  # a bad sector damages this file only; an older checkpoint may be sound
             raise
         raise damaged(url, "cannot be read: the disk reports a fault") from error
 
 
 class _Stream:
-    """A file read in order, hashed on the way; it must have exactly so many bytes."""
+    """A file that is read in order and hashed on the way; its size must match exactly."""
 
     def __init__(self, file: Any, url: str, size_bytes: int) -> None:
         self.sha256 = hashlib.sha256()
@@ -315,7 +315,7 @@ class _Stream:
         return bytes(data)
 
     def fill(self, sinks: Sequence[Sink], size: int) -> None:
-        """Read so many bytes into the sinks; none: past them."""
+        """Read `size` bytes into the sinks; without sinks, hash and drop them."""
         for start in range(0, size, BLOCK_BYTES):
             end = min(start + BLOCK_BYTES, size)
             room = sinks[0].room(start, end) if len(sinks) == 1 else None
@@ -338,7 +338,7 @@ class _Stream:
 
 
 def _mismatch(order: Iterable[Placed], entries: Iterable[PartEntry]) -> str:
-    """In what a part differs from what the manifest says is in it."""
+    """The first difference between a part's header and the manifest, or an empty string."""
     expected = {entry.key: entry for entry in entries}
     found = {tensor.key: tensor for tensor in order}
     if missing := sorted(expected.keys() - found.keys()):

@@ -1,7 +1,7 @@
-"""Finding, checking and loading checkpoints. Nothing is loaded unchecked, and nothing is ever unpickled.
+"""Finds, checks and loads checkpoints. Nothing is loaded unchecked, and nothing is unpickled.
 
-The checksum of a part covers all its bytes. So the first read from a part streams all of it and keeps the tensors that
-are wanted; later reads take only the bytes that they need.
+A part's checksum covers all its bytes. So the first read from a part reads all of it and keeps the wanted tensors;
+later reads fetch only the bytes that they need.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from distbelief.checkpoint.manifest import Manifest, PartEntry
 from distbelief.checkpoint.parts import check_part, find_in_part, pour
 from distbelief.checkpoint.storage import Folder, Where, entries, folder_at, read_file
 
-# --- the tensors of a checkpoint, read when they are asked for ----------------------------------------------------
+# --- the tensors of a checkpoint, read on access ------------------------------------------------------------------
 
-_READERS = 4  # parts read at once: hashing and waiting both let other threads run
+_READERS = 4  # parts read at once: other threads can run during hashing and waiting
 
 _Sinks = dict[int, dict[str, list[Filling]]]
 
 
 class CheckpointTensors(LazyTensors):
     def __init__(self, folder: Folder, manifest: Manifest, check: bool) -> None:
-        """`folder`: that of the step. `check`: see `open_checkpoint`."""
+        """`folder`: the step's folder. `check`: see `open_checkpoint`."""
         super().__init__({t.name: (getattr(torch, t.dtype), t.shape) for t in manifest.tensors})
         self._folder = folder
         self._manifest = manifest
         self._check = check
         self._records = {t.name: t for t in manifest.tensors}
         self._begins: dict[int, dict[str, int]] = {}
-        """Part -> where the bytes of its entries begin; of parts that are trusted."""
+        """Part -> the offsets of its entries' bytes, for parts that are verified."""
 
     def read(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
         fresh = [self.blank(name, box) for name, box in wanted]
@@ -55,11 +55,12 @@ class CheckpointTensors(LazyTensors):
         self.check_parts(every if names is None else {s.part for name in names for s in self._records[name].stretches})
 
     def check_parts(self, parts: Iterable[int]) -> None:
-        """Check these parts (1 is the first), as far as they were not read from yet. So members can divide the work."""
+        """Verify these parts (the first is 1) unless they are verified already. Members can divide the parts among
+        themselves."""
         self._go_through({part: {} for part in parts if part not in self._begins}, check=True)
 
     def _go_through(self, sinks: _Sinks, check: bool) -> None:
-        """Several parts at once; raises what is wrong with the first of them."""
+        """Read several parts at once; raises the error of the first faulty part."""
         sizes = entries(self._folder) if sinks.keys() - self._begins.keys() else {}
 
         def go(part: int) -> None:
@@ -95,7 +96,7 @@ def all_steps(place: Folder) -> list[int]:
 
 
 def read_manifest(folder: Where, step: int) -> Manifest:
-    """The manifest of a step, itself checked; the parts are not looked at."""
+    """Read and verify the manifest of a step; does not look at the parts."""
     place = folder_at(folder) / m.step_name(step)
     data = read_file(place, m.MANIFEST)
     if data is None:
@@ -116,12 +117,13 @@ def verify(folder: Where, step: int) -> Manifest:
 def newest_sound(
     folder: Where, read: Callable[[Where, int], Found | None], at_most: int | None = None
 ) -> tuple[Found | None, list[tuple[int, str]]]:
-    """What `read` makes of the newest checkpoint that can be used, and the newer ones that cannot: (step, why).
+    """The result of `read` for the newest usable checkpoint, and the newer checkpoints that are not usable: (step,
+    why).
 
-    `read` may pass one over by returning None. Only faults of a checkpoint are skipped. When the disk or the store
-    cannot be read at all, that is raised: to start from an older step because of a lost connection would be wrong.
-    The folder is listed again after each one: a run that goes on removes old checkpoints, perhaps the one that was
-    being read, and has then sealed another.
+    `read` may skip a checkpoint by returning None. Only faults of a checkpoint are skipped. If the disk or the store
+    cannot be read at all, the error is raised: a lost connection must not make a run start from an older step. The
+    folder is listed again after each failure: a running job removes old checkpoints, perhaps the one just read, and has
+    then sealed a newer one.
     """
     tried: dict[int, str] = {}
     while left := [
@@ -143,7 +145,7 @@ def _faults(tried: Mapping[int, str]) -> list[tuple[int, str]]:
 
 
 def read_tensors(folder: Where, manifest: Manifest, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """Tensors of a checkpoint, all or those named, as new CPU tensors. The parts they lie in are checked on the way.
+    """Read tensors of a checkpoint, all or the named ones, as new CPU tensors. Verifies the parts that hold them.
 
     >>> from distbelief.checkpoint.manifest import Facts
     >>> from distbelief.checkpoint.parts import Slice
@@ -157,11 +159,11 @@ def read_tensors(folder: Where, manifest: Manifest, names: Collection[str] | Non
 
 
 def open_checkpoint(folder: Where, step: int, check: bool = True) -> tuple[Manifest, CheckpointTensors]:
-    """A checkpoint whose tensors are read when they are asked for, whole or a box of them.
+    """Open a checkpoint whose tensors are read on access, whole or as boxes.
 
-    With `check`, the first time that something of a part is wanted all of it is read, in front of its checksum. So
-    `read_boxes` for all that is wanted reads every file that it needs once, and holds no more than what is wanted and
-    a block for each of a few files. Without, only the bytes that are wanted are read: when somebody has verified it.
+    With `check`, the first read from a part reads all of it and verifies its checksum. So one `read_boxes` for all
+    wanted tensors reads every file at most once, and holds the wanted boxes and one block for each of a few files in
+    memory. Without `check`, only the wanted bytes are read; use it for a checkpoint that is verified already.
 
     >>> from distbelief.checkpoint.manifest import Facts
     >>> from distbelief.checkpoint.parts import Slice

@@ -1,4 +1,4 @@
-"""The JSON files that a run leaves in its directory. Without torch: what only looks at a run need not wait for it."""
+"""The JSON files of a run directory. This module does not import torch, so programs that read them start fast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Kind = TypeVar("Kind")
 
 
 def read_record(file: Path, kind: type[Kind]) -> Kind:
-    """Fields that `kind` does not have are passed over."""
+    """Read a record; ignores fields that `kind` does not have."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Saving checkpoints and removing old ones.
+"""Saves checkpoints and removes old ones.
 
-Every member writes its part; then one member seals the checkpoint: it writes the manifest. Without a manifest a
-checkpoint does not exist, so members may write parts in any order and write them again. Removal deletes the manifest
-first, for the same reason.
+Every member writes its part; then one member seals the checkpoint by writing the manifest. A checkpoint without a
+manifest does not exist, so members may write parts in any order and repeatedly. For the same reason, removal deletes
+the manifest first.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from distbelief.checkpoint.storage import (
 
 
 def write_part(folder: Where, step: int, part: int, parts: int, slices: Iterable[Slice]) -> PartRecord:
-    """Write part 1, 2, … of `parts`; it is durable when this returns. Keep the record for `seal`.
+    """Write part 1, 2, … of `parts`; the part is durable on return. Pass the returned record to `seal`.
 
-    The tensors are read while it runs: they must not change. A second copy is made only of one tensor at a time, and
-    only where it is not contiguous or not on the CPU.
+    The tensors must not change during the call. Only tensors that are not contiguous or not on the CPU are copied, one
+    at a time.
     """
     if not 1 <= part <= parts:
         raise ValueError(f"there is no part {part} of {parts}")
@@ -60,9 +60,9 @@ def write_part(folder: Where, step: int, part: int, parts: int, slices: Iterable
 
 
 def seal(folder: Where, step: int, facts: Facts, part_records: Sequence[PartRecord]) -> Manifest:
-    """Make the parts a checkpoint: check that they hold everything exactly once, then write the manifest.
+    """Seal the parts as a checkpoint: check that they hold every element exactly once, then write the manifest.
 
-    May be tried again after an error: parts that are sealed already are found so.
+    May be called again after an error; it accepts parts that are sealed already.
 
     >>> import torch
     >>> weights = torch.arange(6.0)
@@ -104,7 +104,8 @@ def seal(folder: Where, step: int, facts: Facts, part_records: Sequence[PartReco
         tensors=tensors,
     )
     data = m.encode(content)
-    written = m.decode(data, place.url_of(m.MANIFEST), step)  # what readers will get, or an error before it is written
+    # decoded as a reader would do, so that an error comes before the write
+    written = m.decode(data, place.url_of(m.MANIFEST), step)
     write_file(place, m.MANIFEST, [data])
     return written
 
@@ -124,7 +125,7 @@ def _check_open(place: Folder, present: Mapping[str, int | None]) -> None:
 
 
 def _table(place: Folder, held: Mapping[int, Iterable[PartEntry]]) -> tuple[TensorRecord, ...]:
-    """Where each tensor lies, in name order."""
+    """The place of each tensor, in name order."""
     seen: dict[str, PartEntry] = {}
     stretches: dict[str, list[Stretch]] = {}
     for part, part_entries in held.items():
@@ -149,7 +150,7 @@ def _table(place: Folder, held: Mapping[int, Iterable[PartEntry]]) -> tuple[Tens
     )
 
 
-# --- retention: which checkpoints are kept, and how others are removed --------------------------------------------
+# --- retention: which checkpoints are kept, and how the others are removed ----------------------------------------
 
 
 def surplus(
@@ -159,10 +160,10 @@ def surplus(
     every: int | None = None,
     best: tuple[str, bool] | None = None,
 ) -> list[int]:
-    """The steps to delete, oldest first, given the metrics of each step.
+    """The steps to delete, oldest first, from the metrics of each step.
 
-    Kept are the `last` newest, those whose step is a multiple of `every`, and the best one by a metric: (name, whether
-    higher is better). A checkpoint without that metric, or with one that is no number, is not the best.
+    Three kinds are kept: the `last` newest, the multiples of `every`, and the best by a metric, given as (name, whether
+    higher is better). A checkpoint without the metric, or with NaN, is never the best.
 
     >>> surplus({10: {"loss": 0.5}, 20: {"loss": 0.1}, 30: {"loss": 0.2}, 40: {}, 50: {}}, last=2, best=("loss", False))
     [10, 30]
@@ -189,14 +190,14 @@ def surplus(
 def clear_up(
     folder: Where, sealed: int, *, last: int, every: int | None = None, best: tuple[str, bool] | None = None
 ) -> None:
-    """Remove what is not to be kept, now that a run has sealed that step; `surplus` explains the rest.
+    """Remove the checkpoints that retention does not keep, after a run has sealed step `sealed`; see `surplus`.
 
-    Newer ones than this, which the run could not go on from, do not count: they would crowd out those that it can.
-    Those whose manifests cannot be read are not ours to judge.
+    Checkpoints newer than `sealed` are neither counted nor removed: the run could not resume from them, and they would
+    displace usable ones. Checkpoints with unreadable manifests are left alone.
     """
     steps = list_checkpoints(folder)
     if steps[:1] == [sealed]:
-        tidy(folder)  # else it would take what is being written for the rest of an old save
+        tidy(folder)  # otherwise `tidy` would remove a save in progress
     metrics: dict[int, Mapping[str, float | None]] = {}
     for step in steps:
         if step <= sealed:
@@ -207,17 +208,18 @@ def clear_up(
 
 
 def delete(folder: Where, step: int) -> None:
-    """Remove a checkpoint, or the rest of one. The manifest goes first: cut short, it is an unfinished save."""
+    """Remove a checkpoint or an unfinished save. The manifest goes first, so an interrupted removal leaves an
+    unfinished save."""
     place = folder_at(folder) / m.step_name(step)
     remove_file(place, m.MANIFEST)
     remove_folder(place)
 
 
 def tidy(folder: Where) -> list[int]:
-    """Remove what saves that were cut short have left behind; the steps whose folders went, oldest first.
+    """Remove the rest of interrupted saves; returns the steps of the removed folders, oldest first.
 
-    A folder without a manifest goes when a newer step is sealed: an older save is not going to be finished. In sealed
-    folders drafts go, and parts that the manifest does not name.
+    A folder without a manifest is removed when a newer step is sealed: nobody finishes the older save any more. In
+    sealed folders, drafts are removed, and parts that the manifest does not name.
     """
     place = folder_at(folder)
     removed: list[int] = []
@@ -242,6 +244,6 @@ def _strays(folder: Where, step: int, present: Collection[str]) -> list[str]:
         return drafts
     try:
         named = {part.file for part in read_manifest(folder, step).parts}
-    except CheckpointUnusable:  # nobody knows which parts are whose
+    except CheckpointUnusable:  # without its manifest, the owners of the parts are unknown
         return drafts
     return drafts + [name for name in numbers if name not in named]

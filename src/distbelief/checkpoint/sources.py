@@ -1,7 +1,7 @@
-"""Where trained weights come from: a run, a checkpoint, a folder of checkpoints, or a safetensors file.
+"""Reads trained weights from a run, a checkpoint, a folder of checkpoints, or a safetensors file.
 
-This is the one place that turns a path or URL into weights. It checks a checkpoint before it returns anything of it,
-and never unpickles.
+This is the one module that turns a path or URL into weights. It verifies a checkpoint before it returns any tensor, and
+never unpickles.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TYPES: dict[str, torch.dtype] = {kind: getattr(torch, name) for name, kind in K
 
 class WeightsFile(LazyTensors):
     def __init__(self, folder: Folder, name: str, outlines: Mapping[str, Outline], first: Mapping[str, int]) -> None:
-        """`first`: where in the file each tensor's bytes begin."""
+        """`first`: the offset of each tensor's bytes in the file."""
         super().__init__(outlines)
         self._folder = folder
         self._name = name
@@ -88,7 +88,7 @@ def open_weights(where: Where) -> WeightsFile:
 
 @contextmanager
 def _said_of(url: str) -> Iterator[None]:
-    """This is no checkpoint: there is no older one to take instead."""
+    """Reports damage as an error of this file: there is no older checkpoint to fall back to."""
     try:
         yield
     except CheckpointDamaged as error:
@@ -101,7 +101,7 @@ def _damaged(url: str, fault: str) -> DistBeliefError:
 
 SUFFIX = ".safetensors"
 MODEL = "model/"
-"""What the names of a model's tensors begin with in a checkpoint."""
+"""Prefix of the names of a model's tensors in a checkpoint."""
 _WANTED = (
     "give a run directory, as `train` printed it, a checkpoint (…/step-000000120), a folder of checkpoints, "
     f"or a {SUFFIX} file"
@@ -109,7 +109,7 @@ _WANTED = (
 
 
 class RecordedJob(msgspec.Struct, frozen=True):
-    """What job.json says of where the job came from."""
+    """The job's origin, from job.json."""
 
     file: str = ""
     """Empty: the job was made by a Python program."""
@@ -117,18 +117,18 @@ class RecordedJob(msgspec.Struct, frozen=True):
 
 
 class _RecordedLaunch(msgspec.Struct, frozen=True):
-    """What launch.json says of where the run saves."""
+    """The checkpoint folder of a run, from launch.json."""
 
     checkpoints: str = ""
 
 
 class _Names(msgspec.Struct, frozen=True):
-    """What a manifest's `job` says of the names of the model's tensors."""
+    """The names of the model's tensors, from a manifest's `job`."""
 
     tied: dict[str, str] = {}
-    """Another name of a tensor -> the name that it is saved under."""
+    """Another name of a tensor -> the name under which it is saved."""
     transient: list[str] = []
-    """Buffers that `load_state_dict` does not want, under none of their names."""
+    """Names of buffers that `load_state_dict` does not expect under any name."""
 
     def is_wanted(self, name: str) -> bool:
         return name not in self.transient and self.tied.get(name) not in self.transient
@@ -136,23 +136,23 @@ class _Names(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Source:
-    """Tensors as `load_state_dict` wants them, and the run that they are from, if that is known."""
+    """Tensors as `load_state_dict` expects them, and their run if it is known."""
 
     path: str | Path
     tensors: Mapping[str, torch.Tensor]
     run_dir: Path | None
     checkpoint: str = ""
-    """The checkpoint that they were read from; empty: from a file of weights."""
+    """The checkpoint of the tensors; empty: a file of weights."""
     skipped: tuple[str, ...] = ()
-    """What is wrong with each newer checkpoint, newest first: they could not be used."""
+    """The fault of each newer checkpoint that could not be used, newest first."""
 
 
 _Take = Callable[[LazyTensors], Mapping[str, torch.Tensor]]
-"""What becomes of tensors that are not read yet."""
+"""Converts tensors that are not read yet."""
 
 
 def read_source(where: str | Path) -> Source:
-    """The weights at a path or URL, whichever form they have there, in memory.
+    """Read the weights at a path or URL, in any of the supported forms, into memory.
 
     >>> from distbelief.checkpoint.manifest import Facts
     >>> from distbelief.checkpoint.parts import Slice
@@ -167,7 +167,8 @@ def read_source(where: str | Path) -> Source:
 
 
 def open_source(where: str | Path) -> Source:
-    """The same, but `tensors` are `LazyTensors`. They must stay there until all that is wanted was read."""
+    """Like `read_source`, but `tensors` are `LazyTensors`. The files must stay in place until all wanted tensors are
+    read."""
 
     def checked(tensors: LazyTensors) -> LazyTensors:
         tensors.check()
@@ -201,7 +202,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _run(run_dir: Path, take: _Take) -> Source:
-    """The weights of a run that is done, or else the newest checkpoint of it that is sound."""
+    """The weights of a completed run, else of the run's newest sound checkpoint."""
     weights = run_dir / "weights.safetensors"
     if weights.exists():
         return Source(run_dir, take(open_weights(weights)), run_dir)
@@ -224,7 +225,8 @@ def _checkpoints_of(run_dir: Path) -> str:
 
 
 def _folder(where: str | Path, url: str, take: _Take) -> Source:
-    """A checkpoint, or the newest sound one of several. One that was asked for by name is never replaced by another."""
+    """A checkpoint, or the newest sound one of a folder. A checkpoint that the user named is never replaced by
+    another."""
     parent, _, name = url.rpartition("/")
     step = step_of(name)
     if step is not None:
@@ -247,7 +249,7 @@ def _folder(where: str | Path, url: str, take: _Take) -> Source:
 
 
 def _newest(folder: str, take: _Take) -> tuple[tuple[Mapping[str, torch.Tensor], str] | None, tuple[str, ...]]:
-    """The weights of the newest sound checkpoint and its URL, if there is one; and what is wrong with newer ones."""
+    """The weights of the newest sound checkpoint and its URL, or None; and the faults of newer checkpoints."""
 
     def read(folder: Where, step: int) -> tuple[Mapping[str, torch.Tensor], str]:
         return take(_weights(str(folder), step)), f"{folder}/{step_name(step)}"
@@ -257,7 +259,7 @@ def _newest(folder: str, take: _Take) -> tuple[tuple[Mapping[str, torch.Tensor],
 
 
 def _weights(folder: str, step: int) -> LazyTensors:
-    """The model's tensors in a checkpoint. Parts that hold none of them are not read."""
+    """The model's tensors in a checkpoint. Parts without tensors of the model are not read."""
     manifest, held = open_checkpoint(folder, step)
     url = f"{folder}/{step_name(step)}"
     names = _names(manifest, url)

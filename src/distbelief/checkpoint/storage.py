@@ -1,4 +1,4 @@
-"""Files in a folder that is a path or an fsspec URL: whole or not there, durable, and with errors in words.
+"""Files in a folder given by a path or an fsspec URL: written completely or not at all, durable, with readable errors.
 
 An object store shows a file when its upload is complete. A local disk shows every byte, so there a file is written
 under another name, synced and renamed. This module knows nothing of checkpoints.
@@ -44,7 +44,7 @@ class Folder:
     """The fsspec file system."""
     path: str
     url: str
-    """As people know it, for messages."""
+    """The URL as people know it, for messages."""
     local: bool
 
     def __truediv__(self, name: str) -> Folder:
@@ -58,10 +58,10 @@ class Folder:
 
 
 def folder_at(where: Where) -> Folder:
-    """The folder at a path or URL; nothing is made or looked up yet."""
+    """The folder at a path or URL; creates and looks up nothing."""
     url = os.fspath(where).removeprefix("file://")
     if "://" not in url:
-        # fsspec gives some characters of a path a meaning of their own ("::", "~"): a local path has no need of it
+        # fsspec interprets some characters ("::", "~"); a local path must be taken literally
         path = os.path.abspath(url)
         return Folder(LocalFileSystem(), path.rstrip("/"), path.rstrip("/"), local=True)
     try:
@@ -80,9 +80,9 @@ def folder_at(where: Where) -> Folder:
 
 @contextmanager
 def explained(folder: Folder, action: str, url: str) -> Iterator[None]:
-    """Turn what the disk or the store raises into one message with the place, the reason and a hint.
+    """Turn an exception of the disk or the store into one message with the place, the reason and a hint.
 
-    Each object store's library has exceptions of its own, which share no class: so any of them, there.
+    Each object store's library has its own exceptions without a common class, so for URLs every exception is caught.
     """
     try:
         yield
@@ -104,9 +104,9 @@ def _explain(error: Exception, otherwise: str) -> tuple[str, str]:
 
 
 def write_file(folder: Folder, name: str, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write a file, making its folder where needed. On return it is durable.
+    """Write a file, and create its folder if needed. The file is durable on return.
 
-    After an error it is not there; or whole, where only the word that it had arrived was lost.
+    After an error the file does not exist; or it is complete, if only the confirmation was lost.
     """
     url = folder.url_of(name)
     path = folder.path_of(f".{name}{_DRAFT}{secrets.token_hex(4)}" if folder.local else name)
@@ -130,7 +130,8 @@ def write_file(folder: Folder, name: str, chunks: Iterable[bytes | memoryview]) 
 
 
 def check_writable(where: Where) -> None:
-    """Write a file there and remove it again: better now than after hours of training. Raises StorageFailed."""
+    """Write a test file and remove it, so that a run fails before training and not hours later. Raises
+    StorageFailed."""
     folder = folder_at(where)
     name = f".probe-{secrets.token_hex(4)}"
     write_file(folder, name, [b"x"])
@@ -138,14 +139,15 @@ def check_writable(where: Where) -> None:
 
 
 def is_draft(name: str) -> bool:
-    """Whether this is a file that was not finished: one in the making, or the rest of a process that was killed."""
+    """Whether the name is that of an unfinished file: still being written, or left by a killed process."""
     return name.startswith(".") and _DRAFT in name
 
 
 def _create(folder: Folder, path: str) -> Any:
     try:
         return folder.files.open(path, "wb")
-    except FileNotFoundError:  # object stores never say this: they have no folders, and buckets are not ours to make
+    # object stores never raise this: they have no folders, and this program does not create buckets
+    except FileNotFoundError:
         folder.files.makedirs(folder.path, exist_ok=True)
         if folder.local:
             parent = os.path.dirname(folder.path)
@@ -155,7 +157,7 @@ def _create(folder: Folder, path: str) -> Any:
 
 
 def _abandon(folder: Folder, file: Any, path: str) -> None:
-    """Leave nothing of an unfinished file. Closing it would complete the upload of a file that is cut off."""
+    """Remove an unfinished file. Closing it would complete the upload of a truncated file."""
     with suppress(Exception):
         if folder.local:
             with suppress(OSError):
@@ -169,7 +171,7 @@ def _abandon(folder: Folder, file: Any, path: str) -> None:
 
 
 def _sync(path: str) -> None:
-    """A new name is durable only once its folder is."""
+    """Sync the folder: a new name is durable only after that."""
     fd = os.open(path or "/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -178,7 +180,7 @@ def _sync(path: str) -> None:
 
 
 def entries(folder: Folder) -> dict[str, int | None]:
-    """What lies in a folder: a file's size in bytes, None for a folder. Empty where there is no such folder."""
+    """The content of a folder: sizes of files in bytes, None for folders. Empty if the folder does not exist."""
     with explained(folder, "list", folder.url):
         folder.files.invalidate_cache()  # other processes write there too
         try:
@@ -192,7 +194,7 @@ def entries(folder: Folder) -> dict[str, int | None]:
 
 
 def read_file(folder: Folder, name: str) -> bytes | None:
-    """The whole file, or None where there is none."""
+    """The content of a file, or None if it does not exist."""
     with explained(folder, "read", folder.url_of(name)):
         try:
             return bytes(folder.files.cat_file(folder.path_of(name)))
@@ -201,7 +203,7 @@ def read_file(folder: Folder, name: str) -> bytes | None:
 
 
 def size_of(folder: Folder, name: str) -> int | None:
-    """A file's size in bytes, or None where there is none."""
+    """A file's size in bytes, or None if it does not exist."""
     with explained(folder, "read", folder.url_of(name)):
         folder.files.invalidate_cache()  # other processes write there too
         try:
@@ -211,7 +213,7 @@ def size_of(folder: Folder, name: str) -> int | None:
 
 
 def remove_file(folder: Folder, name: str) -> None:
-    """Remove a file for good, if it is there."""
+    """Remove a file durably, if it exists."""
     with explained(folder, "remove", folder.url_of(name)), suppress(FileNotFoundError):
         folder.files.rm_file(folder.path_of(name))
         if folder.local:
@@ -219,7 +221,7 @@ def remove_file(folder: Folder, name: str) -> None:
 
 
 def remove_folder(folder: Folder) -> None:
-    """Remove a folder with all that is in it, if it is there."""
+    """Remove a folder with all its content, if it exists."""
     with explained(folder, "remove", folder.url):
         folder.files.invalidate_cache()
         with suppress(FileNotFoundError):

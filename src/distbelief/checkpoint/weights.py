@@ -1,7 +1,7 @@
-"""Weights as a file and as a hash: parameters and buffers, by name.
+"""Saves weights (parameters and buffers by name) to a file, and hashes them.
 
-Both are made from tensors that come one after the other, in name order, so that a model that is spread over many
-machines need not be in the memory of one.
+Both functions take tensors one at a time, in name order, so a model that is distributed over many machines never has to
+fit in the memory of one.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ KINDS = {name: kind for name, (kind, _) in DTYPES.items()} | {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }
-"""torch's name of a type -> that of safetensors; a file of weights may hold a few more than a checkpoint."""
+"""The type's name in torch -> its name in safetensors; a weights file may hold a few more types than a checkpoint."""
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer, in name order; a tied one under each of its names."""
+    """Every parameter and buffer, in name order; a tied tensor under each of its names."""
     found = dict(model.named_parameters(remove_duplicate=False))
     found.update(model.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
     return {name: found[name].detach() for name in sorted(found)}
 
 
 def persistent_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What `load_state_dict` expects: without buffers that are not persistent."""
+    """The tensors that `load_state_dict` expects: all except buffers that are not persistent."""
     kept = model.state_dict().keys()
     return {name: tensor for name, tensor in named_tensors(model).items() if name in kept}
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """A tensor that comes in blocks of bytes, once, and is not in memory as a whole."""
+    """A tensor that arrives once, in blocks of bytes, and is never in memory as a whole."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Streamed:
 
 
 class WeightsDigest:
-    """SHA-256 over names, types, shapes and bytes of tensors that come in name order."""
+    """SHA-256 over the names, types, shapes and bytes of tensors, added in name order."""
 
     def __init__(self) -> None:
         self._sha256 = hashlib.sha256()
@@ -68,7 +68,7 @@ class WeightsDigest:
     def through(
         self, name: str, outline: Outline, blocks: Iterable[bytes | memoryview]
     ) -> Iterator[bytes | memoryview]:
-        """Add the blocks of a tensor one by one as somebody else takes them, too."""
+        """Add a tensor's blocks to the digest while passing them on to another consumer."""
         if self._last is not None and name <= self._last:
             raise ValueError(f"tensors come in name order: {name!r} came after {self._last!r}")
         self._last = name
@@ -83,7 +83,7 @@ class WeightsDigest:
 
 
 def weights_sha256(model: torch.nn.Module) -> str:
-    """The digest of all its parameters and buffers.
+    """The digest of all parameters and buffers of a model.
 
     >>> a, b = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
     >>> _ = b.load_state_dict(a.state_dict())
@@ -94,20 +94,21 @@ def weights_sha256(model: torch.nn.Module) -> str:
 
 
 def weights_sha256_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The same of tensors that come one after the other, in name order, each under all of its names."""
+    """The digest of tensors that arrive one at a time, in name order, each under all of its names."""
     digest = WeightsDigest()
     for name, tensor in tensors:
         digest.add(name, tensor)
-        del tensor  # before the next one is made
+        del tensor  # before the next tensor is made
     return digest.hexdigest()
 
 
 def save_weights(
     model: torch.nn.Module, path: Path, besides: Mapping[str, torch.Tensor | Streamed] = MappingProxyType({})
 ) -> str:
-    """Write what `load_state_dict` expects as a safetensors file: whole or not at all. Returns `weights_sha256`.
+    """Write the tensors that `load_state_dict` expects to a safetensors file, completely or not at all. Returns
+    `weights_sha256`.
 
-    `besides`: tensors that belong to the weights and are not in the model.
+    `besides`: tensors that belong to the weights but not to the model.
     """
     every: dict[str, torch.Tensor | Streamed] = {**named_tensors(model), **besides}
     outlines = {name: (one.dtype, tuple(one.shape)) for name, one in {**persistent_tensors(model), **besides}.items()}
@@ -115,17 +116,17 @@ def save_weights(
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write a safetensors file, whole or not at all, and read it back before it counts."""
+    """Write a safetensors file, completely or not at all, and read it back before renaming it."""
     write_weights(path, outlines_of(tensors), ((name, tensors[name]) for name in sorted(tensors)))
 
 
 def write_weights(
     path: Path, outlines: Mapping[str, Outline], tensors: Iterable[tuple[str, torch.Tensor | Streamed]]
 ) -> str:
-    """Write a safetensors file from tensors that come one after the other, in name order: whole or not at all.
+    """Write a safetensors file from tensors that arrive one at a time, in name order, completely or not at all.
 
-    `outlines` says which are to be in it; others only count for the digest of all that came, which is returned. Every
-    byte that was written is read back before it counts.
+    `outlines` lists the tensors of the file; other tensors only enter the digest. Returns the digest of all tensors.
+    Every written byte is read back before the file gets its name.
 
     >>> import tempfile
     >>> model = torch.nn.Linear(2, 1)
@@ -145,7 +146,7 @@ def write_weights(
             file = draft.open("r+b")
         with file:
             _write(path, file, 0, [header])
-            for name, value in tensors:  # not under `writing`: what fails here is not the file
+            for name, value in tensors:  # outside of `writing`: an error of the tensors is no error of the file
                 outline = value.dtype, tuple(value.shape)
                 blocks = value.blocks if isinstance(value, Streamed) else _blocks(value)
                 if name in outlines:
@@ -153,7 +154,7 @@ def write_weights(
                     _require_form(name, outline, outlines[name])
                     blocks = _written(path, file, where[name], written.through(name, outline, blocks))
                 every.add_blocks(name, outline, blocks)
-                del value, blocks  # before the next one is made
+                del value, blocks  # before the next tensor is made
         if left:
             raise ValueError(f"these tensors never came: {', '.join(sorted(left))}")
         with writing(path):
@@ -164,7 +165,8 @@ def write_weights(
 
 
 def _placed(outlines: Mapping[str, Outline]) -> list[Placed]:
-    """Wide types first: then every tensor in the file starts at a multiple of its element size."""
+    """Order the tensors with wide types first: then every tensor in the file starts at a multiple of its element
+    size."""
     for name, (dtype, _) in outlines.items():
         if dtype_name(dtype) not in KINDS:
             raise DistBeliefError(f"tensor '{name}' cannot be saved: its type is {dtype_name(dtype)}")
@@ -191,7 +193,7 @@ def _write(path: Path, file: BinaryIO, at: int, blocks: Iterable[bytes | memoryv
 
 
 def _written(path: Path, file: BinaryIO, at: int, blocks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """Every block, when it is in the file."""
+    """Pass on every block after writing it to the file."""
     for block in blocks:
         with writing(path):
             file.seek(at)
@@ -204,7 +206,7 @@ def _written(path: Path, file: BinaryIO, at: int, blocks: Iterable[bytes | memor
 def _read_back(
     draft: Path, header: bytes, placed: Iterable[Placed], where: Mapping[str, int], outlines: Mapping[str, Outline]
 ) -> str:
-    """The digest of what is in the file; nothing where it does not begin and end as it should."""
+    """The digest of the file's content; an empty string if the file's beginning or end is wrong."""
     sizes = {tensor.key: tensor.size_bytes for tensor in placed}
     if draft.stat().st_size != len(header) + sum(sizes.values()):
         return ""

@@ -1,8 +1,8 @@
 """IDX files, the format of MNIST and its relatives, as tensors in memory.
 
-An IDX file is two zero bytes, a byte for the element type, a byte for the number of dimensions, each dimension as a
-big-endian 32-bit number, then the elements, big-endian, last dimension fastest. Compression is recognised by the
-content, not by the name. This module knows nothing of models or of any particular data set.
+An IDX file has two zero bytes, a byte for the element type, a byte for the number of dimensions, each dimension as a
+big-endian 32-bit number, then the elements, big-endian, last dimension fastest. Compression is detected from the
+content, not the name. This module knows nothing of models or particular data sets.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def idx(images: Path, labels: Path, *, normalize: bool = True) -> tuple[torch.Te
 def idx(
     images: Path, labels: Path | None = None, *, normalize: bool = True
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Read an IDX file, and the file of labels that belongs to it; gzipped or not, a path or a URL.
+    """Read an IDX file, and optionally its file of labels; gzipped or not, from a path or a URL.
 
-    With `normalize`, bytes become float32 between 0 and 1, and images without a channel dimension get one
-    (N×H×W becomes N×1×H×W). Whole-number labels become int64, which torch's losses want.
+    With `normalize`, bytes become float32 between 0 and 1, and images without a channel dimension get one (N×H×W
+    becomes N×1×H×W). Integer labels become int64, which torch's losses need.
 
     >>> import tempfile
     >>> file = tempfile.NamedTemporaryFile()
@@ -96,7 +96,7 @@ def _parse(name: str, raw: bytes) -> npt.NDArray[Any]:
 
 
 def _bytes_of(name: str) -> bytes:
-    """The file, or where there is none, the file of that name with .gz behind it."""
+    """The file's content; if the file does not exist, that of the same name with .gz."""
     try:
         return _contents(name)
     except FileNotFoundError:
@@ -110,7 +110,7 @@ def _bytes_of(name: str) -> bytes:
 def _contents(name: str) -> bytes:
     try:
         if "://" not in name or os.path.exists(name):
-            # fsspec gives some characters of a path a meaning of their own ("::", "~"): a local path has no need of it
+            # fsspec interprets some characters ("::", "~"); a local path must be taken literally
             with open(name, "rb") as local:
                 return local.read()
         with fsspec.open(name, "rb") as remote:

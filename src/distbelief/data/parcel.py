@@ -1,9 +1,9 @@
-"""One Python value from one process to its forked relative, tensors and arrays without a copy on arrival.
+"""Sends one Python value between forked processes; tensors and arrays arrive without a copy.
 
-The value is pickled, but tensors and numpy arrays inside it (at any depth, in any class) are left out of the pickle
-and follow as raw bytes. A small parcel is one message on a Unix socket; a larger one is written into a memfd, and
-only the file descriptor travels. So a message is never larger than a few kilobytes, sending one never waits for the
-receiver to read, and the receiver maps what the sender wrote. Only for processes of one run: pickle trusts its input.
+The value is pickled, but the bytes of tensors and numpy arrays inside it (at any depth, in any class) follow
+separately. A small parcel is one message on a Unix socket; a larger one is written into a memfd, and only the file
+descriptor is sent. So a message has at most a few kilobytes, the sender never waits for the receiver, and the receiver
+maps the sender's memory. Only for processes of one run: pickle trusts its input.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_ALIGNMENT = 64  # what torch's own allocator gives
+_ALIGNMENT = 64  # the alignment of torch's own allocator
 _INLINE_BYTES = 16 * 1024
 _INLINE, _MAPPED = 0, 1
 _PREFIX = struct.Struct("<BQ")  # kind of message; size of the body
@@ -34,7 +34,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class _Place:
-    """Stands in the pickle for a tensor or an array. `offset` counts from the end of the pickle."""
+    """Replaces a tensor or an array in the pickle. `offset` counts from the end of the pickle."""
 
     dtype: Any
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class _Place:
 
 
 def post(to: socket.socket, value: Any) -> None:
-    """Send a value. Whatever fails because of the value (pickling, memory) fails before anything is sent.
+    """Send a value. Errors of the value itself (pickling, memory) are raised before anything is sent.
 
     >>> a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     >>> post(a, {"x": torch.ones(2), "name": "one"})
@@ -72,14 +72,14 @@ def post(to: socket.socket, value: Any) -> None:
 
 
 def receive(source: socket.socket) -> Any:
-    """The next value. Raises EOFError when the other side is gone, BlockingIOError when the socket does not block and
-    nothing has come."""
+    """Receive the next value. Raises EOFError when the sender is gone, and BlockingIOError when a non-blocking socket
+    has no message."""
     message, descriptors = _receive_message(source)
     if not message:
         raise EOFError("the other side has closed the connection")
     kind, size = _PREFIX.unpack_from(message)
     if kind == _INLINE:
-        body = torch.empty(size, dtype=torch.uint8)  # torch's memory is aligned, and the tensors will stay in it
+        body = torch.empty(size, dtype=torch.uint8)  # torch's memory is aligned; the tensors stay in it
         body.numpy()[:] = np.frombuffer(message, np.uint8, size, _PREFIX.size)
         storage = body.untyped_storage()
     elif not descriptors:
@@ -109,7 +109,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.leaves: list[tuple[int, Bytes]] = []
         self._end = 0
-        # The bytes of a tensor that is there twice travel once. Holding the tensor keeps its id its own.
+        # A tensor that occurs twice is sent once. The reference keeps its id from being reused.
         self._places: dict[int, tuple[Any, _Place]] = {}
 
     def persistent_id(self, item: Any) -> _Place | None:
@@ -154,22 +154,23 @@ def _unpickle(storage: torch.UntypedStorage) -> Any:
 
 
 def _mapped(descriptor: int, size: int) -> torch.UntypedStorage:
-    """Unlike Python's mmap, torch keeps no descriptor open: a metric may hold on to thousands of batches."""
+    """Map the memory with torch, which, unlike Python's mmap, keeps no descriptor open: a metric may hold thousands of
+    batches."""
     storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", True, size)
     assert isinstance(storage, torch.UntypedStorage)
     return storage
 
 
 def _over(storage: torch.UntypedStorage, dtype: torch.dtype, start: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of its own over shared storage, not a view of one: views share a version counter, and writing into one
-    part of a batch would make autograd complain about another."""
-    fresh: Any = torch.empty(0, dtype=dtype)  # torch's annotations of set_ insist on strides
+    """A separate tensor over shared storage, not a view: views share a version counter, and autograd would complain
+    about one part of a batch when another part is modified."""
+    fresh: Any = torch.empty(0, dtype=dtype)  # torch's annotations of set_ require strides
     tensor: torch.Tensor = fresh.set_(storage, start // dtype.itemsize, shape)
     return tensor
 
 
 def _contents(item: Any) -> Bytes | None:
-    """The bytes of a plain tensor or array; None for everything else, which is pickled."""
+    """The bytes of a plain tensor or array; None for all other objects, which are pickled."""
     if type(item) is torch.Tensor and item.layout == torch.strided and not item.is_quantized:
         plain = item.detach().resolve_conj().resolve_neg().cpu().contiguous()
         bytes_of_it: Bytes = plain.reshape(-1).view(torch.uint8).numpy()

@@ -1,9 +1,9 @@
 """Reader processes: a data set's code runs in forked children, never in the training process.
 
-So it overlaps with compute, and cannot touch the training process's random numbers, threads or memory. Every sample
-is read under a seed that is a pure function of (seed, epoch, sample): a batch has the same values whichever reader
-makes it, and whenever. This half is the training process's: it shares requests out, keeps answers by key, and says
-what happened when a reader fails. `data.reading` is the child's half. Neither knows what a step or a shard is.
+So reading overlaps with compute, and cannot affect the training process's random numbers, threads or memory. Every
+sample is read under a seed that is a pure function of (seed, epoch, sample), so a batch has the same values whatever
+reader makes it, and whenever. This module is the training process's half: it distributes requests, keeps answers by
+key, and reports failures of readers. `data.reading` is the child's half. Neither half knows of steps or shards.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from distbelief.errors import DistBeliefError
 
 Key = tuple[int, int]
 
-_IN_HAND = 2  # requests per reader: one that it works on, and the next, so that it never waits for this process
+_IN_HAND = 2  # requests per reader: one in work and one waiting, so that the reader never idles
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
 
 
 class ReaderError(DistBeliefError):
-    """The data set's code raised an exception (`details` is its traceback) or took its reader process down."""
+    """The data set's code raised an exception (`details` has its traceback) or ended its reader process."""
 
 
 @dataclass
@@ -49,13 +49,14 @@ class _Reader:
     pidfd: int
     connection: socket.socket
     in_hand: deque[_Order] = field(default_factory=deque)
-    """In the order of their answers: a reader serves one after the other."""
+    """Requests in the order of their answers; a reader answers one after the other."""
 
 
 class Readers:
-    """Reader processes for one data set, forked when this object is made and killed when it is closed.
+    """Reader processes for one data set, forked by the constructor and killed by `close`.
 
-    Make it in the main thread, before any other thread is started: a fork copies no thread but takes over the locks
+    Create it in the main thread, before any other thread starts: a fork copies locks but not the threads that hold
+    them, and a reader dies with the thread that created it.
     that they hold, and a reader dies with the thread that made it.
 
     >>> import numpy as np
@@ -94,7 +95,7 @@ class Readers:
         return [reader.pid for reader in self._readers]
 
     def request(self, key: Key, epoch: int, samples: Samples) -> None:
-        """Ask for a batch that `take` will want later. Does not wait. Asking again for the same key changes nothing."""
+        """Request a batch for a later `take`. Does not wait. Repeating a request for the same key has no effect."""
         if len(samples) == 0:
             raise ValueError(f"the request {key} has no samples")
         if not self._knows(key):
@@ -102,9 +103,9 @@ class Readers:
         self._collect(0)
 
     def take(self, key: Key, timeout_s: float | None = None) -> Any:
-        """The batch of a request; waits until it is there. After `timeout_s` it raises TimeoutError, and may be called
-        again. The batch is then the caller's: a second `take` needs a second `request`. Once a reader has died, every
-        `take` says so."""
+        """Return a requested batch; wait until it arrives. Raises TimeoutError after `timeout_s`; the caller may then
+        call again. The batch is handed over: a second `take` needs a second `request`. After a reader has died, every
+        `take` raises its error."""
         if self._dead is not None:
             raise self._dead
         if not self._knows(key):
@@ -130,7 +131,7 @@ class Readers:
         return answer
 
     def forget(self, keep: Callable[[Key], bool]) -> None:
-        """Drop every request and every answer whose key is not to be kept."""
+        """Drop every request and answer whose key `keep` rejects."""
         self._waiting = OrderedDict((key, order) for key, order in self._waiting.items() if keep(key))
         self._finished = {key: answer for key, answer in self._finished.items() if keep(key)}
         for reader in self._readers:
@@ -139,7 +140,7 @@ class Readers:
         self._collect(0)
 
     def close(self) -> None:
-        """Kill the readers and wait until they are gone. May be called twice; a forked copy of this object does
+        """Kill the readers and wait until they have ended. May be called twice; in a forked copy of this object it does
         nothing."""
         if os.getpid() != self._owner:
             return
@@ -152,7 +153,7 @@ class Readers:
 
     def _start(self, source: MapStyle, seed: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sys.stdout.flush()  # else the child inherits what is not yet written, and writes it a second time
+        sys.stdout.flush()  # otherwise the child inherits unwritten output and writes it a second time
         sys.stderr.flush()
         pid = _fork()
         if pid == 0:
@@ -166,7 +167,7 @@ class Readers:
             _reap(pid)
             raise
         self._readers.append(reader)
-        # The pidfd as well as the connection: a grandchild of the reader can keep the latter open after its death.
+        # The pidfd as well as the connection: a grandchild of the reader may keep the connection open after its death.
         for descriptor in (reader.pidfd, ours.fileno()):
             self._by_descriptor[descriptor] = reader
             self._poll.register(descriptor, select.POLLIN)
@@ -186,12 +187,13 @@ class Readers:
         return in_hand or key in self._waiting or key in self._finished
 
     def _collect(self, timeout_ms: int | None) -> None:
-        """Take in what the readers have sent, within this time; then give them what they can take."""
+        """Receive the readers' answers for at most this time; then send waiting requests to readers with free
+        places."""
         self._share_out()
         touched = {id(self._by_descriptor[fd]): self._by_descriptor[fd] for fd, _ in self._poll.poll(timeout_ms)}
         for reader in touched.values():
             if not self._drain(reader) or _has_exited(reader):
-                # Once more: it may have answered between the last look and its end, and that answer counts.
+                # Once more: it may have answered after the last look and before its end, and that answer counts.
                 self._drain(reader)
                 self._mourn(reader)
         self._share_out()
@@ -206,10 +208,10 @@ class Readers:
             try:
                 post(reader.connection, order.request)
             except (BrokenPipeError, ConnectionResetError):
-                return  # it is dead; the next look at its pidfd tells how
+                return  # the reader is dead; the next look at its pidfd reports how
 
     def _drain(self, reader: _Reader) -> bool:
-        """Read all answers that are there. False: the connection is closed."""
+        """Read all answers that have arrived. False: the connection is closed."""
         while True:
             answer: Any
             try:
@@ -217,7 +219,8 @@ class Readers:
             except BlockingIOError:
                 return True
             except ConnectionResetError:
-                continue  # said once, when it died with a request unread; the answers before that can still be read
+                # reported once, when the reader died with an unread request; its earlier answers can still be read
+                continue
             except EOFError:
                 return False
             except Exception as error:
@@ -247,11 +250,11 @@ class Readers:
 
 
 def _fork() -> int:
-    """Fork although this process may have other threads, of which Python 3.12 and later warn.
+    """Fork although this process may have other threads; Python 3.12 and later warn about that.
 
-    The child takes no lock that another thread could hold at this moment. Python and glibc renew their own locks in a
-    child (imports, logging, malloc). The child does not use torch's pool of threads: `serve` sets one thread. The other
-    threads of a worker send heartbeats and save checkpoints; the child does neither. It runs the data set's code and
+    It is safe because the child takes no lock that another thread could hold. Python and glibc reset their own locks in
+    a child (imports, logging, malloc). The child does not use torch's thread pool: `serve` sets one thread. The
+    worker's other threads send heartbeats and save checkpoints; the child does neither. It runs the data set's code and
     writes to its own socket.
     """
     with warnings.catch_warnings():
@@ -266,12 +269,12 @@ def _has_exited(reader: _Reader, wait_ms: int = 0) -> bool:
 
 
 def _reap(pid: int) -> None:
-    with suppress(ChildProcessError):  # somebody else in this process may wait for any child, and have had it
+    with suppress(ChildProcessError):  # another part of this process may have reaped the child already
         os.waitpid(pid, 0)
 
 
 def _cause_of_death(pid: int) -> tuple[str, str]:
-    """In words: how it ended, and what to do about it. Leaves the process to be reaped."""
+    """(cause of the process's end, hint), as text. Does not reap the process."""
     try:
         result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:

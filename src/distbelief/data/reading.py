@@ -1,6 +1,6 @@
-"""What a reader process does: reads samples under their seeds, makes batches, answers until it is killed.
+"""The reader process: reads samples under their seeds, makes batches, and answers requests until it is killed.
 
-This is the child's half of `data.readers`. It knows its data set and its one connection, nothing else.
+This is the child's half of `data.readers`. It knows its data set and its one connection only.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class Request:
 
 @dataclass(frozen=True)
 class Failure:
-    """An answer in place of a batch: an exception in the data set's code."""
+    """An answer instead of a batch: the data set's code raised an exception."""
 
     message: str
     traceback: str
 
 
 def serve(source: MapStyle, seed: int, connection: socket.socket, parent: int) -> NoReturn:
-    """Answer requests, one after the other, until the parent process is gone."""
+    """Answer requests, one after the other, until the parent process ends."""
     try:
         _settle(parent)
         while True:
             request: Request = receive(connection)
             batch = read(source, seed, request)
-            sys.stdout.flush()  # a reader ends by SIGKILL: what user code printed must not be left in a buffer
+            sys.stdout.flush()  # a reader ends by SIGKILL, so output of user code must not stay in a buffer
             sys.stderr.flush()
             _answer(connection, request, batch)
     except (EOFError, ConnectionError):
@@ -58,7 +58,7 @@ def serve(source: MapStyle, seed: int, connection: socket.socket, parent: int) -
 
 
 def read(source: MapStyle, seed: int, request: Request) -> Any:
-    """The batch, or a Failure. The random generators of torch, numpy and Python are seeded for each sample.
+    """The batch, or a Failure. Seeds the generators of torch, numpy and Python for each sample.
 
     >>> from distbelief.data.sources import as_source
     >>> import numpy as np
@@ -76,12 +76,12 @@ def read(source: MapStyle, seed: int, request: Request) -> Any:
             parts.append(source.dataset[sample])
         doing = f"making a batch of {listed(request.samples)}"
         return source.collate(parts)
-    except BaseException as error:  # a SystemExit, too, is better reported than obeyed
+    except BaseException as error:  # a SystemExit, too, is reported and not obeyed
         return _failure(doing, error)
 
 
 def listed(samples: Samples) -> str:
-    """For people.
+    """Sample numbers as text for people.
 
     >>> import numpy as np
     >>> listed(np.arange(20))
@@ -95,11 +95,12 @@ def listed(samples: Samples) -> str:
 def _settle(parent: int) -> None:
     die_with_parent(parent)
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when to end
+    # Ctrl-C reaches the whole process group; the parent decides about the end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-    gc.freeze()  # a collection would write into, and so copy, every page that is shared with the parent
-    # OpenMP's threads are not forked, and a parallel region would wait for them for ever.
+    gc.freeze()  # a collection would write to, and so copy, every page shared with the parent
+    # A fork does not copy OpenMP's threads, and a parallel region would wait for them for ever.
     torch.set_num_threads(1)
 
 
@@ -108,7 +109,7 @@ def _answer(connection: socket.socket, request: Request, batch: Any) -> None:
         post(connection, batch)
     except ConnectionError:
         raise
-    except Exception as error:  # it cannot be pickled, or there is no memory for it
+    except Exception as error:  # the batch cannot be pickled, or memory is short
         post(connection, _failure(f"handing over the batch of {listed(request.samples)}", error))
 
 

@@ -1,4 +1,4 @@
-"""Seeding every generator that a job's code may use: torch, numpy and random."""
+"""Seeds every random generator that a job's code may use: torch, numpy and random."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
-    """Seed them all with one 63-bit number.
+    """Seed all generators with one 63-bit number.
 
-    torch's generators one by one: torch.manual_seed formats a stack trace each time for every kind of device that is
-    not in use (measured: 0.7 ms).
+    torch's generators are seeded one by one: torch.manual_seed formats a stack trace for every kind of device that is
+    not in use, which takes 0.7 ms (measured).
     """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

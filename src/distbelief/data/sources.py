@@ -1,7 +1,7 @@
-"""Where samples come from: tensors in memory, or a data set whose code reads one sample at a time.
+"""Sources of samples: tensors in memory, or a data set whose code reads one sample at a time.
 
-A source has a length and gives the batch of any sample numbers. It knows nothing of order, steps or shards. Tensors
-are indexed in the training process; a data set is user code and belongs into reader processes (`data.readers`).
+A source has a length and returns the batch of given sample numbers. It knows nothing of order, steps or shards. Tensors
+are indexed in the training process; a data set is user code and runs in reader processes (`data.readers`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ Columns = torch.Tensor | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
 _ACCEPTED = "tensors or arrays (one, a tuple, or a mapping by name), or a data set with __len__ and __getitem__"
 
 
-_NO_INDEX_SELECT = {torch.uint16, torch.uint32, torch.uint64}  # torch 2.13 has not written it for them on the CPU
+# torch 2.13 does not implement index_select for these types on the CPU
+_NO_INDEX_SELECT = {torch.uint16, torch.uint32, torch.uint64}
 
 
 class Source(Protocol):
-    """Any number of samples, given as batches."""
+    """A number of samples that are read as batches."""
 
     def __len__(self) -> int: ...
 
@@ -61,7 +62,7 @@ class InMemory:
 
 
 class MapStyle:
-    """A data set that is asked for one sample at a time, and the function that makes a batch of samples.
+    """A data set that is read one sample at a time, and the function that makes a batch of samples.
 
     >>> len(as_source([("a", 1), ("b", 2)]))
     2
@@ -75,13 +76,13 @@ class MapStyle:
         return len(self.dataset)
 
     def fetch(self, samples: Samples) -> Any:
-        """In this process and without seeds; `data.readers` does it in other processes, with them."""
+        """Read in this process, without seeds; `data.readers` reads in other processes, with seeds."""
         return self.collate([self.dataset[int(sample)] for sample in samples])
 
 
 def as_source(data: Any, collate: Collate | None = None) -> InMemory | MapStyle:
-    """The source for what a job gives as `data` or `validation`. `collate` is for data sets that are read one sample
-    at a time; tensors in memory are cut into batches as they are.
+    """The source for a job's `data` or `validation`. `collate` applies to data sets that are read one sample at a time;
+    tensors in memory are indexed as they are.
 
     >>> as_source({"x": torch.zeros(4, 2), "y": torch.zeros(3)})
     Traceback (most recent call last):
@@ -94,7 +95,8 @@ def as_source(data: Any, collate: Collate | None = None) -> InMemory | MapStyle:
 
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """(args, kwargs, target): the model gets the first two, the loss compares its output with the third.
+    """Split into (args, kwargs, target): the model gets args and kwargs, the loss compares the model's output with
+    target.
 
     >>> split_batch(("a", "b", "y"))
     (('a', 'b'), {}, 'y')
@@ -109,7 +111,7 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         return (batch,), {}, batch
     if not batch:
         raise JobError("a batch is an empty tuple: the data set gives nothing to train on")
-    if len(batch) == 1:  # TensorDataset(x) gives such batches; a model without input would be of no use
+    if len(batch) == 1:  # TensorDataset(x) gives such batches; a model needs some input
         return (batch[0],), {}, batch[0]
     return tuple(batch[:-1]), {}, batch[-1]
 
@@ -125,7 +127,7 @@ def _recognise(data: Any, collate: Collate | None) -> InMemory | MapStyle:
                 "the names in a mapping of tensors must be strings", hint="they become arguments of the model"
             )
         return InMemory({name: _tensor(column, f"the data's {name!r}") for name, column in data.items()})
-    # A subclass may have its own __getitem__, and a collate function wants single samples: both must be run.
+    # A subclass may override __getitem__, and a collate function needs single samples: run both.
     if type(data) is TensorDataset and collate is None:
         return InMemory(tuple(data.tensors))
     if isinstance(data, tuple | list) and any(_is_array(column) for column in data):
@@ -139,7 +141,7 @@ def _checked_dataset(data: Any) -> Any:
         raise JobError("the data is a DataLoader", hint="give its Dataset; batches and order are the job's")
     if isinstance(data, str | bytes | PathLike):
         raise JobError(f"the data is a {kind}, not the samples themselves", hint=f"a job wants {_ACCEPTED}")
-    if type(data).__module__.split(".")[0] == "pandas":  # its [i] is a column, not a row
+    if type(data).__module__.split(".")[0] == "pandas":  # in pandas, [i] is a column, not a row
         raise JobError(f"the data is a pandas {kind}", hint="give its columns as arrays, for example frame.to_numpy()")
     if isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__")):
         raise JobError(
@@ -174,7 +176,7 @@ def _from_array(array: npt.NDArray[Any], where: str) -> torch.Tensor:
     if any(stride < 0 for stride in array.strides):
         array = np.ascontiguousarray(array)
     try:
-        with warnings.catch_warnings():  # a read-only memory map is welcome: nobody writes into a source
+        with warnings.catch_warnings():  # a read-only memory map is fine: nothing writes into a source
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return torch.from_numpy(array)
     except (TypeError, ValueError) as error:

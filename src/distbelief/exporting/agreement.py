@@ -1,4 +1,4 @@
-"""How far the outputs of an exported model are from those of the model itself."""
+"""Compares the outputs of an exported model with the outputs of the original model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from distbelief.errors import DistBeliefError
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Relative to the largest output, or to 1. Another order of additions stays far below, a wrong operation does not."""
+"""Relative to the largest output, or to 1. Another order of additions stays far below; a wrong operation exceeds it."""
 
 
 def largest_difference(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> float:
-    """The largest difference of any two numbers; a DistBeliefError if it is more than rounding explains.
+    """The largest difference between two corresponding numbers. Raises a DistBeliefError if rounding cannot explain it.
 
     >>> largest_difference([torch.ones(2)], [torch.ones(2) + 1e-6])
     9.5367431640625e-07
@@ -25,7 +25,7 @@ def largest_difference(expected: Sequence[torch.Tensor], found: Sequence[torch.T
     for one, other in zip(expected, found, strict=True):
         wide = torch.complex128 if one.is_complex() else torch.float64
         a, b = one.to(wide), other.to(wide)
-        same = (a == b) | (a.isnan() & b.isnan())  # equal infinities too, whose difference is none
+        same = (a == b) | (a.isnan() & b.isnan())  # equal infinities count as equal; their difference would be NaN
         if same.all():
             continue
         difference = (a - b).abs()[~same].max().item()

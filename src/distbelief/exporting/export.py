@@ -1,4 +1,4 @@
-"""Trained weights as a file for other programs: the tensors, a torch.export program, or ONNX."""
+"""Exports trained weights to a file for other programs: the tensors, a torch.export program, or ONNX."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Format = Literal["safetensors", "program", "onnx"]
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and how it was checked before it got its name."""
+    """The written file, and the result of its check; files are checked before they get their names."""
 
     to: str
     format: Format
@@ -30,13 +30,13 @@ class Exported:
     max_difference: float | None
     """The largest difference between an output of the model and of the file; None if the file could not be run."""
     batch: int | None
-    """The only size of batch that the file takes; None: any, or the file is weights alone."""
+    """The only batch size that the file accepts; None: any size, or the file has weights only."""
 
 
 def export(source: Source, to: Path, form: Format, model_of: Path | None = None) -> Exported:
-    """Write the source's weights to `to`, which is replaced if it exists.
+    """Write the source's weights to `to`, and replace an existing file.
 
-    A program and ONNX need the model: it is made again by the job of the run `model_of`, or else of the source itself.
+    A program and ONNX need the model: the job of the run `model_of`, or else of the source, makes it again.
     """
     batch = None
     difference: float | None = 0.0

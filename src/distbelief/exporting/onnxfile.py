@@ -1,4 +1,4 @@
-"""A traced model as an ONNX file, checked by onnx itself and, where it is installed, by running it in onnxruntime."""
+"""Writes a traced model as an ONNX file. onnx checks the file; onnxruntime, where installed, runs it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distbelief.exporting.agreement import in_words, largest_difference
 from distbelief.exporting.program import Traced, quiet
 from distbelief.exporting.rebuilt import Inputs, Rebuilt
 
-LARGEST_BYTES = 1536 << 20  # of weights; above it torch writes a second file beside the first
+LARGEST_BYTES = 1536 << 20  # of weights; above it torch writes a second file
 
 
 def require_onnx() -> None:
@@ -26,8 +26,8 @@ def require_onnx() -> None:
 
 
 def save_onnx(rebuilt: Rebuilt, traced: Traced, path: Path) -> tuple[float | None, str]:
-    """Write it to `path`, whole or not at all. Returns the largest difference of outputs (None: it was not run), and
-    the check in words."""
+    """Write the model to `path`, completely or not at all. Returns the largest difference of outputs (None: the file
+    was not run), and a description of the check."""
     weights_bytes = sum(t.numel() * t.element_size() for t in traced.program.state_dict.values())
     if weights_bytes > LARGEST_BYTES:
         raise DistBeliefError(
@@ -56,7 +56,7 @@ def _check(rebuilt: Rebuilt, traced: Traced, draft: Path) -> tuple[float | None,
 
     try:
         onnx.checker.check_model(str(draft), full_check=True)
-    except Exception as error:  # onnx has one class for the model's form and another for its shapes
+    except Exception as error:  # onnx has one class for faults of the model's form and another for its shapes
         raise DistBeliefError(f"onnx does not accept the translated model: {error}") from error
     if importlib.util.find_spec("onnxruntime") is None:
         return None, "accepted by onnx.checker; not run: onnxruntime is not installed"
@@ -69,7 +69,7 @@ def _check(rebuilt: Rebuilt, traced: Traced, draft: Path) -> tuple[float | None,
 
 
 class _CannotRun(Exception):
-    """onnxruntime lacks something for this model on a CPU; that does not make the file wrong."""
+    """onnxruntime lacks a feature that this model needs on a CPU; the file may still be correct."""
 
 
 def _compare(rebuilt: Rebuilt, traced: Traced, inputs: Inputs, draft: Path) -> float:

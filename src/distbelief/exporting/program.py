@@ -1,4 +1,4 @@
-"""A model as a torch.export program: traced on a few samples, saved, loaded again and compared."""
+"""Exports a model as a torch.export program: traced on a few samples, saved, loaded again and compared."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from distbelief.exporting.rebuilt import Inputs, Rebuilt
 class Traced:
     program: ExportedProgram
     any_batch: bool
-    """False: the model works, or could be traced, only for batches of the size that it was traced with."""
+    """False: the model works, or can be traced, only with the batch size of the trace."""
 
     def trials(self, inputs: Inputs) -> list[Inputs]:
-        """What the exported model is compared on."""
+        """The inputs on which the exported model is compared with the original."""
         return [inputs, inputs.longer()] if self.any_batch else [inputs]
 
 
 def trace(rebuilt: Rebuilt) -> Traced:
-    """With a batch of any size, if the model allows that."""
+    """Trace the model, for any batch size if the model allows it."""
     inputs = rebuilt.inputs
     shapes = ShapesCollection()  # type: ignore[no-untyped-call]
     batch = Dim("batch", min=1)
@@ -43,15 +43,17 @@ def trace(rebuilt: Rebuilt) -> Traced:
             dims = shapes.dynamic_shapes(rebuilt.model, inputs.args, inputs.kwargs)  # type: ignore[no-untyped-call]
             program = torch.export.export(rebuilt.model, inputs.args, inputs.kwargs, dynamic_shapes=dims, strict=False)
             any_batch = any(map(inputs.counts_samples, inputs.leaves()))
-        except Exception:  # torch has no one class for it; if the size of the batch was not the reason, it fails again
+        # torch has no single class for it; if the batch size was not the reason, the next attempt fails, too
+        except Exception:
             program = _trace_for_this_size(rebuilt)
             any_batch = False
-    program.example_inputs = None  # else samples of the training data would travel in the file
+    program.example_inputs = None  # otherwise the file would contain samples of the training data
     return Traced(program, any_batch)
 
 
 def save_program(rebuilt: Rebuilt, traced: Traced, path: Path) -> tuple[float, str]:
-    """Write it to `path`, whole or not at all. Returns the largest difference of outputs, and the check in words."""
+    """Write the program to `path`, completely or not at all. Returns the largest difference of outputs, and a
+    description of the check."""
     trials = traced.trials(rebuilt.inputs)
 
     def write(draft: Path) -> None:
@@ -70,7 +72,7 @@ def save_program(rebuilt: Rebuilt, traced: Traced, path: Path) -> tuple[float, s
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's remarks on its own insides (on a failure it prints the whole graph): what matters is raised."""
+    """Suppress torch's internal log messages (on a failure it prints the whole graph); errors are raised anyway."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,6 +1,6 @@
-"""The model of a run, made again: from the job file that job.json names, with the run's settings and trained weights.
+"""Makes the model of a run again, from the job file named in job.json, the run's settings and the trained weights.
 
-It is on the CPU and in evaluation mode. With it come a few samples of the job's data, as the model's arguments.
+The model is on the CPU and in evaluation mode. A few samples of the job's data come with it, as the model's arguments.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from distbelief.strategies.flatmodel.compute import make_model
 from distbelief.strategies.ps.tables.embedding import densified
 from distbelief.worker.jobfile import load_job
 
-SAMPLES = 3  # more than 1: torch.export takes a dimension of 1 for a constant
+SAMPLES = 3  # more than 1: torch.export treats a dimension of 1 as a constant
 
 _WEIGHTS_ONLY = "the weights alone can be exported: --to FILE.safetensors"
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the model is called with for a batch of `samples` samples."""
+    """The model's arguments for a batch of `samples` samples."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -43,11 +43,11 @@ class Inputs:
         return list(torch.utils._pytree.tree_leaves((self.args, self.kwargs)))
 
     def counts_samples(self, leaf: Any) -> bool:
-        """Whether the leaf is a tensor whose first dimension is the batch."""
+        """Whether the leaf is a tensor whose first dimension counts samples."""
         return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == self.samples
 
     def longer(self) -> Inputs:
-        """The same with the first samples once more at the end: nothing but the size of the batch is new."""
+        """The same inputs with the first samples repeated at the end: only the batch size differs."""
 
         def grow(leaf: Any) -> Any:
             return torch.cat([leaf, leaf[: self.samples - 1]]) if self.counts_samples(leaf) else leaf
@@ -63,15 +63,15 @@ class Rebuilt:
     inputs: Inputs
 
     def answer(self, inputs: Inputs, model: Callable[..., Any] | None = None) -> list[torch.Tensor]:
-        """The tensors that the model (or another one in its place) gives for the inputs."""
-        seed_everything(self.job.seed)  # a model that draws random numbers draws the same ones every time
+        """The output tensors of the model (or of another one in its place) for the inputs."""
+        seed_everything(self.job.seed)  # a model with random numbers draws the same ones each time
         with torch.no_grad():
             output = (model or self.model)(*inputs.args, **inputs.kwargs)
         return [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def rebuild(run_dir: Path, tensors: Mapping[str, torch.Tensor], where: str) -> Rebuilt:
-    """The model of the run with the tensors (from `where`) as its weights."""
+    """The model of the run, with the tensors (read from `where`) as its weights."""
     job = _load(run_dir)
     model = _in_user_code("the model could not be made", lambda: make_model(job, torch.device("cpu"))).eval()
     tensors = densified(model, tensors)
@@ -103,7 +103,7 @@ def _load(run_dir: Path) -> Job:
             f"the job file {recorded.file} is gone: the model of {run_dir} cannot be made again",
             hint=f"put it back; or {_WEIGHTS_ONLY}",
         )
-    seed_everything(0)  # as a worker does before it runs a job file
+    seed_everything(0)  # as a worker does before running a job file
     return load_job(Path(recorded.file), recorded.settings)
 
 

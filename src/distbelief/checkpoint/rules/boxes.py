@@ -29,7 +29,7 @@ def volume(box: Box) -> int:
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """What two boxes of one tensor share; None: no element.
+    """The intersection of two boxes of one tensor; None if it is empty.
 
     >>> common(((0, 4), (0, 2)), ((2, 8), (1, 2)))
     ((2, 4), (1, 2))
@@ -41,7 +41,7 @@ def common(one: Box, other: Box) -> Box | None:
 
 
 def within(box: Box, holder: Box) -> Box:
-    """A box as seen from the corner of one that holds it.
+    """A box relative to the corner of a box that contains it.
 
     >>> within(((2, 4),), ((1, 9),))
     ((1, 3),)
@@ -50,7 +50,7 @@ def within(box: Box, holder: Box) -> Box:
 
 
 def inside(box: Box, holder: Box) -> tuple[slice, ...]:
-    """Where a box lies in a tensor that holds another one around it."""
+    """The slices of a box in a tensor that holds the surrounding box `holder`."""
     return tuple(slice(start, end) for start, end in within(box, holder))
 
 
@@ -69,7 +69,7 @@ def shown(box: Box) -> str:
 
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """How far apart in the order neighbours are, for each dimension.
+    """The distance between neighbours in row-major order, for each dimension.
 
     >>> strides((2, 3, 4))
     (12, 4, 1)
@@ -78,12 +78,12 @@ def strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def first_of(shape: Sequence[int], box: Box) -> int:
-    """The place in the order of a box's first element."""
+    """The index of a box's first element in row-major order."""
     return sum(start * stride for (start, _), stride in zip(box, strides(shape), strict=True))
 
 
 def stretch_of(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
-    """First element and number of elements of a box that is a single stretch; None: it is not.
+    """First element and number of elements of a box that is a single stretch; None for other boxes.
 
     >>> stretch_of((4, 6), ((1, 3), (0, 6)))
     (6, 12)
@@ -99,7 +99,8 @@ def stretch_of(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
 
 
 def boxes_of(shape: Sequence[int], first: int, count: int) -> list[Box]:
-    """A stretch as boxes, in its order: the rest of a row, whole rows, the beginning of a row; so in each dimension.
+    """A stretch as boxes, in its order: the rest of a row, whole rows, the beginning of a row; the same in each
+    dimension.
 
     >>> boxes_of((4, 6), 4, 11)
     [((0, 1), (4, 6)), ((1, 2), (0, 6)), ((2, 3), (0, 3))]
@@ -126,8 +127,7 @@ def boxes_of(shape: Sequence[int], first: int, count: int) -> list[Box]:
 
 
 def spans_of(shape: Sequence[int], box: Box, gap: int) -> Iterator[tuple[int, int]]:
-    """Spans of the order, (start, end), that hold a box. Between two of them lie more than `gap` elements; smaller gaps
-    are in the spans.
+    """Spans (start, end) in row-major order that contain a box. Gaps of at most `gap` elements are included in a span.
 
     >>> list(spans_of((3, 10), ((0, 3), (2, 4)), gap=7)), list(spans_of((3, 10), ((0, 3), (2, 4)), gap=8))
     ([(2, 4), (12, 14), (22, 24)], [(2, 24)])
@@ -146,7 +146,7 @@ def spans_of(shape: Sequence[int], box: Box, gap: int) -> Iterator[tuple[int, in
         yield start, start + span
 
 
-# --- coverage: does each element lie in exactly one piece? --------------------------------------------------------
+# --- coverage: whether each element is in exactly one piece -------------------------------------------------------
 
 
 class Stretch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -155,11 +155,12 @@ class Stretch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     first: int
     count: int
     box: Box | None = None
-    """None: elements `first`, `first + 1`, … in row-major order. Otherwise the first and the number of those in it."""
+    """None: elements `first`, `first + 1`, … in row-major order. Otherwise `first` and `count` are derived from the
+    box."""
 
 
 def coverage_fault(name: str, shape: Sequence[int], stretches: Iterable[Stretch]) -> str:
-    """Says where the stretches leave elements of a tensor out, or hold them twice; nothing when all is well.
+    """Where the stretches miss elements of a tensor or hold them twice; an empty string if they cover it exactly.
 
     >>> coverage_fault("w", (2, 3), [Stretch(1, 0, 4), Stretch(2, 4, 2)])
     ''
@@ -194,7 +195,7 @@ def _fault_of_stretches(name: str, shape: Sequence[int], stretches: Iterable[Str
 
 
 def _fault_of_pieces(name: str, shape: Sequence[int], stretches: Iterable[Stretch]) -> str:
-    """What is wrong with one of them by itself."""
+    """The fault of a single piece, or an empty string."""
     of = f"tensor '{name}' of shape {shown_shape(shape)}"
     for stretch in stretches:
         if stretch.box is None:
@@ -228,7 +229,7 @@ def _fault_of_boxes(name: str, shape: Sequence[int], stretches: Iterable[Stretch
 
 
 def _not_once(shape: Sequence[int], pieces: Sequence[tuple[Box, int]], upto: Box) -> tuple[Box, Sequence[int]] | None:
-    """The first box that is not held exactly once, and the parts that hold it; one dimension after the other."""
+    """The first box that is not held exactly once, and the parts that hold it; tests one dimension after the other."""
     dimension = len(upto)
     rest = whole(shape[dimension:])
     if not pieces:

@@ -1,12 +1,12 @@
-"""The order of samples in an epoch: a keyed permutation, computed where it is asked for and never stored.
+"""The order of samples in an epoch: a keyed permutation, computed on demand and never stored.
 
-A Feistel network permutes the numbers below side², the smallest square that holds the data set; a result outside
-the data set is sent through the network again until it falls inside ("cycle walking"), which is again a
-permutation. (A square is at most 2√n too large, so hardly anything walks; a power of two may be four times too large,
-and measured ten times slower.) Memory and time depend on how many positions are asked for, not on how many samples
-there are.
-The order is a pure function of (samples, seed, epoch). It is part of what makes a run reproducible, so it never
-changes: a test pins its values. This module knows nothing of steps, shards or what a sample is.
+A Feistel network permutes the numbers below side², the smallest square of at least the data set's size; a result
+outside of the data set goes through the network again until it is inside ("cycle walking"), which is again a
+permutation. A square is at most 2√n too large, so few numbers walk; a power of two can be four times too large, and was
+ten times slower (measured). Memory and time depend on the number of requested positions, not on the number of samples.
+
+The order is a pure function of (samples, seed, epoch). Runs are reproducible only if it never changes; a test pins its
+values. This module knows nothing of steps, shards or the content of samples.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _ORDER_STREAM = 3  # streams 1 and 2 of `mix` are the seeds of shards and of sam
 def positions_to_samples(
     positions: npt.NDArray[np.int64], samples: int, seed: int, epoch: int, shuffle: bool
 ) -> npt.NDArray[np.int64]:
-    """Which sample is at each of these positions of this epoch. Ask for a whole batch at once: it costs little more
-    than one position.
+    """The sample at each of these positions of an epoch. Request a whole batch in one call: it costs little more than a
+    single position.
 
     >>> positions_to_samples(np.arange(5), 5, seed=0, epoch=0, shuffle=True)
     array([0, 3, 1, 4, 2])
@@ -60,8 +60,8 @@ def _round_keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
 
 
 def _permute(numbers: npt.NDArray[np.uint64], side: int, keys: tuple[np.uint64, ...]) -> npt.NDArray[np.uint64]:
-    """One pass through the network, a bijection of the numbers below side²: (l, r) -> (r, (l + f(r)) mod side) for
-    each key. Products wrap around at 2^64."""
+    """One pass through the network, a bijection of the numbers below side²: (l, r) -> (r, (l + f(r)) mod side) for each
+    key. Products wrap around at 2^64."""
     width = np.uint64(side)
     *rounds, coin = keys
     if coin & np.uint64(1):
