@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from distbelief.control import messages as m
-from distbelief.worker.copies import BUFFERS
 from distbelief.worker.rules.control import Save, Seal
-from distbelief.worker.saving import LAST_TRIES, LONGEST_RETRY_S, REMEMBERED, RETRY_S
+from distbelief.worker.saving import BUFFERS, LAST_TRIES, LONGEST_RETRY_S, REMEMBERED, RETRY_S
 from tests.sim.clock import Clock
 from tests.sim.storage import CannotWrite, History, IsIncomplete, IsSealed, Part, Storage
 

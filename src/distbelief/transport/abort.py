@@ -23,7 +23,7 @@ class Abort:
         self.left_behind = False
         """The training thread could not be woken from its wait: a successor thread has gone on in its place."""
         self.leave: Callable[[], None] | None = None
-        """Starts that successor, if there can be one; see worker/successor.py."""
+        """Starts that successor, if there can be one; see worker/process.py."""
 
     def set(self, reason: str) -> None:
         self.reason = reason or "aborted"

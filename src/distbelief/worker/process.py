@@ -7,7 +7,9 @@ import gc
 import os
 import signal
 import socket
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
+import torch.distributed as dist
 
 from distbelief.control.addresses import interface_to
 from distbelief.control.messages import (
@@ -35,6 +38,7 @@ from distbelief.control.messages import (
 )
 from distbelief.strategies.base import Replica, Saved, Seat, Seated
 from distbelief.transport.abort import Abort, Aborted
+from distbelief.transport.gloo.group import forget_groups
 from distbelief.transport.membership import Earlier, Membership
 from distbelief.transport.shm.exchange import SharedExchange
 from distbelief.transport.shm.segment import Memory, Segment, SegmentClient
@@ -46,7 +50,6 @@ from distbelief.worker.origin import frozen_of, newest_saved, opened_at, weights
 from distbelief.worker.rules.control import Leave, StandDown, TrainGeneration
 from distbelief.worker.saving import Saver
 from distbelief.worker.spec import WorkerSpec
-from distbelief.worker.successor import train_or_be_succeeded
 from distbelief.worker.training import Assignment, GenerationTraining, report_again, train
 
 if TYPE_CHECKING:
@@ -54,6 +57,9 @@ if TYPE_CHECKING:
 
 LEAVE_AFTER_S = 0.3
 _UNHEARD = 256  # steps: more than are committed between two heartbeats
+
+_kept: list[dist.ProcessGroup] = []
+"""gloo groups in which a thread still waits: their destructor would wait for that thread."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +196,40 @@ def _obey(place: Place, loaded: Loaded, go_on: Callable[[], int]) -> Leave:
                 except Aborted as error:
                     if not abort.reason:  # a connection broke, and the coordinator may not know; it says what follows
                         link.send(CollectiveFailed(worker, action.generation, str(error)))
+
+
+def train_or_be_succeeded(train: Callable[[], None], abort: Abort, go_on: Callable[[], int]) -> None:
+    """Run `train`. If gloo keeps its thread in spite of the abort, a second thread runs `go_on`, and the process ends
+    with the status that `go_on` returns.
+
+    gloo does not always wake a waiting thread when a connection ends (docs/decisions/0018). That thread is lost until
+    gloo's own timeout, minutes later; the worker keeps its state and continues. This function then never returns, even
+    if `train` wakes later."""
+    cores, default_device = torch.get_num_threads(), torch.get_default_device()
+
+    def succeed() -> None:
+        status = 1
+        try:
+            torch.set_num_threads(cores)  # both are settings of a thread, not of the process
+            if default_device.type != "cpu":
+                torch.set_default_device(default_device)
+            _kept.extend(forget_groups())
+            status = go_on()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    abort.leave = threading.Thread(target=succeed, name="training", daemon=True).start
+    try:
+        train()
+    except BaseException:
+        if not abort.left_behind:
+            raise
+    if abort.left_behind:
+        threading.Event().wait()  # Python delivers signals to the main thread, so it must not end
 
 
 def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort) -> None:

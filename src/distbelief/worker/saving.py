@@ -11,8 +11,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
+
+import torch
 
 from distbelief.checkpoint.faults import CheckpointExists, CheckpointIncomplete, CheckpointUnusable
 from distbelief.checkpoint.manifest import MANIFEST, Facts, Manifest, PartRecord, part_name, step_name
@@ -23,9 +25,57 @@ from distbelief.control.messages import CheckpointSealed, Event, PartSaved, Save
 from distbelief.errors import DistBeliefError, NotEnoughMemory
 from distbelief.options import SavePlan
 from distbelief.strategies.base import Copying, Portion, Seated
+from distbelief.transport.shm.memfd import require_memory
 from distbelief.transport.shm.segment import Segment
-from distbelief.worker.copies import CopyMemory
 from distbelief.worker.rules.control import Save, Seal
+
+BUFFERS = 2
+"""Copies of the state in memory: one is written to the checkpoint while the next one is taken."""
+
+
+@dataclass
+class CopyMemory:
+    """The memory for copies of the state. It is allocated, and its pages are touched, before the first snapshot: the
+    first touch of a page is slow."""
+
+    free: list[Segment] = field(default_factory=list)
+    made: int = 0
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def take(self, size_bytes: int, wait: bool) -> Segment | None:
+        with self.changed:
+            while True:
+                fitting = [segment for segment in self.free if segment.size_bytes >= size_bytes]
+                if fitting:
+                    self.free.remove(fitting[0])
+                    return fitting[0]
+                if self.free:  # too small: it is from a generation with more members
+                    self.free.pop()
+                    self.made -= 1
+                if self.made < BUFFERS:
+                    require_memory("a copy of the state, for checkpoints", size_bytes)
+                    segment = Segment.private(size_bytes)
+                    self.made += 1
+                    return segment
+                if not wait:
+                    return None
+                self.changed.wait()
+
+    def give_back(self, segment: Segment) -> None:
+        with self.changed:
+            self.free.append(segment)
+            self.changed.notify_all()
+
+    def prepare(self, size_bytes: int) -> None:
+        with self.changed:
+            if self.made:
+                return
+            require_memory("a copy of the state, for checkpoints", size_bytes)
+            self.made += 1
+        segment = Segment.private(size_bytes)
+        segment.tensor(torch.uint8, 0, size_bytes).fill_(0)
+        self.give_back(segment)
+
 
 RETRY_S = 1.0
 LONGEST_RETRY_S = 30.0

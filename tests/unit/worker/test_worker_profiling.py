@@ -15,11 +15,9 @@ from distbelief.coordinator.runfiles import keep_trace
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.observe.profiling.parts import read_parts
 from distbelief.options import RunOptions, profile_plan
-from distbelief.worker.profiling import operators
-from distbelief.worker.profiling.instruments import INSTRUMENTS, Instrument, Instruments, places
-from distbelief.worker.profiling.profiler import Profiler
-from distbelief.worker.profiling.spans import Spans
-from distbelief.worker.rules.profilewindow import window
+from distbelief.worker.profiling import profiler as profiling
+from distbelief.worker.profiling.instruments import INSTRUMENTS, Instrument, Instruments, Spans, places
+from distbelief.worker.profiling.profiler import Profiler, window
 from distbelief.worker.spec import WorkerSpec
 
 
@@ -151,8 +149,8 @@ def test_a_profile_that_cannot_be_written_ends_no_run(tmp_path: Path, capfd: pyt
 
 def test_no_more_operators_than_torch_can_work_on_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else of the process runs while it does, and a worker that is silent for long is taken for dead."""
-    monkeypatch.setattr(operators, "MOST_EVENTS", 2000)
-    recorder = operators.Operators(torch.device("cpu"))
+    monkeypatch.setattr(profiling, "MOST_EVENTS", 2000)
+    recorder = profiling.Operators(torch.device("cpu"))
     recorder.start(0.05)
     while not recorder.recorded_ns[1]:
         a_step()

@@ -17,7 +17,8 @@ from distbelief.control.messages import CheckpointSealed, PartSaved, SaveFailed,
 from distbelief.errors import NotEnoughMemory
 from distbelief.options import SavePlan
 from distbelief.transport.shm.memfd import require_memory
-from distbelief.worker import copies, saving
+from distbelief.worker import saving
+from distbelief.worker import saving as copies
 from distbelief.worker.origin import saved_at
 from distbelief.worker.rules.control import Save, Seal
 from distbelief.worker.saving import LAST_TRIES, Saver

@@ -17,7 +17,7 @@ SPANS, OPERATORS = ".spans", ".operators.gz"
 _KEPT = ("ph", "cat", "name", "pid", "tid", "ts", "dur", "id", "bp")
 
 Span = tuple[str, int, int, int, int]
-"""As worker/profiling/spans.py has it: (phase, start, duration, CPU time, thread), by the worker's own clock."""
+"""As worker/profiling/instruments.py has it: (phase, start, duration, CPU time, thread), by the worker's own clock."""
 
 
 @dataclass(frozen=True)

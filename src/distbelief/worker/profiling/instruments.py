@@ -8,11 +8,82 @@ code.
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
-from distbelief.worker.profiling.spans import Spans
+Span = tuple[str, int, int, int, int]
+"""(phase, start, duration, CPU time of its thread, thread): nanoseconds, by `time.perf_counter_ns`."""
+
+
+class Spans:
+    """Records the spans of all threads: what a thread did, from when, and for how long. `ended` holds the finished
+    spans until `take` is called.
+
+    Spans nest: the time of a phase is the time of its spans without the spans inside them. A span inside one of the
+    same phase is not recorded."""
+
+    def __init__(self) -> None:
+        self.ended: list[Span] = []
+        self.at_end: Callable[[], None] = lambda: None
+        """Called after each outermost span of the thread that created this object."""
+        self._thread = threading.get_ident()
+        self._own = threading.local()
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        under_way = self._under_way()
+        if under_way and under_way[-1] == phase:
+            yield
+            return
+        under_way.append(phase)
+        cpu, started = time.thread_time_ns(), time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            took = time.perf_counter_ns() - started
+            self.ended.append((phase, started, took, time.thread_time_ns() - cpu, threading.get_native_id()))
+            under_way.pop()
+            if not under_way and threading.get_ident() == self._thread:
+                self.at_end()
+
+    def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with a span around each call."""
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.during(phase):
+                return function(*args, **kwargs)
+
+        return call
+
+    def timed_context(
+        self, phase: str, function: Callable[..., AbstractContextManager[Any]]
+    ) -> Callable[..., AbstractContextManager[Any]]:
+        """The same for a function that returns a context manager: the span covers the `with` block."""
+
+        @wraps(function)
+        @contextmanager
+        def call(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            with self.during(phase), function(*args, **kwargs) as value:
+                yield value
+
+        return call
+
+    def take(self) -> list[Span]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def _under_way(self) -> list[str]:
+        found: list[str] | None = getattr(self._own, "phases", None)
+        if found is None:
+            found = self._own.phases = []
+        return found
+
 
 DATA, FORWARD, BACKWARD, REDUCE, OPTIMIZER, WAIT = "data", "forward", "backward", "reduce", "optimizer", "wait"
 EVALUATION, CHECKPOINT, REGROUP = "evaluation", "checkpoint", "regroup"

@@ -8,7 +8,10 @@ profile.
 
 from __future__ import annotations
 
+import gzip
 import os
+import shutil
+import tempfile
 import threading
 import time
 import traceback
@@ -18,13 +21,126 @@ from typing import Any, BinaryIO
 
 import msgspec
 import torch
+from torch.autograd.profiler import profile
+from torch.profiler import ProfilerActivity
 
+from distbelief.atomicfile import drafted
 from distbelief.control.messages import PROFILE_FOLDER, TracePart
-from distbelief.worker.profiling.instruments import REGROUP, Instruments
-from distbelief.worker.profiling.operators import REHEARSAL_S, Operators
-from distbelief.worker.profiling.spans import Spans
-from distbelief.worker.rules.profilewindow import window
+from distbelief.errors import JobError
+from distbelief.worker.profiling.instruments import REGROUP, Instruments, Spans
 from distbelief.worker.spec import WorkerSpec
+
+WARM_UP = 10
+"""Steps before the first recorded step, in a run that is long enough: caches fill, memory is mapped, shards settle."""
+LENGTH = 10
+
+
+def window(first: int, end: int, steps: int, stride: int = 1) -> tuple[int, int]:
+    """The recorded steps [first, end) of a run with `steps` steps; `end` 0: the default window.
+
+    `stride`: steps that are committed together. A window begins and ends at a multiple of it. Pure.
+
+    >>> window(0, 0, steps=500), window(0, 0, steps=6), window(0, 0, steps=100, stride=8), window(30, 50, steps=40)
+    ((10, 20), (3, 6), (16, 32), (30, 40))
+    """
+    if not end:
+        warm_up = -(-min(WARM_UP, steps // 2) // stride) * stride
+        first = warm_up if warm_up < steps else 0
+        end = first + max(LENGTH, 2 * stride)
+    if first >= steps:
+        raise JobError(
+            f"the profile is to begin at step {first}, but the run ends after {steps}",
+            hint=f"give --profile-steps within 0:{steps}",
+        )
+    return first, min(end, steps)
+
+
+MOST_EVENTS = 30_000
+"""About half a second without a heartbeat on a slow machine; the coordinator declares a worker dead after a second."""
+REHEARSAL_S = 0.3
+"""CPU time of a rehearsal. The fastest operators take 10 µs while they are recorded."""
+_QUIET = {"KINETO_LOG_LEVEL": "99"}
+
+
+class Operators:
+    """torch's operators, and its kernels on a GPU, recorded by torch's own profiler.
+
+    When torch stops recording it processes its events, some microseconds each, and no other thread of the process runs
+    meanwhile, not even the thread that sends heartbeats. A rehearsal therefore measures how many events a second of
+    CPU time has, and the recording is limited to `MOST_EVENTS`. (This is the profiler of torch.autograd. torch.profiler
+    is the same one, but imports the compiler first, which takes seconds.)"""
+
+    def __init__(self, device: torch.device) -> None:
+        for name, value in _QUIET.items():  # otherwise it writes to stderr, which is the worker's log
+            os.environ.setdefault(name, value)
+        self._device = device.type if device.type == "cuda" else None
+        self._profile: profile | None = None
+        self._began = (0, 0)
+        """Wall clock and CPU time."""
+        self._budget_ns = self._spent_ns = 0
+        """CPU time that may be recorded, and that has been recorded."""
+        self.recorded_ns = (0, 0)
+        """(start, end) of the recording, by `time.perf_counter_ns`; the end is 0 while it runs."""
+        self._per_s = MOST_EVENTS / REHEARSAL_S
+        """Events per second of CPU time."""
+
+    def set_up(self) -> None:
+        """The first start takes seconds: call it before training, when nobody waits."""
+        usual = self._per_s
+        self.start(REHEARSAL_S)
+        self.stop()
+        self._per_s = usual
+
+    def start(self, budget_s: float = 0.0) -> None:
+        """Start recording, for `budget_s` of this thread's CPU time; 0: as much as the last rehearsal allows."""
+        self._budget_ns = int((budget_s or MOST_EVENTS / self._per_s) * 1e9)
+        self._profile = profile(use_device=self._device, use_kineto=True)
+        self._profile.__enter__()  # type: ignore[no-untyped-call]
+        self._began = (time.perf_counter_ns(), time.thread_time_ns())
+        self.recorded_ns = (self._began[0], 0)
+
+    def look(self) -> None:
+        """Stop if the budget is spent. Called by the thread that called `start`, never during a backward pass: at its
+        end autograd restores the profiler's earlier state."""
+        if self._profile and not self.recorded_ns[1] and time.thread_time_ns() - self._began[1] > self._budget_ns:
+            self._end()
+
+    def _end(self) -> None:
+        self.recorded_ns = (self._began[0], time.perf_counter_ns())
+        self._spent_ns = time.thread_time_ns() - self._began[1]
+        if self._device:  # a paused profiler loses its kernels: end it instead
+            self._leave()
+        else:
+            assert self._profile is not None
+            self._profile.toggle_collection_dynamic(False, [ProfilerActivity.CPU])
+
+    def _leave(self) -> None:
+        assert self._profile is not None
+        self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        if not self.recorded_ns[1]:
+            self._end()
+        if not self._device:
+            self._leave()
+        if self._spent_ns > 0:
+            self._per_s = max(self.count, 1) / (self._spent_ns / 1e9)
+
+    @property
+    def count(self) -> int:
+        """Recorded events."""
+        results = self._profile.kineto_results if self._profile else None
+        return len(results.events()) if results else 0
+
+    def write(self, path: Path) -> None:
+        """torch's own trace, compressed."""
+        assert self._profile is not None
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            raw = Path(folder) / "raw.json"
+            self._profile.export_chrome_trace(str(raw))  # type: ignore[no-untyped-call]
+            with raw.open("rb") as source, drafted(path) as draft, gzip.open(draft, "wb", compresslevel=3) as target:
+                shutil.copyfileobj(source, target, 1 << 16)
+
 
 STEP = "step"
 _CHUNK_BYTES = 1 << 20

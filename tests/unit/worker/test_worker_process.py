@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.gloo.group import TorchGroup
 from distbelief.transport.gloo.rendezvous import Rendezvous
-from distbelief.worker.successor import train_or_be_succeeded
+from distbelief.worker.process import train_or_be_succeeded
 
 
 def nobody() -> int:
