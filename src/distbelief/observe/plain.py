@@ -1,4 +1,4 @@
-"""The view for pipes, files and batch systems: whole lines, never moved or overwritten."""
+"""The view for pipes, files and batch systems: prints whole lines and never moves the cursor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from distbelief.observe import text
 from distbelief.observe.records import Follower, Progress, Record, WorkerLoad
 
 EVERY_S = 2.0
-"""At most one step line in this much of the records' time."""
+"""At most one step line per this number of seconds, by the records' times."""
 
 
 class PlainView:
@@ -22,7 +22,7 @@ class PlainView:
 
     def started(self, run_dir: Path, workers: int) -> None:
         self._follower = Follower(run_dir)
-        self._shown_step = self._follower.catch_up().step  # of a run that is resumed, what is new is shown
+        self._shown_step = self._follower.catch_up().step  # of a resumed run, only new steps are shown
         self._print(f"{text.count(workers, 'worker')}, run directory {run_dir}")
 
     def log(self, source: str, line: str) -> None:

@@ -1,7 +1,7 @@
-"""From the records of a run (metrics.jsonl) to what a view shows.
+"""Folds the records of a run (metrics.jsonl) into the state that a view shows.
 
-`advance` is a pure fold: it has no clock and opens no file; times are those that the records carry. `Tail` and
-`Follower` are the edge that reads the growing files.
+`advance` is a pure fold: it reads no clock and opens no file; times come from the records. `Tail` and `Follower` read
+the growing files.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 Record = dict[str, Any]
 
 WINDOW_STEPS = 64
-"""Speed is the median over this many steps: long enough to ignore an evaluation, short enough to see a change."""
+"""Speed is the median over this number of steps: long enough to ignore an evaluation, short enough to show a change."""
 WINDOW_S = 10.0
-"""A worker's shares of time are taken over this much of the records' time."""
+"""A worker's shares of time are taken over this number of seconds, by the records' times."""
 SMOOTHING = 0.9
 CLEARLY_SLOWER = 1.10
-"""Below this ratio to the others, the slowest worker is chance and is not named."""
+"""Below this ratio to the other workers, the slowest worker is slow by chance and is not named."""
 
 
 @dataclass(frozen=True)
 class WorkerLoad:
-    """One worker, lately: where its time went (fractions of the sum), and its compute seconds per shard."""
+    """One worker's recent load: fractions of its time, and its compute seconds per shard."""
 
     worker: int
     host: str
@@ -39,11 +39,11 @@ class WorkerLoad:
     comm: float = 0.0
     shard_s: float | None = None
     place: str = ""
-    """Which part of a divided model it has: "stage 2/4"."""
+    """The worker's part of a divided model: "stage 2/4"."""
     pace: str = ""
-    """How often it pushes and fetches, where it chooses that itself: "4/2"."""
+    """How often the worker pushes and fetches, if it adapts that: "4/2"."""
     waiting: float = 0.0
-    """The part of its time (of `comm`) in which it waited for others: bubbles."""
+    """The fraction of its time in which the worker waits for others (pipeline bubbles); a part of `comm`."""
     waits_for: int | None = None
     """The worker for which it has waited longest."""
 
@@ -52,40 +52,40 @@ class WorkerLoad:
 class Slowest:
     worker: int
     excess: float
-    """0.23: a shard takes it 23 % more time than the median of the others."""
+    """0.23: the worker needs 23 % more time for a shard than the median of the others."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """From one commit to the next."""
+    """The time from one commit to the next."""
 
     seconds: float
     samples: int
     steps: int = 1
-    """That were committed together."""
+    """The number of steps that were committed together."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """All that a view shows of a run, so far."""
+    """The state of a run, as a view shows it."""
 
     name: str = ""
     strategy: str = ""
     total: int | None = None
     step: int = 0
-    """Steps committed."""
+    """Committed steps."""
     loss: float | None = None
     smoothed: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     metrics_step: int | None = None
     saved_step: int | None = None
-    """The newest checkpoint."""
+    """The step of the newest checkpoint."""
     at: float | None = None
-    """When the last step was committed."""
+    """The time of the last commit."""
     intervals: tuple[Interval, ...] = ()
     generation: int | None = None
     snapshots: tuple[tuple[float, Mapping[int, Record]], ...] = ()
-    """Recent (at, worker -> cumulative timings) of this generation, oldest first."""
+    """Recent (time, worker -> cumulative timings) of this generation, oldest first."""
     workers: tuple[WorkerLoad, ...] = ()
     notices: tuple[str, ...] = ()
 
@@ -106,7 +106,7 @@ class Progress:
 
 
 def advance(progress: Progress, record: Record) -> Progress:
-    """Fold one record in. Kinds that are not known are skipped, so that an older view can follow a newer run."""
+    """Fold one record in. Unknown kinds are ignored, so that an older view can follow a newer run."""
     match record.get("kind"):
         case "step":
             return _step(progress, record)
@@ -122,13 +122,13 @@ def advance(progress: Progress, record: Record) -> Progress:
 
 
 def describe(progress: Progress, job: Mapping[str, Any]) -> Progress:
-    """Add what job.json says: what is known before the first step."""
+    """Add the facts of job.json, which are known before the first step."""
     name, strategy = str(job.get("name", "")), str(job.get("strategy", ""))
     return replace(progress, name=name, strategy=strategy, total=job.get("steps"))
 
 
 def find_slowest(workers: tuple[WorkerLoad, ...]) -> Slowest | None:
-    """The worker that needs the most time for a shard, if it is clearly apart from the others."""
+    """The worker that needs the most time for a shard, if it is clearly slower than the others."""
     timed = sorted(
         ((load.shard_s, load.worker) for load in workers if load.shard_s is not None),
         key=lambda pair: pair[0],
@@ -149,7 +149,7 @@ def _step(progress: Progress, record: Record) -> Progress:
     if math.isfinite(loss):
         smoothed = loss if smoothed is None else SMOOTHING * smoothed + (1 - SMOOTHING) * loss
     intervals = progress.intervals
-    # A step done again after a loss, a gap, or a clock set back is no measurement.
+    # A repeated step, a gap, or a clock that was set back gives no measurement.
     if progress.at is not None and step == progress.step + 1 and at > progress.at:
         intervals = (*intervals, Interval(at - progress.at, int(record["samples"])))[-WINDOW_STEPS:]
     elif intervals and step == progress.step + 1 and at == progress.at:  # committed together with the one before it
@@ -179,7 +179,7 @@ def _load(now: Record, before: Record) -> WorkerLoad:
     data_s, compute_s, comm_s, shards = since("data_s"), since("compute_s"), since("comm_s"), since("shards")
     waits = _waits(now, before)
     whole = data_s + compute_s + comm_s
-    if not whole and before:  # nothing happened lately: the whole generation says more than zeros
+    if not whole and before:  # no progress lately: show the whole generation instead of zeros
         return _load(now, {})
     whole = whole or 1.0
     return WorkerLoad(
@@ -200,14 +200,14 @@ def _load(now: Record, before: Record) -> WorkerLoad:
 
 
 def _waits(now: Record, before: Record) -> dict[int, float]:
-    """Seconds by the worker that was waited for; JSON has their numbers as text."""
+    """Waiting time in seconds, by the worker waited for; JSON stores worker numbers as text."""
     earlier = before.get("waits", {})
     since = {int(worker): float(s) - float(earlier.get(worker, 0.0)) for worker, s in now.get("waits", {}).items()}
     return {worker: s for worker, s in since.items() if s > 0}
 
 
 class Tail:
-    """The new records of a JSONL file that another process appends to; nothing as long as there is no file."""
+    """The new records of a JSONL file that another process appends to; none while the file does not exist."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -227,7 +227,7 @@ class Tail:
 
 
 def _parse(line: bytes) -> Record | None:
-    """None for a line that a killed writer left torn: a view must not end a run over it."""
+    """The record, or None for a torn line of a killed writer: a view must not end a run because of it."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -236,7 +236,7 @@ def _parse(line: bytes) -> Record | None:
 
 
 class Follower:
-    """A run directory as it grows: each new record with the progress up to and with it."""
+    """Follows a run directory: gives each new record with the progress after it."""
 
     def __init__(self, run_dir: Path) -> None:
         self.progress = Progress()
@@ -245,7 +245,7 @@ class Follower:
         self._described = False
 
     def catch_up(self) -> Progress:
-        """Take in what is there already."""
+        """Read all records that exist already."""
         for _ in self.poll():
             pass
         return self.progress
@@ -262,6 +262,6 @@ class Follower:
             job = _parse(self._job.read_bytes())
         except FileNotFoundError:
             return
-        if job is not None:  # else it is still being written
+        if job is not None:  # otherwise the file is still being written
             self.progress = describe(self.progress, job)
             self._described = True

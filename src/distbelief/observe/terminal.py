@@ -1,7 +1,7 @@
-"""The live view of a run on a terminal: progress, loss, metrics, speed, and where each worker's time goes.
+"""The live view on a terminal: progress, loss, metrics, speed, and each worker's use of time.
 
-It has no thread of its own: the engine's loop calls `refresh`. `render` is a pure function of the progress, so that
-tests and other programs can draw it into any console.
+The view has no thread: the engine's loop calls `refresh`. `render` is a pure function of the progress, so tests and
+other programs can draw it into any console.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ TIME_COLOURS = {"data": "yellow", "compute": "green", "comm": "magenta"}
 TIME_MARKS = {"data": "░", "compute": "█", "comm": "▒"}  # told apart without colour too
 BAR_WIDTH = 12
 PLACES = " · "
-"""Between the parts of a member's place."""
+"""Separates the parts of a member's place."""
 MOST_WITH_BAR = 2
-"""With more parts than these in a place there is no room for bars in 80 columns."""
+"""With more parts in a place, 80 columns have no room for bars."""
 OTHER_LINES = 9
-"""Lines of the view besides the rows of workers."""
+"""Lines of the view besides the workers' rows."""
 
 
 class TerminalView:
@@ -45,7 +45,7 @@ class TerminalView:
     def started(self, run_dir: Path, workers: int) -> None:
         self._run_dir, self._workers = run_dir, workers
         self._follower = Follower(run_dir)
-        self._follower.catch_up()  # of a run that is resumed, what is new is told
+        self._follower.catch_up()  # of a resumed run, only new notices are printed
         self._live = Live(self._frame(), console=self._console, auto_refresh=False)
         self._live.start()
 
@@ -80,7 +80,7 @@ def source_colour(source: str) -> str:
 
 
 def render(progress: Progress, elapsed_s: float, run_dir: Path, workers: int, rows: int = 16) -> RenderableType:
-    """One frame. Of the workers, at most `rows` are listed, the slowest always among them."""
+    """One frame. Lists at most `rows` workers, always including the slowest."""
     parts: list[RenderableType] = [_title(progress, run_dir, workers), _bar(progress, elapsed_s), *_figures(progress)]
     if progress.workers:
         parts += [Text(), _table(progress, rows)]
@@ -88,7 +88,7 @@ def render(progress: Progress, elapsed_s: float, run_dir: Path, workers: int, ro
 
 
 def _title(progress: Progress, run_dir: Path, workers: int) -> Text:
-    there = text.count(len(progress.workers) or workers, "worker")  # they come and go
+    there = text.count(len(progress.workers) or workers, "worker")  # workers join and leave
     generation = f"generation {progress.generation}" if (progress.generation or 0) > 1 else ""
     facts = " · ".join(part for part in (progress.strategy, there, generation, str(run_dir)) if part)
     title = Text(no_wrap=True, overflow="ellipsis")
@@ -118,7 +118,7 @@ def _bar(progress: Progress, elapsed_s: float) -> RenderableType:
 def _figures(progress: Progress) -> list[RenderableType]:
     lines = []
     if progress.loss is not None:
-        # Smoothed: at several frames a second the last batch's own loss is only flicker. But NaN must be seen.
+        # Smoothed: the last batch's own loss would only flicker at several frames a second. But NaN must be visible.
         loss = progress.smoothed if math.isfinite(progress.loss) else progress.loss
         line = Text("loss ", "dim").append(text.number(loss), "bold cyan")
         if progress.samples_per_s is not None:
@@ -170,7 +170,7 @@ def _empty_table() -> Table:
 
 def _plain_table(what: str) -> Table:
     table = _empty_table()
-    table.add_column("host", max_width=12, overflow="ellipsis")  # the one that gives way on a narrow terminal
+    table.add_column("host", max_width=12, overflow="ellipsis")  # the column that shrinks on a narrow terminal
     table.add_column(what, no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("time", min_width=BAR_WIDTH, no_wrap=True)
@@ -199,7 +199,7 @@ def _times(load: WorkerLoad) -> dict[str, float]:
 
 
 def _time_bar(load: WorkerLoad) -> Text:
-    """Three colours that fill the bar together; rounding at the cuts, so that the widths always add up."""
+    """Three colours that fill the bar together; cumulative sums are rounded, so the widths always add up."""
     bar, done, share = Text(), 0, 0.0
     for name, part in _times(load).items():
         share += part
@@ -209,11 +209,11 @@ def _time_bar(load: WorkerLoad) -> Text:
     return bar
 
 
-# --- a divided model: a member's place says more than its shards, and all are at the same step -----------------------
+# --- a divided model: the place matters more than the shards, and all members are at the same step ------------------
 
 
 def _divided_table(place: str) -> Table:
-    """What the places have in common is in the head: "stage · data" over "1/2 · 2/2"."""
+    """The head shows what all places share: "stage · data" above "1/2 · 2/2"."""
     table = _empty_table()
     table.add_column(_place(place, 0), no_wrap=True)
     if place.count(PLACES) < MOST_WITH_BAR:
@@ -233,7 +233,7 @@ def _place(place: str, part: int) -> str:
 
 
 def _waits(load: WorkerLoad) -> str:
-    """For whom it waits most, and how much of its time it waits at all."""
+    """The worker that this worker mostly waits for, and the fraction of its time that it waits."""
     if load.waits_for is None or load.waiting < text.WORTH_SAYING:
         return "–"
     return f"{load.waits_for} ({text.percent(load.waiting)})"

@@ -1,4 +1,4 @@
-"""How numbers and lines are written for people, the same in every view."""
+"""Formats numbers and lines for people, in the same way for every view."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 
 WORTH_SAYING = 0.005
-"""A share of time below it is shown as 0 %."""
+"""A smaller share of time is shown as 0 %."""
 
 
 def number(value: float | None) -> str:
-    """A loss or a metric.
+    """Format a loss or a metric.
 
     >>> number(0.21342), number(12), number(3.2e-7), number(float("nan")), number(None)
     ('0.2134', '12.0000', '3.200e-07', 'nan', '–')
@@ -50,7 +50,7 @@ def percent(fraction: float) -> str:
 
 
 def waiting(share: float, whom: int | None) -> str:
-    """A member's bubbles, and who they are owed to.
+    """The share of time that a member waits, and the worker that it mostly waits for.
 
     >>> waiting(0.31, 0), waiting(0.001, 2), waiting(0.0, None)
     ('waits 31 %, mostly for worker 0', 'waits 0 %', 'waits 0 %')
@@ -68,7 +68,7 @@ def count(n: int, noun: str) -> str:
 
 
 def metrics(values: Mapping[str, float]) -> list[tuple[str, float]]:
-    """In the job's order, with the loss last: what the user chose to measure comes first.
+    """Sort metrics in the job's order with the loss last: the user's own metrics come first.
 
     >>> metrics({"loss": 0.1, "accuracy": 0.97})
     [('accuracy', 0.97), ('loss', 0.1)]
@@ -77,7 +77,7 @@ def metrics(values: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 def last_line(line: str) -> str:
-    """What a terminal would show of a line that a progress bar has overwritten with carriage returns.
+    """The text that a terminal shows for a line that a progress bar has overwritten with carriage returns.
 
     >>> last_line("10 %\\r20 %\\r")
     '20 %'

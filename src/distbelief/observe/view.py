@@ -1,6 +1,6 @@
-"""What the engine tells a view while a run goes on, and which view fits an output stream.
+"""The interface between the engine and a view of a run, and the choice of the view for an output stream.
 
-A view reads the run directory for everything else; it never talks to a process of the run.
+A view reads the run directory for all other data; it communicates with no process of the run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol, TextIO
 
 
 class View(Protocol):
-    """All calls come from one thread. `log` may come before `started`, and `close` more than once."""
+    """Shows a run. All calls come from one thread. `log` may come before `started`, and `close` more than once."""
 
     def started(self, run_dir: Path, workers: int) -> None:
         """The run directory exists; metrics.jsonl will grow in it."""
@@ -20,14 +20,14 @@ class View(Protocol):
         """A process printed this line. `source` is "worker 0" or "coordinator"."""
 
     def refresh(self) -> None:
-        """Show what is new. Called several times a second, and once at the end."""
+        """Show new records. Called several times a second, and once at the end."""
 
     def close(self) -> None:
-        """Show the rest and leave the terminal as it was."""
+        """Show the remaining records and restore the terminal."""
 
 
 def open_view(stream: TextIO, *, plain: bool = False) -> View:
-    """The live view on a terminal that can move its cursor; plain lines everywhere else."""
+    """The live view on a terminal with cursor movement; plain lines everywhere else."""
     if plain or not stream.isatty() or os.environ.get("TERM", "") in ("", "dumb", "unknown"):
         from distbelief.observe.plain import PlainView
 

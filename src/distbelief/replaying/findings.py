@@ -1,4 +1,4 @@
-"""Values that are not finite: counting them, and saying where they are."""
+"""Counts values that are not finite, and describes where they are."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 
 MODEL, LOSS, BATCH = "(model)", "(loss)", "(batch)"
-"""Stand where a layer's name would: the outermost module, the job's loss function, the samples. No module has such a
-name."""
+"""Used in place of a layer's name for the outermost module, the job's loss function, and the samples. No module has
+such a name.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,18 @@ class Finding:
     where: Literal["parameter", "buffer", "batch", "output", "loss", "gradient"]
     layer: str
     name: str
-    """Of the parameter, the buffer, the place in the batch, or the operation whose backward it was; or nothing."""
+    """The name of the parameter, the buffer, the place in the batch, or the operation of the backward pass; or
+    empty."""
     shard: int | None
     count: Count
     origin: bool
-    """Everything that it was made from was finite."""
+    """Whether all inputs of the value were finite."""
     samples: tuple[int, ...] = ()
-    """Sample indices of the rows that have such values, where rows are samples."""
+    """Sample indices of the rows with such values, if rows are samples."""
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those in a batch or an output that can hold what is not a number, whatever they are wrapped in."""
+    """The floating tensors in a batch or an output, in any nesting."""
     for leaf in torch.utils._pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
             yield leaf.detach()
@@ -60,7 +62,7 @@ def not_finite(value: Any) -> Count:
 
 
 def bad_samples(value: Any, indices: Sequence[int]) -> tuple[int, ...]:
-    """Which of these samples have a row with a value that is not finite; nothing where rows are not samples.
+    """The samples whose row has a value that is not finite; empty if rows are not samples.
 
     >>> bad_samples(torch.tensor([[1.0, 2.0], [float("nan"), 0.0]]), [17, 4])
     (4,)
@@ -74,7 +76,7 @@ def bad_samples(value: Any, indices: Sequence[int]) -> tuple[int, ...]:
 
 
 def in_state(model: torch.nn.Module, on_purpose: Collection[str] = ()) -> list[Finding]:
-    """Parameters and buffers that are not finite. A buffer may be so `on_purpose`: a mask that hides with -inf."""
+    """Parameters and buffers that are not finite. `on_purpose`: buffers that may be so, such as masks with -inf."""
     found = []
     for name, parameter in model.named_parameters():
         if count := not_finite(parameter):
@@ -86,7 +88,7 @@ def in_state(model: torch.nn.Module, on_purpose: Collection[str] = ()) -> list[F
 
 
 def layer_of(name: str) -> str:
-    """The module that a parameter or buffer belongs to.
+    """The module of a parameter or buffer.
 
     >>> layer_of("body.0.weight"), layer_of("scale")
     ('body.0', '(model)')
@@ -97,4 +99,4 @@ def layer_of(name: str) -> str:
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided:
         tensor = tensor.coalesce().values() if tensor.is_sparse else tensor.to_dense()
-    return tensor.float() if tensor.dtype.itemsize == 1 else tensor  # not every operation is there for eight bits
+    return tensor.float() if tensor.dtype.itemsize == 1 else tensor  # 8-bit types lack some operations

@@ -1,7 +1,7 @@
-"""One shard of a step, computed once more to be looked at: with hooks, by hand in the debugger, and without a slot.
+"""Computes one shard of a step once more for inspection: with hooks, under the debugger if asked, and without a slot.
 
-The shard is given what it is given in training: its samples, its seed, the committed buffers. So it gives the same
-numbers; only that everything on the way can be seen. The replica, which works in the same model, is not touched.
+The shard gets the same samples, seed and committed buffers as in training, so it gives the same numbers; in addition
+all intermediate values can be observed. The replica, which uses the same model, is not changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NOT_STEPPED_INTO = [
     *("torch.nn.modules.module", "torch._*", "torch.compiler*", "torch.jit*", "torch.utils*", "torch.autograd*"),
     *("distbelief.replaying.tracing", "distbelief.replaying.findings"),
 ]
-"""What lies between a module's call and its own forward."""
+"""The stack frames between a module's call and its own forward."""
 
 
 @dataclass(frozen=True)
@@ -41,26 +41,27 @@ class ShardWork:
 
 @dataclass(frozen=True)
 class Passed:
-    """What a shard gave."""
+    """The result of one shard."""
 
     loss_sum: float | None
-    """None: it did not come so far."""
+    """None: an error came before the loss."""
     weight: float
     gradients: list[torch.Tensor | None]
-    """Of the sum, per trainable parameter."""
+    """Gradients of the summed loss, per trainable parameter."""
     findings: list[Finding]
     error: Exception | None = None
     error_layer: str = ""
-    """The module in which it was raised, if in any."""
+    """The module in which the error was raised; empty outside of all modules."""
 
 
 def pass_through(job: Job, model: torch.nn.Module, work: ShardWork, debug: bool) -> Passed:
-    """Forward and backward of a shard. The model's buffers must be the committed ones, and are not afterwards."""
+    """Run forward and backward of a shard. The model's buffers must be the committed ones; this function changes
+    them."""
     device = next(model.parameters()).device
     batch = move(work.batch, device)
     found = _in_batch(batch, work)
     seed_everything(work.seed)
-    # A compiled model would be compiled with the hooks in it, and would not let itself be stepped through.
+    # torch.compile would compile the hooks in, and the debugger could not step through the model.
     uncompiled = torch.compiler.set_stance("force_eager")
     with uncompiled, Trace(model, work.shard, work.indices) as trace, _collected(model) as gradients:
         try:
@@ -77,7 +78,7 @@ def pass_through(job: Job, model: torch.nn.Module, work: ShardWork, debug: bool)
     found += trace.outputs
     if count := not_finite((total, torch.tensor(weight))):
         found.append(Finding("loss", LOSS, "", work.shard, count, origin=not found))
-    elif trace.gradient:  # else it is but a consequence
+    elif trace.gradient:  # otherwise the loss is the cause and the gradient only a consequence
         found.append(trace.gradient)
     return Passed(total.item(), weight, gradients, found)
 
@@ -85,7 +86,7 @@ def pass_through(job: Job, model: torch.nn.Module, work: ShardWork, debug: bool)
 def forward(
     job: Job, model: torch.nn.Module, batch: Any, step: int, shard: int, indices: Sequence[int], debug: bool
 ) -> Any:
-    """What the loss returns. Its arguments, and `args`, `kwargs` and `target`, are what the debugger shows."""
+    """Compute the loss. The debugger shows this function's arguments, and `args`, `kwargs` and `target`."""
     args, kwargs, target = split_batch(batch)
     if debug:
         pdb.Pdb(skip=_NOT_STEPPED_INTO).set_trace()
@@ -104,8 +105,8 @@ def _in_batch(batch: Any, work: ShardWork) -> list[Finding]:
 
 @contextlib.contextmanager
 def _collected(model: torch.nn.Module) -> Iterator[list[torch.Tensor | None]]:
-    """The gradients of trainable parameters while the block lasts. The replica's own hooks take them away at the end of
-    their way, so they are read before."""
+    """Collects the gradients of trainable parameters during the block. The replica's own hooks remove gradients at the
+    end of the backward pass, so these hooks read them earlier."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     found: list[torch.Tensor | None] = [None] * len(parameters)
 

@@ -1,4 +1,4 @@
-"""A step seen from inside: its shards, its layers, and what in them is not finite."""
+"""Inspects a step: its shards, its layers, and the values in them that are not finite."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class ShardView:
     shard: int
     seed: int
     indices: tuple[int, ...]
-    """Sample numbers in the job's data, in the order of the batch."""
+    """Indices of the samples in the job's data, in the order of the batch."""
     loss: float | None = None
-    """The mean over its samples. None: it did not come so far."""
+    """The mean over the shard's samples. None: an error came before the loss."""
     weight: float = 0.0
     gradient_norm: float | None = None
-    """Of that mean."""
+    """The norm of that mean's gradient."""
     error: Exception | None = None
     error_layer: str = ""
 
@@ -41,13 +41,13 @@ class ShardView:
 class ParameterView:
     name: str
     gradient_norm: float | None
-    """None: no shard gave it a gradient."""
+    """None: no shard gave the parameter a gradient."""
     count: Count
 
 
 @dataclass(frozen=True)
 class LayerView:
-    """A module that has trainable parameters of its own."""
+    """A module with trainable parameters of its own."""
 
     layer: str
     kind: str
@@ -68,9 +68,9 @@ class Inspection:
     step: int
     shards: tuple[ShardView, ...]
     layers: tuple[LayerView, ...]
-    """Gradients over all shards that were inspected, before clipping."""
+    """Gradients over all inspected shards, before clipping."""
     findings: tuple[Finding, ...]
-    """In the state before the step, then shard by shard."""
+    """Findings in the state before the step, then shard by shard."""
 
     @property
     def gradient_norm(self) -> float | None:
@@ -79,7 +79,7 @@ class Inspection:
 
     @property
     def loss(self) -> float | None:
-        """As the step reports it: over all shards, by their weights."""
+        """The step's loss: over all shards, by their weights."""
         if any(one.loss is None for one in self.shards):
             return None
         weight = math.fsum(one.weight for one in self.shards)
@@ -92,19 +92,19 @@ class Inspection:
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be looked at."""
+    """The request: what to inspect."""
 
     step: int
     shard: int | None
-    """None: all of them."""
+    """None: all shards."""
     stop_at: int | None
-    """The shard before whose forward pass the debugger stops."""
+    """The debugger stops before the forward pass of this shard."""
     on_purpose: Collection[str]
-    """Buffers that are not finite from the beginning."""
+    """Buffers that are not finite by design."""
 
 
 def inspect(loaded: Loaded, replica: DataParallelReplica, asked: Question) -> Inspection:
-    """Look into a step that is about to be executed. The replica's state is left as it is."""
+    """Inspect a step before it is executed. The replica's state is unchanged afterwards."""
     step = asked.step
     replica.synchronise()
     findings = in_state(replica.model, asked.on_purpose)
@@ -121,7 +121,7 @@ def inspect(loaded: Loaded, replica: DataParallelReplica, asked: Question) -> In
         shards[shard] = _viewed(view, passed)
         return passed.gradients
 
-    # Whoever is to be debugged comes first: another shard might not let us come to it.
+    # The shard for the debugger comes first: an error in another shard could prevent it.
     order = (asked.shard, asked.shard + 1) if asked.shard is not None else (0, loaded.schedule.occupied(step))
     early = compute(asked.stop_at) if asked.stop_at is not None else None
     total = _summed(lambda v: early if early is not None and v == asked.stop_at else compute(v), order)
@@ -134,7 +134,7 @@ def inspect(loaded: Loaded, replica: DataParallelReplica, asked: Question) -> In
 def _pass(loaded: Loaded, replica: DataParallelReplica, view: ShardView, step: int, debug: bool) -> Passed:
     try:
         batch, _ = loaded.watch.fetch(step, view.shard, view.shard + 1)
-    except Exception as error:  # of the data set's own code, in a reader
+    except Exception as error:  # an exception of the data set's code, in a reader
         return Passed(None, 0.0, [None] * len(trainable(replica.model)), [], error)
     work = ShardWork(step, view.shard, view.seed, view.indices, batch)
     return pass_through(loaded.job, replica.model, work, debug)
@@ -149,7 +149,7 @@ def _viewed(view: ShardView, passed: Passed) -> ShardView:
 
 
 def _summed(compute: Callable[[int], Gradients], shards: Range) -> Gradients:
-    """Added along the tree, as the step itself adds them."""
+    """Add gradients along the tree, as the step itself does."""
     if shards[1] - shards[0] == 1:
         return compute(shards[0])
     left, right = split(shards)

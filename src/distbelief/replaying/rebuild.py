@@ -1,4 +1,6 @@
-"""A run in this one process: the job loaded as a worker loads it, a state to begin from, and all shards at one seat."""
+"""Rebuilds a run in this one process: loads the job as a worker does, finds a start state, and gives all shards to one
+seat.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,11 @@ from distbelief.worker.origin import saved_at, weights_of
 from distbelief.worker.spec import WorkerSpec
 
 EXACT = "allreduce"
-"""What an inexact run is replayed with: its own way depended on who its members were."""
+"""The strategy for replays of inexact runs, whose own results depended on the members."""
 
 
 def worker_spec(run: RecordedRun) -> WorkerSpec:
-    """What a worker of the run is told, as far as it matters to somebody who is alone."""
+    """The specification of a worker of the run, with the fields that a single process needs."""
     launch = run.launch
     return WorkerSpec(
         worker=0,
@@ -48,7 +50,7 @@ def worker_spec(run: RecordedRun) -> WorkerSpec:
 
 @contextlib.contextmanager
 def loaded_here(run: RecordedRun) -> Iterator[Loaded]:
-    """The job of the run, as its workers had it: the same file, settings, module path and number of threads."""
+    """The job of the run as its workers loaded it: the same file, settings, module path and number of threads."""
     for one in map(parse, run.strategies):
         if one.no_replay:
             name = str(one).partition(":")[0]
@@ -77,7 +79,7 @@ def loaded_here(run: RecordedRun) -> Iterator[Loaded]:
 
 
 def in_words(run: RecordedRun, error: Exception, before: str = "") -> DistBeliefError:
-    """An exception of the job's own code, as its user wants to read it."""
+    """An exception of the job's own code as an error message for the user."""
     if isinstance(error, DistBeliefError):
         return error
     told = describe_failure(worker_spec(run), error, -1, -1)
@@ -85,32 +87,32 @@ def in_words(run: RecordedRun, error: Exception, before: str = "") -> DistBelief
 
 
 def is_exact(run: RecordedRun) -> bool:
-    """Whether every step of it gave bits that do not depend on its members."""
+    """Whether every strategy of the run gave bits that do not depend on the members."""
     return all(parse(strategy).exact for strategy in run.strategies)
 
 
 def is_equal_within_rounding(run: RecordedRun) -> bool:
-    """Whether one process gives the same but for the order of additions: then losses can be compared."""
+    """Whether one process gives the same losses except for the order of additions, so that losses can be compared."""
     strategies = [parse(strategy) for strategy in run.strategies]
     return not is_exact(run) and all(one.exact or one.wish is not None for one in strategies)
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a replay begins from."""
+    """The start of a replay."""
 
     saved: Saved | None
     """None: the job's own initial values."""
     checkpoint: int | None
-    """The step of the checkpoint, if it is one."""
+    """The step of the checkpoint; None: the start is no checkpoint."""
     skipped: tuple[tuple[int, str], ...]
-    """Checkpoints that would have been nearer, and why they cannot be used."""
+    """Nearer checkpoints that cannot be used, and why."""
 
 
 def nearest(run: RecordedRun, step: int, suits: Callable[[Saved], bool] = lambda saved: True) -> Start:
-    """The newest checkpoint from which that step can be reached and that `suits`; else what the run itself began from.
+    """The newest checkpoint at or before `step` that `suits` accepts; otherwise the start of the run itself.
 
-    Unlike a run that is resumed, a replay loses nothing by beginning anew.
+    A resumed run must not start anew without being asked; a replay may, because it loses nothing.
     """
 
     def read(folder: Where, there: int) -> Saved | None:
@@ -125,16 +127,16 @@ def nearest(run: RecordedRun, step: int, suits: Callable[[Saved], bool] = lambda
 
 
 class Rebuilt:
-    """A replica with all shards. `keep` and `rewind`: go back to a state that it had."""
+    """A replica with all shards. `keep` stores a copy of the state, and `rewind` restores it."""
 
     def __init__(self, loaded: Loaded, saved: Saved | None, until: int) -> None:
-        """`until`: steps from there on are not looked at."""
+        """`until`: the end of the steps to inspect; later batches are not read."""
         self._loaded = loaded
         self._ranges = [(0, loaded.schedule.shards)]
         self._seat = Seat(0, self._ranges, min(until, loaded.steps))
         self._kept: list[Memory] = []
         loaded.feed.expect([(v, v + 1) for v in range(loaded.schedule.shards)], until=self._seat.steps)
-        assert isinstance(loaded.prepared, PreparedAllReduce)  # whatever the run's own strategy was
+        assert isinstance(loaded.prepared, PreparedAllReduce)  # for every strategy of the run
         self._prepared = loaded.prepared
         self._exchange = self._alone()
         self.replica = self._build(lambda step=-1: saved)
@@ -142,7 +144,7 @@ class Rebuilt:
     def _alone(
         self, state: Segment | None = None, numbers: Memory | None = None
     ) -> SingleMemberExchange | DeviceExchange:
-        """`state`, `numbers`: what to go on from; the parameters are in the second where there is an accelerator."""
+        """`state`, `numbers`: the state to continue from; on an accelerator the parameters are in `numbers`."""
         geometry, device = self._prepared.geometry(self._ranges), self._loaded.device
         alone = SingleMemberExchange(geometry, state)
         if device.type == "cpu":
@@ -153,8 +155,8 @@ class Rebuilt:
         return self._prepared.build(self._seat, self._exchange, self._loaded.watch.fetch, begin_from)
 
     def keep(self) -> None:
-        """Remember the present state, in place of the one that was remembered before."""
-        present: list[Memory] = [self._exchange.state(0)]  # it is there already, as large as it is
+        """Store the present state; replaces the stored one."""
+        present: list[Memory] = [self._exchange.state(0)]  # a view: no second copy
         if isinstance(self._exchange, DeviceExchange):
             present.append(self._exchange.numbers(0))
         devices = [torch.device("cpu"), self._loaded.device]
@@ -163,7 +165,7 @@ class Rebuilt:
             into.tensor(torch.uint8, 0, source.size_bytes).copy_(source.tensor(torch.uint8, 0, source.size_bytes))
 
     def rewind(self) -> None:
-        """Go back to the state that was kept."""
+        """Restore the stored state."""
         state, *numbers = self._kept
         assert isinstance(state, Segment)
         self._kept = []

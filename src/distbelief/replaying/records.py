@@ -1,5 +1,5 @@
-"""What a run has left of itself, as far as a replay needs it: how it was started, the fingerprint of every step, how it
-ended. And which step is to be replayed when nobody says.
+"""Reads the records of a run that a replay needs: its launch, the fingerprint of every step, and its end. Chooses the
+step to replay if the user names none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distbelief.observe.records import Tail
 
 
 class JobFacts(msgspec.Struct, frozen=True):
-    """What job.json says of the job on the workers."""
+    """Facts of the job on the workers, from job.json."""
 
     strategy: str
     canary: Canary
@@ -33,19 +33,19 @@ class RecordedRun:
     launch: Launch
     facts: JobFacts
     steps: Mapping[int, str]
-    """The fingerprint of each committed one, as metrics.jsonl has it."""
+    """Fingerprint by committed step, from metrics.jsonl."""
     failure: WorkerFailed | None = None
-    """Why it failed, if it ended so."""
+    """The cause of the run's failure, if it failed."""
     weights_sha256: str = ""
-    """Of the trained weights, if it has completed."""
+    """The hash of the trained weights, if the run completed."""
     strategies: tuple[str, ...] = ()
-    """Those that it was trained with: it may have been resumed with another one."""
+    """All strategies of the run: it may have been resumed with another one."""
     losses: Mapping[int, float] = field(default_factory=dict)
-    """Of each committed step. One that was executed again has that of the last time."""
+    """Loss by committed step. A step that was executed again has its last loss."""
 
     @property
     def reached(self) -> int:
-        """The last step that was at least begun: the one after the last that was committed, or where it failed."""
+        """The last step that was begun: the step after the last commit, or the step of the failure."""
         failed = self.failure.step if self.failure else -1
         return max(failed, max(self.steps, default=-1) + (0 if self.weights_sha256 else 1))
 
@@ -53,7 +53,8 @@ class RecordedRun:
         return self.steps.get(step)
 
     def was_committed(self, step: int) -> bool:
-        """Also if nothing was recorded of it: the last reports of a run that fails may be lost."""
+        """Whether the step was committed. The last reports of a failing run may be lost, so a step may be committed
+        without a record."""
         failed = self.failure.step if self.failure else -1
         return step < failed or step <= max(self.steps, default=-1)
 
@@ -62,7 +63,7 @@ class RecordedRun:
 
 
 def read_run(run_dir: Path) -> RecordedRun:
-    """Read the records of a run. It may still be running."""
+    """Read the records of a run, which may still be running."""
     if not run_dir.is_dir():
         raise DistBeliefError(f"there is no run directory {run_dir}", hint="give one as `train` printed it")
     launch = read_launch(run_dir)
@@ -85,7 +86,7 @@ def read_run(run_dir: Path) -> RecordedRun:
 
 
 def _strategies(run_dir: Path, launch: Launch) -> tuple[str, ...]:
-    """Of the first start, and of each time that it was resumed."""
+    """The strategies of the first start and of each resumption."""
     records = read_journal(run_dir / "journal.jsonl")
     first = [record["job"]["strategy"] for record in records if record.get("kind") == "reference"]
     later = [record["strategy"] for record in records if record.get("kind") == "resumed" and "strategy" in record]
@@ -93,7 +94,7 @@ def _strategies(run_dir: Path, launch: Launch) -> tuple[str, ...]:
 
 
 def chosen_step(run: RecordedRun, asked: int | None) -> int:
-    """The step to be replayed: the one that was asked for, or the one at which the run failed."""
+    """The step to replay: the requested step, or the step at which the run failed."""
     if asked is None:
         if run.failure is None or run.failure.step < 0:
             what = f"failed outside of any step: {run.failure.message}" if run.failure else "did not fail"
@@ -110,9 +111,9 @@ def chosen_step(run: RecordedRun, asked: int | None) -> int:
 
 
 def canary_differs(run: RecordedRun, here: Canary) -> str:
-    """Why other bits than the run's are to be expected here; nothing if they are not.
+    """The reason to expect other bits here than in the run; empty if the canaries agree.
 
-    The canary is the first shard of step 0 at the initial weights, so it knows the job, its data and the machine.
+    The canary is the first shard of step 0 with the initial weights, so it covers the job, its data and the machine.
     """
     there = run.facts.canary
     if there.fingerprint == here.fingerprint:

@@ -1,6 +1,6 @@
 """Replays one step of a run in this process: restores the state before it, inspects it, executes it and compares.
 
-The verdict is "identical" where the bits are equal, or "within rounding" where the run promises no more.
+The verdict is "identical" if the bits are equal, or "within rounding" if the run promises no more than that.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ from distbelief.worker.loading import Loaded
 Verdict = Literal["matched", "equal", "differs", "unknown"]
 
 TOLERANCE = 1e-3
-"""Of a loss, where only rounding differs. It is 1e-7 at first, and training makes it larger from step to step."""
+"""Relative tolerance of a loss where rounding may differ. The difference is 1e-7 at first and grows with every step of
+training.
+"""
 
 
 def judge(found: str | None, recorded: str | None, exact: bool) -> Verdict:
-    """Compare what this process found (a fingerprint, a hash) with what the run has recorded.
+    """Compare this process's result (a fingerprint or a hash) with the run's record.
 
-    Unknown: one of the two is missing, because the step was never committed or cannot be executed; or the run was not
-    exact, so that its bits depended on its members.
+    Unknown: one of the two is missing, because the step was not committed or cannot be executed; or the run was not
+    exact, so its bits depended on its members.
 
     >>> judge("1f", "1f", exact=True), judge("1f", "2e", exact=True), judge("1f", None, exact=True)
     ('matched', 'differs', 'unknown')
@@ -55,7 +57,7 @@ def judge(found: str | None, recorded: str | None, exact: bool) -> Verdict:
 
 
 def judge_within_rounding(found: float | None, recorded: float | None) -> Verdict:
-    """The same for losses of a run whose members divided the model: they add in other orders than one process.
+    """`judge` for losses of a run whose members divided the model: they add in another order than one process does.
 
     >>> judge_within_rounding(2.0, 2.0001), judge_within_rounding(2.0, 2.1), judge_within_rounding(None, 2.0)
     ('equal', 'differs', 'unknown')
@@ -66,23 +68,23 @@ def judge_within_rounding(found: float | None, recorded: float | None) -> Verdic
 
 
 class Progress(Protocol):
-    """Whoever is told how far it has come."""
+    """Receives the progress of a replay."""
 
     def __call__(self, began_at: int, applied: int, target: int) -> None: ...
 
     def close(self) -> None:
-        """It is there. May be called again."""
+        """The replay has reached its step. May be called more than once."""
 
 
 @dataclass(frozen=True)
 class Asked:
     run_dir: Path
     step: int | None = None
-    """None: the step at which the run failed, or the one that is to blame for it."""
+    """None: the step at which the run failed, or the step that caused the failure."""
     shard: int | None = None
     debug: bool = False
     device: str = ""
-    """Where to replay it; empty: on a device of the kind that the run was on."""
+    """The device of the replay; empty: a device of the run's kind."""
 
 
 @dataclass(frozen=True)
@@ -91,33 +93,33 @@ class Replayed:
     step: int
     start: Start
     began_at: int
-    """The step that was executed first, to get there."""
+    """The first step that was executed on the way."""
     differs_from: int | None
-    """The first step on the way whose fingerprint was not the recorded one."""
+    """The first step on the way whose fingerprint differs from the record."""
     broke_state: bool
-    """It was found to be the step after which the state is not finite any more."""
+    """Whether this step was found to be the first one after which the state is not finite."""
     inspection: Inspection
     result: StepResult | None
-    """None: the step could not be executed; `error` says why."""
+    """None: the step could not be executed; `error` has the reason."""
     error: DistBeliefError | None
     recorded: str | None
     committed: bool
-    """Whether the run has applied this step."""
+    """Whether the run has committed this step."""
     verdict: Verdict
     update: Verdict
-    """Whether what the step made of the parameters is the original, too."""
+    """Whether the parameters after the step are the original ones, too."""
     exact: bool
     other_bits: str
-    """Why other bits are to be expected here than in the run."""
+    """The reason to expect other bits here than in the run."""
     failure: WorkerFailed | None
-    """How the run failed, if that is why this step was chosen, or if it failed at this step."""
+    """The run's failure, if this step was chosen because of it, or if the run failed at this step."""
     clip_norm: float | None
     recorded_loss: float | None = None
-    """What is compared where the run divided the model."""
+    """The recorded loss, for comparison if the run divided the model."""
 
     @property
     def same(self) -> bool:
-        """Nothing is known to differ."""
+        """Whether no difference is known."""
         return "differs" not in (self.verdict, self.update)
 
 
@@ -160,8 +162,8 @@ def replay(asked: Asked, progress: Progress) -> Replayed:
 
 
 class _Way:
-    """From the nearest checkpoint to the state before the step. When `hunting`, to the first step after which the state
-    is not finite any more: the failure came later, but that is where it came from."""
+    """Executes the steps from the nearest checkpoint to the state before the requested step. When `hunting`, stops at
+    the first step after which the state is not finite: the run failed later, but this step is the cause."""
 
     def __init__(self, run: RecordedRun, loaded: Loaded, target: int, hunting: bool, progress: Progress) -> None:
         self._run = run
@@ -171,7 +173,7 @@ class _Way:
         self.on_purpose = {name for name, buffer in loaded.prepared.model.named_buffers() if not_finite(buffer)}
         start = nearest(run, target, self._suits)
         self.rebuilt = Rebuilt(loaded, start.saved, until=target + 2)
-        self.start = replace(start, saved=None)  # as large as the state itself, and not needed any more
+        self.start = replace(start, saved=None)  # the saved state is large and no longer needed
         self.began_at = self.step = self.rebuilt.replica.steps_applied()
         self.differs_from: int | None = None
         self.broke_state = False
@@ -218,7 +220,7 @@ def _execute(replica: DataParallelReplica, step: int) -> tuple[StepResult | None
     try:
         replica.compute(step)
         return replica.commit(step), None
-    except Exception as error:  # the job's own code, or a loss that is not finite: that is what we came to see
+    except Exception as error:  # the job's own error, or a loss that is not finite: the replay exists to show it
         return None, error
 
 
@@ -229,7 +231,8 @@ def _judge_step(run: RecordedRun, result: StepResult | None, step: int) -> Verdi
 
 
 def _judge_update(run: RecordedRun, loaded: Loaded, replica: DataParallelReplica, step: int) -> Verdict:
-    """The fingerprint of a step knows its losses, which come before its update. The update shows in the next step's."""
+    """Judge the update. A step's fingerprint covers its losses, which come before its update; the next step's losses
+    show it."""
     if step + 1 == loaded.steps:
         replica.synchronise()
         return judge(weights_sha256(replica.model), run.weights_sha256 or None, is_exact(run))
@@ -243,7 +246,7 @@ def _judge_update(run: RecordedRun, loaded: Loaded, replica: DataParallelReplica
 
 
 def _debugged(run: RecordedRun, loaded: Loaded, step: int, asked: Asked) -> int:
-    """The shard that the debugger is for: the one that was asked for, or at which the run failed, or the first."""
+    """The shard for the debugger: the requested one, else the one at which the run failed, else the first."""
     if asked.shard is not None:
         return asked.shard
     failure = run.failure_at(step)

@@ -1,4 +1,4 @@
-"""Shows a replayed step: progress, a few lines and two tables for people, one object for programs."""
+"""Reports a replayed step: progress, a few lines and two tables for people, one object for programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYER_HEADINGS = ("layer", "kind", "gradient norm", "not finite")
 
 
 def as_json(found: Replayed) -> dict[str, Any]:
-    """JSON has no NaN and no infinity: null stands for them, and `finite` tells."""
+    """JSON has neither NaN nor infinity: null stands for them, and `finite` tells them apart."""
     seen = found.inspection
     return {
         "run_dir": str(found.asked.run_dir),
@@ -60,7 +60,7 @@ def lines(found: Replayed) -> list[str]:
     return [*told, "", *_shards(seen), "", *_layers(seen.layers)]
 
 
-# --- what it comes to ------------------------------------------------------------------------------------------------
+# --- the conclusion --------------------------------------------------------------------------------------------------
 
 
 def _heading(found: Replayed) -> str:
@@ -196,7 +196,8 @@ def _shards(seen: Inspection) -> list[str]:
 
 
 def _layers(layers: Sequence[LayerView]) -> list[str]:
-    """In the model's order. Of very many, those that are not finite and those with the largest gradients."""
+    """Rows in the model's order. Of many layers, only those that are not finite and those with the largest
+    gradients."""
     ranked = sorted(layers, key=lambda one: (not one.count, -(one.gradient_norm or 0.0)))[:MOST_LAYERS]
     rows = [
         (one.layer, one.kind, text.number(one.gradient_norm), _count(one.count) or "–")
@@ -291,7 +292,7 @@ EVERY_ON_TERMINAL_S = 0.1
 
 
 class WayShown:
-    """Called after every step. Says nothing of a way that is shorter than a moment."""
+    """Shows the progress on the way; called after every step. Prints nothing if the way is short."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream

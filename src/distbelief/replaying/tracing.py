@@ -1,8 +1,9 @@
-"""Follows one forward and backward pass through a model, and finds the layer in which values stop being finite.
+"""Follows one forward and backward pass through a model, and finds the layer whose values are the first that are not
+finite.
 
-Hooks around every module see what goes in and what comes out. They also learn which module each node of the autograd
-graph belongs to: what is new behind a module's output was made in that module. So the backward pass can be told by
-layers, too: hooks on the nodes see what each operation was given and what it gave. Nothing that is seen is changed.
+Hooks on every module see its inputs and outputs. They also assign the nodes of the autograd graph to modules: new nodes
+behind a module's output were made in that module. So the backward pass can be reported by layer, too: hooks on the
+nodes see the inputs and outputs of each operation. The hooks change no value.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LEAF = "torch::autograd::AccumulateGrad"
 
 @dataclass(frozen=True)
 class _Call:
-    """A module's call that has begun and not ended."""
+    """A module's call in progress."""
 
     layer: str
     given_finite: bool
@@ -30,7 +31,7 @@ class _Call:
 
 
 class Trace:
-    """A `with` block around the passes of one shard.
+    """A context manager around the two passes of one shard.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LogSoftmax(1))
     >>> with torch.no_grad():
@@ -44,9 +45,9 @@ class Trace:
 
     def __init__(self, model: torch.nn.Module, shard: int, indices: Sequence[int]) -> None:
         self.outputs: list[Finding] = []
-        """Modules whose output was not finite, in the order in which they ended: the inner before the outer."""
+        """Modules whose output was not finite, in the order in which their calls ended: inner before outer."""
         self.gradient: Finding | None = None
-        """The first operation of the backward pass that was given finite values and gave others."""
+        """The first operation of the backward pass with finite inputs and an output that is not finite."""
         self._model = model
         self._shard = shard
         self._indices = indices
@@ -66,22 +67,23 @@ class Trace:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-        self._owners.clear()  # its nodes have hooks, which have this object: a circle that no collector would see
+        # breaks a reference cycle that the garbage collector cannot see: the nodes' hooks refer to this object
+        self._owners.clear()
 
     @property
     def inside(self) -> str:
-        """The innermost module whose call has begun and not ended; nothing outside of the model."""
+        """The innermost module whose call is in progress; empty outside of the model."""
         return self._under_way[-1].layer if self._under_way else ""
 
     def watch_backward(self, loss: torch.Tensor) -> None:
-        """To be called between the two passes."""
+        """Install the hooks on the graph; call it between the two passes."""
         self._claim(LOSS, loss)
         for node, layer in self._owners.items():
             if node.name() != _LEAF:
                 self._handles.append(node.register_hook(partial(self._passed, layer, node.name())))
 
     def _enter(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if self._under_way:  # what led here was made by whoever makes this call
+        if self._under_way:  # the calling module has made the graph up to here
             self._claim(self.inside, (args, kwargs))
         self._under_way.append(_Call(name, not not_finite((args, kwargs)), self._origins))
 
@@ -91,7 +93,8 @@ class Trace:
         count = not_finite(output)
         if not count:
             return
-        origin = call.given_finite and call.origins_before == self._origins  # else it comes from outside, or inside
+        # otherwise the value comes from outside, or from an inner module
+        origin = call.given_finite and call.origins_before == self._origins
         self._origins += origin
         if name not in self._seen:
             self._seen.add(name)
@@ -99,7 +102,7 @@ class Trace:
             self.outputs.append(Finding("output", name, "", self._shard, count, origin, samples))
 
     def _claim(self, name: str, value: Any) -> None:
-        """Everything behind these tensors that belongs to nobody yet belongs to `name`."""
+        """Assign all unassigned nodes behind these tensors to `name`."""
         leaves = torch.utils._pytree.tree_leaves(value)
         ahead = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         while ahead:
@@ -109,6 +112,6 @@ class Trace:
                 ahead += [before for before, _ in node.next_functions if before is not None]
 
     def _passed(self, layer: str, operation: str, gave: Any, given: Any) -> None:
-        """A node of the graph: `given` the gradients of its outputs, it `gave` those of its inputs."""
+        """A node has run: `given` are the gradients of its outputs, `gave` those of its inputs."""
         if self.gradient is None and not not_finite(given) and (count := not_finite(gave)):
             self.gradient = Finding("gradient", layer, operation, self._shard, count, origin=True)

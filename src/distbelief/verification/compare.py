@@ -1,4 +1,4 @@
-"""Two runs of one job side by side: are the weights the same bits, or how far apart, and from which step on?"""
+"""Compares two runs of one job: are the weights bit-identical, or how far apart, and from which step on?"""
 
 from __future__ import annotations
 
@@ -12,45 +12,47 @@ import torch
 from distbelief.checkpoint.fit import differences, forms, misfit
 
 TOLERANCE_FP32 = 1e-4
-"""Rounding is 6e-8 per operation. Runs that add in another order were 1e-7 to 1e-5 apart after 50 steps (measured), and
-7e-5 where Adam moves a bias whose true gradient is zero; runs with other dropout masks 1e-1."""
+"""Rounding is 6e-8 per operation. Measured after 50 steps: runs that add in another order differ by 1e-7 to 1e-5, and
+by 7e-5 where Adam moves a bias whose true gradient is zero; runs with other dropout masks differ by 1e-1.
+"""
 TOLERANCE_BF16 = 2e-2
-"""A number of bf16 has 8 bits: two that are neighbours are up to 8e-3 apart. Measured after 50 steps: 6e-3."""
+"""A number of bf16 has 8 bits: neighbouring numbers differ by up to 8e-3. Measured after 50 steps: 6e-3."""
 
 ABOVE_NOISE = 10
-"""So many times what rounding alone does to a tensor may be a difference that still counts as rounding. Measured on
-gpt.py after 50 steps: two strategies are 0.3 to 3 times as far from the plain loop as the nudged one is."""
+"""A difference up to this multiple of the effect of rounding alone still counts as rounding. Measured on gpt.py after
+50 steps: two strategies differ from the plain loop by 0.3 to 3 times the difference of the nudged loop.
+"""
 LOST_IN_NOISE = 0.05
-"""A tensor that rounding alone moves by that much says nothing (a bias whose true gradient is zero, under Adam)."""
+"""A tensor that rounding alone moves by this much says nothing (a bias whose true gradient is zero, under Adam)."""
 MOST_LOST = 0.05
-"""Of all numbers. Where more are lost, two runs cannot be compared after so many steps."""
+"""Largest share of numbers in such tensors; above it, two runs cannot be compared after this number of steps."""
 
 Verdict = Literal["identical", "equal", "different"]
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run leaves."""
+    """The results of a run."""
 
     weights: Mapping[str, torch.Tensor]
     losses: Mapping[int, float | None]
-    """By step."""
+    """Loss by step."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far apart two tensors are whose bits are not the same."""
+    """The distance between two tensors with different bits."""
 
     name: str
     largest: float
-    """Absolute. Infinite where only one of the two numbers is finite."""
+    """Largest absolute difference. Infinite where only one of the two numbers is finite."""
     relative: float
-    """To the largest magnitude in either tensor. Infinite between whole numbers, which are the same or wrong."""
+    """Relative to the largest magnitude in either tensor. Infinite for integers, which must be equal."""
     noise: float | None = None
-    """What rounding alone does to this tensor, in the same measure; None: that was not looked into."""
+    """The effect of rounding alone on this tensor, as a relative difference; None: not measured."""
 
     def explained(self, tolerance: float) -> bool:
-        """Whether rounding may be all there is to it."""
+        """Whether rounding can explain the difference."""
         noise = self.noise or 0.0
         return self.relative <= max(tolerance, ABOVE_NOISE * noise) or LOST_IN_NOISE <= noise < math.inf
 
@@ -62,12 +64,12 @@ class Comparison:
     tensors: int
     tolerance: float
     first_step: int | None
-    """The first step whose loss differs, or the last step if none does: its own update shows in no loss. None if the
-    weights are identical."""
+    """The first step whose loss differs, or the last step if no loss differs: no later loss shows the last update. None
+    if the weights are identical."""
     differences: tuple[Difference, ...]
-    """The worst first, by the relative difference."""
+    """The differing tensors, by relative difference, largest first."""
     noisy: bool = False
-    """Rounding alone leads elsewhere after so many steps: nothing can be said."""
+    """Rounding alone makes such a difference after this number of steps: the comparison says nothing."""
 
     @property
     def max_difference(self) -> float:
@@ -75,7 +77,7 @@ class Comparison:
 
 
 def compare(one: Trained, other: Trained, tolerance: float) -> Comparison:
-    """Judge two runs. `tolerance` is for the relative difference of each tensor.
+    """Judge two runs. `tolerance`: the largest relative difference of each tensor.
 
     >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0001])
     >>> found = compare(Trained({"w": a}, {0: 0.5, 1: 0.4}), Trained({"w": b}, {0: 0.5, 1: 0.4001}), 1e-4)
@@ -99,8 +101,8 @@ def compare(one: Trained, other: Trained, tolerance: float) -> Comparison:
 
 
 def with_tables_alike(one: Trained, other: Trained) -> tuple[Trained, Trained]:
-    """A table that lay on servers in one run and was a parameter in the other: of that, the rows that the first has.
-    (All others have never been looked up, and are as they were at first.)
+    """Reduce a table that was on servers in one run and a parameter in the other to the rows that the first run has.
+    (No step has looked up the other rows, so they have their initial values.)
 
     >>> served = Trained({"users.rows": torch.tensor([1]), "users.values": torch.tensor([[5.0]])}, {})
     >>> whole = Trained({"users.weight": torch.tensor([[3.0], [5.0]])}, {})
@@ -120,9 +122,9 @@ def _alike(one: Trained, other: Mapping[str, torch.Tensor]) -> Trained:
 
 
 def allow_for_noise(found: Comparison, one: Trained, nudged: Trained) -> Comparison:
-    """Judge again, knowing how far two runs come apart of which one began a rounding away from the other.
+    """Judge again with the measured effect of rounding.
 
-    `one` and `nudged` are those two, of the plain loop.
+    `one` and `nudged` are two runs of the plain loop; the second started from weights changed by one rounding.
     """
     noise = {d.name: d.relative for n, t in one.weights.items() if (d := _difference(n, t, nudged.weights[n]))}
     differences = tuple(replace(d, noise=noise.get(d.name, 0.0)) for d in found.differences)
@@ -135,7 +137,7 @@ def allow_for_noise(found: Comparison, one: Trained, nudged: Trained) -> Compari
 
 
 def default_tolerance(weights: Mapping[str, torch.Tensor], precision: str) -> float:
-    """What rounding alone may explain: more where numbers of 16 bits are at work."""
+    """The difference that rounding alone can explain; larger if 16-bit numbers are used."""
     short = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in weights.values())
     return TOLERANCE_BF16 if short or precision != "fp32" else TOLERANCE_FP32
 
@@ -153,7 +155,7 @@ def _difference(name: str, one: torch.Tensor, other: torch.Tensor) -> Difference
     if not one.is_floating_point():
         return Difference(name, float((one.double() - other.double()).abs().max()), math.inf)
     a, b = one.double(), other.double()
-    same = (a == b) | (a.isnan() & b.isnan())  # also two infinities, whose difference would be NaN
+    same = (a == b) | (a.isnan() & b.isnan())  # two infinities count as equal, too; their difference would be NaN
     largest = float(torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=math.inf, posinf=math.inf).max())
     magnitude = float(torch.maximum(a.abs(), b.abs()).nan_to_num(nan=0.0, posinf=0.0).max())
     return Difference(name, largest, largest / magnitude if largest and magnitude else largest)

@@ -1,8 +1,8 @@
-"""A job trained by one plain PyTorch loop: what `distbelief verify` holds the strategies against.
+"""Trains a job in one plain PyTorch loop: the reference to which `distbelief verify` compares the strategies.
 
-Read it to see what a step is. Nothing of the strategies, the workers or their transports is used. Looked up in
-the system are only what the job fixes (which samples a shard has, the seeds, and with which library linear layers
-multiply), and how a batch is made and split.
+Read it to see what a step is. It uses nothing of the strategies, the workers or their transports. From the system it
+takes only what the job fixes (the samples of a shard, the seeds, and the library for linear layers), and how a batch is
+made and split.
 
     for each step:
         for each shard that has samples:
@@ -12,10 +12,10 @@ multiply), and how a batch is made and split.
         divide the gradients by the weight of the whole batch, clip them, run the optimizer
         float buffers become their average over the shards; integer buffers must be the same after every shard
 
-The bits are those of `allreduce`, with two reservations. The norm for clipping is summed per parameter here and per
-tile of the flat layout there, both in float64; the factor is then rounded to the type of the gradient, so that this
-shows once in about 10^8 steps. And an optimizer of the job's own that draws random numbers, or that lets one parameter
-influence another, is run on groups of whole parameters there and on all of them here.
+The bits are those of `allreduce`, with two exceptions. The norm for clipping is summed per parameter here and per tile
+of the flat layout there, both in float64; the factor is then rounded to the type of the gradient, so a difference
+appears once in about 10^8 steps. And a custom optimizer that draws random numbers, or in which one parameter influences
+another, runs on groups of whole parameters there and on all parameters here.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ from distbelief.strategies.ps.tables.embedding import settle
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 Fetch = Callable[[int, int], tuple[Any, int]]
-"""(step, shard) -> its batch, and how many samples that has."""
+"""(step, shard) -> (batch, number of samples)."""
 
 
 @dataclass
 class ShardSum:
-    """What one shard gives, or several of them added up."""
+    """The results of one shard, or the sum over several shards."""
 
     gradients: list[torch.Tensor | None]
-    """Per trainable parameter; None where no shard gave it one."""
+    """Per trainable parameter; None where no shard has a gradient."""
     floats: list[torch.Tensor]
-    """The float buffers after the shard."""
+    """The float buffers after the shard, or their sums."""
     changed: list[bool]
     """Per float buffer: whether a shard changed it."""
     integers: list[torch.Tensor]
     losses: list[float]
-    """Per shard: the loss as a sum."""
+    """Per shard: the summed loss."""
     weights: list[float]
-    """Per shard: what that sum is to be divided by."""
+    """Per shard: the divisor of the summed loss."""
 
 
 def train_plainly(job: Job, model: torch.nn.Module, most_steps: int = 0) -> Iterator[float]:
-    """Train the model, which is fresh from `make_model`. Gives the loss of each step, when that has been applied.
+    """Train a model that `make_model` has just made. Yields the loss of each step after its update.
 
     >>> job = Job(
     ...     model=lambda: torch.nn.Linear(4, 2),
@@ -90,7 +90,7 @@ def train_plainly(job: Job, model: torch.nn.Module, most_steps: int = 0) -> Iter
         if not math.isfinite(loss_sum):
             raise DistBeliefError(f"plain: the loss is {loss_sum} at step {step}; the step was not applied")
         for parameter, gradient in zip(parameters, total.gradients, strict=True):
-            # A batch of weight 0 has nothing to learn from: then no parameter has a gradient.
+            # A batch of weight 0 gives no gradient to any parameter.
             parameter.grad = None if gradient is None or weight == 0 else gradient * (1.0 / weight)
         clip(job, parameters)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -102,19 +102,19 @@ def train_plainly(job: Job, model: torch.nn.Module, most_steps: int = 0) -> Iter
 
 
 def make_model(job: Job) -> torch.nn.Module:
-    """The model with its first weights."""
+    """Make the model with its initial weights."""
     seed_everything(job.seed)
     model = job.model if isinstance(job.model, torch.nn.Module) else job.model()
     settle(model)
     multiply_as_asked(job, model)
     for parameter in model.parameters():
-        # In the ordinary order of elements, also where the job asked for channels_last: strategies keep them so.
+        # In row-major order, also if the job asked for channels_last, because the strategies store them so.
         parameter.data = parameter.detach().reshape(-1).clone().view(parameter.shape)
     return model.train()
 
 
 def nudge(model: torch.nn.Module) -> None:
-    """Move every parameter to the next number above or below it: the least that rounding can do."""
+    """Move every parameter to the next number above or below it: the smallest effect of rounding."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -124,7 +124,7 @@ def nudge(model: torch.nn.Module) -> None:
 
 
 def open_data(job: Job, other: Schedule | None = None) -> tuple[Schedule, Fetch]:
-    """`other`: where steps are not cut as the job says."""
+    """The schedule and the data of a job. `other`: a schedule to use instead of the job's."""
     source = as_source(job.data, job.collate)
     schedule = other or Schedule(len(source), job.global_batch, job.resolved_shards, job.drop_last)
 
@@ -143,8 +143,8 @@ def open_data(job: Job, other: Schedule | None = None) -> tuple[Schedule, Fetch]
 
 
 def make_optimizer(job: Job, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The job's optimizer. In torch's fused implementation where it has one and the job wants no other: its
-    implementations differ in the last bits, and strategies use this one."""
+    """Make the job's optimizer, in torch's fused implementation where one exists and the job asks for no other: torch's
+    implementations differ in the last bits, and strategies use the fused one."""
     made = job.optimizer(parameters)
     asked_otherwise = any(
         group.get("fused") is False or group.get("foreach") or group.get("differentiable")
@@ -162,7 +162,7 @@ def make_optimizer(job: Job, parameters: list[torch.nn.Parameter]) -> torch.opti
 
 
 class Buffers:
-    """A model's buffers: those of before the step, and how to go back to them."""
+    """A model's buffers and their values before the step."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._places = [
@@ -184,7 +184,7 @@ class Buffers:
             buffer.copy_(value)
 
     def gather(self) -> None:
-        """A module may have put a new tensor in a buffer's place: take its value, and put ours back."""
+        """Copy values back if a module has replaced a buffer by a new tensor, and restore the original tensor."""
         for module, key, buffer in self._places:
             present = module._buffers[key]
             if present is not buffer and present is not None:
@@ -194,7 +194,7 @@ class Buffers:
     def commit(self, total: ShardSum) -> None:
         shards = len(total.losses)
         for buffer, before, value, changed in zip(self.floats, self.before, total.floats, total.changed, strict=True):
-            # The average of equal numbers is not always that number: what nobody changed is left alone.
+            # The average of equal numbers is not always that number, so unchanged buffers are restored.
             buffer.copy_(value / shards if changed else before)
         for buffer, value in zip(self.integers, total.integers, strict=True):
             buffer.copy_(value)
@@ -202,7 +202,7 @@ class Buffers:
 
 @dataclass
 class ShardComputation:
-    """Forward and backward of any shard of one step."""
+    """Forward and backward of one shard of a step."""
 
     job: Job
     model: torch.nn.Module
@@ -239,9 +239,9 @@ def dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def add_up(compute: Callable[[int], ShardSum], shards: Range) -> ShardSum:
-    """The sum over a range of shards: that of the first half plus that of the second, where the first has as many as
-    the largest power of two below the whole: ((0 + 1) + (2 + 3)) + 4 for five. Computed on the way, so that few
-    gradients are held at once."""
+    """The sum over a range of shards: the sum of the first half plus the sum of the second, where the first half has
+    the largest power of two below the whole: ((0 + 1) + (2 + 3)) + 4 for five. Shards are computed on the way, so that
+    few gradients are in memory at once."""
     if shards[1] - shards[0] == 1:
         return compute(shards[0])
     left, right = split(shards)
@@ -262,7 +262,7 @@ def add(left: ShardSum, right: ShardSum) -> ShardSum:
 
 
 def add_gradients(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
-    """A shard that gave a parameter no gradient counts as zeros, if another one gave it one."""
+    """Add gradients; a missing gradient counts as zeros if the other one exists."""
     if left is None or right is None:
         some = left if right is None else right
         return None if some is None else some + torch.zeros_like(some)
@@ -270,7 +270,7 @@ def add_gradients(left: torch.Tensor | None, right: torch.Tensor | None) -> torc
 
 
 def clip(job: Job, parameters: list[torch.nn.Parameter]) -> None:
-    """Scale all gradients down together, if their norm is above the job's limit."""
+    """Scale all gradients by one factor if their norm is above the job's limit."""
     if job.clip_norm is None:
         return
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -282,8 +282,8 @@ def clip(job: Job, parameters: list[torch.nn.Parameter]) -> None:
 
 
 def update(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> None:
-    """One step on the parameters that have a gradient. Those that have one for the first time go last, on their own:
-    torch's fused SGD wants a first step for all that it is given, or for none."""
+    """One step for the parameters with a gradient. Parameters with their first gradient are updated in a separate call:
+    torch's fused SGD needs a first step for all of its parameters, or for none."""
     given = [parameter for parameter in parameters if parameter.grad is not None]
     new = [parameter for parameter in given if not optimizer.state.get(parameter)]
     gradients = [parameter.grad for parameter in new]

@@ -1,8 +1,9 @@
-"""A job trained by `sandblaster` in one plain PyTorch loop: what `distbelief verify` holds that strategy against.
+"""Trains a job as `sandblaster` does, in one plain PyTorch loop: the reference to which `distbelief verify` compares
+that strategy.
 
-Like plain.py, of which it is made. What it has in common with the strategy is the value that says what to do, and the
-arithmetic of L-BFGS (strategies/sandblaster/rules/lbfgs.py), here on vectors in this process. Loss and gradient are
-computed by an ordinary loop over all samples, portion by portion, and added along a binary tree. The bits are the same.
+Built on plain.py. It shares with the strategy the value with the strategy's settings, and the arithmetic of L-BFGS
+(strategies/sandblaster/rules/lbfgs.py), here on vectors in this process. An ordinary loop over all samples computes
+loss and gradient, portion by portion, and adds them along a binary tree. The bits are the same.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from distbelief.verification.plain import Buffers, ShardComputation, add_up, ope
 
 
 def train_by_search(job: Job, model: torch.nn.Module, how: Sandblaster, most_steps: int = 0) -> Iterator[float]:
-    """Train the model, which is fresh from `make_model`. Gives the loss after each iteration.
+    """Train a model that `make_model` has just made. Yields the loss after each iteration.
 
     >>> from distbelief.verification.plain import make_model
     >>> job = Job(
@@ -61,7 +62,7 @@ def train_by_search(job: Job, model: torch.nn.Module, how: Sandblaster, most_ste
 
 
 class FlatVectors:
-    """Vectors of the size of all parameters, one after the other, each at a multiple of `BLOCK` elements."""
+    """Vectors of the length of all parameters; each parameter starts at a multiple of `BLOCK` elements."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -75,7 +76,7 @@ class FlatVectors:
         self.vectors = JoinedVectors(size, [self._part])
 
     def read(self, name: str) -> None:
-        """Into the parameters."""
+        """Copy a vector into the parameters."""
         for parameter, place in zip(self.parameters, self._places, strict=True):
             parameter.data.copy_(self._part.tensor(name, self._where)[place].view(parameter.shape))
 

@@ -1,6 +1,7 @@
-"""A job trained by `local_sgd` in one plain PyTorch loop: what `distbelief verify` holds that strategy against.
+"""Trains a job as `local_sgd` does, in one plain PyTorch loop: the reference to which `distbelief verify` compares that
+strategy.
 
-Like plain.py, of which it is made: nothing of the strategies is used but the value that says what to do.
+Built on plain.py; of the strategies it uses the value with the settings only.
 
     for each round of H steps:
         for each replica that has samples:
@@ -10,10 +11,10 @@ Like plain.py, of which it is made: nothing of the strategies is used but the va
         run the outer optimizer on the parameters of before, with that difference for a gradient
         float buffers become their average over the replicas; integer buffers are those of the first replica
 
-With compression each replica sends its difference encoded, parameter by parameter, and keeps what that lost for its
-next round. What it did not touch it does not send.
+With compression each replica encodes its difference parameter by parameter, and keeps the encoding's error for its next
+round. A replica does not send parameters that it did not touch.
 
-A parameter that had no gradient in any step of any replica is left alone, by the outer optimizer too.
+If no step of any replica has a gradient for a parameter, the outer optimizer leaves it alone, too.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from distbelief.verification.plain import (
 
 
 def train_locally(job: Job, model: torch.nn.Module, how: LocalSGD, most_steps: int = 0) -> Iterator[float]:
-    """Train the model, which is fresh from `make_model`. Gives the loss of each step, when its round is over.
+    """Train a model that `make_model` has just made. Yields the loss of each step when its round is complete.
 
     >>> from distbelief.verification.plain import make_model
     >>> job = Job(
@@ -69,7 +70,7 @@ def train_locally(job: Job, model: torch.nn.Module, how: LocalSGD, most_steps: i
     count, shards = how.replicas_of(job), schedule.shards
     groups = [(r * shards // count, (r + 1) * shards // count) for r in range(count)]
     replicas = [Replica(job, model, buffers, schedule, fetch, group) for group in groups]
-    # torch's fused SGD gives other numbers for 16 bits than SGD is defined to give.
+    # torch's fused SGD differs from the definition of SGD for 16-bit numbers.
     fused = not any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in parameters)
     outer = torch.optim.SGD(parameters, **how.outer_options, fused=fused)
     for first in range(0, steps, how.steps):
@@ -91,23 +92,23 @@ def train_locally(job: Job, model: torch.nn.Module, how: LocalSGD, most_steps: i
 
 @dataclass
 class End:
-    """What a replica has come to."""
+    """The state of a replica at the end of a round."""
 
     parameters: list[torch.Tensor]
     touched: list[bool]
     """Per parameter: whether any step gave it a gradient."""
     owed: dict[int, torch.Tensor]
-    """Parameter -> what the replica has not sent of its differences yet."""
+    """Parameter -> the part of the replica's differences that it has not sent yet."""
     floats: list[torch.Tensor]
     changed: list[bool]
     """Per float buffer: whether any step changed it."""
     integers: list[torch.Tensor]
     told: list[tuple[float, float]]
-    """Per step: the sum of the loss, and what it is to be divided by."""
+    """Per step: the summed loss and its divisor."""
 
 
 class Replica:
-    """One replica, with its optimizer. The model is lent to it for a round."""
+    """One replica with its optimizer. All replicas share one model; each uses it for its part of a round."""
 
     def __init__(
         self, job: Job, model: torch.nn.Module, buffers: Buffers, schedule: Schedule, fetch: Fetch, group: Range
@@ -124,7 +125,7 @@ class Replica:
         self._rates = [float(group["lr"]) if "lr" in group else None for group in self._optimizer.param_groups]
 
     def train(self, steps: range) -> End | None:
-        """None: it has no samples in any of the steps."""
+        """Train one round. None: the replica has no samples in any of the steps."""
         if all(self._schedule.occupied(step) <= self._group[0] for step in steps):
             return None
         touched, changed = [False] * len(self._parameters), [False] * len(self._buffers.floats)
@@ -171,7 +172,7 @@ def apply(
     outer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], before: list[torch.Tensor], ends: list[End],
     compression: str = "",
 ) -> None:  # fmt: skip
-    """The outer step."""
+    """Apply the outer step."""
     codec = codec_of(compression) if compression else None
     for place, (parameter, then) in enumerate(zip(parameters, before, strict=True)):
         parameter.data.copy_(then)
@@ -182,7 +183,7 @@ def apply(
 
 
 def sent(end: End, place: int, then: torch.Tensor, codec: Codec | None) -> torch.Tensor:
-    """A replica's difference, as it arrives."""
+    """A replica's difference as the receiver decodes it."""
     difference = then - end.parameters[place]
     if codec is None or difference.dtype != torch.float32 or not difference.numel():
         return difference
@@ -197,9 +198,9 @@ def sent(end: End, place: int, then: torch.Tensor, codec: Codec | None) -> torch
 
 
 def mean_buffers(buffers: Buffers, before: list[torch.Tensor], ends: list[End]) -> None:
-    """`before`: the float buffers first."""
+    """Set the buffers after a round. `before`: the buffers' values before the round, float buffers first."""
     for place, (buffer, then) in enumerate(zip(buffers.floats, before, strict=False)):
-        # The average of equal numbers is not always that number: what nobody changed is left alone.
+        # The average of equal numbers is not always that number, so unchanged buffers are restored.
         changed = any(end.changed[place] for end in ends)
         buffer.copy_(add_tree([end.floats[place] for end in ends]) / len(ends) if changed else then)
     for buffer, value in zip(buffers.integers, ends[0].integers, strict=True):
@@ -207,7 +208,7 @@ def mean_buffers(buffers: Buffers, before: list[torch.Tensor], ends: list[End]) 
 
 
 def add_tree(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The sum, cut at the largest power of two below the number of parts."""
+    """The sum along the binary tree, cut at the largest power of two below the number of parts."""
     if len(parts) == 1:
         return parts[0]
     middle = 1 << (len(parts) - 1).bit_length() - 1

@@ -1,7 +1,7 @@
-"""The plain loop in a process of its own, which leaves what a run leaves: metrics.jsonl and weights.safetensors.
+"""Runs the plain loop in a separate process, which writes the files of a run: metrics.jsonl and weights.safetensors.
 
-`run_plain` is the caller's side. The process starts as workers do: one thread, no code of the caller's in it, the same
-module path and hash seed; so whatever the job's code does there, it does here.
+`run_plain` is the caller's side. The process starts like a worker: one thread, none of the caller's code, the same
+module path and hash seed. So the job's code behaves as in a worker.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ THREADS = 1
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What the process is told."""
+    """The request to the process."""
 
     job_file: str
     settings: dict[str, str]
@@ -33,13 +33,13 @@ class Order(msgspec.Struct, frozen=True):
     sys_path: list[str]
     parent: int
     nudged: bool = False
-    """Begin with weights that are one rounding away from the job's."""
+    """Start from weights that are one rounding away from the job's."""
     strategy: str = ""
-    """The one that is verified: where it learns otherwise than one step after the other, so does the plain loop."""
+    """The strategy to verify: if it does not learn step by step, the plain loop follows it."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """What it answers when it fails."""
+    """The answer of a failing process."""
 
     message: str
     hint: str
@@ -50,7 +50,7 @@ class Failure(msgspec.Struct, frozen=True):
 def run_plain(
     job_file: Path, settings: Mapping[str, str], most_steps: int, folder: Path, nudged: bool = False, strategy: str = ""
 ) -> None:
-    """Train the job of a file with the plain loop, into `folder`. What it prints goes to `plain.log` there."""
+    """Train the job of a file with the plain loop, in `folder`. The process's output goes to `plain.log` there."""
     folder.mkdir(parents=True)
     order = Order(
         str(job_file.resolve()), dict(settings), most_steps, str(folder), sys.path, os.getpid(), nudged, strategy
@@ -62,7 +62,7 @@ def run_plain(
             env={"PYTHONHASHSEED": "0", **os.environ, **WORKER_ENVIRONMENT},
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # the terminal's signals are the caller's business
+            start_new_session=True,  # the caller handles the terminal's signals
             check=False,
         )
     if done.returncode:
@@ -109,7 +109,7 @@ def _train(order: Order) -> None:
 
     torch.set_num_threads(THREADS)
     sys.path[:] = order.sys_path
-    seed_everything(0)  # a job file that makes random data makes the data that workers have
+    seed_everything(0)  # a job file that makes random data makes the same data as on workers
     job = load_job(Path(order.job_file), order.settings)
     model = make_model(job)
     if order.nudged:

@@ -1,4 +1,4 @@
-"""The verdict for people, as a few lines and a table, and for programs, as one object."""
+"""Reports the verdict: a few lines and a table for people, one object for programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADINGS = ("worst parameters", "largest difference", "relative", "rounding alon
 
 
 def as_json(plan: Plan, found: Comparison) -> dict[str, Any]:
-    """JSON has no infinity: null stands for a difference between a number and none."""
+    """JSON has no infinity: null also stands for a difference between a number and none."""
     return {
         "verdict": found.verdict,
         "max_difference": _finite(found.max_difference),

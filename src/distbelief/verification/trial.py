@@ -1,4 +1,4 @@
-"""Trains a job two ways, one after the other, and compares what both leave."""
+"""Trains a job in two ways, one after the other, and compares the results."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class Plan:
     settings: Mapping[str, str]
     strategy: str
     against: str
-    """Another strategy, or `PLAIN`."""
+    """The other strategy, or `PLAIN`."""
     workers: int
     most_steps: int
     tolerance: float | None
-    """None: what `default_tolerance` says."""
+    """None: the value of `default_tolerance`."""
     run_dir: Path | None
-    """Both runs are kept in folders below it; None: they are thrown away, unless one of them fails."""
+    """Both runs are stored in folders below it; None: in a temporary folder, which is kept only if a run fails."""
 
 
 def verify(plan: Plan, stream: TextIO) -> Comparison:
-    """Run both and compare them. What happens is told on `stream`."""
+    """Run both and compare them. Progress is printed to `stream`."""
     with _folder(plan.run_dir, stream) as folder:
         _train(plan, plan.strategy, folder / "strategy", stream)
         _train(plan, plan.against, folder / "against", stream)
@@ -66,7 +66,7 @@ def _promises_bits(plan: Plan) -> bool:
 
 
 def _with_and_without_a_nudge(plan: Plan, folder: Path, stream: TextIO) -> tuple[Trained, Trained]:
-    """What rounding alone does: the plain loop, and the same from weights that are a rounding away."""
+    """Measure the effect of rounding: run the plain loop, and again from weights that are one rounding away."""
     plain = folder / ("against" if plan.against == PLAIN else "plain")
     if plan.against != PLAIN:
         _train(plan, PLAIN, plain, stream)

@@ -1,6 +1,7 @@
-"""Fault schedules: sentences that people write, as faults and back; and which faults are due at a step or time.
+"""Fault schedules: parses sentences into faults and formats faults as sentences, and decides the faults due at a step
+or time.
 
-Pure: the step and the time arrive as data, and nothing here knows a process.
+Pure: the step and the time are arguments, and this module knows nothing of processes.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from distbelief.errors import DistBeliefError
 WORKER_FAULTS = ("kill worker", "freeze worker", "slow worker", "cut worker", "leave worker")
 KINDS = (*WORKER_FAULTS, "kill coordinator", "join", "scale", "kill server")
 NUMBERED = (*WORKER_FAULTS, "kill server")
-"""The kinds that may name whom they strike."""
+"""The kinds that may name a worker or a server."""
 LASTING = ("freeze worker", "slow worker", "cut worker")
-"""The kinds that may end by themselves (`for 5s`)."""
+"""The kinds that may end after a time (`for 5s`)."""
 
 FORMS = """\
 kill worker [N] · freeze worker [N] · slow worker [N] by 3x · cut worker [N] · leave worker [N]
@@ -29,7 +30,7 @@ Sentences are parted by commas; without N, a worker or a server is chosen by --s
 
 
 class ScheduleError(DistBeliefError):
-    """A sentence that is not understood; nothing was started."""
+    """A sentence is not understood, or not possible; nothing was started."""
 
     exit_code = 2
 
@@ -38,7 +39,7 @@ class ScheduleError(DistBeliefError):
 class When:
     amount: float = 0
     unit: str = "step"
-    """step: steps committed · s: seconds since the first generation started"""
+    """step: committed steps · s: seconds since the first generation started"""
     every: bool = False
 
     def __str__(self) -> str:
@@ -52,17 +53,17 @@ START = When()
 
 @dataclass(frozen=True)
 class Fault:
-    """One sentence. `str` gives it back in its usual form."""
+    """One sentence. `str` formats it in its usual form."""
 
     kind: str
     worker: int | None = None
-    """Its number, or that of the server. None in their faults: any living one."""
+    """The number of the worker or server; None: any living one."""
     when: When = START
     for_s: float | None = None
     factor: float = 1.0
-    """slow: it gets 1/factor of its time."""
+    """slow: the worker gets 1/factor of its time."""
     count: int = 0
-    """scale: how many workers there shall be."""
+    """scale: the requested number of workers."""
 
     def __str__(self) -> str:
         what = f"scale to {self.count}" if self.kind == "scale" else self.kind
@@ -74,7 +75,7 @@ class Fault:
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """The faults of a schedule, in the order they are written.
+    """The faults of a schedule, in the written order.
 
     >>> [str(fault) for fault in parse("kill worker every 3s, freeze worker 2 at step 40 for 5s")]
     ['kill worker every 3s', 'freeze worker 2 at step 40 for 5s']
@@ -91,7 +92,7 @@ def write(faults: tuple[Fault, ...]) -> str:
 
 
 def check(faults: tuple[Fault, ...], workers: int, servers: int = 0) -> None:
-    """Refuse a number that no worker or server of the run could ever have had a place for."""
+    """Refuse the number of a worker or server that could never exist in the run."""
     for fault in faults:
         if fault.kind == "kill server" and servers < 2:
             hint = "use --strategy ps:sync, with two servers or more: what only one has is lost with it"
@@ -101,7 +102,7 @@ def check(faults: tuple[Fault, ...], workers: int, servers: int = 0) -> None:
             raise ScheduleError(f"'{fault}': there is no parameter server {fault.worker}", hint=hint)
     most = max([workers, *(fault.count for fault in faults if fault.kind == "scale")])
     if any(fault.kind == "join" for fault in faults):
-        return  # they may go on joining
+        return  # more workers may join
     for fault in faults:
         if fault.kind in WORKER_FAULTS and fault.worker is not None and fault.worker >= most:
             raise ScheduleError(
@@ -118,7 +119,7 @@ _WORD = re.compile(r"\d+(?:\.\d+)?\s*(?:ms|s|min|x)\b|\S+")
 
 
 class _Sentence:
-    """One sentence, read word by word; an error shows the word where reading stopped."""
+    """One sentence, read word by word; an error shows the word at which reading stopped."""
 
     def __init__(self, text: str, start: int, end: int) -> None:
         self._text = text
@@ -244,12 +245,12 @@ def _number(value: float) -> str:
 
 @dataclass(frozen=True)
 class Pending:
-    """A fault, and the step or second at which it comes next; None when it will not come again."""
+    """A fault, and the step or second of its next occurrence; None when it will not occur again."""
 
     fault: Fault
     next: float | None
     times: int = 0
-    """How often it came due."""
+    """The number of past occurrences."""
 
 
 def begin(faults: Sequence[Fault]) -> tuple[Pending, ...]:
@@ -257,10 +258,10 @@ def begin(faults: Sequence[Fault]) -> tuple[Pending, ...]:
 
 
 def due(pending: Sequence[Pending], step: int, elapsed_s: float) -> tuple[tuple[Pending, ...], list[Fault]]:
-    """What has come due after `step` committed steps and `elapsed_s` seconds, and what is pending after that.
+    """The faults due after `step` committed steps and `elapsed_s` seconds, and the pending faults after that.
 
-    A run is seen in leaps (metrics are written several times a second), so a fault that repeats comes once per look:
-    those that were leapt over would all hit the same moment.
+    Metrics are written several times a second, so several steps may pass between two looks. A repeating fault then
+    occurs once per look: the skipped occurrences would all hit the same moment.
     """
     after: list[Pending] = []
     found: list[Fault] = []
@@ -277,5 +278,5 @@ def due(pending: Sequence[Pending], step: int, elapsed_s: float) -> tuple[tuple[
 
 
 def never_due(pending: Sequence[Pending]) -> list[Fault]:
-    """The faults whose time had not come when the run ended."""
+    """The faults that were never due before the run ended."""
     return [one.fault for one in pending if one.times == 0]

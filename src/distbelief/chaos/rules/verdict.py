@@ -1,6 +1,6 @@
-"""What a run under faults shows when it is laid beside its fault-free twin. Pure: records in, verdict out.
+"""Compares a run with faults to the same run without faults. Pure: records in, verdict out.
 
-Times are the wall clock of one machine, in the fault notes, the journal and the metrics alike.
+All times are the wall clock of one machine: in the notes of faults, the journal and the metrics.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from typing import Any, Literal
 Record = dict[str, Any]
 
 Promise = Literal["bits", "rounding", "nothing"]
-"""What a strategy says of the weights of two runs of one job: the same bits, equal within rounding (it divides the
-model, and adds in another order on other members), or nothing."""
+"""The promise of a strategy about the weights of two runs of one job: the same bits, equality within rounding (a
+strategy that divides the model adds in another order on other members), or nothing.
+"""
 
 ENDS_A_WORKER = ("kill worker", "freeze worker", "cut worker")
-"""After these a worker may be given up: it is fenced, or counted among the lost."""
+"""After these faults the coordinator may remove the worker: it is fenced, or counted as lost."""
 PLANNED = {"leave worker": ("leave",), "join": ("join",), "scale": ("join", "leave")}
 """The causes of the generation that answers a request."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """A fault as it was carried out."""
+    """A fault as it was injected."""
 
     kind: str
     text: str
@@ -37,7 +38,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a run that completed has left."""
+    """The results of a completed run."""
 
     run_dir: str
     steps: int
@@ -48,14 +49,15 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Closeness:
-    """How far the weights of a run are from its twin's, where rounding may part them."""
+    """The distance between the weights of a run with faults and the run without, for strategies that promise equality
+    within rounding."""
 
     equal: bool
-    """Rounding may be all there is to it."""
+    """Whether rounding can explain the difference."""
     relative: float
-    """The worst tensor's largest difference over its largest number."""
+    """The worst tensor's largest difference, relative to its largest number."""
     noisy: bool = False
-    """Rounding alone leads elsewhere after so many steps: nothing can be said."""
+    """Rounding alone makes such a difference after this number of steps: the comparison says nothing."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,12 @@ class FaultOutcome:
     kind: str
     text: str
     at_step: int
-    """Steps committed when it struck."""
+    """Committed steps at the time of the fault."""
     noticed_ms: float | None
-    """None: nothing had to be noticed, or nobody needed to act."""
+    """None: the fault needs no detection, or no reaction."""
     next_commit_ms: float | None
     shards_recomputed: int | None
-    """None: no generation was needed to answer it."""
+    """None: no generation was needed as an answer."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,13 @@ class Verdict:
     steps_lost: int
     exactly_once: bool
     goodput: float | None
-    """Samples per second of the committed steps, over those of the twin; None for runs of a single step."""
+    """Samples per second of the committed steps, divided by the value of the run without faults; None for runs of one
+    step."""
     promise: Promise = "bits"
     closeness: Closeness | None = None
     """None: bits were compared."""
     reexecuted: int = 0
-    """Steps that were committed and then done again, since the only holder of a part of the model had died."""
+    """Steps that were committed and executed again, because the only holder of a part of the model had died."""
     faults: tuple[FaultOutcome, ...] = field(default_factory=tuple)
 
     @property
@@ -97,7 +100,8 @@ def judge(
     promise: Promise = "bits",
     closeness: Closeness | None = None,
 ) -> Verdict:
-    """`closeness` must be there where weights are promised within rounding: hashes say nothing of that."""
+    """Judge a run. `closeness` is required for strategies that promise equality within rounding: hashes cannot show
+    that."""
     expected, found = _lasting(twin.metrics, promise), _lasting(faulty.metrics, promise)
     # Fingerprints are compared where the strategy promises the same bits; a twin that lacks a step proves nothing.
     fingerprints = {int(r["step"]): r.get("fingerprint") for r in expected} if promise == "bits" else {}
@@ -122,7 +126,7 @@ def judge(
 
 
 def together(verdicts: Sequence[Verdict]) -> Verdict:
-    """Several runs against one twin as one verdict: each promise holds if it held every time."""
+    """Several runs with faults, against one run without, as one verdict: a promise holds if it held in every run."""
     goodputs = [verdict.goodput for verdict in verdicts if verdict.goodput is not None]
     distances = [verdict.closeness for verdict in verdicts if verdict.closeness is not None]
     return Verdict(
@@ -176,13 +180,13 @@ def _answers(note: Note, notes: Sequence[Note], journal: Sequence[Record]) -> li
     if note.kind not in ENDS_A_WORKER:
         return []
     given_up = [r for r in after if _gives_up(r, note.worker)]
-    # A death may be written down after the next fault of the same worker, but a fault that was never answered must not
+    # The journal may record a death after the next fault of the same worker, but an unanswered fault must not
     # be given the answer to that one.
     return given_up if note.kind == "kill worker" else [r for r in given_up if float(r["at"]) < until]
 
 
 def _heard(record: Record, note: Note) -> bool:
-    """The coordinator has written the request down."""
+    """Whether the record is the coordinator's confirmation of the request."""
     if note.kind == "leave worker":
         return record.get("kind") == "leaves" and record.get("worker") == note.worker
     return record.get("kind") == "scaled"
@@ -202,7 +206,7 @@ def _gives_up(record: Record, worker: int | None) -> bool:
 
 
 def _recomputed(metrics: Sequence[Record], generation: int) -> int:
-    """A generation without a recovery line took over no unfinished step."""
+    """Shards recomputed by a generation. Without a recovery record, the generation took over no unfinished step."""
     found = (r for r in metrics if r.get("kind") == "recovery" and int(r["generation"]) == generation)
     return sum(int(r["recomputed"]) for r in found)
 
@@ -212,8 +216,9 @@ def _steps(metrics: Sequence[Record]) -> list[Record]:
 
 
 def _lasting(metrics: Sequence[Record], promise: Promise) -> list[Record]:
-    """The steps that count. Where the members went back, and said so, what they had done after that point does not."""
-    if promise == "bits":  # nobody may go back there
+    """The steps that count. After a recorded rollback, the steps that the members had done beyond its target do not
+    count."""
+    if promise == "bits":  # no rollback is allowed
         return _steps(metrics)
     kept: list[Record] = []
     for record in metrics:
@@ -234,7 +239,8 @@ def _samples(steps: Sequence[Record]) -> int:
 
 
 def _samples_per_s(steps: Sequence[Record]) -> float | None:
-    """From the first commit to the last, each step counted once: what was done again is time, not work."""
+    """Samples per second from the first commit to the last. Each step counts once: repeated steps cost time but add no
+    samples."""
     once = {int(record["step"]): record for record in steps}
     times = [float(record["at"]) for record in steps]
     if len(once) < 2 or not max(times) > min(times):

@@ -1,1 +1,1 @@
-"""From what workers have recorded of some steps to one trace, and to a table of where the time went."""
+"""Merges the workers' recordings of some steps into one trace, and summarises where the time went."""

@@ -1,4 +1,4 @@
-"""The edge: a run's parts become its trace, and a trace its summary. Taking a profile never fails a run."""
+"""Merges a run's profiles into its trace, and reads a trace's summary. Errors of profiling never fail a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distbelief.observe.records import Tail
 from distbelief.strategies import parse
 
 TRACE = "workers.pt.trace.json.gz"
-"""So TensorBoard finds it, too."""
+"""The extension makes TensorBoard find the file, too."""
 
 
 def trace_of(run_dir: Path) -> Path:
@@ -26,7 +26,8 @@ def trace_of(run_dir: Path) -> Path:
 
 
 def collect(run_dir: Path) -> Path | None:
-    """Merge what the workers have left, and clear it up. Returns the trace; None when nobody has recorded anything."""
+    """Merge the workers' files into the trace and delete them. Returns the trace; None if no worker has recorded
+    anything."""
     folder, path = run_dir / PROFILE_FOLDER, trace_of(run_dir)
     parts = read_parts(folder)
     if not parts:
@@ -48,7 +49,8 @@ def _seen(run_dir: Path) -> set[int]:
 
 
 def read_summary(where: Path) -> tuple[Summary, Path]:
-    """Of a run directory or a trace, and the trace it is of. What cannot be read is said in one error."""
+    """The summary of a run directory or a trace file, and the trace file. Any fault of the file is raised as one
+    error."""
     if not where.exists():
         raise DistBeliefError(f"there is no {where}", hint="give the run directory that `train` printed")
     path = where

@@ -1,6 +1,6 @@
-"""What the workers of a profiled run have left in its `profile` folder.
+"""Reads the files that the workers of a profiled run write into its `profile` folder.
 
-A worker writes its spans line by line, and its operators at the end: one that was killed has left what it had.
+A worker writes its spans line by line, and its operators at the end; a killed worker leaves the spans written so far.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ SPANS, OPERATORS = ".spans", ".operators.gz"
 _KEPT = ("ph", "cat", "name", "pid", "tid", "ts", "dur", "id", "bp")
 
 Span = tuple[str, int, int, int, int]
-"""As worker/profiling/instruments.py has it: (phase, start, duration, CPU time, thread), by the worker's own clock."""
+"""As in worker/profiling/instruments.py: (phase, start, duration, CPU time, thread), by the worker's own clock."""
 
 
 @dataclass(frozen=True)
 class WorkerProfile:
-    """What one process has recorded."""
+    """The recording of one worker process."""
 
     name: str
     worker: int
     host: str
     place: str
-    """Which part of a divided model it had."""
+    """The worker's part of a divided model."""
     strategy: str
     steps: tuple[int, int]
-    """The steps that were asked for."""
+    """First and end of the requested steps."""
     thread: int
-    """The one that trains."""
+    """The training thread."""
     since_ns: int
-    """What is to be added to its clock for nanoseconds since 1970."""
+    """The difference between nanoseconds since 1970 and the worker's clock."""
     spans: Sequence[Span] = ()
     operators: Sequence[dict[str, Any]] = ()
     """Events of torch's profiler, in microseconds of the worker's clock."""
     operators_until: int = 0
-    """When they were enough, by the worker's clock; 0: not before the end."""
+    """The end of the recording of operators, by the worker's clock; 0: at the end of the profile."""
     is_whole: bool = True
-    """Whether it had recorded all, and said so."""
+    """Whether the worker recorded all steps and said so."""
     notes: Sequence[str] = field(default_factory=tuple)
 
 
 def read_parts(folder: Path) -> list[WorkerProfile]:
-    """By worker, then by age. A file in which not even the first line is whole is left out."""
+    """The profiles in a folder, by worker, then by age. A file whose first line is torn is ignored."""
     found = []
     for path in sorted(folder.glob(f"*{SPANS}")):
         found_by_torch, problem = _read_operators(path.with_name(path.name.removesuffix(SPANS) + OPERATORS))
@@ -62,7 +62,7 @@ def read_parts(folder: Path) -> list[WorkerProfile]:
 def parse(
     name: str, content: bytes, torch_trace: Mapping[str, Any] | None = None, problem: str = ""
 ) -> WorkerProfile | None:
-    """A part from the lines of its file, of which the last one may be torn, and from torch's trace."""
+    """A profile from the lines of its file, of which the last may be torn, and from torch's trace."""
     lines = [line for line in map(_line, content.split(b"\n")) if line is not None]
     if not lines or not isinstance(lines[0], dict) or "worker" not in lines[0]:
         return None
@@ -103,7 +103,7 @@ def _line(text: bytes) -> Any:
 
 
 def on_our_clock(events: Iterable[dict[str, Any]], shift_ns: int) -> list[dict[str, Any]]:
-    """The events that say what was done, at the times of the worker's own clock.
+    """The events with a duration and the arrows between them, at times of the worker's own clock.
 
     >>> about = {"ph": "M", "name": "process_name", "pid": 1, "ts": 0.0, "args": {"name": "python"}}
     >>> add = {"ph": "X", "cat": "cpu_op", "name": "aten::add", "pid": 1, "tid": 1, "ts": 95.0, "dur": 2.0, "args": {}}

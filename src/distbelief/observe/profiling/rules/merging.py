@@ -1,8 +1,8 @@
 """Merges the profiles of all workers into one trace that Perfetto, chrome://tracing and TensorBoard read. Pure.
 
-Each worker becomes a process of the trace: its phases on one line, torch's operators on the lines of the threads
-beneath. Process and thread numbers are assigned here: those of the system may be the same on two hosts. Workers on
-several hosts are put on one clock.
+Each worker becomes a process of the trace: its phases on one line, torch's operators on the lines of its threads below.
+Process and thread numbers are assigned here, because those of the system may coincide on two hosts. The times of
+workers on several hosts are converted to one clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WAIT = "wait"
 
 
 def ahead(parts: Sequence[WorkerProfile]) -> dict[str, int | None]:
-    """By how many nanoseconds each host's clock is ahead of the first part's host; None: there is no telling."""
+    """The lead of each host's clock over that of the first profile's host, in nanoseconds; None: unknown."""
     if not parts:
         return {}
     reference = parts[0].host
@@ -40,7 +40,7 @@ def ahead(parts: Sequence[WorkerProfile]) -> dict[str, int | None]:
 
 
 def _meetings(part: WorkerProfile) -> dict[str, int]:
-    """Step -> when the last wait in it was over."""
+    """Step -> the end of the last wait in that step."""
     ends = sorted(
         start + took for phase, start, took, _, thread in part.spans if phase == WAIT and thread == part.thread
     )
@@ -57,20 +57,20 @@ Trace = dict[str, Any]
 Event = dict[str, Any]
 
 PHASE = "phase"
-"""The category of our own spans."""
+"""The category of this program's own spans."""
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-"""Categories of what a GPU does."""
+"""The categories of a GPU's work."""
 _PHASES, _TRAINING = 1, 2
-"""Numbers of lines within a process."""
+"""Line numbers within a process."""
 _LINES = 100
 _DEVICES = 10_000
 _ARROWS = 1 << 32
-"""Arrows between events of one process have numbers too, and Perfetto wants whole ones."""
+"""Offset between the arrow numbers of two processes; Perfetto needs integers."""
 
 
 def merge(parts: Sequence[WorkerProfile], together: bool, notes: Iterable[str] = ()) -> Trace:
-    """`together`: the members do steps in common, so they can be told where their clocks stand. `notes`: what is to be
-    known of the profile, beside what the parts say."""
+    """`together`: the members do steps in common, so the waits show the differences between their clocks. `notes`:
+    further notes for the reader of the profile."""
     clocks = ahead(parts) if together else {part.host: None for part in parts}
     base = {part.name: part.since_ns - (clocks[part.host] or 0) for part in parts}
     zero = min((span[1] + base[part.name] for part in parts for span in part.spans), default=0)
@@ -106,7 +106,7 @@ def merge(parts: Sequence[WorkerProfile], together: bool, notes: Iterable[str] =
 
 
 def _covered_s(part: WorkerProfile) -> float:
-    """For how long of its steps its operators were recorded."""
+    """Seconds of the profile's steps in which operators were recorded."""
     if not part.operators or not part.spans:
         return 0.0
     until = part.operators_until or max(start + took for _, start, took, _, _ in part.spans)
@@ -142,7 +142,7 @@ def _meta(name: str, pid: int, tid: int, args: dict[str, Any]) -> Event:
 
 
 class _Threads:
-    """Lines of a process, by the numbers that its threads had."""
+    """The lines of a process, by thread number."""
 
     def __init__(self, number: int, training: int, first: int) -> None:
         self.names: list[Event] = []
@@ -163,7 +163,7 @@ class _Threads:
 
 
 def _spans(number: int, part: WorkerProfile, shift_ns: int) -> list[Event]:
-    """Those of other threads than the training one (autograd's, for a GPU) on lines of their own."""
+    """Spans of other threads than the training thread (autograd's, for a GPU) are on lines of their own."""
     others = _Threads(number, part.thread, _LINES // 2)
     events = []
     for phase, start, took, cpu, thread in part.spans:
@@ -176,7 +176,7 @@ def _spans(number: int, part: WorkerProfile, shift_ns: int) -> list[Event]:
 
 def _operators(number: int, part: WorkerProfile, shift_ns: int) -> list[Event]:
     threads = _Threads(number, part.thread, _TRAINING)
-    first = min((span[1] for span in part.spans), default=0) / 1000  # the profiler is started a step early
+    first = min((span[1] for span in part.spans), default=0) / 1000  # the profiler starts a step early
     devices: dict[tuple[Any, Any], tuple[int, int]] = {}
     named: list[Event] = []
     events = []
@@ -198,14 +198,14 @@ def _operators(number: int, part: WorkerProfile, shift_ns: int) -> list[Event]:
 
 
 def worker_of(pid: int) -> int:
-    """Whose events they are: a worker's own, or those of its GPU."""
+    """The worker of a process number: of the worker itself, or of its GPU."""
     return pid // _DEVICES or pid
 
 
 def _device(
     number: int, event: Event, known: dict[tuple[Any, Any], tuple[int, int]], named: list[Event], part: WorkerProfile
 ) -> tuple[int, int]:
-    """A GPU is a process of its own beneath the worker's; its streams are lines."""
+    """(process, line) of a GPU event: a GPU is a process below its worker's, and its streams are lines."""
     key = event["pid"], event["tid"]
     if key not in known:
         pid = number * _DEVICES + (event["pid"] if isinstance(event["pid"], int) else 0)

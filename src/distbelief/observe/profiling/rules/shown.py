@@ -1,4 +1,4 @@
-"""The summary of a profile as lines for people, and as data for programs."""
+"""Formats the summary of a profile as lines for people and as data for programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LONGEST_NAME = 80
 
 
 def lines(summary: Summary, trace: str = "", *, cpu: bool = False) -> list[str]:
-    """`trace`: the file that it is of. `cpu`: shares of the training threads' CPU time."""
+    """`trace`: the trace file of the summary. `cpu`: show shares of the training threads' CPU time."""
     if not summary.workers:
         return ["the profile is empty", *summary.notes]
     first, end = summary.steps
@@ -68,7 +68,7 @@ def _shares(one: WorkerTime, phases: list[str], cpu: bool) -> list[str]:
 
 
 def _busy(one: WorkerTime) -> str:
-    """How much of its time the training thread had a core."""
+    """The share of its time in which the training thread had a core."""
     return _percent(sum(spent.cpu_s for spent in one.phases.values()) / one.wall_s)
 
 
@@ -83,7 +83,7 @@ def _operator(one: Operator) -> str:
 
 
 def _name(whole: str) -> str:
-    """A kernel's may be a page: what its template was made with.
+    """Shorten a kernel's name, which may be a page long because of template arguments.
 
     >>> _name("aten::mm"), len(_name("void at::native::vectorized_elementwise_kernel<4, " + 500 * "x"))
     ('aten::mm', 80)

@@ -1,7 +1,7 @@
-"""Where the time of the recorded steps went, from the trace alone. Pure.
+"""Summarises from the trace alone where the time of the recorded steps went. Pure.
 
-A phase's time is what is left of its spans without the spans inside of them, in the thread that trains; `other` is what
-lies in no span: this program's own bookkeeping, and the job's code outside of its model and loss.
+A phase's time is the time of its spans on the training thread, without the spans inside them. `other` is the time
+outside of all spans: this program's own bookkeeping, and the job's code outside of its model and loss.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_OPERATORS = 10
 class Spent:
     seconds: float
     cpu_s: float
-    """Of its thread. Less than `seconds`: it waited for something, or for a core."""
+    """CPU time of the training thread. Less than `seconds`: the thread waited for something, or for a core."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class WorkerTime:
     place: str
     is_whole: bool
     steps: int
-    """That it has recorded; where several are committed together, so many times."""
+    """The number of recorded step spans; steps that are committed together have one span."""
     wall_s: float
     step_s: float
-    """Of the median step."""
+    """The median step's seconds."""
     phases: dict[str, Spent]
     operators_s: float = 0.0
-    """So much of its time has its operators in the trace."""
+    """Seconds in which operators were recorded."""
     device_s: float = 0.0
-    """So much of that its GPU worked for it; at the end it may be behind the host, and work on."""
+    """Seconds in which the GPU worked for this worker; at the end it may lag behind the host and work on."""
 
     @property
     def device_share(self) -> float:
@@ -55,7 +55,7 @@ class WorkerTime:
 class Operator:
     name: str
     share: float
-    """Of the time in which operators were recorded, without those that it calls."""
+    """Of the time in which operators were recorded, without the operators that it calls."""
     seconds_per_step: float
     calls_per_step: float
 
@@ -67,13 +67,13 @@ class Summary:
     workers: Sequence[WorkerTime]
     operators: Sequence[Operator] = ()
     kernels: Sequence[Operator] = ()
-    """On GPUs; they run beside the worker, so their shares are not parts of its time."""
+    """On GPUs; kernels run in parallel with the worker, so their shares are no parts of the worker's time."""
     slowest: Slowest | None = None
     notes: Sequence[str] = field(default_factory=tuple)
 
     @property
     def phases(self) -> list[str]:
-        """Those that took any time."""
+        """The phases that took any time."""
         return [phase for phase in PHASES if any(one.phases[phase].seconds > 0 for one in self.workers)]
 
 
@@ -125,7 +125,7 @@ def _worker(facts: dict[str, Any], events: Sequence[Event]) -> WorkerTime:
 
 
 def covered(events: Iterable[Event]) -> float:
-    """For how long at least one of them lasted.
+    """The time covered by at least one event.
 
     >>> covered([{"ts": 0, "dur": 5}, {"ts": 3, "dur": 4}, {"ts": 10, "dur": 1}])
     8.0
@@ -178,8 +178,8 @@ def _top(events: Iterable[Event], workers: Sequence[WorkerTime]) -> list[Operato
 
 
 def _slowest(workers: Sequence[WorkerTime]) -> Slowest | None:
-    """Who needs the most time for its part of a step, waiting left out, if it is clearly apart from the others. Only
-    of those that have recorded all steps: others have seen better days, or worse."""
+    """The worker that needs the most time for its part of a step, without waiting, if it is clearly slower than the
+    others. Compares only workers that have recorded all steps: other workers saw other conditions."""
     most = max((one.steps for one in workers), default=0)
     loads = tuple(
         WorkerLoad(one.worker, one.host, 0, 0, 0, shard_s=(one.wall_s - one.phases["wait"].seconds) / one.steps)
