@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from distbelief.errors import DistBeliefError
 from distbelief.job import Job
@@ -430,6 +430,23 @@ class ServerHost(Protocol):
         checkpoint of the run. `lazily`: tensors are read when they are asked for."""
 
 
+Phase = Literal["data", "forward", "backward", "reduce", "optimizer", "wait", "evaluation", "checkpoint"]
+"""What a worker's time is spent on, in a profile."""
+
+
+@dataclass(frozen=True)
+class Instrument:
+    """Functions whose time counts for a phase while a profile is recorded. Modules are named, not imported."""
+
+    phase: Phase
+    module: str
+    owner: str
+    """A class; its subclasses are included. Empty: the functions are module-level."""
+    names: tuple[str, ...]
+    is_context: bool = False
+    """Whether the functions return context managers: the time of the `with` block counts."""
+
+
 class Strategy(ABC):
     """How a job is learnt: a frozen value with a string form that its parser reads again. It answers what launcher,
     coordinator, worker and tools must know; they never ask which strategy it is. The answers here are those of a
@@ -442,6 +459,8 @@ class Strategy(ABC):
     keeps_freed_memory: ClassVar[bool] = False
     """Whether workers keep the memory that a step frees for the next step, in huge pages. False: it goes back to the
     system, on which strategies that divide the model count."""
+    instruments: ClassVar[tuple[Instrument, ...]] = ()
+    """The strategy's own functions that a profile times, beside those of the worker and of the transports."""
     on_servers: ClassVar[str] = ""
     """The module of the servers' side, where there are any. It has a function `serve(host)`, see `serve`."""
 

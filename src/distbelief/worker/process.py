@@ -166,7 +166,7 @@ def _profiler(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> Profiler |
         return None
     from distbelief.worker.profiling.profiler import Profiler
 
-    return Profiler(spec, loaded.steps, loaded.strategy.stride, torch.device(spec.options.device), link.send)
+    return Profiler(spec, loaded.steps, loaded.strategy, torch.device(spec.options.device), link.send)
 
 
 def _say_how_it_ended(spec: WorkerSpec, end: Leave) -> None:

@@ -15,13 +15,18 @@ from distbelief.coordinator.runfiles import keep_trace
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.observe.profiling.parts import read_parts
 from distbelief.options import RunOptions, profile_plan
+from distbelief.strategies import parse
+from distbelief.strategies.base import Instrument
 from distbelief.worker.profiling import profiler as profiling
-from distbelief.worker.profiling.instruments import INSTRUMENTS, Instrument, Instruments, Spans, places
+from distbelief.worker.profiling.instruments import INSTRUMENTS, Instruments, Spans, places
 from distbelief.worker.profiling.profiler import Profiler, window
 from distbelief.worker.spec import WorkerSpec
 
+STRATEGIES = ("allreduce", "ps:async", "sandblaster", "local_sgd:8", "pipeline:4")
+OF_STRATEGIES = tuple(dict.fromkeys(one for text in STRATEGIES for one in parse(text).instruments))
 
-@pytest.mark.parametrize("instrument", INSTRUMENTS, ids=lambda one: f"{one.owner or one.module}")
+
+@pytest.mark.parametrize("instrument", [*INSTRUMENTS, *OF_STRATEGIES], ids=lambda one: f"{one.owner or one.module}")
 def test_the_table_names_code_that_exists(instrument: Instrument) -> None:
     """Whoever renames a function of the step path changes the table, or a phase would vanish without a word."""
     found = {name for _, name in places(instrument, importlib.import_module(instrument.module))}
@@ -29,14 +34,15 @@ def test_the_table_names_code_that_exists(instrument: Instrument) -> None:
 
 
 def test_what_is_attached_is_detached() -> None:
-    for instrument in INSTRUMENTS:
+    table = (*INSTRUMENTS, *OF_STRATEGIES)
+    for instrument in table:
         importlib.import_module(instrument.module)
     before = [
         (owner, name, vars(owner)[name])
-        for instrument in INSTRUMENTS
+        for instrument in table
         for owner, name in places(instrument, importlib.import_module(instrument.module))
     ]
-    instruments = Instruments(Spans())
+    instruments = Instruments(Spans(), OF_STRATEGIES)
     instruments.attach()
     assert all(vars(owner)[name] is not function for owner, name, function in before)
     instruments.detach()
@@ -78,7 +84,9 @@ def spec(run_dir: Path, first: int, end: int, is_sent: bool = False) -> WorkerSp
 
 def profiler(run_dir: Path, first: int, end: int, parts: list[TracePart] | None = None) -> Profiler:
     sent: list[TracePart] = [] if parts is None else parts
-    made = Profiler(spec(run_dir, first, end, parts is not None), 20, 1, torch.device("cpu"), sent.append)
+    made = Profiler(
+        spec(run_dir, first, end, parts is not None), 20, parse("allreduce"), torch.device("cpu"), sent.append
+    )
     made.seated("stage 1/2", 1)
     return made
 

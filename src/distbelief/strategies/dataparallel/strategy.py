@@ -12,9 +12,14 @@ from typing import Any, ClassVar, Literal
 from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.compression.option import canonical
 from distbelief.errors import JobError
-from distbelief.strategies.base import Strategy
+from distbelief.strategies.base import Instrument, Strategy
 
 _UNSAID: Any = None
+
+REPLICA_UPDATE = Instrument(
+    "optimizer", "distbelief.strategies.dataparallel.replica", "DataParallelReplica", ("_update",)
+)
+"""The update of a replica, for a profile of any strategy that builds on it."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class AllReduce(Strategy):
 
     on_workers: ClassVar[str] = "distbelief.strategies.dataparallel.prepared"
     keeps_freed_memory: ClassVar[bool] = True
+    instruments: ClassVar[tuple[Instrument, ...]] = (REPLICA_UPDATE,)
 
     exact: bool = _UNSAID
     """Off: a worker fuses its shards into one batch, and sums may be taken in any order. Faster, not reproducible. It

@@ -15,7 +15,8 @@ from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.compression.option import canonical
 from distbelief.errors import JobError
 from distbelief.job import Job
-from distbelief.strategies.base import Strategy
+from distbelief.strategies.base import Instrument, Strategy
+from distbelief.strategies.dataparallel.strategy import REPLICA_UPDATE
 
 Outer = Literal["average", "nesterov"]
 Transport = Literal["auto", "shm", "gloo"]
@@ -42,6 +43,11 @@ class LocalSGD(Strategy):
 
     on_workers: ClassVar[str] = "distbelief.strategies.localsgd.prepared"
     keeps_freed_memory: ClassVar[bool] = True
+    instruments: ClassVar[tuple[Instrument, ...]] = (
+        REPLICA_UPDATE,
+        Instrument("optimizer", "distbelief.strategies.localsgd.trainer", "LocalTrainer", ("_update",)),
+        Instrument("wait", "distbelief.strategies.localsgd.trainer", "DeviceTrainer", ("_bring_out",)),
+    )
 
     steps: int
     """H: local steps between two outer steps. A link carries 1/H of what allreduce sends."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.compression.option import canonical
 from distbelief.errors import JobError
-from distbelief.strategies.base import Strategy
+from distbelief.strategies.base import Instrument, Strategy
 from distbelief.strategies.mesh.rules.schedules import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule
 from distbelief.strategies.rules.degrees import Wish, dotted
 
@@ -24,6 +24,20 @@ class Meshed(Strategy):
     """The common base of the strategies that divide the model."""
 
     on_workers: ClassVar[str] = "distbelief.strategies.mesh.run.prepared"
+    instruments: ClassVar[tuple[Instrument, ...]] = (
+        Instrument("forward", "distbelief.strategies.mesh.run.runner", "StageRunner", ("_forward",)),
+        Instrument(
+            "backward",
+            "distbelief.strategies.mesh.run.runner",
+            "StageRunner",
+            ("_backward", "_backward_input", "_backward_weight"),
+        ),
+        Instrument("reduce", "distbelief.strategies.mesh.run.gradientsum", "DataParallelSum", ("add",)),
+        Instrument("reduce", "distbelief.strategies.mesh.run.gradientsum", "TiedSum", ("add",)),
+        Instrument("optimizer", "distbelief.strategies.mesh.state.memberstate", "MemberState", ("apply",)),
+        Instrument("wait", "distbelief.strategies.mesh.run.stagetransfer", "StageTransfer", ("_wait_for",)),
+        Instrument("wait", "distbelief.strategies.mesh.run.replica", "MeshReplica", ("_vote",)),
+    )
 
     snapshots: int | None
     """Steps between two snapshots that a neighbour keeps in its memory. None: chosen from what one costs; 0: none."""

@@ -13,8 +13,15 @@ from typing import Any, ClassVar, Literal
 
 from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.errors import JobError
-from distbelief.strategies.base import Strategy
+from distbelief.strategies.base import Instrument, Strategy
+from distbelief.strategies.dataparallel.strategy import REPLICA_UPDATE
 from distbelief.strategies.ps.rules.options import ASYNCHRONOUS, MODES, ParameterServerOptions
+
+SERVER_WAITS = (
+    Instrument("wait", "distbelief.strategies.ps.worker.exchange", "DeviceServerExchange", ("bring",)),
+    Instrument("wait", "distbelief.strategies.ps.protocol.client", "ServerClient", ("_wait", "nap")),
+)
+"""Where the worker of any strategy with parameter servers waits."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,13 @@ class ParameterServer(ParameterServerOptions, Strategy):
     on_workers: ClassVar[str] = "distbelief.strategies.ps.worker.prepared"
     keeps_freed_memory: ClassVar[bool] = True
     on_servers: ClassVar[str] = "distbelief.strategies.ps.server.runslices"
+    instruments: ClassVar[tuple[Instrument, ...]] = (
+        Instrument("reduce", "distbelief.strategies.ps.worker.synchronous", "SynchronousReplica", ("_push", "_bring")),
+        Instrument("reduce", "distbelief.strategies.ps.worker.asynchronous", "AsynchronousReplica", ("_push", "fetch")),
+        Instrument("wait", "distbelief.strategies.ps.worker.asynctraining", "", ("_nap",)),
+        REPLICA_UPDATE,
+        *SERVER_WAITS,
+    )
 
     @property
     def exact(self) -> bool:

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal
 
 from distbelief.errors import JobError
 from distbelief.job import Job
-from distbelief.strategies.base import Strategy
+from distbelief.strategies.base import Instrument, Strategy
+from distbelief.strategies.ps.strategy import SERVER_WAITS
 from distbelief.strategies.sandblaster.rules.portions import WholeData, usual_portion, whole_data
 
 _FORM = "sandblaster:servers=2:history=10:portion=64:lr=1.0, each of them if need be, and shm or tcp"
@@ -26,6 +27,10 @@ class Sandblaster(Strategy):
 
     on_workers: ClassVar[str] = "distbelief.strategies.sandblaster.prepared"
     on_servers: ClassVar[str] = "distbelief.strategies.sandblaster.slices"
+    instruments: ClassVar[tuple[Instrument, ...]] = (
+        Instrument("optimizer", "distbelief.strategies.sandblaster.member", "SearchingMember", ("_drive",)),
+        *SERVER_WAITS,
+    )
 
     servers: int = 2
     history: int = 10

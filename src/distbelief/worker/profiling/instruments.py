@@ -1,8 +1,7 @@
-"""Which code is which phase of a step, and putting a clock around it for a while.
+"""Times the phases of a step: which functions belong to which phase, and a clock around each of them.
 
-The step path knows nothing of this: functions are replaced while a profile is taken and put back after it, so a run
-that is not profiled executes not one instruction more. The price is this table of names, which a test holds to the
-code.
+The functions are replaced while a profile is recorded and restored after it, so a run without a profile executes no
+additional instruction. The functions are named in strings; a test compares the names with the code.
 """
 
 from __future__ import annotations
@@ -10,11 +9,13 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
+
+from distbelief.strategies.base import Instrument
 
 Span = tuple[str, int, int, int, int]
 """(phase, start, duration, CPU time of its thread, thread): nanoseconds, by `time.perf_counter_ns`."""
@@ -85,73 +86,43 @@ class Spans:
         return found
 
 
-DATA, FORWARD, BACKWARD, REDUCE, OPTIMIZER, WAIT = "data", "forward", "backward", "reduce", "optimizer", "wait"
-EVALUATION, CHECKPOINT, REGROUP = "evaluation", "checkpoint", "regroup"
-
-
-@dataclass(frozen=True)
-class Instrument:
-    phase: str
-    module: str
-    owner: str
-    """A class, with all that are derived from it; empty: functions of the module itself."""
-    names: tuple[str, ...]
-    is_context: bool = False
-
+REGROUP = "regroup"
+"""The phase between two generations. No function has it: the profiler measures it."""
 
 INSTRUMENTS = (
-    Instrument(DATA, "distbelief.worker.feed", "Feed", ("fetch",)),
+    Instrument("data", "distbelief.worker.feed", "Feed", ("fetch",)),
     Instrument(
-        FORWARD, "distbelief.strategies.flatmodel.compute", "ShardComputer", ("forward_context",), is_context=True
+        "forward", "distbelief.strategies.flatmodel.compute", "ShardComputer", ("forward_context",), is_context=True
     ),
-    Instrument(FORWARD, "distbelief.strategies.mesh.run.runner", "StageRunner", ("_forward",)),
-    Instrument(BACKWARD, "torch", "Tensor", ("backward",)),
+    Instrument("backward", "torch", "Tensor", ("backward",)),
+    Instrument("reduce", "distbelief.transport.shm.exchange", "SharedExchange", ("_reduce", "share")),
     Instrument(
-        BACKWARD,
-        "distbelief.strategies.mesh.run.runner",
-        "StageRunner",
-        ("_backward", "_backward_input", "_backward_weight"),
+        "reduce", "distbelief.transport.gloo.exchange", "TorchExchange", ("begin", "publish", "reduced", "settle")
     ),
-    Instrument(REDUCE, "distbelief.transport.shm.exchange", "SharedExchange", ("_reduce", "share")),
-    Instrument(
-        REDUCE, "distbelief.transport.gloo.exchange", "TorchExchange", ("begin", "publish", "reduced", "settle")
-    ),
-    Instrument(REDUCE, "distbelief.transport.device.exchange", "DeviceExchange", ("_add_up", "_publish_all")),
-    Instrument(REDUCE, "distbelief.strategies.mesh.run.gradientsum", "DataParallelSum", ("add",)),
-    Instrument(REDUCE, "distbelief.strategies.mesh.run.gradientsum", "TiedSum", ("add",)),
-    Instrument(REDUCE, "distbelief.strategies.ps.worker.synchronous", "SynchronousReplica", ("_push", "_bring")),
-    Instrument(REDUCE, "distbelief.strategies.ps.worker.asynchronous", "AsynchronousReplica", ("_push", "fetch")),
-    Instrument(OPTIMIZER, "distbelief.strategies.dataparallel.replica", "DataParallelReplica", ("_update",)),
-    Instrument(OPTIMIZER, "distbelief.strategies.localsgd.trainer", "LocalTrainer", ("_update",)),
-    Instrument(OPTIMIZER, "distbelief.strategies.mesh.state.memberstate", "MemberState", ("apply",)),
-    Instrument(OPTIMIZER, "distbelief.strategies.sandblaster.member", "SearchingMember", ("_drive",)),
-    Instrument(WAIT, "distbelief.strategies.flatmodel.compute", "PendingLoss", ("numbers",)),
-    Instrument(WAIT, "distbelief.transport.device.exchange", "DeviceExchange", ("finish_copies",)),
-    Instrument(WAIT, "distbelief.strategies.ps.worker.exchange", "DeviceServerExchange", ("bring",)),
-    Instrument(WAIT, "distbelief.strategies.localsgd.trainer", "DeviceTrainer", ("_bring_out",)),
-    Instrument(WAIT, "distbelief.transport.shm.futexflags", "FutexFlags", ("await_all",)),
-    Instrument(WAIT, "distbelief.transport.gloo.exchange", "TorchExchange", ("share",)),
-    Instrument(WAIT, "distbelief.transport.gloo.group", "TorchGroup", ("gather",)),
-    Instrument(WAIT, "distbelief.strategies.ps.protocol.client", "ServerClient", ("_wait", "nap")),
-    Instrument(WAIT, "distbelief.strategies.mesh.run.stagetransfer", "StageTransfer", ("_wait_for",)),
-    Instrument(WAIT, "distbelief.strategies.mesh.run.replica", "MeshReplica", ("_vote",)),
-    Instrument(WAIT, "distbelief.strategies.ps.worker.asynctraining", "", ("_nap",)),
-    Instrument(EVALUATION, "distbelief.worker.evaluate", "Evaluator", ("evaluate_with",)),
-    Instrument(CHECKPOINT, "distbelief.worker.saving", "Saver", ("take", "let_go")),
-    Instrument(CHECKPOINT, "distbelief.strategies.flatmodel.copying", "Copy", ("finish_before_a_write",)),
+    Instrument("reduce", "distbelief.transport.device.exchange", "DeviceExchange", ("_add_up", "_publish_all")),
+    Instrument("wait", "distbelief.strategies.flatmodel.compute", "PendingLoss", ("numbers",)),
+    Instrument("wait", "distbelief.transport.device.exchange", "DeviceExchange", ("finish_copies",)),
+    Instrument("wait", "distbelief.transport.shm.futexflags", "FutexFlags", ("await_all",)),
+    Instrument("wait", "distbelief.transport.gloo.exchange", "TorchExchange", ("share",)),
+    Instrument("wait", "distbelief.transport.gloo.group", "TorchGroup", ("gather",)),
+    Instrument("evaluation", "distbelief.worker.evaluate", "Evaluator", ("evaluate_with",)),
+    Instrument("checkpoint", "distbelief.worker.saving", "Saver", ("take", "let_go")),
+    Instrument("checkpoint", "distbelief.strategies.flatmodel.copying", "Copy", ("finish_before_a_write",)),
 )
+"""The functions that every strategy may run. `Strategy.instruments` adds the strategy's own."""
 
 
 @dataclass
 class Instruments:
-    """Clocks around all that is loaded of the table, from `attach` to `detach`."""
+    """Clocks around the functions of all loaded modules of the table, from `attach` to `detach`."""
 
     spans: Spans
+    of_strategy: Sequence[Instrument] = ()
     _replaced: list[tuple[Any, str, Callable[..., Any]]] = field(default_factory=list)
 
     def attach(self) -> None:
-        for instrument in INSTRUMENTS:
-            module = sys.modules.get(instrument.module)  # what is not loaded is not used
+        for instrument in (*INSTRUMENTS, *self.of_strategy):
+            module = sys.modules.get(instrument.module)  # a module that is not loaded is not used
             clock = self.spans.timed_context if instrument.is_context else self.spans.timed
             for owner, name in places(instrument, module) if module else ():
                 original = vars(owner)[name]
@@ -164,7 +135,7 @@ class Instruments:
 
 
 def places(instrument: Instrument, module: Any) -> Iterator[tuple[Any, str]]:
-    """Whose attributes the functions are, with their names."""
+    """The classes, or the module, that have the functions as attributes, with the functions' names."""
     owners = _family(getattr(module, instrument.owner)) if instrument.owner else [module]
     for owner in owners:
         for name in instrument.names:

@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity
 from distbelief.atomicfile import drafted
 from distbelief.control.messages import PROFILE_FOLDER, TracePart
 from distbelief.errors import JobError
+from distbelief.strategies.base import Strategy
 from distbelief.worker.profiling.instruments import REGROUP, Instruments, Spans
 from distbelief.worker.spec import WorkerSpec
 
@@ -148,19 +149,19 @@ _CHUNK_BYTES = 1 << 20
 
 class Profiler:
     def __init__(
-        self, spec: WorkerSpec, steps: int, stride: int, device: torch.device, send: Callable[[TracePart], None]
+        self, spec: WorkerSpec, steps: int, strategy: Strategy, device: torch.device, send: Callable[[TracePart], None]
     ) -> None:
         assert spec.profile is not None
         self._steps = steps
-        self._first, self._end = window(spec.profile.first, spec.profile.end, steps, stride)
-        self._stride = stride
+        self._first, self._end = window(spec.profile.first, spec.profile.end, steps, strategy.stride)
+        self._stride = strategy.stride
         self._spec = spec
         self._send = send
         self._folder = Path(spec.run_dir) / PROFILE_FOLDER
         self._name = f"worker-{spec.worker}-{os.getpid()}"
         self._state = "before"  # rehearsing · ready · during · over
         self._spans = Spans()
-        self._instruments = Instruments(self._spans)
+        self._instruments = Instruments(self._spans, strategy.instruments)
         self._operators: Operators | None = Operators(device)
         self._with_operators(Operators.set_up)
         self._file: BinaryIO | None = None
