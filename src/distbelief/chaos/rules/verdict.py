@@ -148,8 +148,8 @@ def _outcome(note: Note, notes: Sequence[Note], run: Evidence, promise: Promise)
     before = [r for r in run.metrics if float(r.get("at", math.inf)) < note.at]
     following = [r for r in steps if float(r["at"]) >= note.at]
     if answer is not None and note.kind not in ("join", "scale"):
-        # A newcomer is asked for long before it is there, and nobody waits for it; the others are waited for. A step
-        # that was on its way when the blow fell may be found, and reported, by the generation that came after it.
+        # Members do not wait for a new worker while it loads, so `join` and `scale` are excluded here. The generation
+        # after the fault may complete and report a step that was in progress when the fault struck.
         following = [
             r for r in following if int(r["generation"]) >= int(answer["generation"]) and r["at"] >= answer["at"]
         ]
