@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from distbelief.checkpoint.weights import weights_sha256
 from distbelief.data.rules.order import positions_to_samples
-from distbelief.data.seeding import seed_everything
+from distbelief.data.sources import seed_everything
 from distbelief.shards import Range, Schedule, shard_seed, split
 from distbelief.worker.devices import open_device
 from tests.gpu.jobs import small

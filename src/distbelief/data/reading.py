@@ -17,8 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from distbelief.data.parcel import post, receive
-from distbelief.data.seeding import seed_everything
-from distbelief.data.sources import MapStyle, Samples
+from distbelief.data.sources import MapStyle, Samples, seed_everything
 from distbelief.lifeline import die_with_parent
 from distbelief.shards import sample_seed
 

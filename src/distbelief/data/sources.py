@@ -1,11 +1,15 @@
-"""Sources of samples: tensors in memory, or a data set whose code reads one sample at a time.
+"""What a job's code reads and draws: samples, and random numbers.
 
-A source has a length and returns the batch of given sample numbers. It knows nothing of order, steps or shards. Tensors
-are indexed in the training process; a data set is user code and runs in reader processes (`data.readers`).
+Samples come from tensors in memory, or from a data set whose code reads one sample at a time. A source has a length and
+returns the batch of given sample numbers. It knows nothing of order, steps or shards. Tensors are indexed in the
+training process; a data set is user code and runs in reader processes (`data.readers`).
+Random numbers come from the generators that `seed_everything` seeds: readers seed them before each sample, members
+before each shard.
 """
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable, Mapping
 from os import PathLike
@@ -197,3 +201,16 @@ def _common_length(columns: Columns) -> int:
 def _rows(column: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     wanted = wanted.to(column.device)
     return column[wanted] if column.dtype in _NO_INDEX_SELECT else column.index_select(0, wanted)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch's, numpy's and Python's generators with one 63-bit number.
+
+    torch's generators are seeded one by one: torch.manual_seed formats a stack trace for every kind of device that is
+    not in use, which takes 0.7 ms (measured).
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+    random.seed(seed)

@@ -18,8 +18,7 @@ from distbelief.checkpoint.fit import differences, forms, misfit
 from distbelief.checkpoint.sources import recorded_job
 from distbelief.checkpoint.weights import persistent_tensors
 from distbelief.data.reading import Failure, Request, read
-from distbelief.data.seeding import seed_everything
-from distbelief.data.sources import InMemory, as_source, split_batch
+from distbelief.data.sources import InMemory, as_source, seed_everything, split_batch
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.job import Job
 from distbelief.strategies.flatmodel.compute import make_model

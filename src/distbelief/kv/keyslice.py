@@ -34,7 +34,7 @@ from distbelief.kv.messages import (
     SetOptimizer,
 )
 from distbelief.kv.tensorbytes import TensorKind, as_bytes, dtype_of, packed, unpacked
-from distbelief.strategies.flatmodel.eagerstep import eager_step
+from distbelief.strategies.flatmodel.tileoptimizer import eager_step
 from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.protocol.messages import PushResult, Question, Snapshot
 from distbelief.strategies.ps.server.stores import Change, State

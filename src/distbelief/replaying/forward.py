@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from distbelief.data.seeding import seed_everything
-from distbelief.data.sources import split_batch
+from distbelief.data.sources import seed_everything, split_batch
 from distbelief.job import Job
 from distbelief.replaying.findings import BATCH, LOSS, Finding, bad_samples, not_finite
 from distbelief.replaying.tracing import Trace

@@ -30,8 +30,7 @@ import numpy as np
 import torch
 
 from distbelief.data.rules.order import positions_to_samples
-from distbelief.data.seeding import seed_everything
-from distbelief.data.sources import InMemory, as_source, split_batch
+from distbelief.data.sources import InMemory, as_source, seed_everything, split_batch
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule, sample_seed, shard_seed, split

@@ -98,7 +98,7 @@ def _train(order: Order) -> None:
     import torch
 
     from distbelief.checkpoint.weights import save_weights
-    from distbelief.data.seeding import seed_everything
+    from distbelief.data.sources import seed_everything
     from distbelief.strategies import parse
     from distbelief.strategies.localsgd.strategy import LocalSGD
     from distbelief.strategies.sandblaster.strategy import Sandblaster

@@ -9,8 +9,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from distbelief.data.seeding import seed_everything
-from distbelief.data.sources import InMemory, MapStyle, split_batch
+from distbelief.data.sources import InMemory, MapStyle, seed_everything, split_batch
 from distbelief.job import Job
 from distbelief.shards import Schedule, shard_seed
 from distbelief.strategies.base import Seated, Task

@@ -19,8 +19,7 @@ import torch
 from distbelief.atomicfile import replace_file
 from distbelief.checkpoint.manifest import Facts
 from distbelief.control.messages import Canary, JobFacts
-from distbelief.data.seeding import seed_everything
-from distbelief.data.sources import InMemory, MapStyle, as_source
+from distbelief.data.sources import InMemory, MapStyle, as_source, seed_everything
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Schedule

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from distbelief.checkpoint.weights import weights_sha256
-from distbelief.data.seeding import seed_everything
+from distbelief.data.sources import seed_everything
 from distbelief.strategies import parse
 from distbelief.strategies.localsgd.strategy import LocalSGD
 from distbelief.verification.plain import make_model, train_plainly

@@ -13,7 +13,7 @@ import torch
 
 from distbelief.checkpoint.sources import read_source
 from distbelief.checkpoint.weights import save_weights
-from distbelief.data.seeding import seed_everything
+from distbelief.data.sources import seed_everything
 from distbelief.errors import DistBeliefError
 from distbelief.exporting.agreement import largest_difference
 from distbelief.exporting.export import Exported, export

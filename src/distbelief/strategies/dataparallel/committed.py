@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from distbelief.checkpoint.weights import Streamed, save_weights, weights_sha256
-from distbelief.data.seeding import seed_everything
-from distbelief.data.sources import split_batch
+from distbelief.data.sources import seed_everything, split_batch
 from distbelief.strategies.base import Task
 from distbelief.strategies.flatmodel.compute import ShardComputer, move
 

@@ -77,7 +77,8 @@ class DeviceReplica(DataParallelReplica):
         return super().commit(step)
 
     def _update(self, step: int, scale: float, units: int, untouched: np.ndarray) -> None:
-        self._finish_copies()
+        if self._copies:
+            self._finish_copies()
         sums = self.exchange.reduced_stretches()
         of_parameters = sums[: self._parameter_stretches]
         torch._foreach_mul_(of_parameters, scale)

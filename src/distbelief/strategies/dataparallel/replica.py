@@ -18,7 +18,7 @@ The training loop (worker/training.py) calls `compute(t)` and `commit(t)` on eve
    for theirs. While it waits, it adds up tiles that are complete, and `_meanwhile` may compute backup copies of the
    shards of a late member (`Helper`). When it returns, the step is *certain*: on one host, all that the update reads
    is in memory that outlives the members, and no member writes to it until the step is applied.
-5. Judge. `judge_rows` (flatmodel/rules/verdict.py) gives the loss and the fingerprint of the step, or raises because
+5. Judge. `judge_rows` (flatmodel/rules/stepwork.py) gives the loss and the fingerprint of the step, or raises because
    the loss is not finite. All members judge the same rows, so all come to the same verdict.
 6. Update. For every tile of this member `_update` takes the sum (`exchange.reduced`: in tree order, out of place),
    copies the tile's old bytes to the undo log (`ReplicaState.open`, flatmodel/state.py), runs the optimizer
@@ -67,16 +67,18 @@ from distbelief.strategies.dataparallel.committed import CommittedModel
 from distbelief.strategies.flatmodel.compute import ShardComputer, ShardResult
 from distbelief.strategies.flatmodel.copying import TileCopies
 from distbelief.strategies.flatmodel.rules.stepwork import (
+    COUNTS,
+    WEIGHT,
     LateMember,
     ShardWork,
     StepWork,
+    judge_rows,
     plan_finish,
     plan_step,
     plan_takeover,
     slots_needed,
     worth_a_backup,
 )
-from distbelief.strategies.flatmodel.rules.verdict import COUNTS, WEIGHT, judge_rows
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory, TileUpdates, set_buffers
 from distbelief.transport.abort import Aborted
@@ -332,7 +334,8 @@ class DataParallelReplica(TileCopies):
         return judge_rows(step, rows)
 
     def _update(self, step: int, scale: float, units: int, untouched: np.ndarray) -> None:
-        self._finish_copies()
+        if self._copies:
+            self._finish_copies()
         factor, within = scale, 1.0  # factors of the gradients: in a pass of its own, and within the optimizer's pass
         if self._job.clip_norm is not None:
             factor = self._clip_factor(scale)

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distbelief.data.seeding import seed_everything
-from distbelief.data.sources import split_batch
+from distbelief.data.sources import seed_everything, split_batch
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import shard_seed

@@ -69,8 +69,8 @@ class Copy:
 
 
 class TileCopies:
-    """The part of a replica that is for checkpoints. The replica sets these attributes, and calls `_finish_copies`
-    before it writes to the state."""
+    """The part of a replica that is for checkpoints. The replica sets these attributes. Before it writes to the
+    state, it calls `_finish_copies` if `_copies` has any."""
 
     model: torch.nn.Module
     exchange: Exchange

@@ -6,12 +6,14 @@
   inside one tile. A piece is the same stretch of numbers that an ordinary training loop would update, so the bits are
   those of an ordinary loop.
 - `TileUpdates` is the update of one step: which optimizers run on which tiles, with which seeds and factors.
+- `eager_step` runs an optimizer without the import of torch's compiler.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,10 +23,9 @@ import numpy as np
 import torch
 from torch import optim
 
-from distbelief.data.seeding import seed_everything
+from distbelief.data.sources import seed_everything
 from distbelief.errors import JobError
 from distbelief.shards import mix
-from distbelief.strategies.flatmodel.eagerstep import eager_step
 from distbelief.strategies.flatmodel.layout import Layout, Piece
 
 Factory = Callable[[list[torch.nn.Parameter]], optim.Optimizer]
@@ -416,3 +417,54 @@ def set_buffers(values: torch.Tensor, average: torch.Tensor, pieces: Sequence[Pi
         if not untouched[piece.entry]:
             part = slice(piece.tile_first, piece.tile_first + piece.numel)
             values[part] = average[part]
+
+
+# --- an optimizer's step without torch's compiler ----------------------------------------------------------------
+# torch.optim imports the compiler (`torch._dynamo`, more than a second, half of a worker's launch) at the first
+# optimizer and at the first step, only to say that it must leave them alone. A job that compiles its model imports it
+# itself, and then these functions do nothing. They call the same functions on the same tensors, so the bits are the
+# same. Should a later torch look different inside, they find nothing to avoid, and torch imports the compiler as usual.
+
+_COMPILER = "torch._dynamo"
+
+
+def spare_the_compiler() -> None:
+    """Let optimizers be made, saved and loaded without an import of the compiler. Once per process."""
+    if _COMPILER in sys.modules:
+        return
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        inner = getattr(getattr(optim.Optimizer, name, None), "__wrapped__", None)
+        if inner is not None and not hasattr(inner, "__dynamo_disable"):
+            # Where torch keeps the function that it made by `torch._dynamo.disable` for the next call.
+            setattr(inner, "__dynamo_disable", inner)
+
+
+def eager_step(optimizer: optim.Optimizer) -> Callable[[], Any]:
+    """What `optimizer.step` does, for calling it time and again.
+
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> weight.grad = torch.ones(1)
+    >>> eager_step(torch.optim.SGD([weight], lr=0.25))()
+    >>> weight.item()
+    0.75
+    """
+    inner = getattr(type(optimizer).step, "__wrapped__", None)
+    code = getattr(inner, "__code__", None)
+    if code is None or code.co_name != "_use_grad" or _has_hooks(optimizer) or "step" in vars(optimizer):
+        return optimizer.step
+    plain: Callable[..., Any] = inner.__wrapped__  # type: ignore[union-attr]
+    differentiable = bool(optimizer.defaults.get("differentiable", False))
+
+    def step() -> None:
+        with torch.set_grad_enabled(differentiable):
+            plain(optimizer)
+
+    return step
+
+
+def _has_hooks(optimizer: optim.Optimizer) -> bool:
+    """Whether somebody wants to be called before or after a step."""
+    module = sys.modules[optim.Optimizer.__module__]
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    everywhere = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    return any(getattr(optimizer, name, None) for name in names) or any(getattr(module, n, None) for n in everywhere)

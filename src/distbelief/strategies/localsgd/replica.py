@@ -34,8 +34,7 @@ from distbelief.strategies.base import (
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
 from distbelief.strategies.flatmodel.compute import make_model
 from distbelief.strategies.flatmodel.copying import Copy
-from distbelief.strategies.flatmodel.rules.stepwork import ShardWork, StepWork, plan_apart
-from distbelief.strategies.flatmodel.rules.verdict import judge
+from distbelief.strategies.flatmodel.rules.stepwork import ShardWork, StepWork, judge, plan_apart
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.localsgd.innerstates import InnerStates, LocalPortion, inner_states, is_inner
 from distbelief.strategies.localsgd.rules.rounds import Rounds

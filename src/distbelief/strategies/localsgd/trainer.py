@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from distbelief.compression.parts import PartsCoding
-from distbelief.data.seeding import seed_everything
+from distbelief.data.sources import seed_everything
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import mix, shard_seed

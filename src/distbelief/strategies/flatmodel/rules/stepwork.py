@@ -1,4 +1,5 @@
-"""What each member computes in a step, and in which order all partial sums are added. Pure.
+"""What each member computes in a step, in which order all partial sums are added, and the verdict on the step. Pure:
+members that see the same numbers come to the same plan and to the same verdict.
 
 - `partial_sums`: how one member turns its range of shards into partial sums, as operations on slots. It computes the
   shards one after the other and adds two neighbours in the tree as soon as both are there. So it needs only about
@@ -6,16 +7,27 @@
 - `plan_step`, `plan_apart`: the work of all members in an ordinary step.
 - `plan_takeover`, `plan_finish`: the work in a step that an earlier generation began and did not finish.
 - `worth_a_backup`: which shards of late members another member should compute too.
+- `judge_rows`: the loss and the fingerprint of a step from the numbers of its shards, or the error for which the step
+  is not applied.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
+from distbelief.errors import JobError
 from distbelief.shards import Program, Range, cover, program, split
-from distbelief.transport.exchange import PublishedSum, Source
+from distbelief.strategies.base import NonFiniteLoss, StepResult
+from distbelief.transport.exchange import ROW, PublishedSum, Source
+
+LOSS, WEIGHT, INTEGERS, COUNTS = range(ROW)
+"""The numbers that a shard tells of itself: see `ShardResult`, and how many samples it had."""
 
 
 @dataclass(frozen=True)
@@ -243,3 +255,28 @@ def worth_a_backup(late: Sequence[LateMember], elapsed_s: float, mine_s: float) 
             if starts_in_s > _WORTH * mine_s:
                 found.append((starts_in_s, shard))
     return [shard for _, shard in sorted(found, reverse=True)]
+
+
+def judge_rows(step: int, rows: np.ndarray) -> StepResult:
+    """What a step gave, from the rows of all its shards."""
+    found = judge(step, rows[:, LOSS], rows[:, WEIGHT], rows[:, COUNTS], rows.tobytes())
+    if len(set(rows[rows[:, COUNTS] > 0, INTEGERS])) > 1:
+        raise JobError(
+            "an integer buffer of the model has other values after one shard than after another: it depends on the "
+            "samples, so there is no single value to go on with"
+        )
+    return found
+
+
+def judge(step: int, losses: np.ndarray, weights: np.ndarray, samples: np.ndarray, told: bytes) -> StepResult:
+    """One number of each kind per shard. `told`: all that the shards have told, of which the fingerprint is made.
+
+    >>> judge(3, np.array([1.0, 2.0]), np.array([2.0, 4.0]), np.array([2, 4]), b"").loss
+    0.5
+    """
+    bad = np.flatnonzero(~np.isfinite(losses) | ~np.isfinite(weights))
+    if len(bad):
+        raise NonFiniteLoss(float(losses[bad[0]]), step, int(bad[0]))
+    weight = math.fsum(weights)
+    loss = math.fsum(losses) / weight if weight else 0.0
+    return StepResult(loss, int(samples.sum()), hashlib.blake2b(told, digest_size=8).hexdigest())

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distbelief.data.seeding import seed_everything
+from distbelief.data.sources import seed_everything
 from distbelief.errors import JobError
 from distbelief.strategies.mesh.init.operationlog import OperationLog, StorageView, cannot_follow
 from distbelief.strategies.mesh.init.recording import CpuFacade, Recorder

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distbelief.data.seeding import seed_everything
+from distbelief.data.sources import seed_everything
 from distbelief.shards import Schedule, mix, shard_seed
 from distbelief.strategies.base import Applied, Fetch, RolledBack, Seat, StepResult, Takeover, Task
 from distbelief.strategies.flatmodel.copying import Copy
 from distbelief.strategies.flatmodel.layout import trainable
-from distbelief.strategies.flatmodel.rules.verdict import judge
+from distbelief.strategies.flatmodel.rules.stepwork import judge
 from distbelief.strategies.mesh.rules.agreement import CommitDecision
 from distbelief.strategies.mesh.run.gradientsum import CompressedSum, DataParallelSum, TiedSum
 from distbelief.strategies.mesh.run.groups import MeshGroups

@@ -22,8 +22,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from distbelief.data.seeding import seed_everything
-from distbelief.data.sources import split_batch
+from distbelief.data.sources import seed_everything, split_batch
 from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import mix

@@ -23,7 +23,7 @@ from distbelief.errors import DistBeliefError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.flatmodel.layout import Layout
-from distbelief.strategies.flatmodel.rules.verdict import COUNTS, WEIGHT, judge_rows
+from distbelief.strategies.flatmodel.rules.stepwork import COUNTS, WEIGHT, judge_rows
 from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.protocol.messages import (
     ApplyStep,

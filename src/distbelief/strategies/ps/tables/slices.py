@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from distbelief.errors import DistBeliefError
 from distbelief.job import Job
 from distbelief.shards import Schedule
-from distbelief.strategies.flatmodel.rules.verdict import WEIGHT, judge_rows
+from distbelief.strategies.flatmodel.rules.stepwork import WEIGHT, judge_rows
 from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.protocol.messages import (
     ApplyStep,

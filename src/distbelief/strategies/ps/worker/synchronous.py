@@ -29,8 +29,14 @@ from distbelief.strategies.base import (
     Fetch as FetchBatch,
 )
 from distbelief.strategies.flatmodel.compute import ShardComputer
-from distbelief.strategies.flatmodel.rules.stepwork import ShardWork, StepWork, plan_step, plan_takeover
-from distbelief.strategies.flatmodel.rules.verdict import INTEGERS, judge_rows
+from distbelief.strategies.flatmodel.rules.stepwork import (
+    INTEGERS,
+    ShardWork,
+    StepWork,
+    judge_rows,
+    plan_step,
+    plan_takeover,
+)
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.ps.protocol.client import Idle
 from distbelief.strategies.ps.protocol.frames import Framed

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distbelief.data.seeding import seed_everything
+from distbelief.data.sources import seed_everything
 from distbelief.errors import JobError
 from distbelief.strategies.mesh.init.deferred import DeferredModel, make_deferred
 from tests.support.mesh.constructors import MODELS, OUTSIDE, default_types, gpt_like, holding

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import optim
 
-from distbelief.strategies.flatmodel.eagerstep import eager_step
+from distbelief.strategies.flatmodel.tileoptimizer import eager_step
 
 KINDS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
     (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
@@ -69,7 +69,7 @@ def test_the_compiler_is_not_imported() -> None:
     """In a process of its own: other tests may have imported it here."""
     program = """
 import sys, torch
-from distbelief.strategies.flatmodel.eagerstep import eager_step, spare_the_compiler
+from distbelief.strategies.flatmodel.tileoptimizer import eager_step, spare_the_compiler
 spare_the_compiler()
 weight = torch.nn.Parameter(torch.ones(8))
 weight.grad = torch.ones(8)
