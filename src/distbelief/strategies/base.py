@@ -36,13 +36,13 @@ Fetch = Callable[[int, int, int], tuple[Any, int]]
 
 
 class Division(Protocol):
-    """What is committed as a whole, and into how many units of work it is divided among the members."""
+    """How one step is divided into units of work for the members."""
 
     @property
     def shards(self) -> int: ...
 
     def occupied(self, step: int) -> int:
-        """How many of the units of that one have samples: the first so many."""
+        """The number n of units of that step that have samples; they are the first n."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Saved:
     tensors: Mapping[str, torch.Tensor]
     """`model/NAME`, `optimizer/KEY/NAME`, `begun/NAME` (see named.py); weights alone: `model/NAME` only."""
     history: Sequence[Applied] = ()
-    """What the last steps gave, oldest first: those that the coordinator may not have heard of when it died."""
+    """What the last steps gave, oldest first: steps whose report may have been lost when the coordinator died."""
     note: bytes = b""
     """The note that was kept with this state, if there was one."""
 
@@ -202,10 +202,10 @@ class Seated(Protocol):
         """What this generation found begun when it started."""
 
     def remembered(self, first: int) -> list[Applied]:
-        """What the applied steps from `first` on gave, as far back as it is kept, whoever applied them."""
+        """The results of the applied steps from `first` on, as far back as they are kept, by any member."""
 
     def note(self) -> tuple[int, bytes]:
-        """(steps applied when it was kept, content): survives whoever kept it."""
+        """(steps applied when the note was kept, content). A note survives the member that kept it."""
 
     def keep_note(self, content: bytes) -> None:
         """Keep some bytes that belong to the present state. Members that share a state leave it to rank 0."""
@@ -214,18 +214,18 @@ class Seated(Protocol):
         """Who saves what: each member's part of the state, by rank."""
 
     def copy_portion(self, applied: int, into: Segment) -> Copying:
-        """A copy of my portion of the state after so many steps, which I have just applied. It must be finished before
-        this member lets go of its generation."""
+        """Begin a copy of this member's portion of the state after `applied` steps, which were just applied. The copy
+        must be finished before this member leaves its generation."""
 
     def measure(self, tasks: Sequence[Task], measure: Callable[[Task, Any, Any], None]) -> None:
         """Forward passes at the committed state, of all these shards over all members. `measure` is called with (task,
         output, target) on the members that have the outputs."""
 
     def save_weights(self, path: Path) -> None:
-        """Every member calls it; the one of rank 0 writes."""
+        """Collective call; rank 0 writes."""
 
     def weights_sha256(self) -> str:
-        """Every member calls it; nothing, where this one has no weights of its own to tell of."""
+        """Collective call; returns an empty string on members without weights."""
 
     def waits(self) -> Mapping[int, float]:
         """Seconds that were spent waiting for each rank, where that is known."""
@@ -376,7 +376,7 @@ class Training(Protocol):
         """The step at which a checkpoint was asked for and not taken yet; -1: none was asked for."""
 
     def is_save_due(self, applied: int) -> bool:
-        """Whether the plan of checkpoints names the state after so many steps."""
+        """Whether the plan of checkpoints includes the state after `applied` steps."""
 
     def save(self, applied: int, last: bool = False) -> None:
         """Have this member's portion of the present state copied and written."""
@@ -530,7 +530,7 @@ class Strategy(ABC):
         return ""
 
     def schedule_of(self, job: Job, samples: int) -> Schedule:
-        """Which samples each step takes, of a data set with so many."""
+        """The samples of each step, for a data set of `samples` samples."""
         return Schedule(samples, job.global_batch, job.resolved_shards, job.drop_last)
 
     def prepare(self, job: Job, schedule: Schedule, device: torch.device) -> Prepared:

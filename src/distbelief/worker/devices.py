@@ -25,8 +25,8 @@ def named_device(name: str) -> torch.device:
 
 
 def open_device(device: torch.device, place: int, exact: bool) -> torch.device:
-    """Make it the one that this process computes on. `cuda` alone: the accelerators of this host are taken in turn by
-    its workers, of which this is the one at that `place`."""
+    """Make `device` the device of this process. For `cuda` without a number the workers of a host take its accelerators
+    in turn; `place` is this worker's index on its host."""
     if device.type == "cpu":
         return device
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used; what exactness needs
@@ -56,7 +56,7 @@ def _be_deterministic() -> None:
 
 
 def identity(device: torch.device) -> str:
-    """Which accelerator of all in the world this is; nothing for a host's processor."""
+    """A unique identifier of the accelerator; empty for a host's processor."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
@@ -72,7 +72,7 @@ def describe(device: torch.device) -> dict[str, str]:
 
 
 def require_device_memory(device: torch.device, what: str, size_bytes: int) -> None:
-    """An error in words, before anything is allocated, where so much memory is not free."""
+    """Raise NotEnoughMemory, before anything is allocated, if the device has less free memory."""
     if device.type != "cuda":
         return
     free_bytes, _ = torch.cuda.mem_get_info(device)

@@ -70,7 +70,7 @@ class Progress:
     """Checkpoints that the coordinator asks for."""
     learn: Callable[[ServerMap], None] = lambda known: None
     servers: Callable[[], int] = lambda: 0
-    """The map of parameter servers: a newer one, and the version of the one that is known."""
+    """The map of parameter servers: `learn` takes a newer map, `servers` returns the known version."""
 
 
 class ControlLink:
@@ -79,7 +79,7 @@ class ControlLink:
     def __init__(self, address: str, credential: Credential) -> None:
         self.progress = Progress()
         self.actions: SimpleQueue[tuple[Action, Abort]] = SimpleQueue()
-        """What to do; and the flag by which that will be ended, if it is a generation's work."""
+        """(action, abort flag). The flag ends the work of a generation."""
         self._address = address
         self._server_key = credential.coordinator_key
         self._signer = credential.signer()
@@ -242,8 +242,8 @@ class ControlLink:
         return said
 
     def _send(self, socket: zmq.Socket[bytes], event: Event) -> None:
-        """What does not fit into the queue any more is dropped: nobody has listened for minutes, and whoever comes
-        asks."""
+        """A message that does not fit into the queue is dropped: no coordinator has listened for minutes, and a new
+        coordinator asks for all events again."""
         message = encode(event)
         with contextlib.suppress(zmq.Again):
             socket.send_multipart([self._signer.sign(message), message], zmq.NOBLOCK)

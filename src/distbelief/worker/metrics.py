@@ -78,7 +78,7 @@ class ShardMetrics:
         return found
 
     def combine(self, shards: int, measured: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """The values over all shards 0..shards-1, whoever measured them."""
+        """The values over all shards 0..shards-1, measured by any member."""
         values: dict[str, float] = {}
         for name in ("loss", *self._functions):
             rows = [measured[f"{shard}/{name}"] for shard in range(shards)]

@@ -22,7 +22,7 @@ from distbelief.worker.spec import Origin
 Found = TypeVar("Found")
 
 HEARD_AFTER_S = 2.0
-"""What a step gave is in the metrics file long before so many seconds have passed."""
+"""A step's result is in the metrics file long before this time has passed."""
 
 
 class DataPosition(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class DataPosition(msgspec.Struct, frozen=True):
 
 
 def facts_at(known: Facts, replica: Seated, applied: int) -> Facts:
-    """What a checkpoint says of the state after so many steps, beside what is `known` of the job."""
+    """A checkpoint's facts about the state after `applied` steps, added to the `known` facts about the job."""
     history = replica.remembered(0)
     last = history[-1]
     unheard = tuple(one for one in history if one.at > last.at - HEARD_AFTER_S or one is last)

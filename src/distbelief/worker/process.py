@@ -1,4 +1,12 @@
-"""A worker process: load the job, show the canary, then train each generation it is given a seat in."""
+"""A worker process: load the job, send the canary, then train in each generation in which this worker is a member.
+
+How the parts of a worker fit: `loading.py` makes the job (`jobfile.py`), its data (`feed.py`), the prepared model and
+the evaluator (`evaluate.py`, `metrics.py`). `link.py` runs the thread that talks to the coordinator; it asks
+`rules/control.py` what to do and hands actions to the training thread here. `_obey` takes them: for each generation it
+has the strategy open an exchange and build a replica, from a checkpoint if need be (`origin.py`), and runs the loop of
+`training.py`, or the strategy's own loop. `saving.py` writes checkpoints in threads of its own, `profiling/` records a
+profile, and `failure.py` describes an error for the coordinator. A parameter server begins in `serving.py` instead.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +146,7 @@ def _close(loaded: Loaded) -> None:
 
 
 def _go_on(place: Place, loaded: Loaded, by_hand: bool) -> int:
-    """In another thread: gloo has kept the one that trained."""
+    """In another thread: gloo keeps the thread that trained."""
     print("gloo did not notice that a generation was over: its thread is left behind, another one goes on", flush=True)
     _let_go(place, loaded)
     try:
@@ -170,7 +178,7 @@ def _profiler(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> Profiler |
 
 
 def _say_how_it_ended(spec: WorkerSpec, end: Leave) -> None:
-    """For whoever started this worker, or its host's agent, by hand: they may see nothing else of the run."""
+    """For a person who started this worker, or its host's agent, by hand and may see nothing else of the run."""
     with contextlib.suppress(OSError):  # nobody reads it any more
         print(f"worker {spec.worker}: {end.status}{': ' if end.reason else ''}{end.reason}", flush=True)
 
@@ -286,7 +294,7 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
         except Aborted:
             raise
         except Exception:
-            # The run ends with whoever says first that it failed: so that one says also what was committed before.
+            # The first report of a failure ends the run: send the results of earlier steps before it.
             report_again(replica, link.progress, max(0, replica.steps_applied() - _UNHEARD))
             raise
         if place.profile:
@@ -392,7 +400,7 @@ def _report_takeover(link: ControlLink, replica: Seated, action: TrainGeneration
         step, recomputed = (found.step, found.recomputed) if found else (replica.steps_applied(), 0)
         me = action.members[action.rank].worker
         link.send(StepTakenOver(me, action.generation, step, recomputed, dead))
-        link.flush()  # before a shard that kills whoever computes it kills us
+        link.flush()  # before a shard that kills every worker that computes it kills this one
 
 
 def _report_rollback(link: ControlLink, replica: Seated, action: TrainGeneration) -> None:

@@ -125,7 +125,7 @@ class Saver:
         threading.Thread(target=self._work, name="saver", daemon=True).start()
 
     def is_due(self, applied: int, steps: int, before: int | None = None) -> bool:
-        """Whether the state after so many steps is to be saved; `before`: the last one before it, if not one step."""
+        """Whether to save the state after `applied` steps. `before`: that of the previous state; default: one less."""
         every, before = self._plan.every_steps, applied - 1 if before is None else before
         return applied in (steps, self._asked) or bool(every and applied // every > before // every)
 
@@ -143,7 +143,7 @@ class Saver:
             self._tell(SaveMissed(self._worker, wish.step))
 
     def miss(self, applied: int) -> None:
-        """The state after so many steps is gone, and with it what others had to save of it."""
+        """The state after `applied` steps is gone, so no member can save its portion of it any more."""
         if applied == self._asked:
             self._tell(SaveMissed(self._worker, applied))
 
@@ -164,7 +164,7 @@ class Saver:
         portions, rank = replica.portions(), replica.exchange.rank
         number, started = self._newest[0] + 1, time.perf_counter()
         if last:
-            self._newest = number, applied  # before the wait: those that keep on failing make room for it
+            self._newest = number, applied  # before the wait: snapshots that keep failing make room for it
         try:
             memory = self._memory.take(portions[rank].size_bytes, wait=last)
         except (OSError, NotEnoughMemory) as error:
@@ -177,7 +177,7 @@ class Saver:
             return
         try:
             copying = self._copying = replica.copy_portion(applied, memory)
-        except DistBeliefError as error:  # whoever has the state has gone on
+        except DistBeliefError as error:  # the holder of the state has applied a later step
             self._memory.give_back(memory)
             self._tell_failure(applied, error, gave_up=True)
             return

@@ -66,7 +66,7 @@ class ServingHost:
             return None
         saved = None
         if origin.checkpoints and (life > 1 or origin.resumed):
-            # A run that was resumed may have sealed none since: then it begins again from the one that it found.
+            # A run that was resumed may have sealed none since: then it begins again from the checkpoint that it found.
             at_most = None if origin.resumed and not sealed else sealed
             saved, skipped = newest_saved(origin.checkpoints, lazily, at_most)
             for bad, why in skipped:

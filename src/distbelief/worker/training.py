@@ -247,7 +247,7 @@ def train(replica: Replica, training: GenerationTraining) -> WorkerFinished:
         if training.evaluates and training.is_evaluation_due(step):
             metrics = training.evaluate(step)
         training.save_if_due(step)
-    if last is None:  # the steps were done before this generation; whoever led may have died before it had saved
+    if last is None:  # the steps were done before this generation; the leader may have died before it saved
         replica.save_weights(task.run_dir / "weights.safetensors")
     digest = replica.weights_sha256()
     if not leads:  # one that has a replica of its own must have the same as all others

@@ -175,8 +175,8 @@ class Profiler:
     # --- what the training thread tells ------------------------------------------------------------------------------
 
     def seated(self, place: str, sharing: int) -> None:
-        """A generation is about to train. `place`: which part of the model this member has, for people. `sharing`: so
-        many members have the steps among themselves, where they do none in common; then each counts its own."""
+        """A generation is about to train. `place`: which part of the model this member has, for people. `sharing`:
+        members that divide the steps among themselves and each count their own; 1: all train each step together."""
         self._place = place
         asked = self._spec.profile
         if self._state == "before" and asked and not asked.end:
@@ -217,7 +217,7 @@ class Profiler:
 
     def _next_state(self, step: int) -> str:
         """Two steps early the operators are rehearsed, and one step early all is set up: that takes time, and others,
-        who are done with it, wait meanwhile. Where the window begins with the run, there is not so much time."""
+        who are done with it, wait meanwhile. Where the window begins with the run, there is less time."""
         state = self._state
         if state == "before":
             if not self._first - 2 * self._stride <= step < self._end:

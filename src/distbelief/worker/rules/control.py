@@ -78,7 +78,7 @@ class TellAgain:
 
 @dataclass(frozen=True)
 class Save:
-    """Take a snapshot when so many steps are applied."""
+    """Take a snapshot after `step` applied steps."""
 
     step: int
 
