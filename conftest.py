@@ -35,6 +35,16 @@ if threading.current_thread() is threading.main_thread():
     _leave_no_signal_ignored()
 
 
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # a machine with a GPU that runs tests/gpu alone
+    pass
+else:
+    # Hypothesis limits examples by wall-clock time, which depends on the machine and on what else it does.
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Collecting imports torch and all that is tested, none of which is ever garbage: the collector, which would walk

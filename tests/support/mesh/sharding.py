@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from distbelief.strategies.mesh.run.sharding import ScratchBuffer, ScratchGather, ScratchReduceScatter
+from distbelief.strategies.mesh.run.modelpart import ScratchBuffer, ScratchGather, ScratchReduceScatter
 from distbelief.transport.shm.segment import SegmentClient
 
 CPU = torch.device("cpu")

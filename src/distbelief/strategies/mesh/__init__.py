@@ -9,10 +9,10 @@ records how its initial values come about (`init/`): no worker ever has the whol
 
 1. tensor: trace what the model computes (`tensor/trace.py`), search for layers that can be divided together
    (`tensor/search.py`, `rules/propagation.py`), divide them (`tensor/apply.py`);
-2. pipeline: record a forward pass (`cut/tracing.py`, else `cut/torchexport.py`), find where it may be cut
-   (`cut/recordedpass.py`, `cut/cutting.py`), measure the units (`cut/profile.py`), choose the cuts
+2. pipeline: record a forward pass (`cut/tracing.py`), find where it may be cut
+   (`cut/recordedpass.py`, `cut/cutting.py`), measure the units, choose the cuts
    (`rules/balance.py`), write the code of this member's stages (`cut/stages.py`);
-3. sharded: wrap the blocks of each stage with FSDP2 (`run/sharding.py`);
+3. sharded: wrap the blocks of each stage with FSDP2 (`run/modelpart.py`);
 4. give memory to what this member holds, and values (`state/restore.py`).
 
 **How a step runs** (`run/replica.py`). A member runs its stages on the shards of its data group, in the order of the

@@ -22,8 +22,7 @@ from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import BeginFrom, Fetch, Loop, Replica, Seat, ServerLink, nothing_saved
 from distbelief.strategies.flatmodel.layout import trainable
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
-from distbelief.strategies.mesh.cut.cutting import Blueprint
-from distbelief.strategies.mesh.cut.profile import measure
+from distbelief.strategies.mesh.cut.cutting import Blueprint, measure
 from distbelief.strategies.mesh.init.deferred import make_deferred
 from distbelief.strategies.mesh.rules.balance import UnitCost
 from distbelief.strategies.mesh.rules.schedules import DEFAULT_SCHEDULE, PipelineSchedule, PipelineSeat

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from distbelief.errors import JobError
-from distbelief.strategies.mesh.rules.modeltrace import Trace
+from distbelief.strategies.mesh.rules.propagation import Trace
 from distbelief.strategies.mesh.tensor.search import DropoutSite, Search, Style, kind_of
 from distbelief.strategies.mesh.tensor.trace import TraceFailed, is_layer, trace
 

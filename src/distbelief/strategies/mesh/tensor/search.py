@@ -17,8 +17,14 @@ from typing import Literal, NamedTuple, NoReturn
 from torch import nn
 
 from distbelief.errors import JobError
-from distbelief.strategies.mesh.rules.modeltrace import RANDOM, Trace, first_difference
-from distbelief.strategies.mesh.rules.propagation import DividedRegion, Stop, follow_division
+from distbelief.strategies.mesh.rules.propagation import (
+    RANDOM,
+    DividedRegion,
+    Stop,
+    Trace,
+    first_difference,
+    follow_division,
+)
 from distbelief.strategies.mesh.tensor.trace import TraceFailed, is_layer
 
 Style = Literal["column", "row", "column_gather", "row_split", "vocabulary"]

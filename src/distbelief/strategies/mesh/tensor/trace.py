@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from distbelief.strategies.mesh.rules.modeltrace import Operation, Ref, Trace, Value
+from distbelief.strategies.mesh.rules.propagation import Operation, Ref, Trace, Value
 
 _NAMES: dict[Any, tuple[str, tuple[str, ...]]] = {
     F.scaled_dot_product_attention: ("attention", ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")),

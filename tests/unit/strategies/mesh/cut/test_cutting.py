@@ -16,8 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distbelief.errors import JobError
-from distbelief.strategies.mesh.cut.cutting import Blueprint, make_blueprint
-from distbelief.strategies.mesh.cut.profile import measure
+from distbelief.strategies.mesh.cut.cutting import Blueprint, make_blueprint, measure
 from distbelief.strategies.mesh.cut.stages import Stage
 from distbelief.strategies.mesh.run.runner import ShardBuffers
 from tests.support.mesh import models

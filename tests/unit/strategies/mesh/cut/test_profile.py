@@ -8,8 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distbelief.strategies.mesh.cut.cutting import make_blueprint
-from distbelief.strategies.mesh.cut.profile import measure
+from distbelief.strategies.mesh.cut.cutting import make_blueprint, measure
 from tests.support.mesh import models
 from tests.support.mesh.models import on_meta, without_memory
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distbelief.strategies.mesh.run.sharding import ScratchBuffer, ScratchReduceScatter, mapped
+from distbelief.strategies.mesh.run.modelpart import ScratchBuffer, ScratchReduceScatter, mapped
 from tests.support.mesh.sharding import whole
 from tests.support.stage import Stage
 
