@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 _SIGNS = re.compile(
-    r"\bStage\b|\bsubprocess\b|\bos\.fork\b|coordinator\.process|\breaders\(|\bforked\b|\bin_child\b|psutil"
+    r"\bStage\b|\bsubprocess\b|\bos\.fork\b|coordinator\.process|\breaders\(|\bforked\b|\bin_child\b|psutil|\brun_plain\b|[Ss]iege\b"
 )
 _FOLDERS = ("e2e", "contract", "gpu")
 

@@ -75,7 +75,7 @@ def plugin(text: str) -> str:
 def require(text: str, wanted: str) -> Strategy:
     """The strategy on this host. `wanted`: what `plugin` answered where the run was started.
 
-    >>> require("vote", "distbelief-vote==1.0")
+    >>> require("vote", "distbelief-vote==1.0")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
     distbelief.strategies.UnknownStrategy: ... has no strategy 'vote', which comes with the plug-in distbelief-vote==1.0
