@@ -29,7 +29,7 @@ from bench import machine
 from bench.convergence.figure import draw
 from bench.options import count, some_of
 from bench.running import BENCH
-from distbelief.chaos.victims import Throttle, Victim, catch
+from distbelief.chaos.inject import Throttle, Victim, catch
 from distbelief.observe.records import Tail
 
 DATA = "/usr/share/datasets/fashion-mnist"

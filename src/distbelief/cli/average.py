@@ -40,7 +40,7 @@ def average(
         raise UsageError(f"--to {to}: an average is a .safetensors file", hint=f"--to {to.with_suffix('.safetensors')}")
     check_destination(to, force)
 
-    from distbelief.checkpoint.average import average as mean
+    from distbelief.checkpoint.sources import average as mean
     from distbelief.checkpoint.weights import save_tensors
 
     found = [read_weights(source) for source in sources]

@@ -17,7 +17,7 @@ _ALIGNED = 8
 
 def size_bytes(codec: Codec, length: int) -> int:
     """
-    >>> from distbelief.compression.int8 import Int8
+    >>> from distbelief.compression.methods import Int8
     >>> size_bytes(Int8(block=8), 20)
     48
     """

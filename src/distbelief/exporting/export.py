@@ -2,16 +2,235 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import torch
+from torch.export import Dim, ExportedProgram, ShapesCollection
+
+from distbelief.atomicfile import write_whole
 from distbelief.checkpoint.sources import Source
 from distbelief.checkpoint.weights import save_tensors
 from distbelief.errors import DistBeliefError
-from distbelief.exporting.onnxfile import require_onnx, save_onnx
-from distbelief.exporting.program import save_program, trace
-from distbelief.exporting.rebuilt import rebuild
+from distbelief.exporting.rebuilt import Inputs, Rebuilt, rebuild
+
+# --- the exported model against the original ----------------------------------------------------------------------
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""Relative to the largest output, or to 1. Another order of additions stays far below; a wrong operation exceeds it."""
+
+
+def largest_difference(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> float:
+    """The largest difference between two corresponding numbers. Raises a DistBeliefError if rounding cannot explain it.
+
+    >>> largest_difference([torch.ones(2)], [torch.ones(2) + 1e-6])
+    9.5367431640625e-07
+    """
+    forms = [[(tensor.dtype, tuple(tensor.shape)) for tensor in side] for side in (expected, found)]
+    if forms[0] != forms[1]:
+        raise _wrong(f"{_listed(forms[1])} in place of {_listed(forms[0])}")
+    largest = 0.0
+    for one, other in zip(expected, found, strict=True):
+        wide = torch.complex128 if one.is_complex() else torch.float64
+        a, b = one.to(wide), other.to(wide)
+        same = (a == b) | (a.isnan() & b.isnan())  # equal infinities count as equal; their difference would be NaN
+        if same.all():
+            continue
+        difference = (a - b).abs()[~same].max().item()
+        scale = max(1.0, a.abs().nan_to_num(0.0, 0.0, 0.0).max().item())
+        if not difference <= _TOLERANCES.get(one.dtype, 0.0) * scale:
+            raise _wrong(f"they differ by up to {difference:.3g}")
+        largest = max(largest, difference)
+    return largest
+
+
+def in_words(difference: float, samples: Sequence[int]) -> str:
+    """
+    >>> in_words(0.0, [3, 5])
+    'same output as the model, bit for bit, on batches of 3 and 5'
+    """
+    how = "bit for bit" if difference == 0 else f"within {difference:.1e}"
+    sizes = f"batches of {' and '.join(map(str, samples))}" if len(samples) > 1 else f"a batch of {samples[0]}"
+    return f"same output as the model, {how}, on {sizes}"
+
+
+def _wrong(what: str) -> DistBeliefError:
+    return DistBeliefError(
+        f"the exported model gives other outputs than the model: {what}",
+        hint="nothing was written; does the model do something else each time it is called?",
+    )
+
+
+def _listed(forms: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in forms) or "nothing"
+
+
+# --- a torch.export program ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Traced:
+    program: ExportedProgram
+    any_batch: bool
+    """False: the model works, or can be traced, only with the batch size of the trace."""
+
+    def trials(self, inputs: Inputs) -> list[Inputs]:
+        """The inputs on which the exported model is compared with the original."""
+        return [inputs, inputs.longer()] if self.any_batch else [inputs]
+
+
+def trace(rebuilt: Rebuilt) -> Traced:
+    """Trace the model, for any batch size if the model allows it."""
+    inputs = rebuilt.inputs
+    shapes = ShapesCollection()  # type: ignore[no-untyped-call]
+    batch = Dim("batch", min=1)
+    for leaf in inputs.leaves():
+        if inputs.counts_samples(leaf):
+            shapes[leaf] = {0: batch}
+    with quiet():
+        try:
+            dims = shapes.dynamic_shapes(rebuilt.model, inputs.args, inputs.kwargs)  # type: ignore[no-untyped-call]
+            program = torch.export.export(rebuilt.model, inputs.args, inputs.kwargs, dynamic_shapes=dims, strict=False)
+            any_batch = any(map(inputs.counts_samples, inputs.leaves()))
+        # torch has no single class for it; if the batch size was not the reason, the next attempt fails, too
+        except Exception:
+            program = _trace_for_this_size(rebuilt)
+            any_batch = False
+    program.example_inputs = None  # otherwise the file would contain samples of the training data
+    return Traced(program, any_batch)
+
+
+def save_program(rebuilt: Rebuilt, traced: Traced, path: Path) -> tuple[float, str]:
+    """Write the program to `path`, completely or not at all. Returns the largest difference of outputs, and a
+    description of the check."""
+    trials = traced.trials(rebuilt.inputs)
+
+    def write(draft: Path) -> None:
+        with draft.open("wb") as file:
+            torch.export.save(traced.program, file)
+
+    def check(draft: Path) -> float:
+        with draft.open("rb") as file:
+            loaded = torch.export.load(file).module()
+        return max(largest_difference(rebuilt.answer(t), rebuilt.answer(t, loaded)) for t in trials)
+
+    with quiet():
+        difference = write_whole(path, write, check)
+    return difference, f"loaded again: {in_words(difference, [t.samples for t in trials])}"
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress torch's internal log messages (on a failure it prints the whole graph); errors are raised anyway."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _trace_for_this_size(rebuilt: Rebuilt) -> ExportedProgram:
+    inputs = rebuilt.inputs
+    try:
+        return torch.export.export(rebuilt.model, inputs.args, inputs.kwargs, strict=False)
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DistBeliefError(
+            f"torch.export cannot trace the model: {first}",
+            hint="a model whose steps depend on its data's values cannot be traced; the weights can be exported: "
+            "--to FILE.safetensors",
+            details=str(error).strip(),
+        ) from error
+
+
+# --- ONNX ---------------------------------------------------------------------------------------------------------
+
+LARGEST_BYTES = 1536 << 20  # of weights; above it torch writes a second file
+
+
+def require_onnx() -> None:
+    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise DistBeliefError(
+            f"ONNX needs {' and '.join(missing)}, not installed here", hint="pip install 'distbelief[onnx]'"
+        )
+
+
+def save_onnx(rebuilt: Rebuilt, traced: Traced, path: Path) -> tuple[float | None, str]:
+    """Write the model to `path`, completely or not at all. Returns the largest difference of outputs (None: the file
+    was not run), and a description of the check."""
+    weights_bytes = sum(t.numel() * t.element_size() for t in traced.program.state_dict.values())
+    if weights_bytes > LARGEST_BYTES:
+        raise DistBeliefError(
+            f"{weights_bytes / 2**30:.1f} GiB of weights are too large for one ONNX file",
+            hint="export a program: --to FILE.pt2",
+        )
+    with quiet():
+        translated = _translate(traced)
+        return write_whole(path, translated.save, lambda draft: _check(rebuilt, traced, draft))
+
+
+def _translate(traced: Traced) -> Any:
+    try:
+        return torch.onnx.export(traced.program, dynamo=True, verbose=False)
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DistBeliefError(
+            f"the model cannot be translated to ONNX: {first}",
+            hint="export a program, which has all of torch's operations: --to FILE.pt2",
+            details=str(error).strip(),
+        ) from error
+
+
+def _check(rebuilt: Rebuilt, traced: Traced, draft: Path) -> tuple[float | None, str]:
+    import onnx
+
+    try:
+        onnx.checker.check_model(str(draft), full_check=True)
+    except Exception as error:  # onnx has one class for faults of the model's form and another for its shapes
+        raise DistBeliefError(f"onnx does not accept the translated model: {error}") from error
+    if importlib.util.find_spec("onnxruntime") is None:
+        return None, "accepted by onnx.checker; not run: onnxruntime is not installed"
+    trials = traced.trials(rebuilt.inputs)
+    try:
+        difference = max(_compare(rebuilt, traced, trial, draft) for trial in trials)
+    except _CannotRun as error:
+        return None, f"accepted by onnx.checker; not run: {error}"
+    return difference, f"accepted by onnx.checker; in onnxruntime {in_words(difference, [t.samples for t in trials])}"
+
+
+class _CannotRun(Exception):
+    """onnxruntime lacks a feature that this model needs on a CPU; the file may still be correct."""
+
+
+def _compare(rebuilt: Rebuilt, traced: Traced, inputs: Inputs, draft: Path) -> float:
+    import onnxruntime
+    from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
+
+    expected = rebuilt.answer(inputs)
+    named = dict(zip(traced.program.graph_signature.user_inputs, inputs.leaves(), strict=True))
+    try:
+        session = onnxruntime.InferenceSession(draft, providers=["CPUExecutionProvider"])
+        arrays = {wanted.name: named[wanted.name].numpy() for wanted in session.get_inputs()}
+        found = [torch.from_numpy(array) for array in session.run(None, arrays)]
+    except NoKernel as error:
+        raise _CannotRun(f"onnxruntime has no {error}") from error
+    except TypeError as error:  # numpy has no bfloat16
+        raise _CannotRun(str(error)) from error
+    except Exception as error:
+        raise DistBeliefError(f"onnxruntime cannot run the translated model: {error}") from error
+    return largest_difference(expected, found)
+
 
 Format = Literal["safetensors", "program", "onnx"]
 

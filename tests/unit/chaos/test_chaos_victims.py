@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from distbelief.chaos.victims import Throttle, catch
+from distbelief.chaos.inject import Throttle, catch
 
 PATIENCE_S = 60
 

@@ -11,8 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
-from distbelief.checkpoint.average import average, round_once
-from distbelief.checkpoint.sources import Source
+from distbelief.checkpoint.sources import Source, average, round_once
 from distbelief.checkpoint.weights import save_tensors
 from distbelief.errors import DistBeliefError
 

@@ -8,10 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distbelief.compression import block
-from distbelief.compression.bf16 import Bf16
 from distbelief.compression.codec import Codec
-from distbelief.compression.int8 import Int8
-from distbelief.compression.topk import TopK
+from distbelief.compression.methods import Bf16, Int8, TopK
 from distbelief.errors import DistBeliefError
 
 codecs = st.sampled_from([Bf16(), Int8(8), Int8(1024), TopK(0.01), TopK(0.5)])

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from distbelief.compression.bf16 import Bf16
-from distbelief.compression.int8 import Int8
-from distbelief.compression.methods import codec_of, method_of
+from distbelief.compression.methods import Bf16, Int8, TopK, codec_of, method_of
 from distbelief.compression.powersgd import LowRank
-from distbelief.compression.topk import TopK
 from distbelief.errors import JobError
 
 

@@ -15,8 +15,7 @@ from distbelief.checkpoint.sources import read_source
 from distbelief.checkpoint.weights import save_weights
 from distbelief.data.sources import seed_everything
 from distbelief.errors import DistBeliefError
-from distbelief.exporting.agreement import largest_difference
-from distbelief.exporting.export import Exported, export
+from distbelief.exporting.export import Exported, export, largest_difference
 
 HEAD = """
 import torch

@@ -1,4 +1,4 @@
-"""The state of a search in a checkpoint, beside the model (flatmodel/named.py):
+"""The state of a search in a checkpoint, beside the model (flatmodel/namedtensors.py):
 
     lbfgs/state          the `State` of rules/lbfgs.py: numbers, and the names of the vectors that they belong to
     lbfgs/VECTOR/NAME    the part of such a vector that belongs to parameter NAME. The present point is the model itself

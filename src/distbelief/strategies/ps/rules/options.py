@@ -101,6 +101,6 @@ class ParameterServerOptions:
             )
 
     @property
-    def in_steps(self) -> bool:
-        """See `Strategy`."""
+    def waits(self) -> bool:
+        """Whether workers do steps together."""
         return self.mode == "sync"
