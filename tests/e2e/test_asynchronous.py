@@ -43,7 +43,7 @@ def journal_result(run: Watched) -> dict[str, Any]:
 
 
 def test_servers_and_workers_die_and_every_batch_counts_once(start: Start, tmp_path: Path, wait_until: Wait) -> None:
-    job = [JOBS / "counter.py", "--set", "steps=150", "--set", "width=70000", "--set", "brake_s=0.05"]
+    job = [JOBS / "counter.py", "--set", "steps=400", "--set", "width=70000", "--set", "brake_s=0.1"]
     run = Watched(start, tmp_path, wait_until, *job, "--strategy", "ps:async:servers=2", "--workers", 2)
     for round_ in range(3):
         run.after(8 * (round_ + 1))
@@ -55,9 +55,9 @@ def test_servers_and_workers_die_and_every_batch_counts_once(start: Start, tmp_p
         wait_until(lambda gone=number: gone not in servers(run))
     run.signal(run.living()[0], signal.SIGKILL)
     result = run.result()
-    assert result["steps"] == 150
+    assert result["steps"] == 400
     assert result["reexecuted"] == 0
-    assert counted(run.folder) == {150.0}
+    assert counted(run.folder) == {400.0}
     assert journal_result(run)["servers_lost"] == 3
     assert len(result["server_pauses_s"]) == 3
     assert all(pause_s > 0 for pause_s in result["server_pauses_s"])
@@ -65,7 +65,7 @@ def test_servers_and_workers_die_and_every_batch_counts_once(start: Start, tmp_p
 
 def test_no_update_is_staler_than_the_bound(start: Start, tmp_path: Path, wait_until: Wait) -> None:
     """One of three workers stands still for a while: the others may not leave it behind."""
-    job = [JOBS / "counter.py", "--set", "steps=120", "--set", "brake_s=0.03"]
+    job = [JOBS / "counter.py", "--set", "steps=300", "--set", "brake_s=0.05"]
     run = Watched(start, tmp_path, wait_until, *job, "--strategy", "ps:ssp:servers=1:staleness=2:tcp", "--workers", 3)
     run.after(10)
     slow = run.living()[1]
@@ -74,9 +74,9 @@ def test_no_update_is_staler_than_the_bound(start: Start, tmp_path: Path, wait_u
     run.signal(slow, signal.SIGCONT)
     run.after(stopped_at + 5)
     run.result()
-    assert counted(run.folder) == {120.0}
+    assert counted(run.folder) == {300.0}
     staleness = {int(key): value for key, value in journal_result(run)["staleness"].items()}
-    assert sum(staleness.values()) == 120
+    assert sum(staleness.values()) == 300
     assert max(staleness) <= 2
     assert len(staleness) > 1  # it was asynchronous at all
 
@@ -140,7 +140,8 @@ def test_results_are_machine_readable(distbelief: Cli, tmp_path: Path) -> None:
 
 def test_the_pace_adapts_itself_and_every_batch_counts_once(start: Start, tmp_path: Path, wait_until: Wait) -> None:
     """A model that costs nothing to compute and much to send: batches are pushed together soon, and a worker dies."""
-    job = [JOBS / "counter.py", "--set", "steps=400", "--set", "width=300000", "--set", "brake_s=0.0005"]
+    job = [JOBS / "counter.py", "--set", "steps=400", "--set", "width=300000"]
+    job += ["--set", "brake_s=0.0005", "--set", "hold_after=400"]  # 100 batches of each worker: half of all
     strategy = ["--strategy", "ps:async:servers=1:adaptive:tcp", "--workers", 2, "--save-every", 150]
     run = Watched(start, tmp_path, wait_until, *job, *strategy)
     wait_until(lambda: any(entry["n_push"] > 1 for entry in run.journal("pace")))

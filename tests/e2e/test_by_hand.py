@@ -69,7 +69,7 @@ def test_hosts_join_by_address_members_die_and_a_host_leaves(
     first, second = host("one", 1), host("two", 2)
     lead = start(
         *("coordinator", SMALL, "--workers", 3, "--listen", where, "--key", key, "--run-dir", run_dir),
-        *("--set", "steps=300", "--set", "brake_s=0.2", "--json"),
+        *("--set", "steps=600", "--set", "brake_s=0.2", "--json"),
     )
     wait_until(lambda: len(members(run_dir)) == 3)
     assert sorted(member["host"] for member in members(run_dir)) == ["one", "two", "two"]
@@ -85,7 +85,7 @@ def test_hosts_join_by_address_members_die_and_a_host_leaves(
     third = host("three", 1)
     wait_until(lambda: "three" in {member["host"] for member in members(run_dir)})
     brake.unlink()
-    assert lead.wait().json["weights_sha256"] == undisturbed(SMALL, "--set", "steps=300")
+    assert lead.wait().json["weights_sha256"] == undisturbed(SMALL, "--set", "steps=600")
     for run in (second, third):
         outcome = run.wait()
         assert outcome.status == 0, outcome.stderr

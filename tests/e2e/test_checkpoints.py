@@ -19,7 +19,6 @@ from tests.support.runs.reference import undisturbed
 from tests.support.runs.saved import (
     JOB,
     LARGE,
-    SLOW,
     check_whole,
     notices,
     records,
@@ -34,6 +33,7 @@ Start = Callable[..., Run]
 Cli = Callable[..., Outcome]
 
 SIXTY = ["--set", "steps=60"]
+HOLDS = ["--set", "holds=true"]
 SLOWER = ["--set", "brake_s=0.2"]  # few steps that take long cost less than many that do not
 
 
@@ -49,7 +49,7 @@ def brake(tmp_path: Path) -> Path:
 def test_a_signal_saves_and_stops(start: Start, distbelief: Cli, tmp_path: Path, brake: Path) -> None:
     """SIGTERM; for SIGINT see test_processes.py."""
     run_dir = tmp_path / "run"
-    run = start("train", JOB, *SLOW, *SIXTY, "--run-dir", "run", "--workers", 2, "--save-every", "end")
+    run = start("train", JOB, *SLOWER, *SIXTY, "--run-dir", "run", "--workers", 2, "--save-every", "end")
     until(lambda: step(run_dir) > 3, run)
     run.signal(signal.SIGTERM)
     outcome = run.wait()
@@ -69,9 +69,10 @@ def test_a_signal_saves_and_stops(start: Start, distbelief: Cli, tmp_path: Path,
     check_whole(run_dir, result.json)
 
 
-def test_a_second_signal_does_not_wait(start: Start, distbelief: Cli, tmp_path: Path, brake: Path) -> None:
+def test_a_second_signal_does_not_wait(start: Start, distbelief: Cli, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    run = start("train", JOB, "--set", "brake_s=1", *SIXTY, "--run-dir", "run", "--workers", 2, "--save-every", "end")
+    (tmp_path / "hold").write_text("2")  # no checkpoint can be made there
+    run = start("train", JOB, *HOLDS, *SIXTY, "--run-dir", "run", "--workers", 2, "--save-every", "end")
     until(lambda: step(run_dir), run)
     run.signal(signal.SIGTERM)
     until(lambda: [text for text in notices(run_dir) if "the same again stops it at once" in text], run)
@@ -80,7 +81,7 @@ def test_a_second_signal_does_not_wait(start: Start, distbelief: Cli, tmp_path: 
     assert outcome.status == 143
     assert "stopped by SIGTERM; there is no checkpoint; nothing is left running" in outcome.stderr
     assert sealed(run_dir) == []
-    brake.unlink()
+    (tmp_path / "hold").unlink()
     result = distbelief("resume", "run", "--json")
     assert "there is no checkpoint in" in result.stderr
     assert result.json["weights_sha256"] == undisturbed(JOB, *SIXTY)
@@ -93,7 +94,7 @@ def test_a_second_signal_does_not_wait(start: Start, distbelief: Cli, tmp_path: 
 def test_a_checkpoint_on_demand(start: Start, distbelief: Cli, tmp_path: Path, brake: Path) -> None:
     run_dir = tmp_path / "run"
     run = start(
-        "train", JOB, *SLOWER, "--set", "steps=100", "--run-dir", "run", "--workers", 2, "--save-every", "end", "--json"
+        "train", JOB, *SLOWER, "--set", "steps=300", "--run-dir", "run", "--workers", 2, "--save-every", "end", "--json"
     )
     until(lambda: step(run_dir) > 1, run)
     told = distbelief("checkpoint", "run")
@@ -101,17 +102,17 @@ def test_a_checkpoint_on_demand(start: Start, distbelief: Cli, tmp_path: Path, b
     (first,) = sealed(run_dir)
     named = int(told.stderr.removeprefix("a checkpoint of step ").split()[0])
     assert told.stderr == f"a checkpoint of step {named} will be saved, or of one soon after\n"
-    assert named <= first < 100  # members may have passed that step before they heard of it
+    assert named <= first < 300  # members may have passed that step before they heard of it
     assert told.stdout.startswith(f"saved {run_dir}/checkpoints/step-{first:09d} (")
     answer = distbelief("checkpoint", "run", "--json")
     second = sealed(run_dir)[0]
     folder = run_dir / "checkpoints" / f"step-{second:09d}"
     size = sum(part.stat().st_size for part in folder.glob("part-*"))
     assert answer.json == {"step": second, "path": str(folder), "size_bytes": size}
-    assert first < second < 100
+    assert first < second < 300
     brake.unlink()
-    assert run.wait().json["steps"] == 100
-    assert [verify(run_dir / "checkpoints", number).step for number in sealed(run_dir)] == [100, second, first]
+    assert run.wait().json["steps"] == 300
+    assert [verify(run_dir / "checkpoints", number).step for number in sealed(run_dir)] == [300, second, first]
 
     late = distbelief("checkpoint", "run", "--json")
     assert (late.status, json.loads(late.stdout)) == (1, {"error": "the run in run is not running"})
@@ -123,7 +124,7 @@ def test_no_checkpoints_at_all(start: Start, distbelief: Cli, tmp_path: Path, br
         JOB,
         *SLOWER,
         "--set",
-        "steps=50",
+        "steps=300",
         "--run-dir",
         "run",
         "--workers",
@@ -137,7 +138,7 @@ def test_no_checkpoints_at_all(start: Start, distbelief: Cli, tmp_path: Path, br
     assert (refused.status, refused.stdout) == (1, "")
     assert refused.stderr == "error: the run was started without checkpoints (--save-every never)\n"
     brake.unlink()
-    assert run.wait().json["steps"] == 50
+    assert run.wait().json["steps"] == 300
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -147,28 +148,35 @@ def test_no_checkpoints_at_all(start: Start, distbelief: Cli, tmp_path: Path, br
 def test_by_the_clock(start: Start, tmp_path: Path, brake: Path) -> None:
     run_dir = tmp_path / "run"
     run = start(
-        "train", JOB, *SLOWER, "--set", "steps=60", "--run-dir", "run", "--workers", 2, "--save-every", "1s", "--json"
+        "train", JOB, *SLOWER, "--set", "steps=200", "--run-dir", "run", "--workers", 2, "--save-every", "1s", "--json"
     )
     until(lambda: len(saved(run_dir)) >= 3, run)
     brake.unlink()
-    assert run.wait().json["steps"] == 60
+    assert run.wait().json["steps"] == 200
     *regular, last = records(run_dir, "checkpoint")
-    assert last["step"] == 60
+    assert last["step"] == 200
     times = [entry["at"] for entry in regular]
     assert all(later - earlier >= 1 for earlier, later in itertools.pairwise(times))
 
 
-def test_what_is_kept(distbelief: Cli, tmp_path: Path, brake: Path) -> None:
+def test_what_is_kept(start: Start, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     keep = ["--keep-last", 2, "--keep-every", 20, "--keep-best", "loss"]
     often = ["--save-every", 5, "--set", "evaluate_every=5", "--set", "steps=63"]
-    assert distbelief("train", JOB, *SLOW, *often, *keep, "--run-dir", "run", "--workers", 2).status == 0
+    hold = tmp_path / "hold"
+    hold.write_text("7")
+    run = start("train", JOB, *HOLDS, *often, *keep, "--run-dir", "run", "--workers", 2)
+    for number in range(5, 65, 5):  # each is waited for, so that none is left out for the one before
+        until(lambda number=number: number in saved(run_dir), run)
+        (tmp_path / "next").write_text(str(number + 7))
+        (tmp_path / "next").rename(hold)
+    assert run.wait().status == 0
     steps = saved(run_dir)
     losses = {entry["step"]: entry["metrics"]["loss"] for entry in records(run_dir, "evaluation")}
     best = min(steps, key=losses.__getitem__)
     assert set(sealed(run_dir)) == {best, *steps[-2:], *(number for number in steps if number % 20 == 0)}
-    assert steps[-1] == 63
-    assert len(steps) > len(sealed(run_dir))  # some were removed; how many were saved depends on the disk's speed
+    assert steps == [*range(5, 65, 5), 63]
+    assert len(steps) > len(sealed(run_dir))
     assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {f"step-{n:09d}" for n in sealed(run_dir)}
     assert read_manifest(run_dir / "checkpoints", best).metrics["loss"] == losses[best]
 
@@ -176,7 +184,7 @@ def test_what_is_kept(distbelief: Cli, tmp_path: Path, brake: Path) -> None:
 def test_a_death_in_the_middle_of_a_save(start: Start, tmp_path: Path, brake: Path) -> None:
     """Of a worker, then of the coordinator: the run goes on, and every checkpoint that counts is whole."""
     run_dir = tmp_path / "run"
-    job = [JOB, *LARGE, "--set", "steps=120", "--set", "brake_s=0.03"]
+    job = [JOB, *LARGE, "--set", "steps=160", "--set", "brake_s=0.1"]
     run = start("train", *job, "--run-dir", "run", "--workers", 3, "--save-every", 5, "--keep-last", 100, "--json")
     for kind, fact in (("generation", "members"), ("epoch", "pid")):
         until(lambda: saved(run_dir), run)
@@ -192,7 +200,7 @@ def test_a_death_in_the_middle_of_a_save(start: Start, tmp_path: Path, brake: Pa
     check_whole(run_dir, result)
     assert result["recoveries"] == 1
     left = sealed(run_dir)
-    assert left[0] == 120
+    assert left[0] == 160
     assert [verify(run_dir / "checkpoints", number).step for number in left] == left
 
 
@@ -238,7 +246,7 @@ def small_disk(folder: Path) -> list[str]:
 def test_a_disk_that_fills_up(start: Start, tmp_path: Path, brake: Path) -> None:
     """The run goes on and says so; when there is room again, it saves."""
     run_dir = tmp_path / "run"
-    job = [JOB, *LARGE, "--set", "steps=120", "--set", "brake_s=0.05"]
+    job = [JOB, *LARGE, "--set", "steps=200", "--set", "brake_s=0.1"]
     run = start(
         "train", *job, "--run-dir", "run", "--workers", 2, "--json",
         "--checkpoints", "disk", "--save-every", 10, "--keep-last", 1, prefix=small_disk(tmp_path),
@@ -253,7 +261,7 @@ def test_a_disk_that_fills_up(start: Start, tmp_path: Path, brake: Path) -> None
     brake.unlink()
     result = run.wait().json
     assert result["weights_sha256"] == undisturbed(*job)
-    assert saved(run_dir)[-1] == 120
+    assert saved(run_dir)[-1] == 200
     check_whole(run_dir, result)
     told = [text for text in notices(run_dir) if "No space left on device" in text]
     assert "free some space there" in told[0]

@@ -42,7 +42,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 def test_the_store_goes_and_comes_back(start: Start, distbelief: Cli, tmp_path: Path, gate: Gate) -> None:
     run_dir, brake = tmp_path / "run", tmp_path / "brake"
     brake.touch()
-    job = [JOB, *LARGE, "--set", "brake_s=0.1", "--set", "steps=200"]
+    job = [JOB, *LARGE, "--set", "brake_s=0.1", "--set", "steps=400"]
     run = start("train", *job, "--run-dir", "run", "--workers", 2, "--checkpoints", FOLDER, "--save-every", 10)
     until(lambda: saved(run_dir), run)
 
@@ -69,7 +69,7 @@ def test_the_store_goes_and_comes_back(start: Start, distbelief: Cli, tmp_path: 
     assert f"the run goes on from step {newest} ({FOLDER})" in outcome.stderr
     assert outcome.json["weights_sha256"] == undisturbed(*job)
     check_whole(run_dir, outcome.json)
-    assert list_checkpoints(FOLDER)[0] == 200
+    assert list_checkpoints(FOLDER)[0] == 400
 
 
 def test_a_bucket_that_is_not_there(distbelief: Cli, tmp_path: Path, gate: Gate) -> None:

@@ -31,7 +31,7 @@ def counted(folder: Path, step: int) -> set[float]:
 def test_a_servers_death_and_a_resume_lose_nothing_and_apply_nothing_twice(
     start: Start, tmp_path: Path, wait_until: Wait
 ) -> None:
-    job = [JOBS / "counter.py", "--set", "steps=150", "--set", "brake_s=0.05"]
+    job = [JOBS / "counter.py", "--set", "steps=150", "--set", "brake_s=0.1"]
     run = Watched(start, tmp_path, wait_until, *job, "--strategy", STRATEGY, "--workers", 2, "--save-every", 20)
     run.after(8)
     server = run.journal("servers")[-1]["servers"][0]["pid"]
@@ -50,7 +50,7 @@ def test_a_servers_death_and_a_resume_lose_nothing_and_apply_nothing_twice(
 
 
 def test_a_workers_death_loses_what_it_owed_at_most(start: Start, tmp_path: Path, wait_until: Wait) -> None:
-    job = [JOBS / "counter.py", "--set", "steps=60", "--set", "brake_s=0.05"]
+    job = [JOBS / "counter.py", "--set", "steps=60", "--set", "brake_s=0.1"]
     run = Watched(start, tmp_path, wait_until, *job, "--strategy", STRATEGY, "--workers", 3, "--save-every", 60)
     run.after(10)
     run.has_members(3)

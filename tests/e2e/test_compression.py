@@ -14,7 +14,7 @@ import pytest
 
 from distbelief.checkpoint.reading import read_manifest, read_tensors
 from tests.support.runs.command import JOBS, Outcome, Run
-from tests.support.runs.saved import JOB, LARGE, SLOW, kill_everything, records, sealed, until
+from tests.support.runs.saved import JOB, LARGE, kill_everything, records, sealed, until
 from tests.support.runs.watched import Watched
 
 Start = Callable[..., Run]
@@ -22,6 +22,7 @@ Cli = Callable[..., Outcome]
 Wait = Callable[[Callable[[], object]], None]
 
 DIGITS = [JOBS / "digits.py", "--set", "epochs=5", "--workers", 2, "--save-every", "never"]
+SLOWER = ["--set", "brake_s=0.05"]
 METHODS = {
     "int8": 0.27,
     "powersgd=4": 0.15,
@@ -66,7 +67,7 @@ def test_what_makes_no_sense_is_one_clear_error(distbelief: Cli) -> None:
 
 
 def test_a_kill_in_the_middle_goes_on(start: Start, tmp_path: Path, wait_until: Wait) -> None:
-    arguments = [JOB, *SLOW, "--set", "steps=120", "--workers", 3, "--strategy", "allreduce:powersgd=4:always"]
+    arguments = [JOB, *SLOWER, "--set", "steps=300", "--workers", 3, "--strategy", "allreduce:powersgd=4:always"]
     run = Watched(start, tmp_path, wait_until, *arguments)
     run.after(10)
     run.has_members(3)
@@ -74,7 +75,7 @@ def test_a_kill_in_the_middle_goes_on(start: Start, tmp_path: Path, wait_until: 
     run.after(run.step() + 20)
     result = run.result()
     assert result["recoveries"] >= 1
-    assert result["steps"] == 120
+    assert result["steps"] == 300
     losses = [entry["loss"] for entry in run.metrics("step")]
     assert sum(losses[-10:]) < sum(losses[:10])
 
@@ -83,15 +84,15 @@ def test_a_kill_in_the_middle_goes_on(start: Start, tmp_path: Path, wait_until: 
 def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[object]]:
     """A folder with a run of two workers that was killed when it had a checkpoint, and how the run was started."""
     folder = tmp_path_factory.mktemp("killed")
-    (folder / "brake").touch()
+    (folder / "hold").write_text("12")
     how = ["--strategy", f"allreduce:{request.param}:always", "--no-balance", "--workers", 2]
-    job = [JOB, "--set", "steps=40", *SLOW, *how]
+    job = [JOB, "--set", "steps=40", "--set", "holds=true", *how]
     run = Run(folder, "train", *job, "--save-every", 5, "--run-dir", "run")
     try:
         until(lambda: len(sealed(folder / "run")) >= 2, run)
     finally:
         kill_everything(run)
-    (folder / "brake").unlink()
+    (folder / "hold").unlink()
     return folder, job
 
 
@@ -110,13 +111,26 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_was(killed: tuple[Path, li
 
 def test_other_strategies_can_resume_it(distbelief: Cli, start: Start, tmp_path: Path) -> None:
     """What was owed is given up then; and a compressed run resumes one that was not."""
-    (tmp_path / "brake").touch()
     for number, (first, then) in enumerate([("allreduce:int8", "allreduce"), ("allreduce", "allreduce:powersgd=2")]):
         run_dir = tmp_path / f"run{number}"
-        job = [JOB, "--set", "steps=30", *SLOW, "--workers", 2, "--strategy", first, "--run-dir", run_dir]
+        (tmp_path / "hold").write_text("7")
+        job = [
+            JOB,
+            "--set",
+            "steps=30",
+            "--set",
+            "holds=true",
+            "--workers",
+            2,
+            "--strategy",
+            first,
+            "--run-dir",
+            run_dir,
+        ]
         run = start("train", *job, "--save-every", 5)
         until(lambda run_dir=run_dir: sealed(run_dir), run)
         kill_everything(run)
+        (tmp_path / "hold").unlink()
         result = distbelief("resume", run_dir, "--workers", 3, "--strategy", then, "--json").json
         assert result["steps"] == 30
         assert json.loads((run_dir / "job.json").read_text())["strategy"] == then

@@ -25,9 +25,9 @@ def watched(start: Start, tmp_path: Path, wait_until: Wait) -> Callable[..., Wat
     return lambda *arguments: Watched(start, tmp_path, wait_until, *arguments)
 
 
-SMALL = [JOBS / "small.py", "--set", "brake_s=0.1", "--set", "steps=160"]  # long, not costly: it sleeps
-SLOWER = [JOBS / "small.py", "--set", "brake_s=0.4", "--set", "steps=160"]  # to the same weights
-EVERYTHING = [JOBS / "everything.py", "--set", "epochs=9", "--set", "brake_s=0.03"]
+SMALL = [JOBS / "small.py", "--set", "brake_s=0.1", "--set", "steps=400"]  # long, not costly: it sleeps
+SLOWER = [JOBS / "small.py", "--set", "brake_s=0.4", "--set", "steps=400"]  # to the same weights
+EVERYTHING = [JOBS / "everything.py", "--set", "epochs=9", "--set", "brake_s=0.1"]
 
 
 @pytest.mark.parametrize("transport", ["allreduce:shm", "allreduce:gloo"])
@@ -100,13 +100,13 @@ def test_a_frozen_coordinator_is_replaced(watched: Callable[..., Watched]) -> No
 def test_growing_and_shrinking_in_one_run_also_by_a_signal(
     watched: Callable[..., Watched], start: Start, tmp_path: Path
 ) -> None:
-    run = watched(*SMALL, "--workers", 1)
-    run.after(3)
+    run = watched(*SLOWER, "--workers", 1)  # it outlasts all that is waited for here
+    run.after(2)
     for wanted in (4, 2, 3):
         answer = start("scale", "run", wanted, "--json").wait().json
         assert answer["workers"] == wanted
         run.has_members(wanted)
-        run.after(run.step() + 5)
+        run.after(run.step() + 3)
     run.signal(min(run.members()), signal.SIGTERM)  # it leaves
     run.has_members(2)
     result = run.result()
@@ -164,7 +164,7 @@ def test_late_shards_are_computed_by_those_who_wait(
 
 def test_who_helps_does_not_wait_for_a_command_that_is_stopped(watched: Callable[..., Watched], tmp_path: Path) -> None:
     """Memory for backups comes from its process. Nobody needs them."""
-    run = watched(JOBS / "small.py", "--set", "brake_s=0.02", "--set", "steps=160", "--workers", 2, "--no-balance")
+    run = watched(JOBS / "small.py", "--set", "brake_s=0.02", "--set", "steps=400", "--workers", 2, "--no-balance")
     run.after(5)
     run.run.signal(signal.SIGSTOP)
     (tmp_path / "slow").write_text(str(run.members()[1]))

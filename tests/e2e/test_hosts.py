@@ -32,7 +32,7 @@ def test_a_command_runs_once_on_every_host() -> None:
         "echo $(hostname) $DISTBELIEF_HOST $HOST_INDEX {host} {address} {address6}; test $HOST_INDEX != 2 || exit 7"
     )
     process = hosts("3", "--", "sh", "-c", command)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     assert sorted(said.splitlines()) == [
         f"host{k} | host{k} host{k} {k} host{k} 10.77.0.{k} fd77::{k}" for k in (1, 2, 3)
     ]
@@ -61,7 +61,7 @@ def test_ctrl_c_ends_everything(wait_until: Callable[[Callable[[], object]], Non
     assert process.stdout is not None
     assert {process.stdout.readline().strip() for _ in range(2)} == {"host1 | up", "host2 | up"}
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode == 130
     wait_until(lambda: not [space for space in spaces() if space.startswith(f"db{process.pid}x")])
 

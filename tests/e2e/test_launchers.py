@@ -19,7 +19,7 @@ from tests.support.runs.reference import undisturbed
 from tests.support.runs.saved import saved, until
 from tests.support.runs.watched import Start, Wait, Watched
 
-JOB = (JOBS / "small.py", "--set", "steps=30", "--set", "brake_s=0.5")
+JOB = (JOBS / "small.py", "--set", "steps=60", "--set", "brake_s=0.5")
 BESIDE = '#!/bin/sh\n# What mpirun calls in the place of ssh: every host is this machine.\nshift\nexec sh -c "$*"\n'
 WITHOUT_MPI4PY = "import sys\nsys.modules['mpi4py'] = None\n"  # as if it were not installed
 AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")

@@ -24,7 +24,7 @@ Start = Callable[..., Run]
 Cli = Callable[..., Outcome]
 Wait = Callable[[Callable[[], object]], None]
 
-SMALL = [JOBS / "small.py", "--set", "brake_s=0.02", "--set", "shards=8", "--set", "steps=203"]
+SMALL = [JOBS / "small.py", "--set", "brake_s=0.02", "--set", "shards=8", "--set", "steps=403"]
 
 
 @pytest.fixture
@@ -216,14 +216,14 @@ def test_a_stopped_run_is_resumed_to_the_same_weights(
     run.release()
     again = start("resume", "run", "--workers", 3, "--strategy", f"local_sgd:8:nesterov:{then}", "--json").wait()
     assert again.json["weights_sha256"] == undisturbed(*SMALL, strategy="local_sgd:8:nesterov")
-    assert sorted(run.lasting_steps()) == list(range(203))
+    assert sorted(run.lasting_steps()) == list(range(403))
 
 
 def test_compressed_differences_survive_a_kill_and_a_resume(
     watched: Callable[..., Watched], start: Start, tmp_path: Path
 ) -> None:
     """What replicas owe is taken over (over gloo by way of copies) and saved: the weights are those of one worker."""
-    job = [JOBS / "small.py", "--set", "brake_s=0.02", "--set", "shards=8", "--set", "steps=96"]
+    job = [JOBS / "small.py", "--set", "brake_s=0.02", "--set", "shards=8", "--set", "steps=200"]
     strategy = "local_sgd:8:nesterov:replicas=3:int8"
     run = watched(*job, "--strategy", f"{strategy}:gloo:copies", "--workers", 3)
     run.after(16)

@@ -100,7 +100,7 @@ def test_a_member_is_killed_at_any_moment(
     """DISTBELIEF_SEED repeats one that failed."""
     print(f"DISTBELIEF_SEED={SEED}")
     chance = random.Random(f"{SEED} {strategy}")
-    run = Watched(start, tmp_path, wait_until, *braked(0.05), "--strategy", strategy, "--workers", workers)
+    run = Watched(start, tmp_path, wait_until, *braked(0.1), "--strategy", strategy, "--workers", workers)
     run.after(chance.randint(2, 8))
     time.sleep(chance.uniform(0, 0.4))
     (first,) = run.journal("generation")
@@ -153,7 +153,7 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dic
 
     try:
         saving = ["--save-every", 4, "--keep-last", 100]
-        run = Watched(start, folder, wait_until, *braked(0.25), "--strategy", "pipeline:2", "--workers", 2, *saving)
+        run = Watched(start, folder, wait_until, *braked(0.4), "--strategy", "pipeline:2", "--workers", 2, *saving)
         run.after(2)
         for wanted in (4, 2):
             assert start("scale", "run", wanted, "--json").wait().json["workers"] == wanted
@@ -199,7 +199,7 @@ def test_a_pipeline_goes_on_as_a_sharded_run(
     start: Start, distbelief: Cli, tmp_path: Path, wait_until: Wait, undisturbed: dict[str, torch.Tensor]
 ) -> None:
     saving = ["--save-every", 4]
-    run = Watched(start, tmp_path, wait_until, *braked(0.05), "--strategy", "pipeline:2", "--workers", 2, *saving)
+    run = Watched(start, tmp_path, wait_until, *braked(0.1), "--strategy", "pipeline:2", "--workers", 2, *saving)
     wait_until(lambda: sealed(run.folder))
     run.run.signal(signal.SIGINT)
     assert run.run.wait().status == 130

@@ -16,7 +16,7 @@ from tests.support.runs.reference import undisturbed
 Start = Callable[..., Run]
 Wait = Callable[[Callable[[], object]], None]
 
-STEPS = 150  # of 0.6 s each while a test needs time: for a host to be missed, and to come back
+STEPS = 250  # of 0.6 s each while a test needs time: for a host to be missed, and to come back
 MEASURED = 7  # steps: then the coordinator knows how long one takes, and misses a host sooner than in the beginning
 
 

@@ -21,7 +21,7 @@ Start = Callable[..., Run]
 Cli = Callable[..., Outcome]
 Wait = Callable[[Callable[[], object]], None]
 
-SMALL = [JOBS / "small.py", "--set", "brake_s=0.02", "--set", "steps=200"]
+SMALL = [JOBS / "small.py", "--set", "brake_s=0.02", "--set", "steps=600"]
 SLICED = [JOBS / "small.py", "--set", "brake_s=0.1", "--set", "steps=300", "--set", "width=3000"]
 EVERYTHING = [JOBS / "everything.py", "--set", "epochs=2"]
 TINY = JOBS / "served.py"
@@ -89,6 +89,7 @@ def test_servers_and_a_worker_are_killed(watched: Callable[..., Served], strateg
 def test_the_only_server_killed_goes_back_and_says_so(watched: Callable[..., Served]) -> None:
     run = watched(*SMALL, "--workers", 2, "--strategy", "ps:sync:servers=1", "--save-every", 8)
     run.after(30)
+    run.wait_until(lambda: run.journal("checkpoint"))
     run.signal_server(0, signal.SIGKILL)
     result = run.result()
     assert result["weights_sha256"] == undisturbed(*SMALL)

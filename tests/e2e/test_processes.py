@@ -49,8 +49,9 @@ def test_a_signal_ends_a_run_cleanly(start: Start, tmp_path: Path, wait_until: W
     assert json.loads((tmp_path / "run" / "journal.jsonl").read_text().splitlines()[-1])["status"] == "stopped"
 
 
-def test_a_signal_before_the_first_step(start: Start) -> None:
-    run = start("train", JOBS / "small.py", "--run-dir", "run", "--workers", 3)
+def test_a_signal_before_the_first_step(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "brake").touch()
+    run = start("train", JOBS / "small.py", "--set", "brake_s=0.5", "--run-dir", "run", "--workers", 3)
     while len(processes_of(run.mark)) < 2:
         pass
     run.signal(signal.SIGINT)
@@ -111,7 +112,7 @@ def test_training_from_a_script_without_a_main_guard(tmp_path: Path) -> None:
         "net.load_state_dict(result.state_dict())\n"
         "print('once', result.steps)\n"
     )
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["once 6"]
 

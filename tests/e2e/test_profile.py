@@ -16,14 +16,13 @@ from tests.support.runs.watched import Watched
 Start = Callable[..., Run]
 Wait = Callable[[Callable[[], object]], None]
 
-SMALL = [JOBS / "small.py", "--set", "brake_s=0.05", "--set", "steps=60", "--save-every", "never"]
+SMALL = [JOBS / "small.py", "--set", "hold_step=20", "--set", "steps=60", "--save-every", "never"]
 
 
 def test_a_profile_through_a_kill(start: Start, tmp_path: Path, wait_until: Wait) -> None:
     run = Watched(start, tmp_path, wait_until, *SMALL, "--workers", 2, "--profile-steps", "6:40")
-    run.after(15)
+    run.after(20)  # the members stay there: both are recorded
     run.signal(1, signal.SIGKILL)
-    run.after(22)
     result = run.result()
     plain = start("train", *SMALL, "--workers", 1, "--run-dir", "plain", "--json").wait().json
     assert plain["weights_sha256"] == result["weights_sha256"]

@@ -14,7 +14,7 @@ from tests.support.runs.raycluster import RayCluster
 from tests.support.runs.watched import Watched
 
 SMALL = JOBS / "small.py"
-STEPS = 160
+STEPS = 400  # of 0.4 s: the run outlasts the start of a node
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def cluster() -> Iterator[RayCluster]:
 def clean(cluster: RayCluster, wait_until: Callable[..., None]) -> Iterator[RayCluster]:
     """After the test nothing of a run may be left in the cluster."""
     yield cluster
-    wait_until(lambda: not cluster.left_behind(), 20)
+    wait_until(lambda: not cluster.left_behind(), 60)
 
 
 def test_a_run_survives_its_coordinator_and_a_node_and_grows_back(

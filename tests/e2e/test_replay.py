@@ -46,11 +46,13 @@ def test_any_step_of_a_run_with_kills(
     """With everything in the job that makes exactness hard."""
     run_dir = tmp_path / "run"
     saving = ["--save-every", 8, "--keep-last", 100]
-    job = [JOBS / "everything.py", "--set", "epochs=8"]
+    job = [JOBS / "everything.py", "--set", "epochs=8", "--set", "brake_s=0.05"]
+    (tmp_path / "brake").touch()
     run = start("train", *job, "--workers", 4, *saving, "--run-dir", run_dir, "--json")
     for steps in (6, 15, 24):
         wait_until(lambda steps=steps: len(records(run_dir, "metrics.jsonl", "step")) >= steps)
         kill_a_worker(run_dir)
+    (tmp_path / "brake").unlink()
     result = run.wait().json
     assert result["recoveries"] >= 2
     checkpoints = [int(file.parent.name[5:]) for file in run_dir.glob("checkpoints/*/manifest.json")]

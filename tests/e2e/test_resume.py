@@ -37,6 +37,7 @@ from tests.support.runs.saved import (
 Start = Callable[..., Run]
 Cli = Callable[..., Outcome]
 
+SIXTY = [JOB, "--set", "steps=60", "--set", "holds=true"]
 KILLS = int(os.environ.get("DISTBELIEF_KILLS", "3"))
 SEED = int(os.environ.get("DISTBELIEF_SEED", "0")) or secrets.randbelow(1 << 32)
 
@@ -49,7 +50,7 @@ def test_everything_is_killed_again_and_again(start: Start, tmp_path: Path) -> N
     """
     print(f"DISTBELIEF_KILLS={KILLS} DISTBELIEF_SEED={SEED}")
     chance = random.Random(SEED)
-    job = [JOB, *LARGE, *SLOW, "--set", f"steps={25 * KILLS + 75}"]
+    job = [JOB, *LARGE, "--set", "brake_s=0.1", "--set", f"steps={50 * KILLS + 100}"]
     run_dir, brake = tmp_path / "run", tmp_path / "brake"
     brake.touch()
     workers = chance.randint(1, 4)
@@ -90,11 +91,11 @@ def test_everything_is_killed_again_and_again(start: Start, tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run that was killed when it had checkpoints of steps 5 and 10, or some more."""
+    """A folder with a run that was killed when it had checkpoints of steps 5 and 10, and of no others."""
     folder = tmp_path_factory.mktemp("killed")
-    (folder / "brake").touch()
+    (folder / "hold").write_text("12")
     shares = ["--save-every", 5, "--keep-last", 100, "--workers", 2, "--run-dir", "run"]
-    run = Run(folder, "train", JOB, *SLOW, "--set", "steps=60", *shares)
+    run = Run(folder, "train", *SIXTY, *shares)
     try:
         until(lambda: len(sealed(folder / "run")) >= 2, run)
     finally:
@@ -110,7 +111,7 @@ def run_dir(killed: Path, tmp_path: Path) -> Path:
 
 
 def weights() -> str:
-    return undisturbed(JOB, *SLOW, "--set", "steps=60")
+    return undisturbed(*SIXTY)
 
 
 @pytest.mark.parametrize(("workers", "strategy"), [(1, "allreduce"), (3, "allreduce:gloo")])
@@ -133,14 +134,16 @@ def test_a_damaged_checkpoint_is_named_skipped_and_replaced(
     assert records(run_dir, "generation", "journal.jsonl")[-1]["transport"] == transport
 
 
-def test_saving_goes_on_at_once(distbelief: Cli, run_dir: Path, tmp_path: Path) -> None:
+def test_saving_goes_on_at_once(start: Start, run_dir: Path, tmp_path: Path) -> None:
     """The checkpoint that it goes on from needs no saving, and holds up no other."""
-    (tmp_path / "brake").touch()
     newest = sealed(run_dir)[0]
-    assert distbelief("resume", "run", "--workers", 3).status == 0
-    assert sealed(run_dir)[0] == 60
-    assert newest + 10 in sealed(run_dir)
+    (tmp_path / "hold").write_text(str(newest + 7))  # the members stay there until the first save is finished
+    run = start("resume", "run", "--workers", 3)
+    until(lambda: newest + 5 in sealed(run_dir), run)
     assert [text for text in notices(run_dir) if "is not saved" in text] == []
+    (tmp_path / "hold").unlink()
+    assert run.wait().status == 0
+    assert sealed(run_dir)[0] == 60
 
 
 def test_when_all_checkpoints_are_damaged(distbelief: Cli, run_dir: Path) -> None:

@@ -23,7 +23,7 @@ Start = Callable[..., Run]
 Wait = Callable[[Callable[[], object]], None]
 
 STEPS = 9
-JOB = [JOBS / "logistic.py", "--set", f"steps={STEPS}", "--set", "every=6", "--set", "brake_s=0.1"]
+JOB = [JOBS / "logistic.py", "--set", f"steps={STEPS}", "--set", "every=6", "--set", "brake_s=0.2"]
 STRATEGY = "sandblaster:portion=100"
 
 

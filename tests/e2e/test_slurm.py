@@ -21,7 +21,7 @@ from tests.support.runs.reference import undisturbed
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol")
 NODES = ("n1", "n2")
-JOB = (JOBS / "small.py", "--set", "steps=40", "--set", "brake_s=0.1")
+JOB = (JOBS / "small.py", "--set", "steps=40", "--set", "brake_s=0.3")
 
 pytestmark = [
     pytest.mark.timeout(600),  # two turns of a batch system
@@ -82,7 +82,7 @@ class Slurm:
     def ask(self, *command: object) -> str:
         words = [str(word) for word in command]
         done = subprocess.run(
-            words, cwd=self._folder, env=self._environment, capture_output=True, text=True, timeout=60
+            words, cwd=self._folder, env=self._environment, capture_output=True, text=True, timeout=300
         )
         return done.stdout.strip()
 

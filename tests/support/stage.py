@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-GRACE_S = 5.0  # how long the others may take after one member failed: they wait for it and would never end
+GRACE_S = 20.0  # how long the others may take after one member failed: they wait for it and would never end
 HANG_S = 100.0
 _WELL, _FAILED = b"+", b"-"
 

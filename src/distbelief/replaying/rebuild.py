@@ -8,6 +8,7 @@ import contextlib
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 import torch
@@ -136,29 +137,28 @@ class Rebuilt:
         self._seat = Seat(0, self._ranges, min(until, loaded.steps))
         self._kept: list[Memory] = []
         loaded.feed.expect([(v, v + 1) for v in range(loaded.schedule.shards)], until=self._seat.steps)
-        assert isinstance(loaded.prepared, PreparedAllReduce)  # for every strategy of the run
-        self._prepared = loaded.prepared
-        self._exchange = self._alone()
+        # `loaded_here` refuses strategies without replay; members of all others are prepared as those of allreduce.
+        self._prepared = cast(PreparedAllReduce, loaded.prepared)
+        self._exchange, self._memory = self._alone()
         self.replica = self._build(lambda step=-1: saved)
 
     def _alone(
         self, state: Segment | None = None, numbers: Memory | None = None
-    ) -> SingleMemberExchange | DeviceExchange:
+    ) -> tuple[SingleMemberExchange | DeviceExchange, Callable[[], list[Memory]]]:
         """`state`, `numbers`: the state to continue from; on an accelerator the parameters are in `numbers`."""
         geometry, device = self._prepared.geometry(self._ranges), self._loaded.device
         alone = SingleMemberExchange(geometry, state)
         if device.type == "cpu":
-            return alone
-        return DeviceExchange(alone, geometry, device, {"numbers": numbers} if numbers else None)
+            return alone, lambda: [alone.state(0)]
+        beside = DeviceExchange(alone, geometry, device, {"numbers": numbers} if numbers else None)
+        return beside, lambda: [beside.state(0), beside.numbers(0)]
 
     def _build(self, begin_from: BeginFrom = nothing_saved) -> DataParallelReplica:
         return self._prepared.build(self._seat, self._exchange, self._loaded.watch.fetch, begin_from)
 
     def keep(self) -> None:
         """Store the present state; replaces the stored one."""
-        present: list[Memory] = [self._exchange.state(0)]  # a view: no second copy
-        if isinstance(self._exchange, DeviceExchange):
-            present.append(self._exchange.numbers(0))
+        present = self._memory()  # views: no second copy
         devices = [torch.device("cpu"), self._loaded.device]
         self._kept = self._kept or [memory_on(d, one.size_bytes) for d, one in zip(devices, present, strict=False)]
         for into, source in zip(self._kept, present, strict=True):
@@ -169,5 +169,5 @@ class Rebuilt:
         state, *numbers = self._kept
         assert isinstance(state, Segment)
         self._kept = []
-        self._exchange = self._alone(state, *numbers)
+        self._exchange, self._memory = self._alone(state, *numbers)
         self.replica = self._build()

@@ -464,6 +464,10 @@ class Strategy(ABC):
     on_servers: ClassVar[str] = ""
     """The module of the servers' side, where there are any. It has a function `serve(host)`, see `serve`."""
 
+    plain_loop: ClassVar[str] = "batches"
+    """Which loop in one process learns the same (verification/process.py): `batches` (one global batch after the
+    other), `rounds` (rounds of local steps) or `search` (L-BFGS)."""
+
     @property
     @abstractmethod
     def exact(self) -> bool:
@@ -517,6 +521,11 @@ class Strategy(ABC):
         if wish is None:
             return wanted
         return max(wanted // wish.unit, 1) * wish.unit if wish.is_open else wish.unit
+
+    @property
+    def fuses_shards(self) -> bool:
+        """Whether a member computes its shards of a step together, as one batch."""
+        return False
 
     @property
     def state_on_device(self) -> bool:

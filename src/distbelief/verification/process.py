@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -100,8 +100,6 @@ def _train(order: Order) -> None:
     from distbelief.checkpoint.weights import save_weights
     from distbelief.data.sources import seed_everything
     from distbelief.strategies import parse
-    from distbelief.strategies.localsgd.strategy import LocalSGD
-    from distbelief.strategies.sandblaster.strategy import Sandblaster
     from distbelief.verification.plain import make_model, nudge, train_plainly
     from distbelief.verification.plainlbfgs import train_by_search
     from distbelief.verification.plainlocal import train_locally
@@ -115,12 +113,11 @@ def _train(order: Order) -> None:
     if order.nudged:
         nudge(model)
     how = parse(order.strategy) if order.strategy else None
-    if isinstance(how, LocalSGD):
-        losses = train_locally(job, model, how, order.most_steps)
-    elif isinstance(how, Sandblaster):
-        losses = train_by_search(job, model, how, order.most_steps)
-    else:
+    loops: dict[str, Callable[..., Iterator[float]]] = {"rounds": train_locally, "search": train_by_search}
+    if how is None or how.plain_loop == "batches":
         losses = train_plainly(job, model, order.most_steps)
+    else:
+        losses = loops[how.plain_loop](job, model, how, order.most_steps)
     with (Path(order.folder) / "metrics.jsonl").open("w") as metrics:
         for step, loss in enumerate(losses):
             print(json.dumps({"kind": "step", "step": step, "loss": loss}), file=metrics, flush=True)

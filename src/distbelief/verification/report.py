@@ -7,7 +7,6 @@ from typing import Any, TextIO
 
 from distbelief.observe import text
 from distbelief.strategies import learn_alike, parse
-from distbelief.strategies.dataparallel.strategy import AllReduce
 from distbelief.verification.compare import ABOVE_NOISE, Comparison, Difference
 from distbelief.verification.trial import PLAIN, Plan
 
@@ -65,7 +64,7 @@ def _meaning(plan: Plan, found: Comparison) -> list[str]:
         return [
             "After so many steps rounding alone leads elsewhere, so nothing can be said. Use fewer: --steps 10.",
         ]
-    if found.verdict == "different" and any(isinstance(parse(how), AllReduce) for how in _strategies(plan)):
+    if found.verdict == "different" and any(parse(how).fuses_shards for how in _strategies(plan)):
         return ["An inexact strategy takes shards together: dropout draws other numbers, BatchNorm sees other batches."]
     return []
 

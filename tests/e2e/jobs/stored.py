@@ -3,8 +3,10 @@
 `wide` makes the state large and the step hardly slower, so that a save takes long enough to be killed in.
 """
 
+import contextlib
 import os
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -43,11 +45,20 @@ def job(
     seed: int = 0,
     evaluate_every: int = 6,
     brake_s: float = 0.0,
+    holds: bool = False,
 ) -> Job:
+    """With `holds`: while there is a file `hold`, no member gets beyond the step whose number it has."""
+
     def loss(output, target):
         if brake_s and os.path.exists("brake"):  # slow for as long as the test needs time, then quick
             time.sleep(brake_s)
         return F.cross_entropy(output, target)
+
+    def hold(step):
+        with contextlib.suppress(FileNotFoundError):  # it is removed when the test is ready
+            while step >= int(Path("hold").read_text()):
+                time.sleep(0.01)
+        return 1.0
 
     return Job(
         model=lambda: Net(width, wide),
@@ -60,5 +71,6 @@ def job(
         global_batch=16,
         shards=4,
         steps=steps,
+        schedule=hold if holds else None,
         seed=seed,
     )

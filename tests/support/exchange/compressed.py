@@ -18,11 +18,12 @@ import torch
 
 from distbelief.compression.codec import Encoded
 from distbelief.compression.exchanges.base import CompressedExchange
-from distbelief.compression.exchanges.choice import networked, networked_on
-from distbelief.compression.exchanges.ondevice import CodedOnDevice, CodedStretches, coder_of
+from distbelief.compression.exchanges.ondevice import CodedOnDevice, CodedStretches
 from distbelief.compression.exchanges.tiles import CodedTiles
 from distbelief.compression.methods import Int8
 from distbelief.shards import mix
+from distbelief.strategies.dataparallel.compressed import coder_of
+from distbelief.strategies.dataparallel.prepared import networked, networked_on
 from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.device.accelerator import Accelerator
 from distbelief.transport.exchange import (

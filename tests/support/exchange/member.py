@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from distbelief.compression.exchanges.choice import networked
 from distbelief.shards import Range, cover, mix, program, split
+from distbelief.strategies.dataparallel.prepared import networked
 from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.device.exchange import DeviceExchange
 from distbelief.transport.device.nccl import NcclExchange

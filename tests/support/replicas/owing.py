@@ -10,13 +10,12 @@ import torch
 from distbelief.checkpoint.manifest import Facts, PartRecord
 from distbelief.checkpoint.saving import write_part
 from distbelief.checkpoint.weights import weights_sha256
-from distbelief.compression.exchanges.choice import networked, networked_on
 from distbelief.data.sources import as_source
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Seat
 from distbelief.strategies.dataparallel.compressed import CompressedReplica
 from distbelief.strategies.dataparallel.devicereplica import DeviceReplica
-from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
+from distbelief.strategies.dataparallel.prepared import PreparedAllReduce, networked, networked_on
 from distbelief.transport.abort import Abort
 from distbelief.transport.device.accelerator import Accelerator
 from distbelief.transport.gloo.rendezvous import Rendezvous

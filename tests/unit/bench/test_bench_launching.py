@@ -39,7 +39,7 @@ attempt("echo 'ValueError: too small'; for i in $(seq 400); do echo launcher noi
 def test_nothing_is_left_and_the_reason_is_told(tmp_path: Path) -> None:
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=variables, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables, check=True)
     helper, orphan, hung, failed = done.stdout.splitlines()
     assert helper == "fine 0"
     assert orphan == "fine 0"

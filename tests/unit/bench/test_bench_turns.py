@@ -62,7 +62,7 @@ def test_one_runs_at_a_time_and_nothing_is_left(tmp_path: Path) -> None:
     (tmp_path / "stepping.py").write_text(STEPPING)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)],
-        env=variables, capture_output=True, text=True, timeout=120, check=False,
+        env=variables, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (speeds, turns, ends, left), broken = (json.loads(line) for line in done.stdout.splitlines())

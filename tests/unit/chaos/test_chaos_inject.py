@@ -188,7 +188,7 @@ def test_the_last_one_that_could_go_on_is_spared(stage: Stage) -> None:
         stage.members(1, 2)
         until(lambda: len(stage.gone()) == 2)
         stage.step(3)
-        time.sleep(0.1)
+        until(lambda: injector.missed)
     assert len(stage.gone()) == 2
     assert injector.missed == ["kill worker every 1 steps (nobody would have been left to go on)"]
 

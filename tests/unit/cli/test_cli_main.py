@@ -30,7 +30,7 @@ app(["train", "--help"], standalone_mode=False)
 heavy = {"torch", "numpy", "zmq"} & set(sys.modules)
 sys.exit(f"imported {heavy}" if heavy else 0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 

@@ -230,7 +230,7 @@ def test_the_coordinator_starts_without_torch() -> None:
     script = (
         "import sys, distbelief.coordinator.server, distbelief.coordinator.__main__; assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
 
 
 def test_the_coordinator_asks_every_strategy_without_torch() -> None:
@@ -247,7 +247,7 @@ assert asked["local_sgd:8"] == (False, 8, "replica", True)
 assert asked["sandblaster"][2] == "portion"
 assert asked["dp2.pp2"] == (True, 1, "shard", False)
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
 
 
 def test_idle_coordinator_is_nearly_free(tmp_path: Path) -> None:

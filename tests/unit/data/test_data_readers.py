@@ -389,7 +389,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_readers_do_not_outlive_a_killed_trainer() -> None:
-    trainer = subprocess.run([sys.executable, "-c", ORPHANS], capture_output=True, text=True, timeout=200, check=False)
+    trainer = subprocess.run([sys.executable, "-c", ORPHANS], capture_output=True, text=True, timeout=300, check=False)
     assert trainer.returncode == -signal.SIGKILL, trainer.stderr
     pids = [int(pid) for pid in trainer.stdout.split()]
     assert len(pids) == 2

@@ -45,7 +45,7 @@ def in_a_process(what: Callable[[], None]) -> tuple[int, str]:
     """Its exit status and what it said. gloo and its store close what they have opened when they please, and there is
     one group in a process."""
     command = [sys.executable, "-c", f"import {__name__} as here; here.{what.__name__}()"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     print(done.stderr)
     return done.returncode, done.stdout
 

@@ -19,7 +19,7 @@ from distbelief.compression.exchanges.tiles import CodedTiles
 from distbelief.transport.abort import Abort
 from distbelief.transport.device.accelerator import Accelerator, Stopwatch
 from distbelief.transport.device.exchange import DeviceExchange, Slot, stretches
-from distbelief.transport.exchange import Exchange, Geometry, Source
+from distbelief.transport.exchange import Geometry, Source
 from distbelief.transport.gloo.group import wait_all
 from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm.segment import Segment
@@ -219,9 +219,3 @@ class CodedOnDevice(DeviceExchange):
 
     def _added_on_host(self) -> Sequence[int]:
         return [tile for tile in self.tiles if not self._is_coded(tile)]
-
-
-def coder_of(exchange: Exchange) -> CompressedExchange | None:
-    """The compressing exchange inside this exchange, or None."""
-    found = exchange.coder if isinstance(exchange, CodedOnDevice) else exchange
-    return found if isinstance(found, CompressedExchange) else None

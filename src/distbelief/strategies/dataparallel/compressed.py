@@ -19,7 +19,7 @@ from distbelief.checkpoint.manifest import PartEntry
 from distbelief.checkpoint.parts import Slice, dtype_name
 from distbelief.compression.exchanges.base import CompressedExchange
 from distbelief.compression.exchanges.lowrank import LowRankSums
-from distbelief.compression.exchanges.ondevice import CodedOnDevice, coder_of
+from distbelief.compression.exchanges.ondevice import CodedOnDevice
 from distbelief.compression.option import canonical
 from distbelief.strategies.base import BeginFrom, Division, Fetch, Portion, Saved, Seat, nothing_saved
 from distbelief.strategies.dataparallel.devicereplica import DeviceReplica
@@ -206,3 +206,9 @@ class _Found:
     def __call__(self, step: int = -1) -> Saved | None:
         self.saved = self._begin_from(step)
         return self.saved
+
+
+def coder_of(exchange: Exchange) -> CompressedExchange | None:
+    """The compressing exchange inside this exchange, or None."""
+    found = exchange.coder if isinstance(exchange, CodedOnDevice) else exchange
+    return found if isinstance(found, CompressedExchange) else None

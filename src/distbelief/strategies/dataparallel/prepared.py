@@ -13,8 +13,12 @@ from functools import cached_property
 import torch
 
 from distbelief.compression.exchanges.base import CompressedExchange
-from distbelief.compression.exchanges.choice import networked, networked_on
-from distbelief.compression.exchanges.ondevice import CodedOnDevice
+from distbelief.compression.exchanges.lowrank import LowRankSums
+from distbelief.compression.exchanges.ondevice import CodedOnDevice, CodedStretches
+from distbelief.compression.exchanges.partialsums import CodedParts
+from distbelief.compression.exchanges.tiles import CodedTiles
+from distbelief.compression.methods import method_of
+from distbelief.compression.powersgd import LowRank
 from distbelief.control.credentials import Credential
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
@@ -29,12 +33,16 @@ from distbelief.strategies.flatmodel.namedtensors import frozen, set_frozen
 from distbelief.strategies.flatmodel.rules.stepwork import slots_needed
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
 from distbelief.strategies.ps.tables.embedding import EmbeddingTable
+from distbelief.transport.abort import Abort
 from distbelief.transport.device.accelerator import Accelerator
 from distbelief.transport.device.exchange import DeviceExchange
 from distbelief.transport.device.nccl import NcclExchange
 from distbelief.transport.exchange import Exchange, Geometry, Group
+from distbelief.transport.gloo.exchange import TorchExchange
+from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.membership import Membership
 from distbelief.transport.shm.exchange import SharedSlots
+from distbelief.transport.shm.segment import Segment
 
 
 class PreparedModel:
@@ -195,3 +203,41 @@ def open_exchange(
     if device.type == "cpu":
         return networked(*networked_by)
     return networked_on(Accelerator(device, membership.device_memory), *networked_by)
+
+
+def networked(
+    meeting: Rendezvous,
+    rank: int,
+    geometry: Geometry,
+    abort: Abort,
+    memory: dict[str, Segment] | None = None,
+    on: Accelerator | None = None,
+) -> TorchExchange:
+    """`memory`: segments that this process keeps from one generation to the next. `on`: the device of the compressed
+    gradients, None for the host; with a device, the exchange is used inside that of `networked_on`, which copies
+    between device and host."""
+    if geometry.compression is None:
+        return TorchExchange(meeting, rank, geometry, abort, memory)
+    if geometry.compression.apart:
+        return CodedParts(meeting, rank, geometry, abort, memory)
+    method = method_of(geometry.compression.method)
+    if isinstance(method, LowRank):
+        return LowRankSums(meeting, rank, geometry, abort, method, memory, on)
+    if on is not None:
+        return CodedStretches(meeting, rank, geometry, abort, method, memory, on)
+    return CodedTiles(meeting, rank, geometry, abort, method, memory)
+
+
+def networked_on(
+    on: Accelerator,
+    meeting: Rendezvous,
+    rank: int,
+    geometry: Geometry,
+    abort: Abort,
+    memory: dict[str, Segment] | None = None,
+) -> DeviceExchange:
+    """The exchange of a member that computes on an accelerator."""
+    inner = networked(meeting, rank, geometry, abort, memory, on)
+    if isinstance(inner, CompressedExchange):
+        return CodedOnDevice(inner, geometry, on)
+    return DeviceExchange(inner, geometry, on.device, on.kept)

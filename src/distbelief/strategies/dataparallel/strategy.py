@@ -80,6 +80,10 @@ class AllReduce(Strategy):
         return ":".join(["allreduce", *options])
 
     @property
+    def fuses_shards(self) -> bool:
+        return not self.exact
+
+    @property
     def state_on_device(self) -> bool:
         return True
 

@@ -43,6 +43,7 @@ class LocalSGD(Strategy):
 
     on_workers: ClassVar[str] = "distbelief.strategies.localsgd.prepared"
     keeps_freed_memory: ClassVar[bool] = True
+    plain_loop: ClassVar[str] = "rounds"
     instruments: ClassVar[tuple[Instrument, ...]] = (
         REPLICA_UPDATE,
         Instrument("optimizer", "distbelief.strategies.localsgd.trainer", "LocalTrainer", ("_update",)),

@@ -52,10 +52,6 @@ class ParameterServer(ParameterServerOptions, Strategy):
         return self.mode == "sync" and not self.compression
 
     @property
-    def in_steps(self) -> bool:
-        return self.waits
-
-    @property
     def transport(self) -> Literal["auto", "shm", "gloo"]:
         """How the workers meet: that they do so over the network means that servers are reached over it too."""
         return "gloo" if self.over == "tcp" else self.over

@@ -27,6 +27,7 @@ class Sandblaster(Strategy):
 
     on_workers: ClassVar[str] = "distbelief.strategies.sandblaster.prepared"
     on_servers: ClassVar[str] = "distbelief.strategies.sandblaster.slices"
+    plain_loop: ClassVar[str] = "search"
     instruments: ClassVar[tuple[Instrument, ...]] = (
         Instrument("optimizer", "distbelief.strategies.sandblaster.member", "SearchingMember", ("_drive",)),
         *SERVER_WAITS,

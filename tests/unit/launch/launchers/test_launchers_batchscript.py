@@ -47,7 +47,7 @@ def start(folder: Path, batch: Batch, on_term: int = 143, at_end: int = 0) -> su
     write(folder / "run.sbatch", text)
     environment = {**os.environ, "PATH": f"{bin_dir}:{os.environ['PATH']}", "SLURM_JOB_ID": "41"}
     process = subprocess.Popen([folder / "run.sbatch"], cwd=folder, env=environment)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while not (folder / "srun.up").exists():
         assert time.monotonic() < until
         time.sleep(0.02)

@@ -101,6 +101,6 @@ class ParameterServerOptions:
             )
 
     @property
-    def waits(self) -> bool:
-        """Whether workers do steps together."""
+    def in_steps(self) -> bool:
+        """See `Strategy`."""
         return self.mode == "sync"

@@ -43,7 +43,7 @@ class RunSlices(SliceSource):
         # How many rows there will be, nobody knows: a part weighs as much as another slice, so that all are spread.
         self.sizes += [sum(self.sizes) // len(self.sizes)] * parts
         self._leases = len(self.sizes)
-        if not self._strategy.waits:
+        if not self._strategy.in_steps:
             self.sizes.append(SMALL_SLICE_BYTES)
         self._first: tuple[int, ReplicaState, SavedTables] | None = None
 
@@ -59,7 +59,7 @@ class RunSlices(SliceSource):
         store: SynchronousSlice | AsynchronousSlice
         method = self._strategy.compression
         coding = PushCoding(method, shape, prepared.layout) if method else None
-        if not self._strategy.waits:
+        if not self._strategy.in_steps:
             store = AsynchronousSlice(memory, self._open, self._strategy.dc, coding)
         else:
             store = SynchronousSlice(memory, self._job, self._schedule, self._open, coding, space=self._sums)
@@ -79,12 +79,12 @@ class RunSlices(SliceSource):
         specs = self._prepared.tables
         store = (
             SynchronousTableSlice(specs, self._job, self._schedule)
-            if self._strategy.waits
+            if self._strategy.in_steps
             else AsynchronousTableSlice(specs, self._job)
         )
         if first:
             state, tables = self._begun()
-            store.begin(tables.part(part), state.steps_applied if self._strategy.waits else 0)
+            store.begin(tables.part(part), state.steps_applied if self._strategy.in_steps else 0)
         return store
 
     def _contents(self, state: ReplicaState, shape: SliceShape) -> torch.Tensor:

@@ -46,7 +46,7 @@ class PreparedParameterServer(UsesServers, PreparedAllReduce):
 
     def __init__(self, job: Job, schedule: Schedule, device: torch.device, strategy: ParameterServerOptions) -> None:
         with on_servers():
-            super().__init__(job, schedule, device, strategy.waits, updates_on=torch.device("cpu"))
+            super().__init__(job, schedule, device, strategy.in_steps, updates_on=torch.device("cpu"))
         self.strategy = strategy
         self.tables = specs_of(self.model, job)
         if self.tables and strategy.backups:
@@ -54,7 +54,7 @@ class PreparedParameterServer(UsesServers, PreparedAllReduce):
                 f"ps:sync:backups does not know the tables of the model ('{self.tables[0].name}')",
                 hint="leave backups out",
             )
-        self.loop = None if strategy.waits else train_freely
+        self.loop = None if strategy.in_steps else train_freely
         self.table_parts = parts_for(strategy.servers) if self.tables else 0
 
     @cached_property
@@ -68,11 +68,11 @@ class PreparedParameterServer(UsesServers, PreparedAllReduce):
 
     def groups(self, mine: Range) -> list[list[Range]]:
         """Members that do not do steps together take whole batches."""
-        return super().groups(mine if self.strategy.waits else (0, self._schedule.shards))
+        return super().groups(mine if self.strategy.in_steps else (0, self._schedule.shards))
 
     def geometry(self, ranges: Sequence[Range]) -> Geometry:
         usual = super().geometry(ranges)
-        if self.strategy.waits:
+        if self.strategy.in_steps:
             return usual
         return replace(usual, slots=[free_slots(self.strategy)] * len(ranges))
 
@@ -123,7 +123,7 @@ class PreparedParameterServer(UsesServers, PreparedAllReduce):
             return super().build(seat, exchange, fetch, begin_from)
         tables = RemoteTables(self._computer.tables, self.tables, self.table_slices())
         given = self._computer, self._recipe, self._schedule, seat, exchange, fetch, tables
-        if not self.strategy.waits:
+        if not self.strategy.in_steps:
             if self.strategy.compression:
                 return CompressedAsynchronousReplica(*given, self.strategy, begin_from)
             return AsynchronousReplica(*given, self.strategy)

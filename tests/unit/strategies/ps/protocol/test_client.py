@@ -118,8 +118,12 @@ def test_what_waits_goes_to_the_new_primary(servers: list[Played], client: Serve
     waiting = Waiting(lambda: client.ask(questions, Abort(), lambda framed: found.append(framed.message)))
     asked = [framed.message for framed in servers[0].heard()]
     assert asked == [Inspect(1, 0), Inspect(2, 1)]
-    servers[0].say(Inspected(1, 0, 7, []))  # then it dies
-    time.sleep(0.2)
+    servers[0].say(Inspected(1, 0, 7, []))
+    end = time.monotonic() + 60
+    while not found:
+        assert time.monotonic() < end, "it was not heard"
+        time.sleep(0.005)
+    # Then it dies.
     client.learn(map_of(servers, [1, 1], version=2))
     assert [framed.message for framed in servers[1].heard()] == [Inspect(2, 1)]
     servers[1].say(Inspected(2, 1, 7, []))
