@@ -196,7 +196,7 @@ def _shards(seen: Inspection) -> list[str]:
 
 
 def _layers(layers: Sequence[LayerView]) -> list[str]:
-    """Rows in the model's order. Of many layers, only those that are not finite and those with the largest
+    """Rows in the model's order. Of many layers, only layers that are not finite and layers with the largest
     gradients."""
     ranked = sorted(layers, key=lambda one: (not one.count, -(one.gradient_norm or 0.0)))[:MOST_LAYERS]
     rows = [
