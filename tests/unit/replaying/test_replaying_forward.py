@@ -13,7 +13,7 @@ from torch import nn
 
 from distbelief.job import Job
 from distbelief.replaying.findings import Count
-from distbelief.replaying.forward import ShardWork, pass_through
+from distbelief.replaying.inspection import ShardWork, pass_through
 
 NET = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
 X, Y = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 1, 0])
