@@ -3,7 +3,7 @@
     python -m tests.support.house.way [--root CHECKOUT] [--list]
 
 A step: `allreduce` in shared memory, two workers with one shard each; every file of the package in which the training
-thread of rank 0 enters a function, or has one on its stack, from the loss of one step to the loss of the next one.
+thread of rank 0 enters a function from the loss of one step to the loss of the next one, and the loop itself.
 A death: three workers, one is killed; the files that the leading process, the coordinator and the surviving workers
 enter a function of from the kill to the replacement's first steps, which they do not enter while a run just trains.
 """

@@ -48,6 +48,8 @@ def step_begins() -> None:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         note("step", frame.f_code)
+        if frame.f_code.co_filename.endswith("worker/training.py"):
+            break  # below it are the process and how it was started
         frame = frame.f_back
     sys.setprofile(lambda frame, event, argument: note("step", frame.f_code) if event == "call" else None)
 
