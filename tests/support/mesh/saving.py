@@ -76,7 +76,7 @@ def _perform(rank: int, meeting: Rendezvous, act: Act) -> dict[str, torch.Tensor
     feed = Feed(source, schedule, job, shuffle=job.shuffle)
     feed.expect([(v, v + 1) for v in range(*spans[rank])], until=END)
     prepared = strategy.prepare(job, schedule, torch.device("cpu"))
-    geometry = prepared.geometry(spans)
+    geometry = None if wish else prepared.geometry(spans)  # a divided model needs a group only
     group = (
         TorchGroup(meeting, rank, act.layout.workers, Abort())
         if geometry is None
