@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from distbelief.data.parcel import post, receive
-from distbelief.data.reading import Failure, Request, listed, serve
+from distbelief.data.reading import HELD, Failure, Request, listed, serve
 from distbelief.data.sources import MapStyle, Samples
 from distbelief.errors import DistBeliefError
 
@@ -57,7 +57,6 @@ class Readers:
 
     Create it in the main thread, before any other thread starts: a fork copies locks but not the threads that hold
     them, and a reader dies with the thread that created it.
-    that they hold, and a reader dies with the thread that made it.
 
     >>> import numpy as np
     >>> from distbelief.data.sources import as_source
@@ -155,9 +154,14 @@ class Readers:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stdout.flush()  # otherwise the child inherits unwritten output and writes it a second time
         sys.stderr.flush()
-        pid = _fork()
-        if pid == 0:
-            self._become_reader(source, seed, theirs, [ours, *(reader.connection for reader in self._readers)])
+        # The child starts with this process's handlers; a signal that comes early waits until it has its own.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+        try:
+            pid = _fork()
+            if pid == 0:
+                self._become_reader(source, seed, theirs, [ours, *(reader.connection for reader in self._readers)])
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         ours.setblocking(False)
         try:

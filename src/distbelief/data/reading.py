@@ -21,6 +21,9 @@ from distbelief.data.sources import MapStyle, Samples, seed_everything
 from distbelief.lifeline import die_with_parent
 from distbelief.shards import sample_seed
 
+HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+"""Blocked by the parent across the fork; `serve` sets how it takes them, and unblocks them."""
+
 _PARENT_IS_GONE = 0
 
 
@@ -98,6 +101,7 @@ def _settle(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
     gc.freeze()  # a collection would write to, and so copy, every page shared with the parent
     # A fork does not copy OpenMP's threads, and a parallel region would wait for them for ever.
     torch.set_num_threads(1)
