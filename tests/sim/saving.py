@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from distbelief.control import messages as m
+from distbelief.options import SavePlan
 from distbelief.worker.rules.control import Save, Seal
 from distbelief.worker.saving import BUFFERS, LAST_TRIES, LONGEST_RETRY_S, REMEMBERED, RETRY_S
+from distbelief.worker.training import is_save_due
 from tests.sim.clock import Clock
 from tests.sim.storage import CannotWrite, History, IsIncomplete, IsSealed, Part, Storage
 
@@ -57,10 +59,10 @@ class VirtualSaver:
         self.newest = (0, 0)
         """Number and step of the last snapshot that was taken, or must be."""
         self._me = me
+        self.plan = SavePlan(FOLDER, every_steps=every_steps)
+        self.asked = -1
         self._storage = storage
-        self._every = every_steps
         self._clock = clock
-        self._asked = -1
         self._taken = 0
         self._sealed = 0
         self._copying: Copying | None = None
@@ -71,11 +73,8 @@ class VirtualSaver:
 
     # --- for others --------------------------------------------------------------------------------------------------
 
-    def is_due(self, applied: int, steps: int) -> bool:
-        return applied in (steps, self._asked) or bool(self._every and applied % self._every == 0)
-
     def ask(self, wish: Save, present: int) -> None:
-        self._asked = wish.step
+        self.asked = wish.step
         if wish.step == self._sealed:
             self._me.say(m.CheckpointSealed(self._me.number, wish.step))
         elif wish.step in self._written:
@@ -216,7 +215,7 @@ class Owner(Protocol):
 def save_if_due(part: Generation, applied: int, values: Callable[[int], int], history: History) -> Work:
     """Have my tiles of the present state copied, without waiting for anybody; `values`: tile -> its value then."""
     saver, reference = part.me.saver, part.around.memory.reference
-    if saver is None or not saver.is_due(applied, reference.steps):
+    if saver is None or not is_save_due(saver.plan, saver.asked, applied, reference.steps, applied - 1):
         return
     last = applied == reference.steps
     number = saver.newest[0] + 1

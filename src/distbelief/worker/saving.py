@@ -102,15 +102,19 @@ class _Snapshot:
 
 
 class Saver:
-    """One for the life of a worker. `take` and `is_due` are for the training thread, `ask` and `seal` for any."""
+    """One for the life of a worker. `take` is for the training thread, `ask` and `seal` are for any thread.
+
+    `plan` and `asked` are for the training loop: training.py decides by them after every step whether to save.
+    """
 
     def __init__(self, plan: SavePlan, worker: int, tell: Callable[[Event], None]) -> None:
-        self._plan = plan
+        self.plan = plan
+        self.asked = -1
+        """The step whose checkpoint the coordinator has asked for last; -1: none."""
         self._worker = worker
         self._tell = tell
         self._memory = CopyMemory()
         self._copying: Copying | None = None
-        self._asked = -1
         self._under_way: set[int] = set()
         """Steps whose snapshots are taken and not written yet."""
         self._to_copy: SimpleQueue[Copying] = SimpleQueue()
@@ -124,19 +128,14 @@ class Saver:
         threading.Thread(target=self._copy, name="copier", daemon=True).start()
         threading.Thread(target=self._work, name="saver", daemon=True).start()
 
-    def is_due(self, applied: int, steps: int, before: int | None = None) -> bool:
-        """Whether to save the state after `applied` steps. `before`: that of the previous state; default: one less."""
-        every, before = self._plan.every_steps, applied - 1 if before is None else before
-        return applied in (steps, self._asked) or bool(every and applied // every > before // every)
-
     @property
     def wished(self) -> int:
         """The step at which a checkpoint was asked for and not taken yet; -1: none was."""
-        return self._asked if self._asked > self._newest[1] else -1
+        return self.asked if self.asked > self._newest[1] else -1
 
     def ask(self, wish: Save, present: int) -> None:
         """`present`: the steps that the training thread has behind it."""
-        self._asked = wish.step
+        self.asked = wish.step
         if news := self._news_of(wish.step):  # asked again: it was lost on the way
             self._tell(news)
         elif present > wish.step and wish.step not in self._under_way:
@@ -144,7 +143,7 @@ class Saver:
 
     def miss(self, applied: int) -> None:
         """The state after `applied` steps is gone, so no member can save its portion of it any more."""
-        if applied == self._asked:
+        if applied == self.asked:
             self._tell(SaveMissed(self._worker, applied))
 
     def _news_of(self, step: int) -> Event | None:
@@ -255,7 +254,7 @@ class Saver:
                 pause_s = min(2 * pause_s, LONGEST_RETRY_S)
 
     def _try(self, snapshot: _Snapshot) -> PartRecord | None:
-        folder, step, rank, portions = self._plan.folder, snapshot.step, snapshot.rank, snapshot.portions
+        folder, step, rank, portions = self.plan.folder, snapshot.step, snapshot.rank, snapshot.portions
         slices = portions[rank].slices(snapshot.memory, snapshot.copying.outside)
         try:
             return write_part(folder, step, rank + 1, len(portions), slices)
@@ -296,7 +295,7 @@ class Saver:
             for number, (part, portion) in enumerate(zip(wish.parts, snapshot.portions, strict=True), start=1)
         ]
         try:
-            manifest = seal(self._plan.folder, wish.step, snapshot.facts, records)
+            manifest = seal(self.plan.folder, wish.step, snapshot.facts, records)
         except Exception as error:  # the coordinator asks again, or somebody else; but what is gone stays gone
             self._tell_failure(wish.step, error, gave_up=isinstance(error, CheckpointIncomplete))
             return
@@ -307,7 +306,7 @@ class Saver:
 
     def _clear_up(self) -> None:
         """Not worth a word of failure: it is tried again after the next checkpoint."""
-        plan = self._plan
+        plan = self.plan
         try:
             clear_up(
                 plan.folder, self._sealed.step, last=plan.keep_last, every=plan.keep_every or None, best=plan.keep_best

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from distbelief.checkpoint.manifest import Facts
 from distbelief.control.messages import Evaluation, StepReport, Timing, WorkerFinished
 from distbelief.job import Job
+from distbelief.options import SavePlan
 from distbelief.strategies.base import Applied, MeasureAll, Replica, Seated
 from distbelief.worker.evaluate import Evaluator
 from distbelief.worker.feed import Feed
@@ -169,15 +170,16 @@ class GenerationTraining:
         return metrics
 
     def is_evaluation_due(self, applied: int) -> bool:
-        every = self.job.evaluate_every
-        return applied == self.steps or bool(every and applied // every > self.task.before(applied) // every)
+        return applied == self.steps or _is_passed(self.job.evaluate_every, applied, self.task.before(applied))
 
     def save_wished(self) -> int:
         return self.task.saver.wished if self.task.saver else -1
 
     def is_save_due(self, applied: int) -> bool:
         saver = self.task.saver
-        return saver is not None and saver.is_due(applied, self.steps, self.task.before(applied))
+        if saver is None:
+            return False
+        return is_save_due(saver.plan, saver.asked, applied, self.steps, self.task.before(applied))
 
     def save(self, applied: int, last: bool = False) -> None:
         assert self.task.saver is not None
@@ -187,6 +189,24 @@ class GenerationTraining:
     def save_if_due(self, applied: int) -> None:
         if self.is_save_due(applied):
             self.save(applied, last=applied == self.steps)
+
+
+def is_save_due(plan: SavePlan, asked: int, applied: int, steps: int, before: int) -> bool:
+    """Whether to save the state after `applied` steps: the last state, the state that was asked for, and the first
+    state at or after every multiple of `plan.every_steps`.
+
+    `before`: the number of steps of the previous state.
+
+    >>> plan = SavePlan("checkpoints", every_steps=4)
+    >>> [applied for applied in range(1, 11) if is_save_due(plan, 7, applied, 10, applied - 1)]
+    [4, 7, 8, 10]
+    """
+    return applied in (steps, asked) or _is_passed(plan.every_steps, applied, before)
+
+
+def _is_passed(every: int | None, applied: int, before: int) -> bool:
+    """Whether a multiple of `every` lies after `before` and not after `applied`. 0 or None: there are no multiples."""
+    return bool(every and applied // every > before // every)
 
 
 def train(replica: Replica, training: GenerationTraining) -> WorkerFinished:

@@ -22,6 +22,7 @@ from distbelief.worker import saving as copies
 from distbelief.worker.origin import saved_at
 from distbelief.worker.rules.control import Save, Seal
 from distbelief.worker.saving import LAST_TRIES, Saver
+from distbelief.worker.training import is_save_due
 from tests.support.worker.crew import SILENCE_S, WAIT_S, Crew, Trainer, job_with, quickly
 
 
@@ -59,23 +60,14 @@ class Unread(SimpleQueue[Any]):
         pass
 
 
-# --- when ------------------------------------------------------------------------------------------------------------
+# --- asked for -------------------------------------------------------------------------------------------------------
 
 
-def test_every_so_many_steps_the_last_one_and_what_is_asked_for_are_due(tmp_path: Path) -> None:
+def test_a_step_that_is_asked_for_is_due(tmp_path: Path) -> None:
     saver = Crew(tmp_path, every_steps=4).savers[0]
-    assert [step for step in range(1, 11) if saver.is_due(step, steps=10)] == [4, 8, 10]
+    assert [step for step in range(1, 11) if is_save_due(saver.plan, saver.asked, step, 10, step - 1)] == [4, 8, 10]
     saver.ask(Save(7), present=3)
-    assert [step for step in range(1, 11) if saver.is_due(step, steps=10)] == [4, 7, 8, 10]
-    only_last = Crew(tmp_path).savers[0]
-    assert [step for step in range(1, 11) if only_last.is_due(step, steps=10)] == [10]
-
-
-def test_where_several_steps_are_committed_together_the_first_state_after_it_was_due_is_saved(tmp_path: Path) -> None:
-    saver = Crew(tmp_path, every_steps=4).savers[0]
-    states = [3, 6, 9, 12, 15, 17]
-    due = [now for now, before in zip(states, [0, *states], strict=False) if saver.is_due(now, 17, before)]
-    assert due == [6, 9, 12, 17]
+    assert [step for step in range(1, 11) if is_save_due(saver.plan, saver.asked, step, 10, step - 1)] == [4, 7, 8, 10]
 
 
 def test_a_step_that_is_over_was_missed_and_that_is_said(tmp_path: Path) -> None:
