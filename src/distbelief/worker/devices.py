@@ -1,4 +1,4 @@
-"""The device that a worker computes on: which one it is, and how it is made to give the same bits every time."""
+"""Selects a worker's device and configures torch to give the same bits on every execution."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def named_device(name: str) -> torch.device:
 
 
 def open_device(device: torch.device, place: int, exact: bool) -> torch.device:
-    """Make `device` the device of this process. For `cuda` without a number the workers of a host take its accelerators
-    in turn; `place` is this worker's index on its host."""
+    """Open the process's device. For `cuda` without a number the workers of a host take its accelerators in turn;
+    `place` is this worker's index on its host."""
     if device.type == "cpu":
         return device
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used; what exactness needs
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used; for equal bits
     if not torch.cuda.is_available():
         why = "this torch was built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device here"
         raise JobError(
@@ -46,10 +46,10 @@ def open_device(device: torch.device, place: int, exact: bool) -> torch.device:
 
 
 def _be_deterministic() -> None:
-    """Only kernels that give the same bits every time. One that does not raises an error, which names it."""
+    """Allow deterministic kernels only. Any other kernel raises an error that names it."""
     torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False  # it would choose kernels by a stopwatch
-    # Of the ways to compute attention these two refuse to be deterministic, or are not.
+    torch.backends.cudnn.benchmark = False  # benchmarking chooses kernels by measured time
+    # These two implementations of attention refuse deterministic mode, or are not deterministic.
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads memory that nobody has written
@@ -61,7 +61,7 @@ def identity(device: torch.device) -> str:
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """What must be the same on all members for the bits to be the same, as far as the device goes."""
+    """The device facts that must be equal on all members for equal bits."""
     if device.type != "cuda":
         return {}
     return {

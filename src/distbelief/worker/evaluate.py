@@ -1,4 +1,4 @@
-"""Evaluation: the shards of the validation data with another function applied, at a committed step."""
+"""Evaluation of a committed step: the validation data is divided into shards, as in training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Evaluator:
         self._metrics = ShardMetrics(job.metrics, device)
 
     def rehearse(self, model: torch.nn.Module) -> None:
-        """Measure one shard and forget it: a metric that fails does so before the training, not after it."""
+        """Measure one shard and discard the result, so that a broken metric fails before training begins."""
         task = self._tasks()[0]
         args, kwargs, target = split_batch(move(task.fetch()[0], self._device))
         model.eval()

@@ -1,4 +1,4 @@
-"""What went wrong on a worker, told so that its user can act on it."""
+"""Describes a worker's failure for the user, with a hint."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _hint(error: BaseException) -> str:
 
 
 def _user_traceback(error: BaseException) -> tuple[str, bool]:
-    """The traceback without our own frames above the user's code, and whether there is any of the user's in it."""
+    """The traceback without our frames above the user's code, and whether any frame is the user's."""
     packages = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     theirs = [i for i, file in enumerate(files) if not file.startswith(packages)]

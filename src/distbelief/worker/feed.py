@@ -1,6 +1,6 @@
-"""The batches of shards: which samples they have, and having them ready before they are needed.
+"""The batches of shards: selects their samples and reads them before they are needed.
 
-In-memory data is cut in place. A Dataset is user code, so it runs in reader processes, asked some steps ahead.
+In-memory data is sliced directly. A Dataset is user code, so reader processes run it some steps ahead.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from distbelief.data.sources import InMemory, MapStyle
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 
-AHEAD = 2  # steps that are being read while one is computed
-TOGETHER = 4096  # positions that are put in order by one call, which costs as much as some hundreds of them
+AHEAD = 2  # steps that are read ahead
+TOGETHER = 4096  # positions permuted by one call, which costs as much as some hundreds of positions
 
 
 class Feed:
-    """Batches of one data set. Make it before any thread starts: it forks the readers."""
+    """Batches of one data set. Construct it before any thread starts: it forks the readers."""
 
     def __init__(self, source: InMemory | MapStyle, schedule: Schedule, job: Job, *, shuffle: bool) -> None:
         self._source = source
@@ -37,11 +37,11 @@ class Feed:
         self._spans: dict[tuple[int, Range], tuple[int, npt.NDArray[np.int64]]] = {}
 
     def expect(self, units: Sequence[Range], until: int) -> None:
-        """From now on these ranges of shards are asked for in every step before `until`; others are dropped."""
+        """Set the ranges of shards that every step before `until` requests; batches of other ranges are dropped."""
         self.expect_groups([units], until, 1)
 
     def expect_groups(self, groups: Sequence[Sequence[Range]], until: int, stride: int) -> None:
-        """The same, where `stride` steps are gone through with one group of ranges after the other."""
+        """Like `expect`, for `groups` of ranges that take turns: each group is used for `stride` steps."""
         before = {unit for group in self._groups for unit in group}
         kept = {unit[0] for group in groups for unit in group if unit in before}
         self._groups = groups
@@ -68,7 +68,7 @@ class Feed:
     def _spans_from(
         self, step: int, group: Sequence[Range]
     ) -> dict[tuple[int, Range], tuple[int, npt.NDArray[np.int64]]]:
-        """(first position, samples) of all of a group's units in that step, and in some after it, permuted at once."""
+        """(first position, samples) of the group's units, for this step and some later steps, permuted in one call."""
         epoch, low, high = self._stretch(step, group)
         last = min(step + max(TOGETHER // max(high - low, 1), 1), self._end_of(step))
         found = {step: (low, high)}
@@ -86,14 +86,14 @@ class Feed:
         return spans
 
     def _stretch(self, step: int, group: Sequence[Range]) -> tuple[int, int, int]:
-        """(epoch, first, end): the positions of all of a group's units."""
+        """(epoch, first, end): the positions of all units of a group."""
         epoch, low, _ = self._schedule.shard(step, group[0][0])
         _, _, high = self._schedule.shard(step, group[-1][1] - 1)
         return epoch, low, high
 
     def _end_of(self, step: int) -> int:
-        """Before this step, those after that one are gone through with the same group."""
-        if len(self._groups) > 1:  # then comes another group, with the same steps
+        """The end of the steps for which this step's group is used."""
+        if len(self._groups) > 1:  # the next group begins with the next multiple of the stride
             return min(self._until, (step // self._stride + 1) * self._stride)
         return self._until
 
@@ -101,17 +101,18 @@ class Feed:
         return positions_to_samples(positions, self._schedule.samples, self._seed, epoch, self._shuffle)
 
     def fetch(self, step: int, first: int, end: int) -> tuple[Any, int]:
-        """The batch of those shards, and how many samples it has."""
+        """The batch of these shards, and its number of samples."""
         _, low, _ = self._schedule.shard(step, first)
         _, _, high = self._schedule.shard(step, end - 1)
         if self._readers is None:
             return self._source.fetch(self.samples(step, first, end)[1]), high - low
         self._ask(step, first, end)
-        # Not for a shard that is computed for somebody else: mine of this step have been taken.
+        # Prefetch only while computing our own shards: when another member's shard is requested, ours are taken
+        # already.
         group = next((group for group in self._groups if (first, end) in group), ())
         for later in range(step, min(step + 1 + AHEAD, self._end_of(step))):
             for unit in group:
-                if later > step or unit[0] > first:  # those before it in this step have been taken
+                if later > step or unit[0] > first:  # earlier units of this step are taken already
                     self._ask(later, *unit)
         self._asked.discard((step, first))
         return self._readers.take((step, first)), high - low

@@ -1,8 +1,8 @@
 """From a job file and `--set` texts to a Job.
 
-The file is executed as a fresh module; its `job` is a Job, or a function from hyper-parameters to one. Whatever is
-wrong with the file becomes a JobError with the user's own traceback. Nothing here knows about workers, runs or the
-terminal, and torch is imported only if the user's file imports it.
+The file is executed as a fresh module; its `job` is a Job, or a function from hyper-parameters to one. Every fault of
+the file becomes a JobError with the user's own traceback. This module knows nothing of workers, runs or the terminal,
+and imports torch only if the user's file does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from distbelief.errors import DistBeliefError, JobError
 from distbelief.job import Job
 
 REQUIRED: Any = inspect.Parameter.empty
-"""The default of a hyper-parameter that has none."""
+"""The default of a hyper-parameter without a default."""
 
 _TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _WHAT_TO_WRITE = "write `job = Job(...)`, or a function that returns one: `def job(lr: float = 1e-3): return Job(...)`"
@@ -70,13 +70,13 @@ def compile_job(path: Path) -> types.CodeType:
         raise JobError(f"cannot read the job file {path}: {error.strerror}") from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a doubtful escape in the user's file is no concern of a launcher
+            warnings.simplefilter("ignore")  # a SyntaxWarning about the user's file is noise in a launcher
             return compile(source, str(path.resolve()), "exec", dont_inherit=True)
     except SyntaxError as error:
         line = f", line {error.lineno}" if error.lineno else ""
         details = "".join(traceback.format_exception_only(error))
         raise JobError(f"syntax error in {path}{line}: {error.msg}", details=details) from error
-    except ValueError as error:  # zero bytes: how Python before 3.11.4 says it
+    except ValueError as error:  # zero bytes, in Python before 3.11.4
         raise JobError(f"{path} is not Python source: {error}") from error
 
 
@@ -123,7 +123,7 @@ def convert(known: list[HyperParameter], settings: Mapping[str, str], where: str
 
 
 def type_name(kind: Any) -> str:
-    """How people write the type: `float`, `'a' or 'b'`, `int or none`."""
+    """The type as users write it: `float`, `'a' or 'b'`, `int or none`."""
     origin = typing.get_origin(kind)
     if origin is Literal:
         return " or ".join(repr(choice) for choice in typing.get_args(kind))
@@ -194,7 +194,8 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any], path: Path) -
 
 
 def _failure(error: BaseException, path: Path, what: str) -> JobError:
-    """The user's exception without the frames above the user's file. Our own errors keep their words, and say where."""
+    """The user's exception without the frames above the user's file. Our own errors keep their message; the file is
+    added."""
     here = str(path.resolve())
     mine = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == here]
     where = f"{path.name}, line {mine[-1].lineno}" if mine else path.name

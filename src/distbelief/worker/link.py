@@ -1,6 +1,6 @@
-"""The worker's line to the coordinator: one thread that owns the socket, sends heartbeats and carries commands in.
+"""The worker's connection to the coordinator: one thread owns the socket, sends heartbeats and receives commands.
 
-The training thread never touches the socket: it leaves events in a queue and takes actions from another.
+The training thread never touches the socket: it puts events into a queue and takes actions from another queue.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from distbelief.worker.rules.control import (
 )
 
 HEARTBEAT_S = 0.2
-LEASE_S = 300.0  # without a coordinator for so long, it will not come back: minutes, so that a restart is never noticed
-GRACE_S = 2.0  # how long the training thread may take to leave before the process ends anyway
+LEASE_S = 300.0  # without a coordinator for this long the worker gives up: long enough for a restart of the coordinator
+GRACE_S = 2.0  # the training thread has this long to end before the process is ended
 
 
 _Item = Event | GenerationFinished | threading.Event | None
@@ -56,7 +56,7 @@ _Item = Event | GenerationFinished | threading.Event | None
 
 @dataclass
 class Progress:
-    """What the training thread leaves for the next heartbeat. Assignments and deques: no lock on the step path."""
+    """What the training thread writes for the next heartbeat. Assignments and deques: no lock on the step path."""
 
     step: int = 0
     timing: Timing = field(default_factory=Timing)
@@ -64,22 +64,22 @@ class Progress:
     evaluations: deque[Evaluation] = field(default_factory=deque)
     waiting: Callable[[], bool] = lambda: False
     recall: Callable[[int], None] = lambda reported: None
-    """Leave reports of the steps from here on again, where they are kept."""
+    """Report the steps from `reported` on again; set by the member that keeps the reports."""
     save: Callable[[Save], None] = lambda wish: None
     seal: Callable[[Seal], None] = lambda wish: None
-    """Checkpoints that the coordinator asks for."""
+    """`save` and `seal` pass on the coordinator's requests for checkpoints."""
     learn: Callable[[ServerMap], None] = lambda known: None
     servers: Callable[[], int] = lambda: 0
     """The map of parameter servers: `learn` takes a newer map, `servers` returns the known version."""
 
 
 class ControlLink:
-    """Use as a context manager; leaving it sends what is queued and ends the thread."""
+    """The connection, as a context manager; its exit sends the queued events and ends the thread."""
 
     def __init__(self, address: str, credential: Credential) -> None:
         self.progress = Progress()
         self.actions: SimpleQueue[tuple[Action, Abort]] = SimpleQueue()
-        """(action, abort flag). The flag ends the work of a generation."""
+        """(action, abort flag). The flag aborts the work of a generation."""
         self._address = address
         self._server_key = credential.coordinator_key
         self._signer = credential.signer()
@@ -102,11 +102,11 @@ class ControlLink:
         self._thread.join(timeout=5)
 
     def send(self, event: Event) -> None:
-        """Tell the coordinator. It is told again if it asks: a new one does not know what the one before it knew."""
+        """Send an event to the coordinator. The thread repeats it when a new coordinator asks for all events again."""
         self._post(event)
 
     def flush(self, timeout_s: float = 1.0) -> None:
-        """Return when what was sent has left this thread's hands: for what must be known even if we die at once."""
+        """Wait until the thread has sent all queued events. Call it before an action that may kill this process."""
         sent = threading.Event()
         self._post(sent)
         sent.wait(timeout_s)
@@ -123,15 +123,15 @@ class ControlLink:
             self._serve()
         except BaseException:
             traceback.print_exc()
-            os._exit(1)  # a worker without its line to the coordinator must not linger
+            os._exit(1)  # a worker without a connection to the coordinator must end
 
     def _serve(self) -> None:
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 2000)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)  # a machine that is gone closes no connection
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)  # a machine that has failed closes no connection
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, 2_000)  # the kernel would wait for minutes
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, 2_000)  # the kernel would try for minutes
         contact = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         dial(socket, self._address, self._server_key)
         poller = zmq.Poller()
@@ -150,7 +150,7 @@ class ControlLink:
                     os.eventfd_read(self._wake)
                 if contact in ready:
                     connected = next_event(contact)[0] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-                    # It is also told of every attempt that fails: what counts is since when there is nobody.
+                    # Every failed attempt is reported too: keep the time of the first one.
                     alone_since = None if connected else alone_since or time.monotonic()
                 if alone_since is not None and time.monotonic() - alone_since > LEASE_S:
                     print(f"no coordinator for {LEASE_S:.0f} s: this worker gives up", flush=True)
@@ -165,7 +165,7 @@ class ControlLink:
             context.term()
 
     def _carry_out(self, socket: zmq.Socket[bytes]) -> bool:
-        """Send what the training thread has left. False: it is done."""
+        """Send what the training thread has queued. Returns False when the link is to close."""
         while not self._outbox.empty():
             item = self._outbox.get()
             if item is None:
@@ -175,8 +175,8 @@ class ControlLink:
             elif isinstance(item, threading.Event):
                 item.set()
             else:
-                self._beat(socket)  # what it left before this event goes first
-                self._story.pop(type(item), None)  # in the order in which they were last said
+                self._beat(socket)  # reports from before this event go first
+                self._story.pop(type(item), None)  # keep the order of the last sends
                 self._story[type(item)] = item
                 self._send(socket, item)
         return True
@@ -208,15 +208,15 @@ class ControlLink:
             try:
                 command = decode_command(frames[-1])
             except msgspec.MsgspecError:
-                continue  # not a message of ours
+                continue  # not one of our messages
             said = self._decide(command)
             if said:
-                self._beat(socket)  # what it has to tell of steps, before the news that it has finished
+                self._beat(socket)  # report the steps before the end of the run
             for event in said:
                 self._send(socket, event)
 
     def _decide(self, event: Command | GenerationFinished) -> list[Event]:
-        """Carry out what follows from it. Returns what is to be said."""
+        """Perform the actions that follow from the event. Returns the events to send."""
         self._state, actions = control.step(self._state, event)
         said: list[Event] = []
         for action in actions:
@@ -242,14 +242,14 @@ class ControlLink:
         return said
 
     def _send(self, socket: zmq.Socket[bytes], event: Event) -> None:
-        """A message that does not fit into the queue is dropped: no coordinator has listened for minutes, and a new
-        coordinator asks for all events again."""
+        """Send without blocking. If the queue is full, no coordinator has read for minutes: drop the event, because a
+        new coordinator asks for all events again."""
         message = encode(event)
         with contextlib.suppress(zmq.Again):
             socket.send_multipart([self._signer.sign(message), message], zmq.NOBLOCK)
 
 
 def _insist() -> None:
-    """The run is over. A training thread that is deep in user code cannot be interrupted: end the process."""
+    """End the process: the run is over, and a training thread in user code cannot be interrupted."""
     time.sleep(GRACE_S)
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Loading the job on a worker: data, model, canary. After it the worker can take any seat; job.json says what it is."""
+"""Loads the job on a worker: data, model, canary. Afterwards the worker can take any seat."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from distbelief.worker.training import Stopwatch
 
 @dataclass
 class Loaded:
-    """The job on this worker, ready to be seated."""
+    """The loaded job, ready for a seat."""
 
     job: Job
     schedule: Schedule
@@ -52,11 +52,11 @@ class Loaded:
     evaluator: Evaluator | None
     canary: Canary
     device: torch.device
-    """On which shards are computed."""
+    """The device that computes the shards."""
 
     @property
     def state_device(self) -> torch.device:
-        """On which the run's state is."""
+        """The device that holds the run's state."""
         return self.device if self.strategy.state_on_device else torch.device("cpu")
 
     def facts(self) -> JobFacts:
@@ -72,9 +72,9 @@ class Loaded:
 
     @cached_property
     def checkpoint_facts(self) -> Facts:
-        """What every checkpoint says of the job; made once, since every generation wants it and none may lose time.
+        """The facts about the job that every checkpoint repeats; made once, because every generation needs them.
 
-        Random numbers need no state: a shard's are a function of the seed, the step and the shard.
+        Random numbers need no state: a shard's numbers are a function of the seed, the step and the shard.
         """
         model = self.prepared.model
         return Facts(
@@ -85,12 +85,12 @@ class Loaded:
 
 
 def load_for_server(spec: WorkerSpec, segments: SegmentClient | None) -> ServerJob:
-    """What a parameter server needs of the job: it computes no shard, and reads no sample."""
+    """The part of the job that a parameter server needs. A server computes no shard and reads no sample."""
     job = _job(spec, segments)
     source = as_source(job.data, job.collate)
     strategy = require(spec.options.strategy, spec.plugin)
     schedule = strategy.schedule_of(job, len(source))
-    # The servers' numbers are in the host's memory, wherever the workers compute.
+    # The servers' parameters are in the host's memory, wherever the workers compute.
     return ServerJob(job, schedule, _steps(job, schedule, spec), strategy.prepare(job, schedule, torch.device("cpu")))
 
 
@@ -107,7 +107,7 @@ def _job(spec: WorkerSpec, segments: SegmentClient | None) -> Job:
     if segments is None:
         raise JobError("the run's job came from a Python program and is only on its own machine", hint="use a job file")
     segment = segments.segment("job")
-    job: Job = pickle.loads(segment.view(0, segment.size_bytes))  # from the engine of this run, over its own socket
+    job: Job = pickle.loads(segment.view(0, segment.size_bytes))  # from this run's engine, over its own socket
     return job
 
 
@@ -128,16 +128,16 @@ def load(spec: WorkerSpec, segments: SegmentClient | None) -> Loaded:
     evaluator = None
     if job.validation is not None:
         evaluator = Evaluator(job, _validation(job), kind)
-    device = open_device(kind, spec.place, strategy.exact)  # the readers have been forked: none of them has it
+    device = open_device(kind, spec.place, strategy.exact)  # after the fork: readers must not inherit it
     watch = Stopwatch(feed)
     prepared = strategy.prepare(job, schedule, device)
     _require_memory(prepared, device)
-    has = plugin(spec.options.strategy)  # members with another version of a plug-in are not alike
+    has = plugin(spec.options.strategy)  # members with different versions of a plug-in may not run together
     facts = {**prepared.facts(), **describe(device), **({"plug-in": has} if has else {})}
     canary = Canary(prepared.canary(watch.fetch), facts)
     if evaluator and not next(prepared.model.parameters()).is_meta:
         evaluator.rehearse(prepared.model)
-    watch.data_s, watch.shards, watch.step, watch.shard = 0.0, 0, -1, -1  # the canary's do not count
+    watch.data_s, watch.shards, watch.step, watch.shard = 0.0, 0, -1, -1  # do not count the canary
     return Loaded(job, schedule, steps, strategy, prepared, watch, feed, evaluator, canary, device)
 
 

@@ -1,7 +1,7 @@
-"""Metrics that are right across workers: per shard of the evaluation, then combined in the order of the shards.
+"""Metrics that do not depend on the number of workers: measured per shard, then combined in the order of the shards.
 
-A metric is a function (output, target) -> (sum, weight), or a torchmetrics Metric. Neither a mean of means nor the
-number of workers enters: the sums are added exactly, and a Metric's own states are merged by its own rules.
+A metric is a function (output, target) -> (sum, weight), or a torchmetrics Metric. The sums are added exactly; a Metric
+merges its states by its own reductions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from distbelief.errors import JobError
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> tuple[float, float]:
-    """How many predictions are right, and of how many: the largest of the last axis, or of axis 1 for maps of classes.
+    """The number of right predictions, and of all: the largest of the last axis, or of axis 1 for maps of classes.
 
     >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
     (1.0, 2.0)
@@ -59,7 +59,7 @@ class ShardMetrics:
         self._objects = {n: copy.deepcopy(m) for n, m in metrics.items() if is_metric_object(m)}
 
     def measure(self, shard: int, output: Any, target: Any, loss: tuple[float, float]) -> dict[str, torch.Tensor]:
-        """What one shard contributes, as named tensors (so that it can travel without pickle)."""
+        """One shard's contribution as named tensors, which travel without pickle."""
         found = {f"{shard}/loss": torch.tensor(loss, dtype=torch.float64)}
         for name, function in self._functions.items():
             found[f"{shard}/{name}"] = torch.tensor(
@@ -72,13 +72,14 @@ class ShardMetrics:
             for key in metric._defaults:
                 value = getattr(metric, key)
                 for i, part in enumerate(value if isinstance(value, list) else [value]):
-                    # A copy: two metrics may keep views of one output, and safetensors refuses shared memory.
+                    # A copy: two metrics may keep views of one output, and safetensors refuses tensors that share
+                    # memory.
                     own = torch.as_tensor(part).detach().cpu().clone(memory_format=torch.contiguous_format)
                     found[f"{shard}/{name}/{key}/{i}"] = own
         return found
 
     def combine(self, shards: int, measured: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """The values over all shards 0..shards-1, measured by any member."""
+        """The values over the shards 0..shards-1, from the measurements of all members."""
         values: dict[str, float] = {}
         for name in ("loss", *self._functions):
             rows = [measured[f"{shard}/{name}"] for shard in range(shards)]
@@ -91,7 +92,7 @@ class ShardMetrics:
     def _compute(self, name: str, metric: Any, shards: int, measured: Mapping[str, torch.Tensor]) -> dict[str, float]:
         whole: Any = None
         for shard in range(shards):
-            part = copy.deepcopy(metric).to("cpu")  # where what was measured is
+            part = copy.deepcopy(metric).to("cpu")  # the measurements are on the CPU
             part.reset()
             for key, default in metric._defaults.items():
                 prefix = f"{shard}/{name}/{key}/"
@@ -103,7 +104,7 @@ class ShardMetrics:
             else:
                 whole._update_count += 1
                 _merge(whole, {key: getattr(part, key) for key in metric._defaults})
-        whole._to_sync = False  # it has all shards already: nothing to gather where a torch group is up
+        whole._to_sync = False  # it has all shards: do not gather over a torch group
         return _as_numbers(name, whole.compute())
 
 

@@ -1,4 +1,4 @@
-"""What a run begins from, when that is not the job's own initial values: one of its checkpoints, or weights."""
+"""Reads the state or the weights with which a run begins: from one of its checkpoints, or from given weights."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from distbelief.worker.spec import Origin
 Found = TypeVar("Found")
 
 HEARD_AFTER_S = 2.0
-"""A step's result is in the metrics file long before this time has passed."""
+"""Upper bound in seconds: a step's result is in the metrics file long before."""
 
 
 class DataPosition(msgspec.Struct, frozen=True):
-    """The manifest's `data`: the committed step is the only cursor; the rest is what that step left to be told."""
+    """The manifest's `data`: the committed step is the only cursor; `history` and `note` are results not reported
+    yet."""
 
     next_step: int
     history: tuple[Applied, ...] = ()
@@ -50,7 +51,7 @@ def saved_at(folder: Where, step: int) -> Saved:
 
 
 def opened_at(folder: Where, step: int) -> Saved:
-    """The same without its values: they are read, and checked, when they are asked for."""
+    """Like `saved_at`, but the values are read and checked on access."""
     manifest, tensors = open_checkpoint(folder, step)
     return _described(folder, manifest, tensors)
 
@@ -58,8 +59,8 @@ def opened_at(folder: Where, step: int) -> Saved:
 def newest_saved(
     folder: str, lazily: bool = False, at_most: int | None = None
 ) -> tuple[Saved | None, list[tuple[int, str]]]:
-    """The newest checkpoint that can be used, and the newer ones that cannot: (step, why). None: there is none.
-    `lazily`: all of it is checked, and nothing kept in memory."""
+    """The newest usable checkpoint (None: there is none), and the newer unusable ones as (step, why). `lazily`: check
+    every byte, but keep no values in memory."""
     return _newest(folder, _checked_at if lazily else saved_at, at_most)
 
 
@@ -70,7 +71,7 @@ def _checked_at(folder: Where, step: int) -> Saved:
 
 
 def weights_of(where: str, lazily: bool = False) -> Saved:
-    """Weights alone, from wherever `read_source` finds them: a run, a checkpoint, a safetensors file."""
+    """Weights without optimizer state, from any source of `read_source`: a run, a checkpoint, a safetensors file."""
     place = where if "://" in where else Path(where)
     if lazily:
         tensors = open_source(place).tensors
@@ -80,8 +81,8 @@ def weights_of(where: str, lazily: bool = False) -> Saved:
 
 
 def frozen_of(origin: Origin, names: Collection[str]) -> Mapping[str, torch.Tensor]:
-    """Tensors of a run that never change, from its newest checkpoint: older ones may be deleted meanwhile. Empty: they
-    are what the job makes."""
+    """The run's tensors that training never changes, from its newest checkpoint, because older ones may be deleted.
+    Empty: the job's initial values are right."""
     if origin.checkpoints:
         found, _ = _newest(origin.checkpoints, lambda at, step: read_tensors(at, read_manifest(at, step), names))
         if found is not None:
@@ -92,8 +93,8 @@ def frozen_of(origin: Origin, names: Collection[str]) -> Mapping[str, torch.Tens
 def _newest(
     folder: str, read: Callable[[Where, int], Found], at_most: int | None = None
 ) -> tuple[Found | None, list[tuple[int, str]]]:
-    """When there are checkpoints and none of them can be used, that is an error: to start again from the first step
-    would be a loss that nobody asked for."""
+    """Raises CheckpointMissing if checkpoints exist but none is usable: the user must decide to start again from step
+    0."""
     found, skipped = newest_sound(folder, read, at_most)
     if found is None and skipped:
         raise CheckpointMissing(

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from distbelief.worker.profiling.profiler import Profiler
 
 LEAVE_AFTER_S = 0.3
-_UNHEARD = 256  # steps: more than are committed between two heartbeats
+_UNHEARD = 256  # steps; more than are committed between two heartbeats
 
 _kept: list[dist.ProcessGroup] = []
 """gloo groups in which a thread still waits: their destructor would wait for that thread."""
@@ -72,36 +72,36 @@ _kept: list[dist.ProcessGroup] = []
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker lives: what it was told, its line to the coordinator, and the memory that it can reach."""
+    """A worker's environment: its spec, its connection to the coordinator, and the memory that it can reach."""
 
     spec: WorkerSpec
     link: ControlLink
     segments: SegmentClient | None
-    """None on another host than the engine's."""
+    """None: the worker is not on the engine's host."""
     saver: Saver | None
     """None: the run saves no checkpoints."""
     profile: Profiler | None
     """None: this worker is not profiled."""
     memory: dict[str, Segment] = field(default_factory=dict)
-    """What it keeps for itself from one generation to the next."""
+    """Private memory that the worker keeps across generations."""
     device_memory: dict[str, Memory] = field(default_factory=dict)
-    """The same, on its accelerator."""
+    """The same, on the accelerator."""
 
 
 def run_worker(spec: WorkerSpec, segment_socket: socket.socket | None, by_hand: bool = False) -> int:
-    """The life of a worker. Returns its exit status."""
+    """Run a worker until it ends. Returns its exit status."""
     if not by_hand:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to everybody; the engine decides
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the engine decides
     for number in (signal.SIGTERM, *([signal.SIGINT] if by_hand else [])):
-        signal.signal(number, lambda number, frame: os._exit(0))  # nothing depends on it yet
+        signal.signal(number, lambda number, frame: os._exit(0))  # nothing depends on this worker yet
     torch.set_num_threads(spec.options.threads)
-    # Members meet where the coordinator is reached, not on whatever the host's name resolves to.
+    # Use the interface that reaches the coordinator; the host's name may resolve to another one.
     os.environ["GLOO_SOCKET_IFNAME"] = interface_to(spec.address)
     segments = SegmentClient(segment_socket) if segment_socket else None
     loaded: Loaded | None = None
     failure: WorkerFailed | None = None
     try:
-        loaded = load(spec, segments)  # forks readers: before the link's thread exists
+        loaded = load(spec, segments)  # forks the readers, before the link's thread exists
         _adopt_frozen(spec, loaded)
     except BaseException as error:
         failure = describe_failure(spec, error, -1, -1)
@@ -110,7 +110,7 @@ def run_worker(spec: WorkerSpec, segment_socket: socket.socket | None, by_hand: 
             signal.signal(number, lambda number, frame: _leave_soon(spec, link))
         link.send(WorkerJoined(spec.worker, spec.host, os.getpid()))
         if loaded is not None:
-            gc.freeze()  # what is loaded stays: a collection between generations looks at what those have made only
+            gc.freeze()  # the loaded job stays: later collections skip it
             link.send(WorkerReady(spec.worker, loaded.facts(), loaded.canary, identity(loaded.state_device)))
             try:
                 saver = Saver(spec.saves, spec.worker, link.send) if spec.saves else None
@@ -125,7 +125,7 @@ def run_worker(spec: WorkerSpec, segment_socket: socket.socket | None, by_hand: 
 
 
 def _serve(place: Place, loaded: Loaded, by_hand: bool) -> int:
-    """Do what the coordinator says until it lets this worker go. Returns its exit status."""
+    """Carry out actions until the coordinator ends this worker. Returns the exit status."""
     spec = place.spec
     try:
         end = _obey(place, loaded, partial(_go_on, place, loaded, by_hand))
@@ -146,7 +146,7 @@ def _close(loaded: Loaded) -> None:
 
 
 def _go_on(place: Place, loaded: Loaded, by_hand: bool) -> int:
-    """In another thread: gloo keeps the thread that trained."""
+    """Continue in a new thread, because gloo blocks the thread that trained."""
     print("gloo did not notice that a generation was over: its thread is left behind, another one goes on", flush=True)
     _let_go(place, loaded)
     try:
@@ -163,7 +163,7 @@ def _report(link: ControlLink, failure: WorkerFailed) -> int:
 
 
 def _connect(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> None:
-    """To the parameter servers, where the strategy has any."""
+    """Connect to the parameter servers, if the strategy has any."""
     if servers := loaded.prepared.connect(spec.credential):
         link.progress.learn = servers.learn
         link.progress.servers = lambda: servers.version
@@ -178,17 +178,18 @@ def _profiler(spec: WorkerSpec, loaded: Loaded, link: ControlLink) -> Profiler |
 
 
 def _say_how_it_ended(spec: WorkerSpec, end: Leave) -> None:
-    """For a person who started this worker, or its host's agent, by hand and may see nothing else of the run."""
-    with contextlib.suppress(OSError):  # nobody reads it any more
+    """Print how the worker ended, for a user who started it, or its host's agent, by hand and sees no other output."""
+    with contextlib.suppress(OSError):  # the terminal may be closed
         print(f"worker {spec.worker}: {end.status}{': ' if end.reason else ''}{end.reason}", flush=True)
 
 
 def _obey(place: Place, loaded: Loaded, go_on: Callable[[], int]) -> Leave:
-    """What the coordinator says, until it lets this worker go. `go_on`: for a thread that takes this one's place."""
+    """Carry out actions until one is Leave, and return it. `go_on` continues in a new thread if this one stays
+    blocked."""
     worker, link = place.spec.worker, place.link
     while True:
         action, abort = link.actions.get()
-        gc.collect()  # a generation's memory hangs in cycles, and is large
+        gc.collect()  # a generation's memory is large and held by reference cycles
         match action:
             case Leave():
                 return action
@@ -202,7 +203,7 @@ def _obey(place: Place, loaded: Loaded, go_on: Callable[[], int]) -> Leave:
                     else:
                         train_one()
                 except Aborted as error:
-                    if not abort.reason:  # a connection broke, and the coordinator may not know; it says what follows
+                    if not abort.reason:  # a connection broke; the coordinator decides what follows
                         link.send(CollectiveFailed(worker, action.generation, str(error)))
 
 
@@ -218,7 +219,7 @@ def train_or_be_succeeded(train: Callable[[], None], abort: Abort, go_on: Callab
     def succeed() -> None:
         status = 1
         try:
-            torch.set_num_threads(cores)  # both are settings of a thread, not of the process
+            torch.set_num_threads(cores)  # both settings belong to a thread, not to the process
             if default_device.type != "cpu":
                 torch.set_default_device(default_device)
             _kept.extend(forget_groups())
@@ -244,7 +245,7 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
     spec, link = place.spec, place.link
     mine = action.ranges[action.rank]
     in_steps = loaded.strategy.in_steps
-    until = loaded.steps if in_steps else 0  # 0: nobody knows which batch comes next
+    until = loaded.steps if in_steps else 0  # 0: the next batch is not known in advance
     loaded.feed.expect_groups(loaded.prepared.groups(mine), until, loaded.strategy.stride)
     membership = _membership(place, action, abort)
     exchange = loaded.prepared.exchange(membership)
@@ -256,7 +257,7 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
         try:
             replica = loaded.prepared.build(seat, exchange, loaded.watch.fetch, start)
         except Exception:
-            loaded.watch.step = loaded.watch.shard = -1  # it is no step that has failed
+            loaded.watch.step = loaded.watch.shard = -1  # no shard of a step has failed
             raise
         link.progress.step = replica.steps_applied()
         if place.saver:
@@ -276,7 +277,7 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             loaded.steps,
             Path(spec.run_dir),
             action.reported,
-            # What the first generation finds is what its first member has loaded, if anything.
+            # In the first generation the state of rank 0 comes from a checkpoint, if there is one.
             max(action.sealed, start.step) if action.past else replica.steps_applied(),
             place.saver,
             loaded.checkpoint_facts,
@@ -302,13 +303,13 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
         link.send(finished)
         link.finished(action.generation)
     finally:
-        if not abort.left_behind:  # else all this is another generation's by now
+        if not abort.left_behind:  # otherwise the successor thread owns all of this
             _let_go(place, loaded)
             exchange.close()
 
 
 def _let_go(place: Place, loaded: Loaded) -> None:
-    """Of a generation."""
+    """Release the resources of a generation."""
     if place.profile:
         place.profile.left()
     if place.saver:
@@ -319,7 +320,7 @@ def _let_go(place: Place, loaded: Loaded) -> None:
 
 
 def _membership(place: Place, action: TrainGeneration, abort: Abort) -> Membership:
-    """How this worker meets the other members of that generation."""
+    """How this worker reaches the other members of the generation."""
     earlier = [Earlier(one.generation, [member.shards for member in one.members]) for one in action.past]
     return Membership(
         action.generation, action.rank, action.ranges, action.transport, abort, place.segments, earlier,
@@ -328,30 +329,31 @@ def _membership(place: Place, action: TrainGeneration, abort: Abort) -> Membersh
 
 
 def _leave_soon(spec: WorkerSpec, link: ControlLink) -> None:
-    """Not at once: where a batch system tells everybody to end, the engine's word comes first, and the run is saved."""
+    """Ask to leave after a short delay: a batch system may signal all processes, and the engine then saves and stops
+    the run."""
     timer = threading.Timer(LEAVE_AFTER_S, lambda: link.send(LeaveRequested(spec.worker)))
     timer.daemon = True
     timer.start()
 
 
 class Beginning:
-    """What the run begins from, for the member that writes its first state; it tells the coordinator what it found."""
+    """The state with which the run begins, for the member that writes the first state; reports the checkpoint used."""
 
     def __init__(self, spec: WorkerSpec, action: TrainGeneration, tell: Callable[[Event], None]) -> None:
         self._spec = spec
         self._has_run = bool(action.past) or (spec.origin is not None and spec.origin.resumed)
         self._tell = tell
         self._divided = bool(action.degrees)
-        """Then every member reads its part, and none reads all."""
+        """The model is divided: each member reads its own part of the checkpoint."""
         self.reading = False
         self.step = 0
-        """Of the checkpoint that it was."""
+        """The step of the loaded checkpoint; 0: none."""
 
     def __call__(self, step: int = -1) -> Saved | None:
         origin = self._spec.origin
         if origin is None:
             return None
-        self.reading = True  # however long it takes, this member is not stuck
+        self.reading = True  # reading may take long: this member is not stuck
         try:
             if step > 0:
                 return opened_at(origin.checkpoints, step)
@@ -370,7 +372,7 @@ class Beginning:
 
 
 def _adopt_frozen(spec: WorkerSpec, loaded: Loaded) -> None:
-    """Parameters that are not trained are in no shared memory: every worker takes them from where the run began."""
+    """Load the parameters that are not trained. They are in no shared memory, so every worker reads them itself."""
     names = loaded.prepared.frozen()
     if spec.origin and names:
         found = frozen_of(spec.origin, names)
@@ -379,8 +381,8 @@ def _adopt_frozen(spec: WorkerSpec, loaded: Loaded) -> None:
 
 
 def _watch_neighbour(exchange: SharedExchange, link: ControlLink, action: TrainGeneration) -> None:
-    """A thread: tell the coordinator when the next member's training thread dies. (With several threads per worker,
-    another one of them might write on for a moment; then only the end of the whole process will do.)"""
+    """Runs in a thread: report the death of the next member's training thread. Only for members with one thread: other
+    threads of a dying process could still write for a moment."""
     while True:
         rank, news = exchange.neighbour(timeout_s=1.0)
         if news == "dead":
@@ -400,7 +402,7 @@ def _report_takeover(link: ControlLink, replica: Seated, action: TrainGeneration
         step, recomputed = (found.step, found.recomputed) if found else (replica.steps_applied(), 0)
         me = action.members[action.rank].worker
         link.send(StepTakenOver(me, action.generation, step, recomputed, dead))
-        link.flush()  # before a shard that kills every worker that computes it kills this one
+        link.flush()  # before we recompute a shard that may kill this process too
 
 
 def _report_rollback(link: ControlLink, replica: Seated, action: TrainGeneration) -> None:

@@ -1,8 +1,8 @@
-"""Saving while training goes on: a thread copies this member's portion, another one writes the copy.
+"""Checkpoints without stopping training: one thread copies this member's portion, another thread writes the copy.
 
-Training waits only for what is not copied when it is about to write there again (strategies/flatmodel/copying.py).
-Two copies can be in the making: one is written while the next is taken. What cannot be written is tried again from the
-same copy, until it is there or a newer one wants to be written. A failure never ends the run.
+Training waits only before it overwrites bytes that are not copied yet (strategies/flatmodel/copying.py). One copy is
+written while the next is taken. A failed write is repeated from the same copy until it succeeds or a newer snapshot
+replaces it. A failure never ends the run.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ BUFFERS = 2
 
 @dataclass
 class CopyMemory:
-    """The memory for copies of the state. It is allocated, and its pages are touched, before the first snapshot: the
-    first touch of a page is slow."""
+    """Memory for copies of the state. It is allocated and touched before the first snapshot, because the first touch of
+    a page is slow."""
 
     free: list[Segment] = field(default_factory=list)
     made: int = 0
@@ -49,7 +49,7 @@ class CopyMemory:
                 if fitting:
                     self.free.remove(fitting[0])
                     return fitting[0]
-                if self.free:  # too small: it is from a generation with more members
+                if self.free:  # too small: from a generation with more members
                     self.free.pop()
                     self.made -= 1
                 if self.made < BUFFERS:
@@ -80,14 +80,14 @@ class CopyMemory:
 RETRY_S = 1.0
 LONGEST_RETRY_S = 30.0
 LOOKING_S = 0.1
-LAST_TRIES = 6  # of the run's last checkpoint: half a minute, then the run ends without it
-REMEMBERED = 4  # snapshots whose parts are written and that may still have to be sealed
+LAST_TRIES = 6  # attempts for the run's last checkpoint: half a minute, then the run ends without it
+REMEMBERED = 4  # written snapshots that are kept until their checkpoint is sealed
 
 
 @dataclass(frozen=True)
 class _Snapshot:
     number: int
-    """Later ones have higher numbers, also those of the same step, by another generation."""
+    """Unique and increasing; another generation may take a snapshot of the same step."""
     step: int
     generation: int
     rank: int
@@ -96,13 +96,13 @@ class _Snapshot:
     memory: Segment
     copying: Copying
     started_s: float
-    """What it took the training thread to begin."""
+    """Seconds that the training thread spent to start the copy."""
     last: bool
-    """Nothing comes after it."""
+    """The snapshot after the run's last step."""
 
 
 class Saver:
-    """One for the life of a worker. `take` is for the training thread, `ask` and `seal` are for any thread.
+    """Lives as long as the worker. `take` is for the training thread, `ask` and `seal` are for any thread.
 
     `plan` and `asked` are for the training loop: training.py decides by them after every step whether to save.
     """
@@ -110,39 +110,39 @@ class Saver:
     def __init__(self, plan: SavePlan, worker: int, tell: Callable[[Event], None]) -> None:
         self.plan = plan
         self.asked = -1
-        """The step whose checkpoint the coordinator has asked for last; -1: none."""
+        """The step of the last requested checkpoint; -1: none."""
         self._worker = worker
         self._tell = tell
         self._memory = CopyMemory()
         self._copying: Copying | None = None
         self._under_way: set[int] = set()
-        """Steps whose snapshots are taken and not written yet."""
+        """Steps of snapshots that are taken but not written."""
         self._to_copy: SimpleQueue[Copying] = SimpleQueue()
         self._waiting: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._newest = (0, 0)
-        """Number and step of the last snapshot that was taken, or must be."""
+        """Number and step of the last snapshot that was taken, or is about to be."""
         self._written: dict[int, tuple[_Snapshot, PartSaved]] = {}
         self._sealed = CheckpointSealed(worker, 0, 0, 0)
-        """The newest one."""
+        """The newest sealed checkpoint."""
         self._asked_to_seal: set[int] = set()
         threading.Thread(target=self._copy, name="copier", daemon=True).start()
         threading.Thread(target=self._work, name="saver", daemon=True).start()
 
     @property
     def wished(self) -> int:
-        """The step at which a checkpoint was asked for and not taken yet; -1: none was."""
+        """The step of a requested checkpoint that is not taken yet; -1: none."""
         return self.asked if self.asked > self._newest[1] else -1
 
     def ask(self, wish: Save, present: int) -> None:
-        """`present`: the steps that the training thread has behind it."""
+        """The coordinator requests a checkpoint after `wish.step` steps. `present`: the steps applied so far."""
         self.asked = wish.step
-        if news := self._news_of(wish.step):  # asked again: it was lost on the way
+        if news := self._news_of(wish.step):  # a repeated request: the coordinator did not get the answer
             self._tell(news)
         elif present > wish.step and wish.step not in self._under_way:
             self._tell(SaveMissed(self._worker, wish.step))
 
     def miss(self, applied: int) -> None:
-        """The state after `applied` steps is gone, so no member can save its portion of it any more."""
+        """The state after `applied` steps no longer exists: report that no member can save it."""
         if applied == self.asked:
             self._tell(SaveMissed(self._worker, applied))
 
@@ -152,18 +152,18 @@ class Saver:
         return self._written[step][1] if step in self._written else None
 
     def prepare(self, replica: Seated) -> None:
-        """A generation begins: have memory for its first snapshot, if no earlier one has made any."""
+        """At a generation's start: allocate memory for the first snapshot unless an earlier generation did."""
         if self._memory.made:
             return
         size_bytes = replica.portions()[replica.exchange.rank].size_bytes
         self._waiting.put(lambda: self._memory.prepare(size_bytes))
 
     def take(self, replica: Seated, applied: int, generation: int, facts: Facts, last: bool) -> None:
-        """Have my portion of the present state copied and written."""
+        """Start to copy and write this member's portion of the present state."""
         portions, rank = replica.portions(), replica.exchange.rank
         number, started = self._newest[0] + 1, time.perf_counter()
         if last:
-            self._newest = number, applied  # before the wait: snapshots that keep failing make room for it
+            self._newest = number, applied  # before the wait: it replaces snapshots whose writes keep failing
         try:
             memory = self._memory.take(portions[rank].size_bytes, wait=last)
         except (OSError, NotEnoughMemory) as error:
@@ -188,7 +188,7 @@ class Saver:
         self._waiting.put(lambda: self._write(snapshot))
 
     def let_go(self) -> None:
-        """The generation is over: others will write to what is being copied."""
+        """At a generation's end: finish the copy, because the next generation writes to the same memory."""
         if self._copying:
             self._copying.finish()
 
@@ -207,9 +207,9 @@ class Saver:
         while True:
             try:
                 self._waiting.get()()
-            except DistBeliefError as error:  # no memory for a copy: it is tried when a copy is to be taken
+            except DistBeliefError as error:  # not enough memory to prepare: `take` tries again
                 print(error.message, flush=True)
-            except Exception:  # not of the storage, but the next checkpoint may be saved all the same
+            except Exception:  # an unexpected error; the next checkpoint may still succeed
                 traceback.print_exc()
 
     def _write(self, snapshot: _Snapshot) -> None:
@@ -231,18 +231,18 @@ class Saver:
         self._tell(news)
 
     def _insist(self, snapshot: _Snapshot) -> PartRecord | None:
-        """Write it, however often that takes; None when it is not needed any more."""
+        """Write the snapshot, with retries. None: it is no longer needed."""
         tries, pause_s, looking_s = 0, RETRY_S, LOOKING_S
         while True:
             try:
                 return self._try(snapshot)
-            except Exception as error:  # whatever it is, it does not end the run
+            except Exception as error:  # no error of saving ends the run
                 tries += not isinstance(error, CheckpointExists)
                 replaced = self._newest[0] > snapshot.number
                 done = replaced or (snapshot.last and tries >= LAST_TRIES)
-                looking = isinstance(error, CheckpointExists)  # the first member is, and makes room if it must
+                looking = isinstance(error, CheckpointExists)  # rank 0 verifies it, and replaces a damaged one
                 if not looking:
-                    again = replaced and self._newest[1] == snapshot.step  # another generation has taken the same step
+                    again = replaced and self._newest[1] == snapshot.step  # another generation took the same step
                     self._tell_failure(snapshot.step, error, gave_up=done and not again)
                 if done:
                     return None
@@ -259,13 +259,13 @@ class Saver:
         try:
             return write_part(folder, step, rank + 1, len(portions), slices)
         except CheckpointExists:
-            # From before the run was resumed. The first member looks whether it is any good, and makes room otherwise.
+            # It is from before the resume. Rank 0 verifies it, and removes its manifest if it is damaged.
             if rank > 0:
                 raise
         try:
             manifest = verify(folder, step)
         except CheckpointUnusable:
-            # The manifest alone: others may be about to write their parts beside the old ones, which `tidy` removes.
+            # Only the manifest: other members may be writing parts in this folder. `tidy` removes the old parts.
             remove_file(folder_at(folder) / step_name(step), MANIFEST)
             return write_part(folder, step, rank + 1, len(portions), slices)
         self._sealed = self._news_of_seal(manifest)
@@ -284,11 +284,11 @@ class Saver:
 
     def _seal(self, wish: Seal) -> None:
         self._asked_to_seal.discard(wish.step)
-        if wish.step == self._sealed.step:  # asked again: the news of it was lost on the way
+        if wish.step == self._sealed.step:  # a repeated request: the coordinator did not get the answer
             self._tell(self._sealed)
             return
         snapshot, _ = self._written.get(wish.step, (None, None))
-        if snapshot is None or len(snapshot.portions) != len(wish.parts):  # another generation has taken it anew
+        if snapshot is None or len(snapshot.portions) != len(wish.parts):  # another generation took the same step again
             return
         records = [
             PartRecord(part_name(number, len(wish.parts)), part.size_bytes, part.sha256, tuple(portion.entries()))
@@ -296,16 +296,16 @@ class Saver:
         ]
         try:
             manifest = seal(self.plan.folder, wish.step, snapshot.facts, records)
-        except Exception as error:  # the coordinator asks again, or somebody else; but what is gone stays gone
+        except Exception as error:  # the coordinator asks again, perhaps another worker; lost parts stay lost
             self._tell_failure(wish.step, error, gave_up=isinstance(error, CheckpointIncomplete))
             return
         self._sealed = self._news_of_seal(manifest)
         self._written = {step: kept for step, kept in self._written.items() if step > wish.step}
-        self._clear_up()  # first: when the coordinator knows of the last one, this process ends
+        self._clear_up()  # before the report: after the last one this process is ended
         self._tell(self._sealed)
 
     def _clear_up(self) -> None:
-        """Not worth a word of failure: it is tried again after the next checkpoint."""
+        """Remove old checkpoints. A failure is only logged, because the next checkpoint tries again."""
         plan = self.plan
         try:
             clear_up(

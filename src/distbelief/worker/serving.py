@@ -1,5 +1,4 @@
-"""The process of a parameter server: the worker's machinery loads the job and finds checkpoints, and the strategy
-serves."""
+"""The process of a parameter server: this module loads the job and finds checkpoints; the strategy serves."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from distbelief.worker.spec import WorkerSpec
 
 
 def run_server(spec: WorkerSpec, segment_socket: sockets.socket | None) -> int:
-    """The life of a parameter server. Returns its exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to everybody; the engine decides
+    """Run a parameter server until it ends. Returns its exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the engine decides
     torch.set_num_threads(spec.options.threads)
     return parse(spec.options.strategy).serve(
         ServingHost(spec, SegmentClient(segment_socket) if segment_socket else None)
@@ -27,7 +26,7 @@ def run_server(spec: WorkerSpec, segment_socket: sockets.socket | None) -> int:
 
 
 class ServingHost:
-    """See `ServerHost`."""
+    """Implements `ServerHost` for a parameter-server process."""
 
     def __init__(self, spec: WorkerSpec, segments: SegmentClient | None) -> None:
         self._spec = spec
@@ -66,7 +65,7 @@ class ServingHost:
             return None
         saved = None
         if origin.checkpoints and (life > 1 or origin.resumed):
-            # A run that was resumed may have sealed none since: then it begins again from the checkpoint that it found.
+            # A resumed run that has sealed no checkpoint since begins again from the newest usable one.
             at_most = None if origin.resumed and not sealed else sealed
             saved, skipped = newest_saved(origin.checkpoints, lazily, at_most)
             for bad, why in skipped:

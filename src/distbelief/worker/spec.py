@@ -1,4 +1,4 @@
-"""What a worker or parameter-server process is told when it starts. Torch-free: the launching process makes it."""
+"""The options with which a worker or parameter server starts. Torch-free, because the launching process makes them."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from distbelief.options import ProfilePlan, RunOptions, SavePlan, profile_plan
 
 
 class JobSource(msgspec.Struct, frozen=True, rename={"file": "job_file"}):
-    """Where a worker finds the job: in a file, or pickled."""
+    """Where a worker finds the job: in a job file, or pickled."""
 
     file: str = ""
-    """The job file. Empty: the job is pickled; workers find it in the shared segment "job"."""
+    """The job file. Empty: the job is pickled in the shared segment "job"."""
     settings: dict[str, str] = {}
-    """The hyper-parameters that the user has set (--set)."""
+    """The user's hyper-parameters (--set)."""
     sys_path: tuple[str, ...] = ()
     pickled: bytes = b""
-    """In the launching process and on its way to other hosts only."""
+    """The pickled job; only in the launching process and on its way to other hosts."""
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """What a run begins from, instead of the job's own initial values."""
+    """The checkpoint or the weights with which a run begins, instead of the job's initial values."""
 
     checkpoints: str = ""
-    """The folder of this run's checkpoints. If no member has the run's state, it starts from the newest sound one."""
+    """The run's checkpoint folder. If no member has the run's state, the run starts from the newest usable
+    checkpoint."""
     weights: str = ""
-    """Trained weights to begin with if there is no checkpoint."""
+    """Trained weights for the start, if there is no checkpoint."""
     resumed: bool = False
-    """Whether the run has run before; otherwise its first generation looks for no checkpoint."""
+    """Whether this run is resumed; otherwise its first generation looks for no checkpoint."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """Everything a worker is told when it starts. It never appears in `ps` or in the environment."""
+    """All options of a worker. They never appear in `ps` or in the environment."""
 
     worker: int
     host: str
@@ -42,19 +43,19 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     credential: Credential
     run_dir: str
     options: RunOptions
-    """The run's; `threads` and `device` are this worker's own where they differ."""
+    """The run's options; `threads` and `device` are this worker's where they differ."""
     job: JobSource = JobSource()
     store: tuple[str, int] | None = None
-    """Host and port of the rendezvous store, where torch groups are used."""
+    """Host and port of the rendezvous store; empty where no torch groups are used."""
     shares_memory: bool = True
     """Whether all workers and parameter servers of the run are on one host."""
     place: int = 0
-    """The worker's index among the workers of its host: the smallest one that is free."""
+    """The worker's index on its host: the smallest free one."""
     resumed: bool = False
     is_away: bool = False
-    """Whether this host does not see the run directory of the run; `run_dir` is then a folder of the host's own."""
+    """Whether this host cannot see the run's directory; `run_dir` is then a local folder."""
     plugin: str = ""
-    """The distribution that has the strategy, if it is not DistBelief."""
+    """The distribution of a plug-in strategy; empty for DistBelief's own."""
 
     @property
     def checkpoint_folder(self) -> str:
@@ -66,7 +67,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
     @property
     def origin(self) -> Origin | None:
-        """What the run begins from if no member has its state. None: the job's initial values."""
+        """The run's start if no member has its state. None: the job's initial values."""
         folder = self.checkpoint_folder if self.options.saves else ""
         weights = self.options.begin_from
         return Origin(folder, weights, self.resumed) if folder or weights else None
@@ -77,5 +78,5 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
 
 def checkpoint_folder(options: RunOptions, run_dir: Path) -> str:
-    """A folder or URL."""
+    """The folder or URL of the run's checkpoints."""
     return options.with_absolute_paths().checkpoints or str(run_dir.resolve() / "checkpoints")

@@ -1,4 +1,4 @@
-"""One generation's work: steps, evaluations at committed steps, and the end of the run."""
+"""One generation's training: steps, evaluations at committed steps, and the end of the run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from distbelief.worker.origin import facts_at
 from distbelief.worker.saving import Saver
 
 if TYPE_CHECKING:
-    from distbelief.worker.profiling.profiler import Profiler  # it is loaded where a profile is taken
+    from distbelief.worker.profiling.profiler import Profiler  # imported only when a profile is taken
 
 
 @dataclass
 class Speed:
-    """What this process has trained, over all generations."""
+    """Training time and samples of this process, over all generations."""
 
     seconds: float = 0.0
     samples: int = 0
@@ -36,7 +36,7 @@ class Speed:
 
 
 class Stopwatch:
-    """Times the feed, and remembers which shard is being worked on (for the report of a failure)."""
+    """Times the feed, and remembers the present shard for the report of a failure."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
@@ -62,20 +62,20 @@ class Assignment:
     steps: int
     run_dir: Path
     reported: int
-    """The coordinator knows of all steps before this one."""
+    """The coordinator has reports of all steps before this one."""
     sealed: int = 0
-    """The newest checkpoint."""
+    """The step of the newest checkpoint."""
     saver: Saver | None = None
     facts: Facts = field(default_factory=Facts)
-    """What checkpoints say of the job."""
+    """Facts about the job that every checkpoint repeats."""
     show: Callable[[Sequence[str]], None] = lambda lines: None
-    """Tells people how the model is divided."""
+    """Reports how the model is divided."""
     stride: int = 1
-    """Steps that are committed together: there is a state after every multiple of it, and after the last step."""
+    """Steps that are committed together: states exist after every multiple of the stride, and after the last step."""
     profile: Profiler | None = None
 
     def before(self, applied: int) -> int:
-        """The state before that one: after how many steps.
+        """The number of steps of the state before the one after `applied` steps.
 
         >>> Assignment(0, 1, 20, Path(), 0, stride=8).before(20)
         16
@@ -85,7 +85,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class GenerationTraining:
-    """One generation's training on this worker: what a training loop needs of the machinery. See `Training`."""
+    """One generation's training on this worker, as training loops see it. Implements `Training`."""
 
     job: Job
     replica: Seated
@@ -210,14 +210,14 @@ def _is_passed(every: int | None, applied: int, before: int) -> bool:
 
 
 def train(replica: Replica, training: GenerationTraining) -> WorkerFinished:
-    """Run the steps that are left, and return what is to be reported at the end."""
+    """Run the remaining steps, and return the final report."""
     watch, progress, task = training.watch, training.progress, training.task
     leads = replica.exchange.rank == 0
     first = replica.steps_applied()
     metrics: dict[str, float] = {}
     if leads:
         training.answer_recalls()
-        # That members went back may not have been heard yet when it was said what is reported: then all of it again.
+        # After a rollback `task.reported` may be from before it: then report all steps again.
         progress.recall(task.reported if task.reported <= first else 0)
         metrics = training.last_evaluation()
     if (begun := replica.taken_over()) and begun.is_in_part:
@@ -226,7 +226,7 @@ def train(replica: Replica, training: GenerationTraining) -> WorkerFinished:
     else:
         if training.evaluates and first and training.is_evaluation_due(first) and _is_missing(replica, first):
             metrics = training.evaluate(first)
-        if first > task.sealed:  # the member that saved it may have died on the way
+        if first > task.sealed:  # the member that saved it may have died before it was sealed
             training.save_if_due(first)
     if leads and (lines := replica.plan_lines()):
         task.show(lines)
@@ -267,10 +267,10 @@ def train(replica: Replica, training: GenerationTraining) -> WorkerFinished:
         if training.evaluates and training.is_evaluation_due(step):
             metrics = training.evaluate(step)
         training.save_if_due(step)
-    if last is None:  # the steps were done before this generation; the leader may have died before it saved
+    if last is None:  # the steps were done before this generation, whose leader may have died before it saved
         replica.save_weights(task.run_dir / "weights.safetensors")
     digest = replica.weights_sha256()
-    if not leads:  # one that has a replica of its own must have the same as all others
+    if not leads:  # a member with its own replica reports its digest for comparison
         return WorkerFinished(task.worker, task.generation, task.steps, weights_sha256=digest)
     loss = last.loss if last else replica.remembered(task.steps - 1)[-1].loss
     wire_bytes, plain_bytes = replica.traffic()
@@ -288,12 +288,13 @@ def train(replica: Replica, training: GenerationTraining) -> WorkerFinished:
 
 
 def _is_missing(replica: Replica, applied: int) -> bool:
-    """Whether this state is still to be evaluated. Rank 0 decides: one that was aborted may be over on some members."""
+    """Whether this state must still be evaluated. Rank 0 decides: an aborted evaluation may have ended on some
+    members."""
     return replica.exchange.gather(b"missing" if replica.note()[0] != applied else b"done")[0] == b"missing"
 
 
 def report_again(replica: Seated, progress: Progress, reported: int) -> None:
-    """Report again what may have been lost: with earlier members, or with a coordinator. Any member can."""
+    """Repeat reports that earlier members or a coordinator may have lost. Any member can do it."""
     for one in replica.remembered(reported):
         report = StepReport(one.step, one.loss, one.samples, one.fingerprint, one.at, one.generation)
         progress.reports.append(report)

@@ -1,1 +1,1 @@
-"""Where a worker's time goes, recorded for some steps of a run. Nothing of it is loaded where no profile is taken."""
+"""Records where a worker's time goes, for some steps of a run. Imported only when a profile is taken."""

@@ -1,9 +1,8 @@
-"""A worker's profile: the clocks are put on at the window's first step and taken off after its last one.
+"""A worker's profile: instruments are attached at the window's first step and detached after its last one.
 
-What is recorded is written to the run directory step by step, so that a worker that is killed leaves what it had;
-torch's operators come at the end of the window. On a host that does not see the run directory the files are sent to it
-with the worker's messages. Nothing that goes wrong here ends a run: it is said in the log, and there is less in the
-profile.
+The spans are written to the run directory after every step, so they survive if the worker is killed; torch's operators
+are written at the end of the window. A host that does not see the run directory sends its files in messages. An error
+here never ends the run: it is logged, and the profile has less in it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ from distbelief.worker.profiling.instruments import REGROUP, Instruments, Spans
 from distbelief.worker.spec import WorkerSpec
 
 WARM_UP = 10
-"""Steps before the first recorded step, in a run that is long enough: caches fill, memory is mapped, shards settle."""
+"""Steps before the first recorded step, in a run that is long enough: caches fill, memory is mapped, shards are
+balanced."""
 LENGTH = 10
 
 
@@ -72,21 +72,21 @@ class Operators:
     is the same one, but imports the compiler first, which takes seconds.)"""
 
     def __init__(self, device: torch.device) -> None:
-        for name, value in _QUIET.items():  # otherwise it writes to stderr, which is the worker's log
+        for name, value in _QUIET.items():  # by default the profiler writes to stderr, the worker's log
             os.environ.setdefault(name, value)
         self._device = device.type if device.type == "cuda" else None
         self._profile: profile | None = None
         self._began = (0, 0)
-        """Wall clock and CPU time."""
+        """The start of the recording: wall clock and CPU time."""
         self._budget_ns = self._spent_ns = 0
-        """CPU time that may be recorded, and that has been recorded."""
+        """The limit of recorded CPU time, and the recorded CPU time."""
         self.recorded_ns = (0, 0)
         """(start, end) of the recording, by `time.perf_counter_ns`; the end is 0 while it runs."""
         self._per_s = MOST_EVENTS / REHEARSAL_S
         """Events per second of CPU time."""
 
     def set_up(self) -> None:
-        """The first start takes seconds: call it before training, when nobody waits."""
+        """Start the profiler once. The first start takes seconds, so call it before training."""
         usual = self._per_s
         self.start(REHEARSAL_S)
         self.stop()
@@ -167,9 +167,9 @@ class Profiler:
         self._file: BinaryIO | None = None
         self._step = -1
         self._since = (0, 0)
-        """When the present step began: wall clock and CPU time, nanoseconds."""
+        """Start of the present step: wall clock and CPU time, in nanoseconds."""
         self._left_ns = 0
-        """When the last generation was given up."""
+        """The end of the last generation, in nanoseconds."""
         self._place = ""
 
     # --- what the training thread tells ------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class Profiler:
             self._write_line({"place": place})
 
     def at(self, step: int) -> None:
-        """That step is next. Everything before it is done."""
+        """The training thread is about to begin `step`; all earlier steps are done."""
         if step == self._step or self._state == "over":
             return
         try:
@@ -199,12 +199,12 @@ class Profiler:
             self._give_up()
 
     def left(self) -> None:
-        """The generation has ended, or was given up: then the step that was under way is done again by the next."""
+        """The generation has ended or was aborted; an unfinished step is recorded again by the next one."""
         self._step = -1
         self._left_ns = time.perf_counter_ns()
 
     def finish(self) -> None:
-        """The run's steps are done: what is not written yet is written now."""
+        """All steps are done: write the rest of the profile."""
         if self._state in ("rehearsing", "ready", "during"):
             try:
                 self._leave_step()
@@ -216,8 +216,9 @@ class Profiler:
     # --- the window --------------------------------------------------------------------------------------------------
 
     def _next_state(self, step: int) -> str:
-        """Two steps early the operators are rehearsed, and one step early all is set up: that takes time, and others,
-        who are done with it, wait meanwhile. Where the window begins with the run, there is less time."""
+        """Advance the state for this step. Operators are rehearsed two strides before the window and started one stride
+        before, because both take time for which other members wait. A window at the run's beginning leaves less
+        time."""
         state = self._state
         if state == "before":
             if not self._first - 2 * self._stride <= step < self._end:
@@ -261,7 +262,7 @@ class Profiler:
         self._instruments.attach()
 
     def _with_operators(self, do: Callable[[Operators], None]) -> None:
-        """They are worth having, but without them there is still all the rest."""
+        """Call `do`; if it raises, continue the profile without operators."""
         try:
             if self._operators:
                 do(self._operators)

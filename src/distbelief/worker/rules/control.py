@@ -1,7 +1,7 @@
-"""The worker's control logic, pure: what to do about each thing that the coordinator says or that happens here.
+"""The worker's control logic, pure: the actions that follow from each command and local event.
 
-No sockets, threads, clock or torch; `link.py` and `process.py` carry the actions out. A member obeys no lower epoch
-and no generation twice.
+No sockets, threads, clock or torch; `link.py` and `process.py` perform the actions. A member ignores commands of a
+lower epoch and never trains a generation twice.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class TrainGeneration:
 
 @dataclass(frozen=True)
 class StandDown:
-    """Let go of the generation and say so; then wait."""
+    """Release the generation, confirm it (WorkerLeft), and wait."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class TellAgain:
-    """Say again what you have said: the coordinator does not know it. Steps before `reported` it does."""
+    """Repeat all events and step reports: a new coordinator lacks them. It knows the steps before `reported`."""
 
     reported: int
 
@@ -85,7 +85,7 @@ class Save:
 
 @dataclass(frozen=True)
 class Seal:
-    """Write the manifest of a checkpoint whose parts are all there."""
+    """Write the manifest of a checkpoint whose parts are all written."""
 
     step: int
     parts: tuple[WrittenPart, ...]
@@ -93,7 +93,7 @@ class Seal:
 
 @dataclass(frozen=True)
 class LearnMap:
-    """Who has which slice of the parameters from now on."""
+    """A newer map of parameter servers and their slices."""
 
     map: ServerMap
 
@@ -128,9 +128,9 @@ def step(state: WorkerState, event: Command | GenerationFinished) -> tuple[Worke
         current = event.generation == state.generation and state.phase == "training"
         return (replace(state, phase="finished") if current else state), []
     if event.epoch < state.epoch:
-        return state, []  # an older coordinator that does not know it was replaced
+        return state, []  # from an older coordinator that was replaced
     match event:
-        # Not the news of a coordinator: a new one hears from our next heartbeat that we do not know it, and asks us.
+        # These do not introduce a new coordinator: it learns from our heartbeat that we do not know it, and asks us.
         case SaveAt():
             return state, [Save(event.step)]
         case SealCheckpoint():
