@@ -1,8 +1,8 @@
 """The table of strategies. A strategy is one folder, and one line here: its name, and the module with its value.
 
-That module imports no torch. It has a function `parse(text, options)` that makes the value (a `Strategy`, see base.py)
-from a string such as `ps:async:n_push=4`. Other distributions add strategies by an entry point of the group
-`distbelief.strategies`: its name is the strategy's, its value names such a module.
+That module imports no torch. Its function `parse(text, options)` makes the value (a `Strategy`, see base.py) from a
+string such as `ps:async:n_push=4`. Other distributions add strategies by an entry point of the group
+`distbelief.strategies`: its name is the strategy's name, its value names such a module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TABLE = {
     "sharded": f"{_OURS}.mesh.strategy",
     "degrees": f"{_OURS}.mesh.strategy",
 }
-"""`degrees` stands for all names such as dp2.tp2.pp2. Our names come before those of other distributions."""
+"""`degrees` stands for all names such as dp2.tp2.pp2. Our names take precedence over those of other distributions."""
 KNOWN = (
     "allreduce, ps:sync, ps:async, ps:ssp:staleness=4, sandblaster, local_sgd:8, pipeline:4, tensor:2, sharded, "
     "or degrees such as dp2.tp2.pp2 and dp2.fsdp2"
@@ -43,7 +43,7 @@ class UnknownStrategy(JobError):
 
 @lru_cache(64)
 def parse(text: str) -> Strategy:
-    """The strategy that a command line names: its name, then options after colons.
+    """Parse a strategy: its name, then options after colons.
 
     >>> parse("allreduce:inexact:gloo")
     AllReduce(exact=False, transport='gloo', compression='', always=False)
@@ -61,8 +61,8 @@ def parse(text: str) -> Strategy:
 
 
 def plugin(text: str) -> str:
-    """What must be installed on a host for this strategy, beside DistBelief: a distribution and its version, as pip
-    names it; empty for our own strategies.
+    """The distribution, with its version as pip writes it, that a host needs for this strategy; empty for our own
+    strategies.
 
     >>> plugin("ps:async")
     ''
@@ -73,7 +73,7 @@ def plugin(text: str) -> str:
 
 
 def require(text: str, wanted: str) -> Strategy:
-    """The strategy on this host. `wanted`: what `plugin` answered where the run was started.
+    """Parse a strategy on this host. `wanted`: the answer of `plugin` where the run was started.
 
     >>> require("vote", "distbelief-vote==1.0")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -109,7 +109,7 @@ def _entry_point(name: str) -> EntryPoint | None:
 
 
 def learn_alike(one: Strategy, other: Strategy) -> bool:
-    """Whether both should come to the same weights, so that one can go on from a checkpoint of the other.
+    """Whether both strategies learn the same, so that one can continue from the other's checkpoint.
 
     >>> learn_alike(parse("pipeline:2"), parse("allreduce")), learn_alike(parse("local_sgd:8"), parse("allreduce"))
     (True, False)

@@ -1,9 +1,9 @@
 """The interface between the worker's machinery and a strategy.
 
-A `Strategy` is a value without torch, which says what the strategy needs. `prepare` makes and checks the model on a
-worker, `Prepared.build` gives a replica once the worker has a seat in a generation, and the replica trains: `compute`
-turns shards into partial sums, `commit` adds the partial sums over the members and updates. `Training` and `ServerHost`
-are what the machinery does for a strategy that has a training loop, or a server process, of its own.
+A `Strategy` is a torch-free value that describes the strategy's needs. `prepare` makes and checks the model on a
+worker, `Prepared.build` makes a replica once the worker has a seat in a generation, and the replica trains: `compute`
+turns shards into partial sums, `commit` adds them over the members and updates. `Training` and `ServerHost` are the
+machinery's services for a strategy with its own training loop or server process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from distbelief.transport.shm.segment import Segment, SegmentClient
 
 Fetch = Callable[[int, int, int], tuple[Any, int]]
-"""(step, first shard, end shard) -> the batch of those shards together, and how many samples it has."""
+"""(step, first shard, end shard) -> the batch of these shards together, and its number of samples."""
 
 
 class Division(Protocol):
@@ -42,7 +42,7 @@ class Division(Protocol):
     def shards(self) -> int: ...
 
     def occupied(self, step: int) -> int:
-        """The number n of units of that step that have samples; they are the first n."""
+        """The number n of units of the step that have samples; they are the first n."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Task:
     seed: int
     fetch: Callable[[], tuple[Any, int]]
     counts: bool = True
-    """Members that must do as much as others, and have fewer shards, fill up with some that do not count."""
+    """False: a filler task of a member with fewer shards than others, because all members must do equally many."""
 
 
 @dataclass(frozen=True)
@@ -62,44 +62,44 @@ class StepResult:
     loss: float
     samples: int
     fingerprint: str
-    """Equal wherever and whenever this step is executed; kept with the step."""
+    """The same in every execution of this step; kept with the step."""
     before: Sequence[StepResult] = ()
-    """Of the steps that were committed together with this one, in front of it."""
+    """The results of the earlier steps that were committed together with this one."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """What a step gave, as it is kept with the state."""
+    """The result of a step, as the state keeps it."""
 
     step: int
     loss: float
     samples: int
     fingerprint: str
     generation: int
-    """In which it was applied."""
+    """The generation in which the step was applied."""
     at: float
-    """Wall clock."""
+    """Wall-clock time of the commit."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A state to begin from: that of a checkpoint, or weights alone."""
+    """A state to start from: a checkpoint, or weights alone."""
 
     step: int
-    """Steps applied."""
+    """The number of applied steps."""
     tensors: Mapping[str, torch.Tensor]
     """`model/NAME`, `optimizer/KEY/NAME`, `begun/NAME` (see namedtensors.py); weights alone: `model/NAME` only."""
     history: Sequence[Applied] = ()
-    """What the last steps gave, oldest first: steps whose report may have been lost when the coordinator died."""
+    """The last steps' results, oldest first: a coordinator that died may not have received them."""
     note: bytes = b""
-    """The note that was kept with this state, if there was one."""
+    """The note kept with this state; empty: none."""
 
 
 class BeginFrom(Protocol):
-    """Called where nobody has the run's state, by the member that leads; None: the job's own initial values."""
+    """Called by the leading member when no member has the run's state. None: use the job's own initial values."""
 
     def __call__(self, step: int = -1) -> Saved | None:
-        """`step`: that of the checkpoint that the leading member has found, for others who read from it too."""
+        """`step`: the checkpoint that the leading member has found, for other members that read from it too."""
 
 
 def nothing_saved(step: int = -1) -> Saved | None:
@@ -109,39 +109,39 @@ def nothing_saved(step: int = -1) -> Saved | None:
 @dataclass(frozen=True)
 class RolledBack:
     reached: int
-    """Steps that had been applied."""
+    """The number of steps that had been applied."""
     step: int
-    """Steps that are applied now."""
+    """The number of steps that are applied now."""
     source: str
     """snapshots · checkpoint"""
 
 
 class Portion(Protocol):
-    """What one member saves of a state. It outlives the replica: it knows names and places, no values."""
+    """The part of a state that one member saves. It holds names and offsets, no values, so it outlives the replica."""
 
     @property
     def size_bytes(self) -> int:
-        """The memory that a copy of it takes."""
+        """The size of a copy."""
 
     def entries(self) -> list[PartEntry]: ...
 
     def slices(self, copy: Segment, outside: Mapping[str, torch.Tensor]) -> list[Slice]:
-        """The tensors in a copy that was made with `Replica.copy_portion`."""
+        """The tensors in a copy made by `Replica.copy_portion`."""
 
 
 class Copying(Protocol):
-    """A copy of a portion in the making. The replica finishes it before it writes to what is copied."""
+    """An unfinished copy of a portion. The replica finishes it before it writes to the copied memory."""
 
     outside: Mapping[str, torch.Tensor]
-    """What is not in that memory, for `Portion.slices`: small tensors, and such as never change."""
+    """Tensors outside of the copied memory, for `Portion.slices`: small ones and constant ones."""
     waited_s: float
-    """How long training waited for it."""
+    """Seconds that training waited for the copy."""
 
     def run(self) -> None:
-        """Copy what is left. For a thread beside training."""
+        """Copy the remaining pieces, in a thread beside training."""
 
     def finish(self) -> None:
-        """Copy what is left, and return when all is there."""
+        """Copy the remaining pieces, and return when the copy is complete."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,9 @@ class Takeover:
 
     step: int
     recomputed: int
-    """Shards that had to be computed again; the others' partial sums were there."""
+    """The number of recomputed shards; partial sums of the others had been published."""
     is_in_part: bool = False
-    """Whether some of the state has the step behind it already: until it is finished, there is nothing to look at."""
+    """Whether a part of the state has the step already; until the step is finished, the state is unusable."""
 
 
 class NonFiniteLoss(DistBeliefError):
@@ -173,14 +173,14 @@ class Seat:
 
     rank: int
     ranges: Sequence[Range]
-    """Every rank's shards."""
+    """Each rank's shards."""
     steps: int
-    """How many steps the run has: what lies beyond is not looked at."""
+    """The number of steps of the run; no batch beyond it is prefetched."""
     generation: int = 0
     degrees: Sequence[int] = ()
-    """Of the mesh that the members form, where the strategy divides the model."""
+    """The degrees of the members' mesh, if the strategy divides the model."""
     workers: Sequence[int] = ()
-    """The number of every member, by rank."""
+    """Each member's worker number, by rank."""
 
     @property
     def worker(self) -> int:
@@ -188,38 +188,39 @@ class Seat:
 
 
 class Seated(Protocol):
-    """A member's part of a run, whatever the members do together."""
+    """A member's part of a run, whether or not the members compute steps together."""
 
     @property
     def exchange(self) -> Group: ...
 
     comm_s: float
-    """Seconds spent on adding up and on waiting for others, since it was built."""
+    """Seconds of adding up partial sums and of waiting for other members, since the replica was built."""
 
     def steps_applied(self) -> int: ...
 
     def taken_over(self) -> Takeover | None:
-        """What this generation found begun when it started."""
+        """The unfinished step that this generation took over, if any."""
 
     def remembered(self, first: int) -> list[Applied]:
-        """The results of the applied steps from `first` on, as far back as they are kept, by any member."""
+        """The results of the applied steps from `first` on, as far back as the state keeps them. Any member has
+        them."""
 
     def note(self) -> tuple[int, bytes]:
-        """(steps applied when the note was kept, content). A note survives the member that kept it."""
+        """(steps applied when the note was kept, content). A note survives the death of its writer."""
 
     def keep_note(self, content: bytes) -> None:
-        """Keep some bytes that belong to the present state. Members that share a state leave it to rank 0."""
+        """Keep some bytes with the present state. Members that share a state leave it to rank 0."""
 
     def portions(self) -> Sequence[Portion]:
-        """Who saves what: each member's part of the state, by rank."""
+        """Each member's portion of the state, by rank."""
 
     def copy_portion(self, applied: int, into: Segment) -> Copying:
-        """Begin a copy of this member's portion of the state after `applied` steps, which were just applied. The copy
-        must be finished before this member leaves its generation."""
+        """Begin a copy of this member's portion of the state, right after `applied` steps were applied. The copy must
+        be finished before the member leaves its generation."""
 
     def measure(self, tasks: Sequence[Task], measure: Callable[[Task, Any, Any], None]) -> None:
-        """Forward passes at the committed state, of all these shards over all members. `measure` is called with (task,
-        output, target) on the members that have the outputs."""
+        """Forward passes of all these shards over all members, at the committed state. Members that have the outputs
+        call `measure` with (task, output, target)."""
 
     def save_weights(self, path: Path) -> None:
         """Collective call; rank 0 writes."""
@@ -228,86 +229,86 @@ class Seated(Protocol):
         """Collective call; returns an empty string on members without weights."""
 
     def waits(self) -> Mapping[int, float]:
-        """Seconds that were spent waiting for each rank, where that is known."""
+        """Seconds of waiting for each rank, where they are known."""
 
     def traffic(self) -> tuple[int, int]:
-        """(bytes of gradients that all members sent, bytes that they would have sent uncompressed); 0: not known."""
+        """(bytes of gradients that all members sent, bytes without compression); 0: unknown."""
 
     def helped(self) -> int:
-        """Shards that this member has computed for late ones."""
+        """The number of shards that this member computed for late members."""
 
     def plan_lines(self) -> Sequence[str]:
-        """How the model is divided, for people: what is new since it was last asked."""
+        """New lines for people about how the model is divided, since the last call."""
 
     def rolled_back(self) -> RolledBack | None:
-        """That it had to go back to an earlier step, because nobody had the last one any more."""
+        """The rollback to an earlier step, if no member had the last state any more."""
 
 
 @runtime_checkable
 class Replica(Seated, Protocol):
-    """Of members that do steps together."""
+    """A replica of members that compute steps together."""
 
     def compute(self, step: int) -> None:
-        """Forward and backward of my shards of that step, into named partial sums. Where several steps are committed
-        together, all of them, from that one on."""
+        """Forward and backward passes of this member's shards of the step, into partial sums. With a stride: of all
+        steps that are committed together, beginning with `step`."""
 
     def commit(self, step: int) -> StepResult:
-        """Add the partial sums of all members and update. Atomic: applied whole or not at all. Returns what the last
-        step gave that is applied now."""
+        """Add the partial sums of all members and update. Atomic: the step is applied whole or not at all. Returns the
+        result of the last applied step."""
 
 
 class Prepared(Protocol):
-    """A model that has been made and checked on this worker, before it has a seat."""
+    """A made and checked model on a worker without a seat."""
 
     model: torch.nn.Module
     shards: int
-    """How many units of work the members divide among themselves."""
+    """The number of units of work that the members divide among themselves."""
 
     @property
     def parameters(self) -> int: ...
 
     def least_bytes(self) -> int:
-        """The memory that one worker needs at least, beside the model itself."""
+        """The memory that one worker needs at least, without the model itself."""
 
     def facts(self) -> dict[str, str]:
-        """What must be the same on all members for the bits to be the same."""
+        """The facts that must be equal on all members for equal bits."""
 
     def canary(self, fetch: Fetch) -> str: ...
 
     def groups(self, mine: Range) -> list[list[Range]]:
-        """What a member with that range fetches: shards, in groups. It goes through the steps that are committed
-        together with one group after the other; within a step it takes a group's shards in order."""
+        """The shards that a member with this range fetches, as groups of ranges. The member computes all steps that are
+        committed together with one group, then with the next; within a step it takes a group's shards in order."""
 
     @property
     def loop(self) -> Loop | None:
-        """The training loop of its members; None: the worker's own, one step after the other."""
+        """The strategy's own training loop; None: the worker's loop, one step after the other."""
 
     def connect(self, credential: Credential) -> ServerLink | None:
-        """Begin to look for the parameter servers; None: there are none."""
+        """Connect to the parameter servers; None: the strategy has none."""
 
     def exchange(self, membership: Membership) -> Group:
-        """Open what the members of a generation meet in."""
+        """Open the generation's exchange."""
 
     def frozen(self) -> list[str]:
-        """Parameters that are not trained, as `model/NAME`. Every member has its own."""
+        """The parameters that are not trained, as `model/NAME`. Every member has its own copy."""
 
     def set_frozen(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
     def build(self, seat: Seat, exchange: Any, fetch: Fetch, begin_from: BeginFrom = nothing_saved) -> Seated: ...
 
     def let_go(self) -> None:
-        """The generation is over: what it had is not held from here any more, before the next one takes as much."""
+        """A generation has ended: release its memory before the next one allocates."""
 
 
 class ServerLink(Protocol):
-    """A worker's connection to the parameter servers, as far as the coordinator's map of them goes."""
+    """A worker's connection to the parameter servers, by the coordinator's map."""
 
     @property
     def version(self) -> int:
-        """Of the map that is known here."""
+        """The version of this worker's map."""
 
     def learn(self, known: ServerMap) -> None:
-        """The coordinator has a newer map."""
+        """Adopt a newer map of the coordinator."""
 
 
 class MeasureAll(Protocol):
@@ -316,8 +317,8 @@ class MeasureAll(Protocol):
 
 
 class Training(Protocol):
-    """What the worker does for a strategy's own training loop during one generation: it reads samples, reports,
-    evaluates and saves."""
+    """The worker's services for a strategy's own training loop in one generation: samples, reports, evaluations,
+    checkpoints."""
 
     @property
     def job(self) -> Job: ...
@@ -331,7 +332,7 @@ class Training(Protocol):
     def run_dir(self) -> Path: ...
     @property
     def reported(self) -> int:
-        """The coordinator knows of all steps before this one."""
+        """The coordinator has reports of all steps before this one."""
 
     @property
     def evaluates(self) -> bool:
@@ -339,67 +340,66 @@ class Training(Protocol):
 
     @property
     def data_s(self) -> float:
-        """Seconds that this member has waited for samples, since `begin`."""
+        """Seconds that this member waited for samples since `begin`."""
 
     @property
     def samples_per_s(self) -> float: ...
 
     def begin(self) -> None:
-        """Set the counts of this generation to 0. After what `build` and an evaluation have read."""
+        """Reset the generation's counters, after the reads of `build` and of an evaluation."""
 
     def last_evaluation(self) -> dict[str, float]:
-        """What the last evaluation gave, as it is kept with the run's state."""
+        """The last evaluation's metrics, kept with the run's state."""
 
     def answer_recalls(self) -> None:
-        """From now on this member reports steps again when the coordinator asks for them."""
+        """From now on this member repeats step reports when the coordinator asks for them."""
 
     def report(self, one: Applied) -> None:
-        """Tell the coordinator what a step gave."""
+        """Report a step's result to the coordinator."""
 
     def reached(self, applied: int, counted: int) -> None:
-        """Tell the coordinator how many steps are applied. `counted`: the number of the next step in a profile."""
+        """Report the number of applied steps. `counted`: the next step's number in a profile."""
 
     def spent(self, compute_s: float, pace: Sequence[int]) -> None:
-        """Tell the coordinator where this member's time went. `pace`: what it has chosen for itself, if anything."""
+        """Report this member's computing time. `pace`: the pace that the member has chosen, if it chooses one."""
 
     def trained(self, seconds: float, samples: int) -> None:
-        """Count towards the samples per second of this process."""
+        """Count these samples towards the samples per second of this process."""
 
     def show(self, lines: Sequence[str]) -> None:
-        """Tell people how the run is laid out."""
+        """Print lines about the run's layout."""
 
     def evaluate(self, applied: int, alone: MeasureAll | None = None) -> dict[str, float]:
-        """Evaluate the present state, keep the result with it and report it as that of `applied` steps. Every member
-        calls it; or one member alone, with a function that measures all shards."""
+        """Evaluate the present state, keep the metrics with it, and report them for `applied` steps. All members call
+        it, or one member alone with a function that measures all shards."""
 
     def save_wished(self) -> int:
-        """The step at which a checkpoint was asked for and not taken yet; -1: none was asked for."""
+        """The step of a requested checkpoint that is not taken yet; -1: none."""
 
     def is_save_due(self, applied: int) -> bool:
-        """Whether the plan of checkpoints includes the state after `applied` steps."""
+        """Whether the save plan has a checkpoint after `applied` steps."""
 
     def save(self, applied: int, last: bool = False) -> None:
-        """Have this member's portion of the present state copied and written."""
+        """Start to copy and write this member's portion of the present state."""
 
 
 Loop = Callable[[Any, Training], "WorkerFinished"]
-"""A training loop: (the member that `Prepared.build` gave, what the worker does for it) -> what is reported at the end.
-"""
+"""A training loop: (the result of `Prepared.build`, the worker's services) -> the final report."""
 
 
 @dataclass(frozen=True)
 class ServerJob:
-    """What the process of a parameter server knows of the job."""
+    """The job, as a parameter-server process has it."""
 
     job: Job
     schedule: Schedule
     steps: int
     prepared: Any
-    """As the strategy's own `prepare` has made it, on the host's processor."""
+    """The result of the strategy's `prepare`, in host memory."""
 
 
 class ServerHost(Protocol):
-    """What the worker's machinery does for the process of a parameter server."""
+    """The worker's services for a parameter-server process."""
 
     @property
     def worker(self) -> int:
@@ -410,24 +410,24 @@ class ServerHost(Protocol):
 
     @property
     def address(self) -> str:
-        """The coordinator's."""
+        """The coordinator's address."""
 
     @property
     def credential(self) -> Credential: ...
 
     @property
     def segments(self) -> SegmentClient | None:
-        """Where shared memory comes from. None: workers are on other hosts and could not map it."""
+        """The source of shared memory. None: workers are on other hosts and cannot map it."""
 
     @property
     def saves_every(self) -> int:
-        """Steps between two checkpoints; 0: the plan names none."""
+        """Steps between two checkpoints; 0: no checkpoints by step."""
 
     def load(self) -> ServerJob: ...
 
     def saved(self, life: int, sealed: int, lazily: bool = False) -> Saved | None:
-        """The state that this life of the servers begins from; None: the job's own initial values. `sealed`: the newest
-        checkpoint of the run. `lazily`: tensors are read when they are asked for."""
+        """The state with which this life of the servers begins; None: the job's initial values. `sealed`: the run's
+        newest checkpoint. `lazily`: tensors are read on access."""
 
 
 Phase = Literal["data", "forward", "backward", "reduce", "optimizer", "wait", "evaluation", "checkpoint"]
@@ -448,71 +448,69 @@ class Instrument:
 
 
 class Strategy(ABC):
-    """How a job is learnt: a frozen value with a string form that its parser reads again. It answers what launcher,
-    coordinator, worker and tools must know; they never ask which strategy it is. The answers here are those of a
-    strategy like allreduce. The module of a strategy's value imports no torch; what runs on workers and servers is in
-    modules of its own, which are named here and imported there."""
+    """How a job is learnt: a frozen value whose string form the parser reads again. It answers the questions of
+    launcher, coordinator, worker and tools, which never check its type. The defaults here are those of a strategy like
+    allreduce. The value's module imports no torch; `on_workers` and `on_servers` name the modules that do."""
 
     on_workers: ClassVar[str]
-    """The module of the workers' side. It has a function `prepare(strategy, job, schedule, device)`, which returns a
-    `Prepared`."""
+    """The workers' module, with a function `prepare(strategy, job, schedule, device)` that returns a `Prepared`."""
     keeps_freed_memory: ClassVar[bool] = False
-    """Whether workers keep the memory that a step frees for the next step, in huge pages. False: it goes back to the
-    system, on which strategies that divide the model count."""
+    """Whether workers keep the memory freed by a step for the next step, in huge pages. False: it returns to the
+    system, as strategies that divide the model expect."""
     instruments: ClassVar[tuple[Instrument, ...]] = ()
-    """The strategy's own functions that a profile times, beside those of the worker and of the transports."""
+    """The strategy's functions that a profile times, in addition to those of the worker and of the transports."""
     on_servers: ClassVar[str] = ""
-    """The module of the servers' side, where there are any. It has a function `serve(host)`, see `serve`."""
+    """The servers' module, if there are servers, with a function `serve(host)`."""
 
     plain_loop: ClassVar[str] = "batches"
-    """Which loop in one process learns the same (verification/process.py): `batches` (one global batch after the
+    """The single-process loop that learns the same (verification/process.py): `batches` (one global batch after the
     other), `rounds` (rounds of local steps) or `search` (L-BFGS)."""
 
     @property
     @abstractmethod
     def exact(self) -> bool:
-        """Whether the weights are the same bits for any number of workers."""
+        """Whether the weights have the same bits for any number of workers."""
 
     @property
     @abstractmethod
     def transport(self) -> str:
-        """How members meet: shm (memory of one host), gloo, nccl, or auto."""
+        """How members exchange data: shm (memory of one host), gloo, nccl, or auto."""
 
     @property
     def learning(self) -> str:
-        """What is learnt, however it runs: a run goes on from a checkpoint of another strategy if both answer alike.
-        Empty: what the job's own optimizer learns, one global batch after the other."""
+        """What the strategy learns, however it runs: a run can continue from another strategy's checkpoint if both
+        answers are equal. Empty: one step of the job's own optimizer per global batch."""
         return ""
 
     @property
     def stride(self) -> int:
-        """Steps that are committed together: there is a state after every multiple of it, and at the end."""
+        """Steps that are committed together: states exist after every multiple of it, and after the last step."""
         return 1
 
     @property
     def work_unit(self) -> str:
-        """What people call a unit of the work that the members divide among themselves."""
+        """The name, for people, of the unit of work that members divide among themselves."""
         return "shard"
 
     @property
     def in_steps(self) -> bool:
-        """Whether the members compute each step together. False: each takes whole batches, and nobody waits."""
+        """Whether the members compute each step together. False: each member takes whole batches, without waiting."""
         return True
 
     @property
     def balances(self) -> bool:
-        """Whether shards can be moved from one member to another between two steps. False: members take their work
-        themselves."""
+        """Whether shards can move between members between two steps. False: members take their work themselves."""
         return self.in_steps
 
     @property
     def servers(self) -> int:
-        """How many parameter servers the run has."""
+        """The number of parameter servers."""
         return 0
 
     @property
     def wish(self) -> Wish | None:
-        """How many ways the model and its data are divided among the members; None: every member has all of it."""
+        """How many ways the model and its data are divided among the members; None: every member has the whole
+        model."""
         return None
 
     def usual_workers(self, wanted: int) -> int:
@@ -529,8 +527,8 @@ class Strategy(ABC):
 
     @property
     def state_on_device(self) -> bool:
-        """Whether members have the run's state where they compute. False: the state is in the memory of hosts, and
-        accelerators have copies of the parameters."""
+        """Whether the run's state is on the members' devices. False: the state is in host memory, and accelerators hold
+        copies of the parameters."""
         return False
 
     @property
@@ -548,6 +546,6 @@ class Strategy(ABC):
         return prepared
 
     def serve(self, host: ServerHost) -> int:
-        """The life of one of the `servers`, a process. Returns its exit status."""
+        """Run one server process. Returns its exit status."""
         status: int = importlib.import_module(self.on_servers).serve(host)
         return status

@@ -1,8 +1,8 @@
-"""What the members of a new generation do before their first step: agree on the state that they go on from.
+"""Before the first step of a generation: the members agree on the state with which they continue.
 
-Where members share a state, rank 0 initialises or repairs it. Where each member has a state of its own, the furthest
-one counts, and the members behind it copy it. `MixedDevices` keeps the states equal where members on different kinds of
-devices round differently.
+If members share a state, rank 0 initialises or repairs it. If each member has its own state, the furthest state counts,
+and members behind it copy it. `MixedDevices` keeps states equal where members on different kinds of devices round
+differently.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _POSITION = struct.Struct("?q16s")  # whether a state is initialised, its steps 
 def agree_on_state(
     state: ReplicaState, exchange: Exchange, computer: ShardComputer, recipe: Recipe, begin_from: BeginFrom
 ) -> None:
-    """After it, every member has the state of the generation: all steps that any member, also a dead one, had wholly
+    """Afterwards every member has the generation's state: all steps that any member, alive or dead, had wholly
     applied."""
     if exchange.shares_state:
         _agree_on_one(state, exchange, computer, recipe, begin_from)
@@ -36,7 +36,7 @@ def _agree_on_one(
     state: ReplicaState, exchange: Exchange, computer: ShardComputer, recipe: Recipe, begin_from: BeginFrom
 ) -> None:
     """All members share one state. The first generation writes it; a later generation finds it and repairs it."""
-    exchange.gather(b"")  # all members have left the generation before: none of them writes any more
+    exchange.gather(b"")  # all members have left the previous generation: no member of it writes any more
     if exchange.rank == 0 and state.initialised:
         state.repair()
     elif exchange.rank == 0 and not _load(state, computer, recipe, begin_from):
@@ -49,7 +49,7 @@ def _agree_on_one(
 def _agree_on_many(
     state: ReplicaState, exchange: Exchange, computer: ShardComputer, recipe: Recipe, begin_from: BeginFrom
 ) -> None:
-    """Every member has a state of its own. The furthest one counts; members behind it, and new ones, copy it."""
+    """Every member has its own state. The furthest state counts; new members and members behind it copy it."""
     positions = _positions(state, exchange)
     if not any(initialised for initialised, *_ in positions):
         # One member loads, and the others copy from it: a checkpoint may be far away.
@@ -107,10 +107,10 @@ _BEFORE = b" before"
 
 
 class MixedDevices:
-    """Mixed devices (inexact mode): where members compute on different kinds of devices, every member copies rank 0's
-    parameters after each step. Else their states would drift apart, since the devices round differently.
+    """Mixed devices (inexact mode): every member copies rank 0's parameters after each step, because different kinds of
+    devices round differently and the states would drift apart.
 
-    All members construct it at the same moment, once per generation."""
+    A collective call: all members construct it at the same point of a generation."""
 
     def __init__(self, computer: ShardComputer, state: ReplicaState, exchange: Exchange) -> None:
         self._state = state
@@ -124,6 +124,6 @@ class MixedDevices:
         self.mixed = computer.was_mixed = len({kind.removesuffix(_BEFORE) for kind in kinds}) > 1
 
     def take_one_state(self) -> None:
-        """Call it after each step, on all members."""
+        """Call it on all members after each step."""
         if self.mixed:
             self._exchange.transfer(self._state.blocks()[0], 0, range(1, self._exchange.size))

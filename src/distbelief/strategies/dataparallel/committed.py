@@ -1,4 +1,4 @@
-"""The model as the last commit left it: measured on other data, and saved."""
+"""The committed model: measured on validation data, and saved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distbelief.strategies.flatmodel.compute import ShardComputer, move
 
 
 class CommittedModel:
-    """Every method gives the model the committed buffers first: a shard has left its own in it."""
+    """Every method first restores the committed buffers in the model, because a shard changes them."""
 
     def __init__(self, computer: ShardComputer, buffers: Sequence[torch.Tensor]) -> None:
         self._computer = computer
@@ -37,7 +37,8 @@ class CommittedModel:
             model.train()
 
     def save(self, path: Path, besides: Mapping[str, torch.Tensor | Streamed] | None = None) -> str:
-        """Returns the digest of all weights. `besides`: tensors that belong to the weights and are not in the model."""
+        """Save the weights. Returns their digest. `besides`: tensors that belong to the weights but are not in the
+        model."""
         return save_weights(self.restore(), path, besides or {})
 
     def sha256(self) -> str:

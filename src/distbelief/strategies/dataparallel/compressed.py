@@ -1,10 +1,10 @@
-"""The all-reduce replica with compressed gradients. Its state also has what every member has not sent yet.
+"""The all-reduce replica with compressed gradients. Its state also has each member's residual.
 
-    compression/residual/RANK/NAME   what the member of that rank has not sent of a parameter's gradient
-    compression/query/NAME           PowerSGD's directions, which all members share
+    compression/residual/RANK/NAME   the residual of a parameter's gradient, on the member of that rank
+    compression/query/NAME           PowerSGD's queries, which all members share
 
-A residual is a late summand, and any member may send it. A run that is resumed with n members gives the residual of
-rank r to rank r modulo n; a member adds up the residuals that it gets, so the sum of all of them stays the same.
+Any member may send a residual. A run that is resumed with n members gives the residual of rank r to rank r modulo n; a
+member adds up its residuals, so their sum over all members stays the same.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LINE = 64
 
 
 def compressing(layout: Layout, method: str, seed: int, always: bool, apart: bool = False) -> Compression:
-    """What is compressed of a model that is laid out so: float32 parameters."""
+    """The compression of the model's float32 parameters, for this layout."""
     places = tuple(
         CompressedParameter(index, entry.offset_bytes // 4, tuple(entry.shape))
         for index, entry in enumerate(layout.entries)
@@ -49,10 +49,10 @@ def compressing(layout: Layout, method: str, seed: int, always: bool, apart: boo
 
 
 class CompressedReplica(DataParallelReplica):
-    """See `Replica`. The exchange compresses."""
+    """The replica of all-reduce with compressed gradients. See `Replica`."""
 
     coder: CompressedExchange
-    """That exchange, or the one inside of it where gradients are on a device."""
+    """The compressing exchange: `exchange`, or the one inside of it where gradients are on a device."""
 
     def __init__(
         self, computer: ShardComputer, recipe: Recipe, schedule: Division, seat: Seat, exchange: Exchange, fetch: Fetch,
@@ -67,7 +67,7 @@ class CompressedReplica(DataParallelReplica):
         self._told = False
 
     def _take_up(self, found: _Found) -> None:
-        """Where the run was loaded from a checkpoint, every member reads what it owes from there."""
+        """If the run was loaded from a checkpoint, read this member's residual from it."""
         step = int(self.exchange.gather(str(found.step).encode())[0])
         if step < 0:
             return
@@ -77,7 +77,7 @@ class CompressedReplica(DataParallelReplica):
             self.coder.residuals.put(step, owed)
 
     def _owed(self, saved: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """What this member begins with, of what all members had saved."""
+        """This member's residual, from the saved residuals of all members."""
         size = self.exchange.size
         vector = torch.zeros(self.coder.residuals.before.numel())
         members = {int(name.removeprefix(RESIDUAL).partition("/")[0]) for name in saved if name.startswith(RESIDUAL)}
@@ -101,7 +101,7 @@ class CompressedReplica(DataParallelReplica):
 
     @cached_property
     def _fresh(self) -> dict[str, torch.Tensor]:
-        """The queries of a run that begins: for one that was compressed otherwise before."""
+        """The queries at the start of a run, for checkpoints with another compression or none."""
         assert isinstance(self.coder, LowRankSums)
         return self._queries(self.coder.fresh())
 
@@ -132,7 +132,7 @@ class CompressedReplica(DataParallelReplica):
         return self._owing
 
     def _owed_places(self, rank: int) -> dict[str, tuple[slice, tuple[int, ...]]]:
-        """Names of what the member of that rank saves of its residual -> its elements and shape."""
+        """Names of the residual's parts on the member of this rank -> (elements, shape)."""
         found = {f"{RESIDUAL}{rank}/{name}": (place.part, place.shape) for place, name in self._named()}
         if rank == 0:
             vector = self.coder.residuals.before
@@ -162,13 +162,13 @@ class CompressedReplica(DataParallelReplica):
 
 
 class CompressedDeviceReplica(CompressedReplica, DeviceReplica):
-    """See `Replica`: both. The exchange is CodedOnDevice."""
+    """`CompressedReplica` and `DeviceReplica` together. The exchange is CodedOnDevice."""
 
     exchange: CodedOnDevice
 
 
 class OwingPortion:
-    """See `Portion`: a member's tiles, and what it owes."""
+    """A member's tiles and its residual. See `Portion`."""
 
     def __init__(self, tiles: TilePortion, owed: Mapping[str, tuple[slice, tuple[int, ...]]]) -> None:
         self.tiles = tiles
@@ -191,7 +191,7 @@ class OwingPortion:
 
 
 class _Found:
-    """Remembers what the run was found to begin from."""
+    """Calls `begin_from`, and remembers the state that it returned."""
 
     def __init__(self, begin_from: BeginFrom) -> None:
         self._begin_from = begin_from
@@ -199,7 +199,7 @@ class _Found:
 
     @property
     def step(self) -> int:
-        """Of the checkpoint; -1: there was none, or it has nothing of this kind."""
+        """The checkpoint's step; -1: there is no checkpoint, or it has no residuals."""
         known = self.saved is not None and any(name.startswith(OWED) for name in self.saved.tensors)
         return self.saved.step if self.saved and known else -1
 

@@ -1,6 +1,7 @@
-"""The all-reduce replica on an accelerator: every member has a state of its own, and the host runs ahead of the device.
+"""The all-reduce replica on an accelerator: every member has its own state, and the host runs ahead of the device.
 
-Small operations that cost little on a CPU (a launch per tile, a number read back per shard) are batched here.
+Many small operations that are cheap on a CPU are batched here: a launch per tile, a transfer of one number per
+shard.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class DeviceReplica(DataParallelReplica):
         super().__init__(computer, recipe, schedule, seat, exchange, self._sending(fetch), exact, begin_from)
 
     def _sending(self, fetch: Fetch) -> Fetch:
-        """Batches go to the device on a stream of their own, while it computes."""
+        """Send batches to the device on a separate stream, while it computes."""
 
         def fetch_and_send(step: int, first: int, end: int) -> tuple[Any, int]:
             batch, samples = fetch(step, first, end)
@@ -58,7 +59,7 @@ class DeviceReplica(DataParallelReplica):
         self._under_way.append((shard, samples, result))
 
     def _when_ready(self, unit: ShardWork, last: bool) -> Callable[[int], None]:
-        """The same, for whole stretches: a launch costs as much for a tile as for a hundred."""
+        """Like the base class, but for whole stretches: a launch costs as much for one tile as for a hundred."""
 
         def stretch_ready(number: int) -> None:
             for into, other in unit.additions:
@@ -70,10 +71,10 @@ class DeviceReplica(DataParallelReplica):
         return when_whole(self.exchange.stretches, stretch_ready)
 
     def commit(self, step: int) -> StepResult:
-        for one in self._under_way:  # all shards have been launched: now wait for their results
+        for one in self._under_way:  # all shards are launched: wait for their results
             super()._computed(*one)
         self._under_way.clear()
-        self.exchange.finish_copies()  # before the clock of what is shared is started: the device still computes
+        self.exchange.finish_copies()  # the device still computes: do not count this as communication
         return super().commit(step)
 
     def _update(self, step: int, scale: float, units: int, untouched: np.ndarray) -> None:
@@ -97,12 +98,12 @@ class DeviceReplica(DataParallelReplica):
 
     @cached_property
     def _parameter_stretches(self) -> int:
-        """How many stretches hold parameters, which come first. No stretch holds parameters and buffers."""
+        """The number of stretches with parameters; they come first. No stretch holds parameters and buffers."""
         last = self._computer.layout.parameter_tiles
         return sum(1 for stretch in self.exchange.stretches if stretch.tiles.stop <= last)
 
     def _clip_factor(self, scale: float) -> float:
-        """The norm is taken per tile in float64, as on the host; all tiles of a size at once."""
+        """As on the host: the norm is taken per tile in float64. One operation handles all tiles of one size."""
         assert self._job.clip_norm is not None
         sums = self.exchange.reduced_stretches()
         norms = [
@@ -114,7 +115,7 @@ class DeviceReplica(DataParallelReplica):
 
     @cached_property
     def _even_parts(self) -> list[tuple[int, slice, int]]:
-        """(stretch, its elements, how many tiles of one size they are), of all parameters."""
+        """(stretch, slice of its elements, number of tiles of one size), over all parameters."""
         tiles, found = self._computer.layout.tiles, []
         for number, stretch in enumerate(self.exchange.stretches[: self._parameter_stretches]):
             first = 0

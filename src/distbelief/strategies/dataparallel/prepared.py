@@ -1,6 +1,6 @@
-"""allreduce on one worker, before it has a seat in a generation: the model is made, laid out and checked.
+"""allreduce on a worker without a seat: the model is made, laid out and checked.
 
-`PreparedModel` is the part that all strategies share in which each member has the whole model.
+`PreparedModel` is shared by all strategies in which each member has the whole model.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PreparedModel:
     def __init__(
         self, job: Job, schedule: Schedule, device: torch.device, updates_on: torch.device | None = None
     ) -> None:
-        """`updates_on`: where the job's optimizer runs, if not where shards are computed."""
+        """`updates_on`: the device of the job's optimizer, if it is not the computing device."""
         self.model = make_model(job, updates_on or device)
         self.shards = schedule.shards
         self._job = job
@@ -92,11 +92,11 @@ class PreparedModel:
         return None
 
     def exchange(self, membership: Membership) -> Group:
-        """The exchange of a generation. The state lies in the memory of hosts."""
+        """The exchange of a generation, with the state in host memory."""
         return open_exchange(membership, self.geometry, torch.device("cpu"), exact=True)
 
     def geometry(self, ranges: Sequence[Range]) -> Geometry:
-        """The sizes of the exchange of members with these ranges of shards."""
+        """The sizes of a generation's exchange, for these ranges of shards."""
         raise NotImplementedError
 
     def frozen(self) -> list[str]:
@@ -134,8 +134,8 @@ class PreparedAllReduce(PreparedModel):
         self._compression = compressing(self._layout, compression, job.seed, always) if compression else None
 
     def least_bytes(self) -> int:
-        """One slot for gradients, the values and the optimizer state, and the undo log of one tile; where gradients are
-        compressed, also the residuals, twice."""
+        """One slot for gradients, the values, the optimizer state and the undo log of one tile; with compression also
+        two copies of the residuals."""
         layout = self._layout
         states = [state_bytes(self._recipe, layout, tile) for tile in range(layout.parameter_tiles)]
         undo_log = max(tile.size_bytes + state for tile, state in zip(layout.tiles, states, strict=False))
@@ -180,11 +180,10 @@ def prepare(strategy: AllReduce, job: Job, schedule: Schedule, device: torch.dev
 def open_exchange(
     membership: Membership, geometry: Callable[[Sequence[Range]], Geometry], device: torch.device, exact: bool
 ) -> Exchange:
-    """Open the exchange of members that each have the whole model: by the transport of the generation, by the device
-    that has the state, and by compression.
+    """Open an exchange for members that each have the whole model, by the generation's transport, the state's device
+    and the compression.
 
-    `geometry`: the sizes of a generation with these ranges of shards; `device`: where the state lies.
-    """
+    `geometry`: the sizes of a generation with these ranges of shards; `device`: where the state lies."""
     if membership.transport == "shm" and membership.segments is not None:
         return membership.share(membership.segments, geometry)
     sizes = geometry(membership.ranges)
@@ -213,9 +212,8 @@ def networked(
     memory: dict[str, Segment] | None = None,
     on: Accelerator | None = None,
 ) -> TorchExchange:
-    """`memory`: segments that this process keeps from one generation to the next. `on`: the device of the compressed
-    gradients, None for the host; with a device, the exchange is used inside that of `networked_on`, which copies
-    between device and host."""
+    """`memory`: segments that this process keeps across generations. `on`: the device of the compressed gradients, None
+    for the host; with a device, `networked_on` wraps this exchange and copies between device and host."""
     if geometry.compression is None:
         return TorchExchange(meeting, rank, geometry, abort, memory)
     if geometry.compression.apart:

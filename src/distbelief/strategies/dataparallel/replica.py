@@ -136,7 +136,7 @@ class DataParallelReplica(TileCopies):
         self._began_at = self._unit_s = 0.0
 
     def _agree(self, begin_from: BeginFrom) -> None:
-        """Have the state that the generation goes on from, before anything else is done with it."""
+        """Agree on the generation's state before any other use of it."""
         agree_on_state(self._state, self.exchange, self._computer, self._recipe, begin_from)
 
     def steps_applied(self) -> int:
@@ -158,7 +158,7 @@ class DataParallelReplica(TileCopies):
             self._state.write_note(self._state.steps_applied, content)
 
     def _stamp(self, step: int) -> int:
-        """The number by which the exchange knows the step."""
+        """The step's number in the exchange."""
         return step
 
     def _plan(self, occupied: int) -> StepWork:
@@ -171,8 +171,8 @@ class DataParallelReplica(TileCopies):
         return replace(fused, mine=[ranges[rank]], partials=replace(fused.partials, results=parts))
 
     def _plan_takeover(self, step: int) -> tuple[int, StepWork] | None:
-        """The step that an earlier generation began, and how this generation finishes it. Fused batches have other
-        contents now: they are computed again, unless the step is certain."""
+        """The step that an earlier generation began, and the plan to finish it. Fused batches have other contents now,
+        so they are recomputed unless the step is certain."""
         if step >= self._seat.steps or not (self._exact or self._is_certain):
             return None
         held = self.exchange.published_sums(self._stamp(step))
@@ -233,8 +233,8 @@ class DataParallelReplica(TileCopies):
         self._touched |= found.touched
 
     def _when_ready(self, unit: ShardWork, last: bool) -> Callable[[int], None]:
-        """What is done with a tile of this shard when its gradients are there: it is added to its sibling in the tree,
-        and published."""
+        """Returns the function that handles a tile of this shard once its gradients are complete: it adds the tile to
+        its sibling in the tree and publishes it."""
         views = self._tile_views
 
         def tile_ready(tile: int) -> None:

@@ -1,6 +1,6 @@
-"""allreduce: every member holds the whole model; gradients are summed over all of them, synchronously.
+"""allreduce: every member holds the whole model; gradients are summed over all members, synchronously.
 
-The value alone, without torch, which the command line need not import.
+This module has the value alone and imports no torch.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class AllReduce(Strategy):
     instruments: ClassVar[tuple[Instrument, ...]] = (REPLICA_UPDATE,)
 
     exact: bool = _UNSAID
-    """Off: a worker fuses its shards into one batch, and sums may be taken in any order. Faster, not reproducible. It
-    is on, unless gradients are compressed."""
+    """False: a worker fuses its shards into one batch, and the order of additions is not fixed: faster, not
+    reproducible. The default is True unless gradients are compressed."""
     transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"
-    """How gradients travel: shared memory on one host, gloo across hosts, nccl where every worker has a GPU of its own;
-    auto chooses."""
+    """How gradients travel: shared memory on one host, gloo across hosts, nccl where every worker has its own GPU; auto
+    chooses."""
     compression: str = ""
-    """How gradients are made smaller on their way: bf16, int8, topk=0.01 or powersgd=4. They then go over gloo."""
+    """The compression of gradients: bf16, int8, topk=0.01 or powersgd=4. Compressed gradients travel over gloo."""
     always: bool = False
-    """Compression is never switched off by itself where the link is faster than the compressor."""
+    """Keep compression on even where the link is faster than the codec."""
 
     def __post_init__(self) -> None:
         said = self.exact is not _UNSAID
@@ -89,7 +89,7 @@ class AllReduce(Strategy):
 
 
 def parse(text: str, options: Sequence[str]) -> AllReduce:
-    """The strategy that a command line names.
+    """Parse the strategy's string form.
 
     >>> str(parse("allreduce:topk=0.01:gloo", ["topk=0.01", "gloo"]))
     'allreduce:topk=0.01'

@@ -1,14 +1,14 @@
-"""How gradients come into a slot: from autograd straight to their places in the flat layout, parameter by parameter.
+"""Captures gradients: each goes from autograd straight to its parameter's place in a slot.
 
-`GradientCapture` has a hook on every parameter. autograd makes its own tensor for each gradient, and the hook copies it
-once, while it is still in the cache. (Accumulating into zeroed views would read and write more, and would give another
-sign of zero.)
+`GradientCapture` has a hook on every parameter. autograd allocates a tensor for each gradient, and the hook copies it
+once, while it is in the cache. (Accumulation into zeroed views would read and write more, and would change signs of
+zeros.)
 
 The weights of large linear layers need no copy: while a shard is computed, these layers have the class that
-`slot_linear` makes, whose matrix product writes into the slot itself. It calls the products that torch's own derivative
-calls, on the same numbers in the same layout, so the bits are the same. autograd gets the slot's memory as the gradient
-and goes on as always: weights that are used twice, hooks and second derivatives work. Unusual cases (autocast, a
-compiler, functional transforms) are left to torch.
+`slot_linear` makes, whose matrix product writes into the slot. It calls the same products as torch's own derivative, on
+the same numbers in the same layout, so the bits are the same. autograd takes the slot's memory as the gradient; weights
+that are used twice, hooks and second derivatives work as usual. Unusual cases (autocast, a compiler, functional
+transforms) are left to torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class GradientCapture:
     def __init__(
         self, parameters: Sequence[torch.nn.Parameter], layout: Layout, placed: Sequence[torch.nn.Linear] = ()
     ) -> None:
-        """`placed`: layers that make their weight's gradient in the slot."""
+        """`placed`: layers that write their weight's gradient into the slot."""
         self._names = [layout.entries[i].name for i in layout.entries_of("parameter")]
         self._tiles: list[list[int]] = [[] for _ in parameters]
         self._pieces = [0] * layout.parameter_tiles
@@ -47,7 +47,7 @@ class GradientCapture:
         self._slot_linear = slot_linear(self._place)
         self._numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._given: set[int] = set()
-        """Parameters whose place was handed to autograd in this backward pass."""
+        """Parameters whose slot memory autograd already has as a gradient in this backward pass."""
         for index, parameter in enumerate(parameters):
             hook = partial(self._captured, index)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -104,8 +104,8 @@ class GradientCapture:
         self._views[index].add_(gradient)
 
     def finish(self) -> np.ndarray:
-        """The backward pass is over: parameters without a gradient count as zeros in the sum. Returns a flag per
-        parameter: whether it had a gradient."""
+        """End the backward pass; a parameter without a gradient counts as zeros. Returns a flag per parameter: whether
+        it had a gradient."""
         for index in np.flatnonzero(self._touched == 0).tolist():
             self._views[index].zero_()
             self._count(index)
@@ -113,7 +113,7 @@ class GradientCapture:
         return self._touched.copy()
 
     def let_go(self) -> None:
-        """Capture nothing from here on, and hold neither the slot nor the callback."""
+        """Stop capturing, and release the slot and the callback."""
         self._views = []
         self._tile_ready = lambda tile: None
         for layer in self._placed:
@@ -121,10 +121,10 @@ class GradientCapture:
 
 
 Place = Callable[[torch.Tensor], torch.Tensor | None]
-"""Where the gradient of that weight is to be written; None: not into a slot."""
+"""The place for a weight's gradient; None: not in a slot."""
 
 WORTHWHILE = 1 << 16
-"""Elements: for fewer, calls in Python cost more than a copy."""
+"""Elements; below it, Python calls cost more than a copy."""
 
 
 def placeable(model: nn.Module, parameters: Collection[nn.Parameter]) -> list[nn.Linear]:
@@ -152,7 +152,7 @@ def slot_linear(place: Place) -> type[nn.Linear]:
 
 
 def _is_ordinary(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether torch would take `addmm` or `mm` of it and of nothing else."""
+    """Whether torch would compute only `addmm` or `mm` here."""
     return (
         torch.is_grad_enabled()
         and type(x) is torch.Tensor
@@ -172,7 +172,7 @@ class _Placed(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: Place
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.place = partial(place, weight)  # what was saved may come back as another object
+        ctx.place = partial(place, weight)  # the saved weight may come back as another object
         return rows.mm(weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
 
     @staticmethod

@@ -29,11 +29,11 @@ from distbelief.transport.device.accelerator import memory_on
 from distbelief.transport.shm.segment import Memory
 
 _SHAPES = 256
-"""Shapes of batches that the compiler may specialise for: more than any data should have."""
+"""The number of batch shapes for which the compiler may specialise; more than any data set should have."""
 
 
 def make_model(job: Job, device: torch.device) -> torch.nn.Module:
-    """The model with its initial weights: the same bits wherever it is made."""
+    """The model with its initial weights, with the same bits on every machine."""
     seed_everything(job.seed)
     model = job.model if isinstance(job.model, torch.nn.Module) else job.model()
     if not isinstance(model, torch.nn.Module):
@@ -50,7 +50,7 @@ def make_model(job: Job, device: torch.device) -> torch.nn.Module:
 
 @dataclass(frozen=True)
 class ShardResult:
-    """loss_sum: the loss summed over the samples (or as the loss gave it); weight: what it must be divided by."""
+    """loss_sum: the sum of the loss over the samples, or as the loss function returned it; weight: its divisor."""
 
     loss_sum: float
     weight: float
@@ -59,12 +59,12 @@ class ShardResult:
     touched: np.ndarray
     """Per entry of the layout: whether this shard gave the parameter a gradient, or changed the buffer."""
     rows: Sequence[RowGradients] = ()
-    """Of every table that is on servers."""
+    """The row gradients of each table on servers."""
 
 
 class PendingLoss:
-    """A shard's loss and weight on their way from an accelerator to the host. They arrive when the forward pass is
-    done: `numbers` does not wait for work that was launched after it."""
+    """A shard's loss and weight on their way from an accelerator to the host. They arrive after the forward pass;
+    `numbers` does not wait for work that was launched later."""
 
     def __init__(self, loss_sum: torch.Tensor, weight: torch.Tensor | float) -> None:
         self._there = None
@@ -91,7 +91,7 @@ class ShardComputer:
         self.job = job
         self.model = model
         self.forward: Callable[..., Any] = compiled(model) if job.compile else model
-        """The model, compiled where the job wants it."""
+        """The model, compiled if the job requests it."""
         self.layout = layout
         self.device = device
         self.parameters = [p for _, p in trainable(model)]
@@ -99,10 +99,10 @@ class ShardComputer:
         placed = placeable(model, self.parameters) if device.type == "cpu" and not job.compile else []
         self._capture = GradientCapture(self.parameters, layout, placed)
         self.was_mixed = False
-        """Whether it computed beside members on other kinds of devices."""
+        """Whether this worker computed with members on other kinds of devices."""
         self._buffer_tiles = layout.tiles[layout.parameter_tiles :]
         self._buffers_at = self._buffer_tiles[0].offset_bytes if self._buffer_tiles else layout.size_bytes
-        # The model's float buffers, as they lie in the layout.
+        # the model's float buffers in the layout
         self._live = memory_on(device, layout.size_bytes - self._buffers_at)
         self._buffers = _bind_buffers(model, layout, self._live, self._buffers_at)
         self._integers = [b for _, b in model.named_buffers() if not b.is_floating_point()]
@@ -111,16 +111,15 @@ class ShardComputer:
         self._views: dict[int, _SlotViews] = {}
 
     def bind_parameters(self, values: Memory, offset_bytes: int) -> None:
-        """Let the model's parameters live at their places in `values`. The contents there count, not the model's."""
-        self._views.clear()  # a new generation has new slots; the old ones' memory goes with their last view
+        """Move the model's parameters to their places in `values`, and adopt the contents there."""
+        self._views.clear()  # the old slots' memory is freed with its last view
         for index, parameter in zip(self.layout.entries_of("parameter"), self.parameters, strict=True):
             entry = self.layout.entries[index]
             at = values.tensor(entry.dtype, offset_bytes + entry.offset_bytes, entry.numel)
             parameter.data = at.view(entry.shape)
 
     def let_go(self) -> None:
-        """Release the memory of a generation that is over, also one that ended in the middle of a shard: its slots
-        may fill a device."""
+        """Release a generation's memory, also after an aborted shard: its slots may fill a device."""
         self._capture.let_go()
         self._views.clear()
 
@@ -138,14 +137,14 @@ class ShardComputer:
 
     def restore_buffers(self, committed: Sequence[torch.Tensor]) -> None:
         for module, key, tensor in self._buffers:
-            module._buffers[key] = tensor  # a tensor by which a forward pass replaced the buffer is dropped
+            module._buffers[key] = tensor  # drops a tensor that a forward pass assigned to the buffer
         for live, value in zip(self._live_tiles, committed, strict=True):
             live.copy_(value)
         for integer, value in zip(self._integers, self._committed_integers, strict=True):
             integer.copy_(value)
 
     def commit_integers(self, content: bytes | None = None) -> None:
-        """Make the integer buffers' present values (or those in `content`) the committed ones."""
+        """Commit the present values of the integer buffers, or those in `content`."""
         if content is not None:
             for buffer in filter(torch.numel, self._integers):
                 size = buffer.numel() * buffer.element_size()
@@ -170,8 +169,8 @@ class ShardComputer:
         tile_ready: Callable[[int], None],
         loss_known: Callable[[float, float], None] | None = None,
     ) -> ShardResult:
-        """Forward and backward of one shard of `samples` samples into `slot`; buffers start from `committed`.
-        `loss_known(sum, weight)` is called between the two."""
+        """Forward and backward pass of one shard of `samples` samples into `slot`; buffers start from `committed`.
+        `loss_known(sum, weight)` is called between the passes."""
         return self.begin(batch, samples, seed, slot, committed, tile_ready, loss_known)()
 
     def begin(
@@ -184,8 +183,8 @@ class ShardComputer:
         tile_ready: Callable[[int], None],
         loss_known: Callable[[float, float], None] | None = None,
     ) -> Callable[[], ShardResult]:
-        """Like `run`, but an accelerator may still compute when this returns. The returned function waits for it and
-        gives the result; the next shard may be begun before."""
+        """Like `run`, but may return while an accelerator still computes. The returned function waits for the result;
+        the next shard may begin before."""
         views = self._slot_views(slot)
         seed_everything(seed)
         self.restore_buffers(committed)
@@ -211,7 +210,7 @@ class ShardComputer:
         return lambda: ShardResult(*told.numbers(), integers, marks, rows)
 
     def touched_so_far(self) -> np.ndarray:
-        """Which parameters have a gradient of the shard under way: final for the tiles that are ready."""
+        """Which parameters have a gradient of the present shard: final for the tiles that are ready."""
         return self._capture.touched_so_far
 
     @contextlib.contextmanager
@@ -223,11 +222,12 @@ class ShardComputer:
             yield
 
     def canary(self, batch: Any, samples: int) -> str:
-        """A fingerprint of shard 0 of step 0 at the initial weights: members that give other bits differ in it."""
+        """A fingerprint of shard 0 of step 0 at the initial weights; members with other bits have another
+        fingerprint."""
         return self.rehearse(batch, samples)[0]
 
     def rehearse(self, batch: Any, samples: int) -> tuple[str, ShardResult]:
-        """The canary, and the result of its shard. The model and its buffers are as before."""
+        """The canary and its shard's result. The model and its buffers stay unchanged."""
         slot = memory_on(self.device, self.layout.size_bytes)
         before = [live.clone() for live in self._live_tiles]
         result = self.run(batch, samples, shard_seed(self.job.seed, 0, 0), slot, before, lambda tile: None)
@@ -241,7 +241,7 @@ class ShardComputer:
         return digest.hexdigest(), result
 
     def _changed_buffers(self, committed: Sequence[torch.Tensor]) -> np.ndarray:
-        """A byte per float buffer: whether the shard left another value in it than it found."""
+        """A byte per float buffer: whether the shard changed its value."""
         tiles = zip(self._buffer_tiles, self._live_tiles, committed, strict=True)
         changed = np.zeros(len(self.layout.entries) - len(self.parameters), np.uint8)
         for tile, live, value in tiles:
@@ -265,7 +265,7 @@ class ShardComputer:
         return self._views[id(slot)]
 
     def _rebind_buffers(self) -> None:
-        """A module that replaced a buffer instead of writing into it: take the value, put our tensor back."""
+        """If a module replaced a buffer instead of writing into it, copy the value and restore our tensor."""
         for module, key, tensor in self._buffers:
             present = module._buffers[key]
             if present is not tensor and present is not None:
@@ -300,7 +300,7 @@ def _bind_buffers(
             entry = places[name]
             view = live.tensor(entry.dtype, entry.offset_bytes - first_bytes, entry.numel).view(entry.shape)
             view.copy_(buffer)
-            moved[id(buffer)] = (buffer, view)  # the old one is kept so that its id stays its own
+            moved[id(buffer)] = (buffer, view)  # keeps the old buffer, so that its id stays unique
     for _, buffer in model.named_buffers():
         moved.setdefault(id(buffer), (buffer, buffer))
     bound = []
@@ -313,12 +313,12 @@ def _bind_buffers(
 
 
 def compiled(model: torch.nn.Module) -> Callable[..., Any]:
-    """The model's forward pass (and with it the backward pass) through torch's compiler, at its first use.
+    """The model's forward and backward pass through torch's compiler, compiled at first use.
 
-    Each shape by itself: else what is compiled for one depends on which others a worker has seen before, and so do the
-    bits. Nor may the compiler give up after a few of them, for the same reason.
+    Each shape is compiled by itself: otherwise the code for one shape, and so the bits, depend on the shapes that a
+    worker has seen before. For the same reason the compiler has no limit on recompilations below `_SHAPES`.
     """
-    from torch import _dynamo  # a second's import, only for jobs that compile
+    from torch import _dynamo  # this import takes a second
 
     _dynamo.config.recompile_limit = _SHAPES
     forward: Callable[..., Any] = torch.compile(model, dynamic=False)
@@ -332,15 +332,15 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """From pinned memory the device fetches it by itself, and the host goes on."""
+    """Send a tensor from pinned memory, without waiting for the device."""
     if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def loss_sum(value: Any, samples: int) -> tuple[torch.Tensor, float | torch.Tensor]:
-    """(sum, weight) of what the loss returned: a mean over the samples, or (sum, weight) itself. A weight that a device
-    still computes stays a tensor, so that the host does not wait for it here."""
+    """(sum, weight) from the loss function's result: a mean over the samples, or (sum, weight). A weight on a device
+    stays a tensor, so that the host does not wait."""
     weight: float | torch.Tensor
     if isinstance(value, tuple):
         if len(value) != 2:

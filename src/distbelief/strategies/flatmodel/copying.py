@@ -1,8 +1,8 @@
 """Copies of the state for checkpoints, made while training goes on.
 
-A state is written to only when a step is applied. Until then, while the next step's shards are computed, a thread can
-copy it piece by piece (`Copy.run`). The training thread copies the rest itself before it writes
-(`finish_before_a_write`). So a copy is always the state after one step, and training hardly waits for it.
+A state changes only when a step is applied. Until then, while the next step's shards are computed, a thread copies it
+piece by piece (`Copy.run`). The training thread copies the rest itself before it writes to the state
+(`finish_before_a_write`). So a copy is always the state after one step, and training hardly waits.
 
 `TileCopies` is the part of a replica that makes such copies: each member copies its own tiles.
 """
@@ -25,16 +25,16 @@ from distbelief.transport.exchange import Exchange
 from distbelief.transport.shm.segment import Segment
 
 CopyPiece = Callable[[int, Segment, int], None]
-"""(piece, memory, first byte): copies the piece of that number into the memory."""
+"""(piece number, memory, first byte): copies the piece into the memory."""
 
 
 class Copy:
-    """See `Copying`."""
+    """An unfinished copy. See `Copying`."""
 
     def __init__(
         self, copy: CopyPiece, starts: Mapping[int, int], into: Segment, outside: Mapping[str, torch.Tensor]
     ) -> None:
-        """`starts`: piece -> its first byte in the copy."""
+        """`starts`: piece number -> its first byte in the copy."""
         self.outside = outside
         self.waited_s = 0.0
         self._copy = copy
@@ -69,8 +69,8 @@ class Copy:
 
 
 class TileCopies:
-    """The part of a replica that is for checkpoints. The replica sets these attributes. Before it writes to the
-    state, it calls `_finish_copies` if `_copies` has any."""
+    """The checkpoint part of a replica, which sets these attributes. Before it writes to the state, the replica calls
+    `_finish_copies` if `_copies` is not empty."""
 
     model: torch.nn.Module
     exchange: Exchange
@@ -86,8 +86,8 @@ class TileCopies:
 
     @cached_property
     def _portions(self) -> list[TilePortion]:
-        """Every member saves the tiles that it owns, or would own if the state were shared; rank 0 also saves the
-        tensors that lie in no tile."""
+        """Each member saves the tiles that it owns, or would own in a shared state; rank 0 also saves tensors outside
+        of tiles."""
         layout, size = self._computer.layout, self.exchange.size
         outside = whole_entries(self._outside(0))
         return [
@@ -108,13 +108,13 @@ class TileCopies:
         return copying
 
     def _copier(self, applied: int) -> CopyPiece:
-        """The function that copies a piece of this member's portion, as it is after `applied` steps."""
+        """Returns the function that copies pieces of this member's portion of the state after `applied` steps."""
         return self._state.copy_tile
 
     def _piece_starts(self) -> Mapping[int, int]:
-        """The pieces of this member's portion -> their first byte in it."""
+        """Piece number -> its first byte in this member's portion."""
         return self._portions[self.exchange.rank].starts
 
     def _beside_steps(self, copy: CopyPiece) -> CopyPiece:
-        """The same function, run in a way that does not delay the computation (on a device: on a stream of its own)."""
+        """The same function, made to run beside the computation (on a device: on a separate stream)."""
         return copy

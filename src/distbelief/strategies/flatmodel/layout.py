@@ -1,7 +1,7 @@
-"""The flat layout of a model: where every parameter and float buffer lies in one block of bytes, and its tiles.
+"""The flat layout of a model: the place of every parameter and float buffer in one block of bytes, and its tiles.
 
-The layout is a function of the model alone. Every entry starts at a multiple of 64 elements, so that vector kernels cut
-a stretch of it in the same places on every member (docs/decisions/0002). Frozen parameters are not in it.
+The layout depends on the model alone. Every entry starts at a multiple of 64 elements, so that vector kernels divide a
+stretch of it in the same way on every member (docs/decisions/0002). Frozen parameters are not in it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from distbelief.errors import JobError
 from distbelief.transport.exchange import Tile
 
 ALIGN = 64  # elements
-TILE_ELEMENTS = 1 << 18  # 1 MiB of fp32: a few of them fit a core's cache, and the optimizer's own overhead is small
-TILE_GROUP = 8  # large models have a multiple of this many tiles, so that 2, 4 or 8 workers have equal shares
-SMALL_TILE = 1 << 12  # small models are spread over the workers too, but not into crumbs
+TILE_ELEMENTS = 1 << 18  # 1 MiB of fp32: a few tiles fit a core's cache, and the optimizer's overhead per tile is small
+TILE_GROUP = 8  # large models have a multiple of this number of tiles: equal shares for 2, 4 or 8 workers
+SMALL_TILE = 1 << 12  # small models are divided among workers too, but into tiles of at least this size
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Piece:
 
     entry: int
     first: int
-    """In elements of the parameter."""
+    """The offset in the parameter, in elements."""
     numel: int
     tile_first: int
-    """In elements of the tile."""
+    """The offset in the tile, in elements."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,17 @@ class Layout:
     entries: tuple[Entry, ...]
     tiles: tuple[Tile, ...]
     pieces: tuple[tuple[Piece, ...], ...]
-    """Per tile."""
+    """The pieces of each tile."""
     size_bytes: int
     parameter_tiles: int
-    """How many tiles hold parameters: these come first, then the float buffers."""
+    """The number of tiles with parameters, which come before the tiles with float buffers."""
 
     def entries_of(self, kind: str) -> list[int]:
         return [i for i, entry in enumerate(self.entries) if entry.kind == kind]
 
 
 def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """Trainable parameters in registration order; a tied one once, under its first name."""
+    """Trainable parameters in registration order; a tied parameter once, under its first name."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
@@ -70,7 +70,8 @@ def float_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def lay_out(model: torch.nn.Module, *, whole_parameters: bool = False) -> Layout:
-    """Lay a model out. `whole_parameters` keeps every parameter inside one tile, for optimizers that need it whole."""
+    """Lay a model out. `whole_parameters`: keep every parameter inside one tile, for optimizers that need whole
+    parameters."""
     entries: list[Entry] = []
     tiles: list[Tile] = []
     pieces: list[tuple[Piece, ...]] = []
@@ -78,7 +79,7 @@ def lay_out(model: torch.nn.Module, *, whole_parameters: bool = False) -> Layout
     parameter_tiles = 0
     for kind, tensors in (("parameter", trainable(model)), ("buffer", float_buffers(model))):
         _check(tensors)
-        known = len(entries)  # entries keep the model's order, whatever order their places have
+        known = len(entries)  # entries keep the model's order, whatever their places
         entries += [Entry(name, kind, t.dtype, t.shape, -1) for name, t in tensors]  # type: ignore[arg-type]
         for dtype in dict.fromkeys(t.dtype for _, t in tensors):  # in order of first appearance
             region = [i for i in range(known, len(entries)) if entries[i].dtype == dtype]
@@ -107,7 +108,7 @@ def _cuts(
     entries: Sequence[Entry], region: Sequence[int], first_bytes: int, elements: int, whole: bool
 ) -> list[tuple[int, int]]:
     """Cut a region of that many elements into tiles of about equal size."""
-    if not elements:  # a region of empty tensors only
+    if not elements:  # a region of empty tensors
         return []
     count = -(-elements // TILE_ELEMENTS)
     count = _round_up(count, TILE_GROUP) if count >= TILE_GROUP else min(TILE_GROUP, -(-elements // SMALL_TILE))

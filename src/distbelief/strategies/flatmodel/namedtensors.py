@@ -1,11 +1,11 @@
-"""The state of a replica under names: what its checkpoint holds, who saves which part of it, and how it is put back.
+"""The state of a replica as named tensors: what a checkpoint holds, which member saves which part, loading.
 
     model/NAME           a parameter (frozen ones too) or a buffer; a tied one under its first name
-    optimizer/KEY/NAME   what the optimizer keeps for a parameter
-    begun/NAME           whether it keeps anything for it yet
-    compression/…        residuals: what members have not sent yet of their gradients (dataparallel/compressed.py)
+    optimizer/KEY/NAME   the optimizer's state of a parameter
+    begun/NAME           whether the optimizer has state for the parameter yet
+    compression/…        residuals: the unsent part of members' gradients (dataparallel/compressed.py)
 
-Neither tiles nor members are in the names, so any layout and any number of members can load a checkpoint.
+The names contain neither tiles nor members, so any layout and any number of members can load a checkpoint.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ def tile_places(layout: Layout, recipe: Recipe, tile: int) -> Iterator[TilePlace
             name = f"optimizer/{field.key}/{entry.name}"
             if recipe.elementwise and field.shape:
                 yield TilePlace(name, field.dtype, tuple(entry.shape), piece.first, piece.numel, after + at)
-            elif piece.first == 0:  # a single number is the same for all pieces of a parameter
+            elif piece.first == 0:  # a scalar is the same for all pieces of a parameter
                 yield TilePlace(name, field.dtype, field.shape, 0, field.numel, after + at)
         if piece.first == 0:
             yield TilePlace(f"begun/{entry.name}", torch.uint8, (), 0, 1, after + place.flag_at)
 
 
 class TilePortion:
-    """See `Portion`: some tiles, one after the other, and tensors that lie outside of the tiles."""
+    """A portion of a state: some tiles, one after the other, and tensors outside of the tiles. See `Portion`."""
 
     def __init__(self, layout: Layout, recipe: Recipe, tiles: Iterable[int], outside: Sequence[PartEntry]) -> None:
         self._layout = layout
         self._recipe = recipe
         self._outside = outside
         self.starts: dict[int, int] = {}
-        """Tile -> the byte at which it starts."""
+        """Tile -> its first byte."""
         at = 0
         for tile in tiles:
             self.starts[tile] = at
@@ -94,7 +94,7 @@ class TilePortion:
 
 
 def outside_of_tiles(model: torch.nn.Module, layout: Layout, integers: bytes) -> dict[str, torch.Tensor]:
-    """The model's tensors that have no bytes in any tile: frozen parameters, integer buffers, empty tensors."""
+    """The model's tensors without bytes in a tile: frozen parameters, integer buffers, empty tensors."""
     found = {f"{MODEL}{name}": p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     found |= {f"{MODEL}{e.name}": torch.empty(e.shape, dtype=e.dtype) for e in layout.entries if not e.numel}
     for name, buffer in model.named_buffers():
@@ -127,7 +127,7 @@ def tied(model: torch.nn.Module) -> dict[str, str]:
 
 
 def transient(model: torch.nn.Module) -> list[str]:
-    """Buffers that are not persistent: `load_state_dict` does not expect them."""
+    """Buffers that are not persistent, which `load_state_dict` does not expect."""
     kept = model.state_dict().keys()
     return [name for name, _ in model.named_buffers() if name not in kept]
 
@@ -136,7 +136,7 @@ def transient(model: torch.nn.Module) -> list[str]:
 
 
 def put_back(saved: Saved, state: ReplicaState, computer: ShardComputer, recipe: Recipe) -> None:
-    """Make a saved state the state of this replica. Nothing is written unless all of it fits."""
+    """Load a saved state into this replica. Nothing is written unless all tensors fit."""
     layout, model = computer.layout, computer.model
     tensors = _fitting(saved, computer, recipe)
     for tile in range(len(layout.tiles)):
@@ -153,7 +153,7 @@ def put_back(saved: Saved, state: ReplicaState, computer: ShardComputer, recipe:
         state.remember(applied)
     if saved.note:
         state.write_note(saved.step, saved.note)
-    state.begin_at(saved.step)  # last: half of it is no state
+    state.begin_at(saved.step)  # last: a partly written state is no state
 
 
 def put_optimizer_back(
@@ -175,7 +175,7 @@ def frozen(model: torch.nn.Module) -> list[str]:
 
 
 def set_frozen(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Nothing is written unless all of it fits."""
+    """Set the parameters that are not trained. Nothing is written unless all tensors fit."""
     own = {f"{MODEL}{name}": p for name, p in model.named_parameters() if not p.requires_grad}
     require_fit(forms({name: tensor for name, tensor in tensors.items() if name in own}), forms(own))
     with torch.no_grad():
@@ -188,7 +188,7 @@ def _is_weights_alone(saved: Saved) -> bool:
 
 
 def _fitting(saved: Saved, computer: ShardComputer, recipe: Recipe) -> dict[str, torch.Tensor]:
-    """The tensors that this model's state consists of, every name and shape checked."""
+    """The tensors of this model's state; every name and shape is checked."""
     model = computer.model
     others = {f"{MODEL}{name}" for name in tied(model)}
     given = {name: tensor for name, tensor in saved.tensors.items() if name not in others}
@@ -202,7 +202,7 @@ def _fitting(saved: Saved, computer: ShardComputer, recipe: Recipe) -> dict[str,
     own = outside_of_tiles(model, computer.layout, computer.integer_bytes())
     own |= {f"{MODEL}{name}": t.detach() for name, t in (*model.named_parameters(), *model.named_buffers())}
     if _is_weights_alone(saved):
-        for name in transient(model):  # a file of weights does not have them: they stay as the job made them
+        for name in transient(model):  # a weights file lacks them: they keep the job's values
             given.setdefault(f"{MODEL}{name}", own[f"{MODEL}{name}"])
     wanted = dict(forms(own))
     if not _is_weights_alone(saved):
@@ -214,7 +214,7 @@ def _fitting(saved: Saved, computer: ShardComputer, recipe: Recipe) -> dict[str,
 
 
 def require_fit(given: Forms, wanted: Forms) -> None:
-    """Raise an error that names what differs. What members owe each other belongs to no model."""
+    """Raise an error that names the differences. Residuals are not compared: they do not belong to the model."""
     given = {name: of for name, of in given.items() if not name.startswith(OWED)}
     if lines := differences(given, "what is to be loaded", wanted, "the job"):
         raise misfit(

@@ -1,11 +1,10 @@
-"""Linear layers whose matrix products are oneDNN's, which torch's convolutions use too, instead of its BLAS's.
+"""Linear layers that multiply with oneDNN, which torch's convolutions use too, instead of with torch's BLAS.
 
-torch's BLAS is Intel's, and on others' processors it does not use their widest instructions: oneDNN is about twice as
-fast there (docs/matmul.md). It adds in another order, so the last bits differ from torch's own; a job asks for it
-(`Job.matmul`). Which library multiplies depends on shapes and types
-alone, never on the worker: the result does not depend on the cluster here either.
+torch's BLAS is Intel's, which does not use the widest instructions of other vendors' processors: oneDNN is about
+twice as fast there (docs/matmul.md). It adds in another order, so the last bits differ from torch's; a job opts in with
+`Job.matmul`. The library is chosen by shapes and types alone, so the weights do not depend on the cluster either.
 
-Whatever is out of the ordinary (autocast, a compiler, transforms of functions, second derivatives) is left to torch.
+Unusual cases (autocast, a compiler, functional transforms, second derivatives) are left to torch.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from distbelief.errors import JobError
 from distbelief.job import Job
 
 WORTHWHILE = 1 << 20
-"""Multiplications: for fewer, what oneDNN does around a product costs more than the product."""
+"""Multiplications; below it, oneDNN's overhead costs more than the product."""
 SMALL = 1 << 12
-"""Elements of a weight that few batches are large enough for."""
+"""Elements of a weight; few batches are large enough to pay for a smaller one."""
 
 
 def available() -> bool:
@@ -29,7 +28,7 @@ def available() -> bool:
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Have the larger linear layers of a model multiply with oneDNN, in training and evaluation.
+    """Make the larger linear layers of a model multiply with oneDNN, in training and evaluation.
 
     >>> model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 2))
     >>> use_onednn(model)
@@ -44,7 +43,7 @@ def use_onednn(model: nn.Module) -> None:
 
 
 def multiply_as_asked(job: Job, model: nn.Module) -> None:
-    """Also back again: a model that is an object may have been trained by another job before."""
+    """Set the layers as the job requests; also resets them, because another job may have trained this model object."""
     for module in model.modules():
         if type(module) is OneDnnLinear:
             module.__class__ = nn.Linear  # type: ignore[assignment]
@@ -84,17 +83,17 @@ def _product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None 
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        # What is saved must not be written to until the backward pass: no more than is wanted there.
+        # A saved tensor must not change before the backward pass: save only what that pass needs.
         for_rows, for_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(rows if for_weight else None, weight if for_rows else None)
         return _product(rows, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        gradient = given[0].contiguous()  # that of a sum is one number, seen everywhere
+        gradient = given[0].contiguous()  # the gradient of a sum is one expanded number
         rows, weight = ctx.saved_tensors
         of_rows = of_weight = None
-        again = torch.is_grad_enabled()  # to be differentiated once more, and oneDNN's product has no derivative
+        again = torch.is_grad_enabled()  # second derivatives: oneDNN's product has none
         if weight is not None:
             of_rows = gradient.mm(weight) if again else _product(gradient, weight.t())
         if rows is not None:

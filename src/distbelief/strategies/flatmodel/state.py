@@ -33,12 +33,12 @@ from distbelief.transport.exchange import Exchange
 from distbelief.transport.shm.segment import Memory, Segment
 
 _PAGE = 4096
-_REMEMBERED = 1024  # steps: many more than are committed between two heartbeats
+_REMEMBERED = 1024  # steps; many more than are committed between two heartbeats
 _NOTE_BYTES = 1 << 16
-_NOTE_HEAD = struct.Struct("qq")  # steps applied when it was written, and its length
+_NOTE_HEAD = struct.Struct("qq")  # steps applied when the note was written, and its length
 _STEP = np.dtype(
     [
-        ("after", np.int64),  # steps applied with it: memory that was never written says 0, which no step does
+        ("after", np.int64),  # the number of steps applied with it; unwritten memory has 0, which no step has
         ("loss", np.float64),
         ("samples", np.int64),
         ("fingerprint", "S16"),
@@ -59,15 +59,15 @@ class UndoLog:
 
     @property
     def holds(self) -> tuple[int, int]:
-        """The tile whose old bytes these are, and the step that it was about to take; tile -1: none. If two members'
-        undo logs hold the same tile before the same step, the bytes are the same."""
+        """(tile, step): the saved bytes are the tile's before this step; tile -1: none. If two members' undo logs hold
+        the same tile before the same step, their bytes are equal."""
         return int(self._head[0]) - 1, int(self._head[1])
 
     def save(self, tile: int, step: int, current: Sequence[torch.Tensor]) -> None:
         self._head[0] = 0
         at = self._at.data_ptr()
         for piece in current:
-            # a third faster than Tensor.copy_ here: it does not read what it is about to overwrite
+            # a third faster than Tensor.copy_ here: it does not read the target
             ctypes.memmove(at, piece.data_ptr(), piece.numel())
             at += piece.numel()
         self._head[1] = step
@@ -81,7 +81,7 @@ class UndoLog:
 
 
 class ReplicaState:
-    """Views of that block. A tile's stamp is 2t: before step t; 2t+1: it is open and may be torn."""
+    """Views of the state's memory. A tile's stamp is 2t: it is before step t; 2t+1: it is open and may be torn."""
 
     def __init__(self, layout: Layout, recipe: Recipe, exchange: Exchange, integer_bytes: int) -> None:
         self.layout = layout
@@ -123,19 +123,20 @@ class ReplicaState:
         return bool(self._stamps[0])
 
     def begin_at(self, step: int) -> None:
-        """The values are those after `step` steps. Only for the member that writes the first state."""
+        """Declare that the values are those after `step` steps. Only the member that writes the first state calls
+        it."""
         self._stamps[1:] = 2 * step
         self._stamps[0] = True
 
     def expect(self, members: int) -> None:
-        """Up to this number of members have an undo log from now on. No member may be writing."""
+        """From now on up to `members` members have an undo log. No member may be writing."""
         self._undo_logs[0] = max(self._undo_logs[0], members)
 
     def _undo_log_of(self, rank: int) -> UndoLog:
         return UndoLog(self._exchange.state(UndoLog.HEAD_BYTES + self._undo_bytes, f"undolog/{rank}"))
 
     def forget(self) -> None:
-        """Discard the state: the optimizer has not begun."""
+        """Mark the state as not initialised, and clear the optimizer state."""
         self._stamps[0] = False
         for memory in self.optimizer:
             memory.zero_()
@@ -151,7 +152,7 @@ class ReplicaState:
             to = to[current.numel() :]
 
     def blocks(self) -> list[torch.Tensor]:
-        """All memory that another replica must copy to have this state. The page with the first stamps comes last."""
+        """All memory that another replica must copy for this state. The page with the first stamps comes last."""
         first = self.segment.tensor(torch.uint8, 0, _PAGE)
         rest = self.segment.tensor(torch.uint8, _PAGE, self._records_bytes - _PAGE)
         return [self.memory.tensor(torch.uint8, self.values_at, self._numbers_bytes), rest, first]
@@ -162,7 +163,7 @@ class ReplicaState:
         return int(self._stamps[1:].min()) // 2
 
     def open(self, tile: int, step: int) -> None:
-        """From here to `close` the tile may be torn; its old bytes are in the undo log before."""
+        """Save the tile's old bytes in the undo log and mark the tile as open: it may be torn until `close`."""
         if self._undo_log:
             self._undo_log.save(tile, step, self._current[tile])
         self._stamps[1 + tile] = 2 * step + 1
@@ -178,16 +179,16 @@ class ReplicaState:
         self._stamps[1:] = 2 * step + 2
 
     def has(self, tile: int, step: int) -> bool:
-        """Whether the tile has that step."""
+        """Whether the step is applied to the tile."""
         return int(self._stamps[1 + tile]) >= 2 * step + 2
 
     @property
     def is_applied_in_part(self) -> bool:
-        """Whether some tiles have a step that others do not have."""
+        """Whether some tiles have a step that others lack."""
         return int(self._stamps[1:].max()) > 2 * self.steps_applied
 
     def repair(self) -> list[int]:
-        """Give torn tiles their old bytes back, and return them. No other member may be writing."""
+        """Restore the old bytes of torn tiles, and return these tiles. No other member may be writing."""
         torn = []
         for rank in range(int(self._undo_logs[0])):
             tile, step = (undo_log := self._undo_log_of(rank)).holds
@@ -202,7 +203,7 @@ class ReplicaState:
     # --- what belongs to the values -----------------------------------------------------------------------------------
 
     def integers(self, applied: int) -> bytes:
-        """The integer buffers after `applied` steps: the present number, or one less."""
+        """The integer buffers after `applied` steps, which is the present number of steps or one less."""
         return bytes(self.segment.view(self._integers_at + applied % 2 * self._integer_bytes, self._integer_bytes))
 
     def write_integers(self, applied: int, content: bytes) -> None:
@@ -210,7 +211,8 @@ class ReplicaState:
             self.segment.view(self._integers_at + applied % 2 * self._integer_bytes, self._integer_bytes)[:] = content
 
     def remember(self, applied: Applied) -> None:
-        """Keep the result of a step. Call it before the step is wholly applied, so that no applied step lacks it."""
+        """Store the result of a step. Call it before the last tile is closed, so that every applied step has a
+        result."""
         place = self._history[applied.step % _REMEMBERED]
         place["after"] = 0
         place["loss"], place["samples"], place["at"] = applied.loss, applied.samples, applied.at
@@ -219,7 +221,7 @@ class ReplicaState:
 
     def remembered(self, first: int, until: int | None = None) -> list[Applied]:
         """The results of the applied steps from `first` on, as far back as they are kept. `until`: the number of
-        applied steps, where several are applied at once."""
+        applied steps, where several steps are applied at once."""
         applied = self.steps_applied if until is None else until
         steps = np.arange(max(first, applied - _REMEMBERED, 0), applied)
         places = self._history[steps % _REMEMBERED]
@@ -229,7 +231,7 @@ class ReplicaState:
         ]
 
     def write_note(self, applied: int, content: bytes) -> None:
-        """Keep some bytes that belong to the state after `applied` steps. A note that is too long is not kept."""
+        """Store a note with the state after `applied` steps. A note that is too long is dropped."""
         if len(content) <= _NOTE_BYTES - _NOTE_HEAD.size:
             buffer = self.segment.buffer
             _NOTE_HEAD.pack_into(buffer, self._note_at, -1, 0)
@@ -238,12 +240,12 @@ class ReplicaState:
             _NOTE_HEAD.pack_into(buffer, self._note_at, applied, len(content))
 
     def note(self) -> tuple[int, bytes]:
-        """(steps applied when it was written, content); nothing has been kept when the content is empty."""
+        """(steps applied when the note was written, content). Empty content: there is no note."""
         head = _NOTE_HEAD.unpack_from(self.segment.buffer, self._note_at)
         applied, length = head
         at = self._note_at + _NOTE_HEAD.size
         content = bytes(self.segment.buffer[at : at + length])
-        if applied < 0 or head != _NOTE_HEAD.unpack_from(self.segment.buffer, self._note_at):  # it is being written
+        if applied < 0 or head != _NOTE_HEAD.unpack_from(self.segment.buffer, self._note_at):  # being written
             return -1, b""
         return applied, content
 

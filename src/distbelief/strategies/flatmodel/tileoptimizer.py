@@ -46,7 +46,7 @@ ELEMENTWISE: frozenset[type] = frozenset(
     }
 )
 FUSED: frozenset[type] = frozenset({optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad})
-_PROBE = 64  # elements: enough for a vector, so that the probe takes the same path as the real thing
+_PROBE = 64  # elements; enough for vector instructions, so that the probe takes the same code path as training
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Field:
     dtype: torch.dtype
     shape: tuple[int, ...]
     number: type | None = None
-    """int, float or bool where the optimizer keeps a plain Python number."""
+    """int, float or bool, if the optimizer keeps a plain Python number."""
     on_host: bool = False
-    """A tensor that the optimizer wants in the host's memory, though its parameters are on a device."""
+    """The optimizer keeps this tensor in host memory even if its parameters are on a device."""
 
     @property
     def numel(self) -> int:
@@ -71,7 +71,7 @@ class Field:
 
 
 class Recipe:
-    """What the job's optimizer is, learnt by making it once and trying it on a small copy."""
+    """The job's optimizer, as learnt from making it once and trying it on a small copy."""
 
     def __init__(self, factory: Factory, parameters: Sequence[torch.nn.Parameter]) -> None:
         template = factory(list(parameters))
@@ -99,21 +99,21 @@ class Recipe:
         fusable = FUSED if parameters[0].device.type == "cpu" else FUSED - {optim.Adagrad}
         self.fused = self.kind in fusable and all(_may_fuse(g) for g in self.groups)
         if self.kind is optim.SGD and any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters):
-            self.fused = False  # torch 2.13's kernel gives other numbers for these than SGD is defined to give
+            self.fused = False  # torch 2.13's fused kernel differs from the definition of SGD here
         self._fields = self._probe(parameters)
 
     def describe(self) -> str:
         return f"{self.kind.__name__}{' fused' if self.fused else ''}{'' if self.elementwise else ' per parameter'}"
 
     def fields(self, parameter: int, numel: int) -> list[Field]:
-        """The state of a piece of `numel` elements of that parameter."""
+        """The optimizer state of a piece of `numel` elements of this parameter."""
         found = self._fields.get(parameter, [])
         if not self.elementwise:
             return found
         return [Field(f.key, f.dtype, (numel,) if f.shape else (), f.number, f.on_host) for f in found]
 
     def make(self, pieces: Sequence[tuple[int, torch.nn.Parameter]]) -> optim.Optimizer:
-        """An optimizer over (parameter number, piece)."""
+        """Make an optimizer over pieces, given as (parameter number, piece)."""
         if not self.elementwise:
             made = self.factory([piece for _, piece in pieces])
             self._check_groups(made, pieces)
@@ -123,12 +123,13 @@ class Recipe:
             {**hyper, **options, "params": [piece for parameter, piece in pieces if self.group_of[parameter] == number]}
             for number, hyper in enumerate(self.groups)
         ]
-        # The defaults too: Adagrad looks there, not into its groups, for the value that its sums start from.
+        # The defaults too: Adagrad reads the start value of its sums from there, not from its groups.
         optimizer: optim.Optimizer = self.kind([g for g in groups if g["params"]], **{**self.defaults, **options})
         return optimizer
 
     def _check_groups(self, made: optim.Optimizer, pieces: Sequence[tuple[int, torch.nn.Parameter]]) -> None:
-        """The factory must group a few parameters as it groups them all: by what they are, not by their place."""
+        """Check that the factory groups a few parameters as it groups them all: by their properties, not by their
+        positions."""
         numbers = {id(piece): number for number, piece in pieces}
         for group in made.param_groups:
             hyper = {k: v for k, v in group.items() if k != "params"}
@@ -140,7 +141,7 @@ class Recipe:
                     )
 
     def _probe(self, parameters: Sequence[torch.nn.Parameter]) -> dict[int, list[Field]]:
-        """Take one step on throw-away copies and look at what state appears: per group and type, or per parameter."""
+        """Take one step on copies and record the state that appears: per group and type, or per parameter."""
         generator = torch.random.get_rng_state()
         tried: dict[Any, list[Field]] = {}
         found: dict[int, list[Field]] = {}
@@ -164,7 +165,7 @@ class Recipe:
 
 
 def _may_fuse(group: dict[str, Any]) -> bool:
-    """The user has not asked for another implementation."""
+    """Whether the user has not chosen another implementation."""
     return group.get("fused") is not False and not group.get("foreach") and not group.get("differentiable")
 
 
@@ -203,7 +204,7 @@ class _OptimizedPiece:
 
 
 class TileOptimizer:
-    """The optimizer of some tiles. One torch optimizer for all of them: its own overhead is paid once per step."""
+    """The optimizer of some tiles: one torch optimizer for all of them, so that its overhead is paid once per step."""
 
     def __init__(self, recipe: Recipe, layout: Layout, tiles: Sequence[TileMemory]) -> None:
         self._held = [held for memory in tiles for held in _hold(recipe, layout, memory)]
@@ -229,7 +230,7 @@ class TileOptimizer:
         divisor: torch.Tensor | None = None,
     ) -> None:
         """One step on all tiles. The gradients (by tile) may be overwritten. Untouched parameters are skipped.
-        `divisor`: a fused optimizer is to divide the gradients by it."""
+        `divisor`: the fused optimizer divides the gradients by it."""
         if self._optimizer is None:
             return
         self._aim(gradients, untouched)
@@ -248,7 +249,8 @@ class TileOptimizer:
         self._save()
 
     def _aim(self, gradients: dict[int, torch.Tensor], untouched: np.ndarray | None) -> None:
-        """Give every piece its part of the gradient; those of the last step still stand if nothing was skipped."""
+        """Assign every piece its part of the gradient. The last step's assignments stay valid unless pieces were
+        skipped."""
         same = self._gradients and all(gradients[t] is g for t, g in self._gradients.items())
         if untouched is None and same and self._elementwise:  # an unknown optimizer may have cleared them
             return
@@ -259,8 +261,9 @@ class TileOptimizer:
         self._gradients = dict(gradients) if untouched is None else {}
 
     def _take_apart(self) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """Take away the gradients of pieces that have no state yet while others have. torch's fused SGD wants a first
-        step for all pieces or for none (it raises a TypeError), so the new pieces take their step after the others."""
+        """Remove, and return, the gradients of pieces without state while other pieces have state. torch's fused SGD
+        takes a first step for all pieces or for none (it raises a TypeError), so the new pieces take their step
+        afterwards."""
         given = [held for held in self._held if held.parameter.grad is not None]
         new = [held.parameter for held in given if not held.begun]
         if not new or len(new) == len(given):
@@ -271,7 +274,7 @@ class TileOptimizer:
         return late
 
     def _save(self) -> None:
-        """All that the optimizer keeps must lie in the tiles' state: new tensors move there, numbers are written."""
+        """Keep the optimizer's whole state in the tiles' memory: move new tensors there and write numbers."""
         assert self._optimizer is not None
         for held in self._held:
             state = self._optimizer.state.get(held.parameter)
@@ -309,9 +312,9 @@ class StatePlace:
 
     piece: Piece
     flag_at: int
-    """One byte: whether the optimizer has state for the piece yet."""
+    """One byte: whether the optimizer has state for the piece."""
     fields: tuple[tuple[Field, int], ...]
-    """Each with the byte at which it starts."""
+    """The fields, each with its first byte."""
 
 
 def state_places(recipe: Recipe, layout: Layout, tile: int) -> list[StatePlace]:
@@ -329,7 +332,7 @@ def state_places(recipe: Recipe, layout: Layout, tile: int) -> list[StatePlace]:
 
 
 def state_bytes(recipe: Recipe, layout: Layout, tile: int) -> int:
-    """Bytes of optimizer state that a tile needs."""
+    """The bytes of optimizer state of a tile."""
     pieces = [p for p in layout.pieces[tile] if p.entry in recipe.group_of]
     flags = -(-len(pieces) // 64) * 64
     return flags + sum(f.size_bytes for p in pieces for f in recipe.fields(p.entry, p.numel))
@@ -352,12 +355,12 @@ def _hold(recipe: Recipe, layout: Layout, memory: TileMemory) -> list[_Optimized
 
 
 _SCALED_EXACTLY = (torch.float32, torch.float64)
-"""Types whose gradients the optimizer scales to the same bits. Narrower ones are widened before the division, and not
-rounded after it."""
+"""Types whose gradients the optimizer scales to the same bits. It widens narrower types before the division and does
+not round them afterwards."""
 
 
 class TileUpdates:
-    """The job's optimizer over some tiles of parameters. `apart`: the tiles are updated one by one."""
+    """The job's optimizer over some tiles of parameters. `apart`: update the tiles one by one."""
 
     def __init__(
         self, seed: int, recipe: Recipe, layout: Layout, tiles: Sequence[TileMemory], apart: bool = False
@@ -366,14 +369,14 @@ class TileUpdates:
         self._elementwise = recipe.elementwise
         self._scales = recipe.fused and all(one.values.dtype in _SCALED_EXACTLY for one in tiles)
         self._parameters = len(layout.entries_of("parameter"))
-        # An optimizer that is not element-wise may couple its parameters, and may draw random numbers. So each gets one
-        # tile and a seed of its own, which do not depend on the number of members.
+        # An optimizer that is not element-wise may couple its parameters and draw random numbers. So each tile gets its
+        # own optimizer and seed, which do not depend on the number of members.
         sets = [tiles] if recipe.elementwise and not apart else [[one] for one in tiles]
         self._optimizers = {some[0].tile: TileOptimizer(recipe, layout, some) for some in sets if some}
 
     def may_scale(self, factor: float) -> bool:
-        """Whether the optimizer can scale the gradients in its own pass, to the same bits as a pass before it. It
-        divides by the inverse of the factor, which is the same only for a power of two."""
+        """Whether the optimizer can scale the gradients in its own pass with the same bits as in a separate pass. It
+        divides by the inverse of the factor, which is exact only for powers of two."""
         return self._scales and math.frexp(factor)[0] == 0.5
 
     def apply(
@@ -384,7 +387,7 @@ class TileUpdates:
         untouched: np.ndarray,
         scale: float = 1.0,
     ) -> None:
-        """One step of all tiles, or of some tiles that are updated one by one. The gradients (by tile) may be
+        """One step on all tiles, or on some tiles that are updated one by one. The gradients (by tile) may be
         overwritten. Untouched entries stay as they are. `rate`: factor of the learning rate; `scale`: factor of the
         gradients, only if `may_scale`."""
         skip = untouched if untouched[: self._parameters].any() else None
@@ -404,15 +407,15 @@ def _divisor(scale: float) -> torch.Tensor | None:
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """The norm of each tensor, taken in float64. All are on one device, which the host waits for once."""
+    """The norm of each tensor, taken in float64. All tensors are on one device; the host waits for it once."""
     found = [torch.linalg.vector_norm(one, dtype=torch.float64) for one in tensors]
     numbers: list[float] = torch.stack(found).tolist() if found else []
     return numbers
 
 
 def set_buffers(values: torch.Tensor, average: torch.Tensor, pieces: Sequence[Piece], untouched: np.ndarray) -> None:
-    """The float buffers of a tile become the average over the shards, where any shard has changed them: the average of
-    equal numbers is not always that number."""
+    """Set the tile's changed float buffers to their average over the shards. Unchanged buffers stay as they are,
+    because the average of equal numbers may differ from them."""
     for piece in pieces:
         if not untouched[piece.entry]:
             part = slice(piece.tile_first, piece.tile_first + piece.numel)
@@ -421,26 +424,26 @@ def set_buffers(values: torch.Tensor, average: torch.Tensor, pieces: Sequence[Pi
 
 # --- an optimizer's step without torch's compiler ----------------------------------------------------------------
 # torch.optim imports the compiler (`torch._dynamo`, more than a second, half of a worker's launch) at the first
-# optimizer and at the first step, only to say that it must leave them alone. A job that compiles its model imports it
-# itself, and then these functions do nothing. They call the same functions on the same tensors, so the bits are the
-# same. Should a later torch look different inside, they find nothing to avoid, and torch imports the compiler as usual.
+# optimizer and at the first step, only to exclude them from compilation. The functions below avoid this import and call
+# the same functions on the same tensors, so the bits are the same. They do nothing if the compiler is imported already,
+# for example by a job that compiles its model; if a later torch differs inside, it imports the compiler as usual.
 
 _COMPILER = "torch._dynamo"
 
 
 def spare_the_compiler() -> None:
-    """Let optimizers be made, saved and loaded without an import of the compiler. Once per process."""
+    """Make, save and load optimizers without importing the compiler. Called once per process."""
     if _COMPILER in sys.modules:
         return
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         inner = getattr(getattr(optim.Optimizer, name, None), "__wrapped__", None)
         if inner is not None and not hasattr(inner, "__dynamo_disable"):
-            # Where torch keeps the function that it made by `torch._dynamo.disable` for the next call.
+            # torch stores the result of `torch._dynamo.disable` here for the next call
             setattr(inner, "__dynamo_disable", inner)
 
 
 def eager_step(optimizer: optim.Optimizer) -> Callable[[], Any]:
-    """What `optimizer.step` does, for calling it time and again.
+    """A function that does the same as `optimizer.step`, for repeated calls.
 
     >>> weight = torch.nn.Parameter(torch.ones(1))
     >>> weight.grad = torch.ones(1)
@@ -463,7 +466,7 @@ def eager_step(optimizer: optim.Optimizer) -> Callable[[], Any]:
 
 
 def _has_hooks(optimizer: optim.Optimizer) -> bool:
-    """Whether somebody wants to be called before or after a step."""
+    """Whether any hook runs before or after a step."""
     module = sys.modules[optim.Optimizer.__module__]
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     everywhere = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")

@@ -1,1 +1,1 @@
-"""local_sgd: replicas train apart for some steps; then an outer step averages their differences."""
+"""local_sgd: replicas train separately for some steps; then an outer step averages their differences."""

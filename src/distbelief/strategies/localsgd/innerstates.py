@@ -1,21 +1,21 @@
-"""What every replica keeps from one round to the next: its optimizer's state and, where differences are compressed, the
-residual that it has not sent yet. A worker's death must lose neither.
+"""The inner state of every replica, kept from one round to the next: its optimizer's state and, with compression, its
+residual. A worker's death must lose neither.
 
     | begun | stamps, two per replica | the bytes of each replica, twice |          the memory of `InnerStates`
     | optimizer state, tile after tile | residual |                                the bytes of one replica
 
-A replica's state before round T lies in place T mod 2 with the stamp T + 1; the member that trains the replica in that
-round writes the state after it to the other place. So a round can be given up and begun again. The members of one host
-share one such memory, which outlives them. Members without shared memory have one each: before a round is committed,
-each sends the states of its replicas to the next member (unless that costs too much). A replica is then lost only if
-two neighbours die at the same moment.
+The inner state of a replica before round T lies in place T mod 2 with the stamp T + 1; the member that trains the
+replica in that round writes the next state to the other place. So an aborted round can begin again. The members of one
+host share one such memory, which outlives them. Members without shared memory have one each: before a round is
+committed, each sends its replicas' states to the next member (unless that costs too much). A replica is then lost only
+if two neighbours die at the same moment.
 
 A checkpoint holds these states under names (`LocalPortion`), beside the tensors of the model and of the outer step
 (namedtensors.py). Members are not in the names, so any number of members can load it:
 
-    replicaR/optimizer/KEY/NAME   what the optimizer of replica R keeps for a parameter
-    replicaR/begun/NAME           whether the optimizer keeps anything for the parameter yet
-    replicaR/residual/NAME        what replica R has not sent of the parameter's differences
+    replicaR/optimizer/KEY/NAME   the state of replica R's optimizer for a parameter
+    replicaR/begun/NAME           whether the optimizer has state for the parameter yet
+    replicaR/residual/NAME        replica R's residual of the parameter's differences
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ def optimizer_bytes(layout: Layout, recipe: Recipe) -> int:
 
 
 def owed_at(layout: Layout, recipe: Recipe) -> int:
-    """The byte at which the residual starts."""
+    """The residual's first byte."""
     return -(-optimizer_bytes(layout, recipe) // _LINE) * _LINE
 
 
 def owed(kept: torch.Tensor, coding: PartsCoding) -> torch.Tensor:
-    """The residual, which lies at the end."""
+    """The residual, at the end of the inner state's bytes."""
     return kept[len(kept) - 4 * coding.elements :].view(torch.float32)
 
 
 class InnerStates:
-    """Views of that memory. `ranges`: the replicas of each member; `copies`: whether they are sent on."""
+    """Views of the inner states' memory. `ranges`: each member's replicas; `copies`: send states to the next member."""
 
     def __init__(self, exchange: Exchange, ranges: Sequence[Range], size_bytes: int, copies: bool = True) -> None:
         self.copies = copies and not exchange.shares_state and exchange.size > 1
@@ -90,7 +90,7 @@ class InnerStates:
         ]
 
     def read(self, replica: int, number: int) -> torch.Tensor:
-        """The bytes of its state before that round."""
+        """The inner state of a replica before round `number`."""
         assert self._has(replica, number), f"the state of replica {replica} before round {number} is not here"
         return self._places[replica][number % 2]
 
@@ -100,26 +100,25 @@ class InnerStates:
         self._stamps[replica, number % 2] = number + 1
 
     def begin(self, number: int) -> None:
-        """This member begins that round."""
+        """Record that this member begins round `number`."""
         self._begun[0] = number + 1
 
     def set(self, number: int, states: Sequence[torch.Tensor]) -> None:
-        """The run goes on from here: these are the states of all replicas before that round."""
+        """Set the inner states of all replicas before round `number`, at the start of a run."""
         self._stamps[:] = 0
         for replica, state in enumerate(states):
             self.write(replica, number, state)
 
     def _has(self, replica: int, number: int) -> bool:
-        """Before the first round, unwritten memory is the state of an optimizer that has not begun."""
+        """Before the first round, unwritten memory is the state of an optimizer without state."""
         stamp = int(self._stamps[replica, number % 2])
         return stamp == number + 1 or (number == 0 and stamp == 0)
 
     # --- members that have a memory each -----------------------------------------------------------------------------
 
     def agree(self, number: int) -> tuple[bool, list[int]]:
-        """A generation begins, before that round: every member gets the states that it needs from members that have
-        them. Returns whether a member had begun the round, and the replicas whose state no member has; then no state
-        was moved."""
+        """At a generation's start, before round `number`: send each member the states that it needs. Returns whether a
+        member had begun the round, and the replicas whose state no member has; if there are any, nothing was sent."""
         mine = bytes(self._has(replica, number) for replica in range(self._replicas))
         everybody = self.exchange.gather(_BEGUN.pack(int(self._begun[0])) + mine)
         begun = any(_BEGUN.unpack_from(theirs)[0] == number + 1 for theirs in everybody)
@@ -136,7 +135,7 @@ class InnerStates:
         return begun, lost
 
     def send_on(self, number: int) -> None:
-        """Send the states of this member's replicas before that round to the next member. Every second member sends
+        """Send the states of this member's replicas before round `number` to the next member. Members of even rank send
         first, so that the members do not wait for each other in a chain."""
         if not self.copies:
             return
@@ -168,13 +167,13 @@ def prefix(replica: int) -> str:
 
 
 def is_inner(name: str) -> bool:
-    """Whether a saved tensor is what a replica keeps."""
+    """Whether a saved tensor belongs to an inner state."""
     first, _, _ = name.partition("/")
     return first.removeprefix("replica").isdigit() and first.startswith("replica")
 
 
 def inner_places(layout: Layout, recipe: Recipe, replica: int, coding: PartsCoding | None) -> Iterator[TilePlace]:
-    """Where each named tensor lies in the bytes that a replica keeps."""
+    """The place of each named tensor in the bytes of an inner state."""
     start = 0
     for tile in range(layout.parameter_tiles):
         for place in tile_places(layout, recipe, tile):
@@ -204,7 +203,7 @@ class LocalPortion:
         self._recipe = recipe
         self._coding = coding
         self.starts: dict[int, int] = {}
-        """Replica -> the byte at which its state starts."""
+        """Replica -> the first byte of its inner state."""
         at = tiles.size_bytes
         for replica in replicas:
             self.starts[replica] = at

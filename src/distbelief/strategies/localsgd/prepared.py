@@ -1,4 +1,4 @@
-"""local_sgd on one worker, before it has a seat: the model made, laid out, and checked by the canary."""
+"""local_sgd on a worker without a seat: the model made, laid out, and checked by the canary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from distbelief.transport.exchange import ROW, Exchange, Geometry
 
 
 class PreparedLocalSGD(PreparedModel):
-    """See `Prepared`. What the members divide among themselves are the replicas."""
+    """The model of local_sgd; its members divide replicas among themselves. See `Prepared`."""
 
     def __init__(self, job: Job, schedule: Schedule, device: torch.device, settings: RoundSettings) -> None:
         super().__init__(job, schedule, device)
@@ -40,8 +40,8 @@ class PreparedLocalSGD(PreparedModel):
         self._outer = Recipe(partial(torch.optim.SGD, **settings.outer), self._trainer.parameters)
 
     def least_bytes(self) -> int:
-        """A slot for differences; values and the outer optimizer's state twice; values, a gradient and what is kept of
-        the replica that is trained; and what all replicas keep, before and after a round."""
+        """A slot for differences; two copies of the values and of the outer optimizer's state; the values, a gradient
+        and the inner state of the replica in training; and all inner states, before and after a round."""
         layout = self._layout
         if self._device.type != "cpu":
             return self._device_bytes()
@@ -50,7 +50,8 @@ class PreparedLocalSGD(PreparedModel):
         return 3 * layout.size_bytes + 2 * (layout.size_bytes + outer) + (1 + 2 * self.shards) * inner
 
     def _device_bytes(self) -> int:
-        """There: the committed values and those of a replica; a gradient per level of its tree; its optimizer."""
+        """On the device: the committed values and those of a replica; a gradient per level of its tree; its optimizer
+        state."""
         layout, largest = self._layout, -(-self._schedule.shards // self.shards)
         slots = slots_needed(largest, (0, largest))
         return (2 + slots) * layout.size_bytes + optimizer_bytes(layout, self._recipe)
@@ -68,7 +69,7 @@ class PreparedLocalSGD(PreparedModel):
         )
 
     def _slots(self, mine: Range) -> int:
-        """Over a network, members do not add up compressed differences before they send them."""
+        """The number of slots. Over a network, members do not add up compressed differences before they send them."""
         return max(slots_needed(self.shards, mine), mine[1] - mine[0] if self._compression else 0)
 
     def groups(self, mine: Range) -> list[list[Range]]:

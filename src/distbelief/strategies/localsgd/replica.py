@@ -1,9 +1,9 @@
 """The local_sgd replica: a round is the transaction, and the outer step is the commit of allreduce.
 
 A unit of work is one replica of the model. The member takes the replica's local steps (`LocalTrainer.train`); the
-difference from the committed parameters goes to the slot where allreduce has a shard's gradients. Partial sums,
-taking over, the commit and the tree order are those of `DataParallelReplica`. This class counts rounds in its inner
-state; its methods take and return steps.
+difference from the committed parameters goes to the slot that has a shard's gradients in allreduce. Partial sums,
+takeover, the commit and the tree order are those of `DataParallelReplica`. Inside, this class counts rounds; its
+methods take and return steps.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class LocalReplica(DataParallelReplica):
         self._interrupted = False
         within = replace(seat, steps=rounds.count)
         super().__init__(trainer, outer, rounds, within, inner.exchange, fetch, True, self._begin)
-        # Clipping and the schedule are for local steps.
+        # clipping and the schedule are for local steps
         self._job = replace(trainer.job, clip_norm=None, schedule=None)
         self._rows = np.zeros((rounds.replicas, ROW + NUMBERS_PER_STEP * rounds.local))
         coding, replicas = trainer.coding, rounds.replicas
         owing = 4 * coding.elements if coding else 0
         copied = replicas * (len(trainer.kept) - owing) if inner.copies else 0
         self._traffic = TrafficCount(inner.exchange, coding, replicas, copied)
-        self._helper = None  # a replica's state has one writer, and a late one would be begun anew from its first step
+        self._helper = None  # no backups: an inner state has one writer, and a backup would repeat all local steps
 
     # --- what a generation goes on from ------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class LocalReplica(DataParallelReplica):
         inner = {name: tensor for name, tensor in saved.tensors.items() if is_inner(name)}
         others = {name: tensor for name, tensor in saved.tensors.items() if name not in inner}
         states: Sequence[torch.Tensor] = [torch.zeros_like(self._trainer.kept)] * self._rounds.replicas
-        if saved.step:  # else it is weights alone, and optimizers begin
+        if saved.step:  # otherwise weights alone: the optimizers start without state
             states = inner_states(
                 inner, self._trainer.layout, self._trainer.recipe, self._rounds.replicas, self._trainer.coding
             )
@@ -104,7 +104,7 @@ class LocalReplica(DataParallelReplica):
         return self._begin(step) or self._begin_anew()
 
     def _begin_anew(self) -> Saved:
-        """From the job's own initial values; no member has them any more."""
+        """The job's initial values, made again, because no member has them any more."""
         job = self._trainer.job
         if isinstance(job.model, torch.nn.Module):
             raise DistBeliefError(
@@ -121,14 +121,14 @@ class LocalReplica(DataParallelReplica):
         number = self._rounds.done(step)
         self._inner.begin(number)
         first, end = self._seat.ranges[self._seat.rank]
-        for idle in range(max(first, self._rounds.occupied(number)), end):  # no samples: it stays as it is
+        for idle in range(max(first, self._rounds.occupied(number)), end):  # no samples: the inner state stays as it is
             self._inner.write(idle, number + 1, self._inner.read(idle, number))
         try:
             super().compute(number)
         finally:
             self._trainer.bind_parameters(self._state.memory, self._state.values_at)
         self._trainer.adopt_integers()
-        self._inner.send_on(number + 1)  # before any member commits: a death after the commit then loses no replica
+        self._inner.send_on(number + 1)  # before the commit: a death after it loses no inner state
 
     def commit(self, step: int) -> StepResult:
         number = self._rounds.done(step)
@@ -138,7 +138,7 @@ class LocalReplica(DataParallelReplica):
         return result
 
     def _plan(self, occupied: int) -> StepWork:
-        """Differences that are sent encoded are not added up before."""
+        """Encoded differences are not added up before they are sent."""
         if not isinstance(self.exchange, CodedParts):
             return super()._plan(occupied)
         return plan_apart(self._rounds.shards, occupied, self._seat.ranges, self._seat.rank)
@@ -156,13 +156,13 @@ class LocalReplica(DataParallelReplica):
         for tile in self._trainer.layout.tiles:
             ready(tile.index)
         row = self._rows[replica]
-        row[_WEIGHT] = 1.0  # every replica counts alike in the average
+        row[_WEIGHT] = 1.0  # all replicas have equal weight in the average
         row[_INTEGERS], row[_SAMPLES] = trained.integers, trained.reported[:, -1].sum()
         row[ROW : ROW + trained.reported.size] = trained.reported.reshape(-1)
         self._touched |= trained.touched
 
     def _look_ahead(self, step: int) -> None:
-        """The next batch waits for the outer step, and readers know of it."""
+        """Nothing to do: the next batch is prefetched by the readers, and its computation waits for the outer step."""
 
     def _stamp(self, step: int) -> int:
         return self._rounds.after(step)
@@ -225,7 +225,7 @@ class LocalReplica(DataParallelReplica):
 
     @cached_property
     def _all_portions(self) -> list[LocalPortion]:
-        """Every member saves what its replicas keep, too."""
+        """Every member saves its tiles and the inner states of its replicas."""
         layout, recipe = self._trainer.layout, self._trainer.recipe
         return [
             LocalPortion(tiles, layout, recipe, range(*replicas), self._trainer.coding)
@@ -257,11 +257,11 @@ _COUNTS = 16  # bytes: two numbers
 
 
 class TrafficCount:
-    """How many bytes compressed differences are on the wire, counted by one member over a run. Without compression it
-    counts nothing."""
+    """Counts the bytes of compressed differences on the wire, on one member over a run. Without compression it counts
+    nothing."""
 
     def __init__(self, exchange: Exchange, coding: PartsCoding | None, replicas: int, copied: int) -> None:
-        """`copied`: bytes that members send each other in every round for a replica's sake, without what it owes."""
+        """`copied`: bytes of inner states, without residuals, that members send each other in every round."""
         self._coded = exchange if isinstance(exchange, CodedParts) else None
         self._copied = copied
         self._owing = 4 * coding.elements * replicas if coding and copied else 0
@@ -279,7 +279,8 @@ class TrafficCount:
             self._news.append(f"differences are compressed ({coding.method}): every replica's go to all workers")
 
     def count(self, apart: Sequence[Source], together: Sequence[Source]) -> None:
-        """A round is committed. `apart`: what was added up in it; `together`: the same, had it not been compressed."""
+        """Count a committed round. `apart`: the sources that were added up; `together`: the sources without
+        compression."""
         if self._coded is None:
             return
         wire, plain = self._coded.bill(apart, together)

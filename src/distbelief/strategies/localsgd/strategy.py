@@ -1,7 +1,7 @@
-"""local_sgd: replicas of the model train apart for some steps, then one outer step brings them together.
+"""local_sgd: replicas of the model train separately for some steps, then one outer step combines them.
 
-The value and its parser, without torch: the command line and the coordinator do not import it. What a member does in a
-round is in replica.py, what one replica does between two outer steps in trainer.py.
+This module has the value and its parser, without torch. A member's part of a round is in replica.py, a replica's local
+steps are in trainer.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Outer = Literal["average", "nesterov"]
 Transport = Literal["auto", "shm", "gloo"]
 
 LR = 0.7
-"""Of the outer step with Nesterov's momentum, as in DiLoCo (arXiv:2311.08105)."""
+"""The learning rate of the outer step with Nesterov's momentum, as in DiLoCo (arXiv:2311.08105)."""
 MOMENTUM = 0.9
 USUAL_REPLICAS = 4
 _FORM = (
@@ -33,9 +33,9 @@ _FORM = (
 
 @dataclass(frozen=True)
 class LocalSGD(Strategy):
-    """R logical replicas; each takes `steps` local steps on its part of every global batch, then their differences from
-    where they began are averaged and applied by the outer optimizer. The weights do not depend on the number of
-    workers.
+    """R logical replicas; each takes `steps` local steps on its part of every global batch. Then their differences from
+    the start of the round are averaged, and the outer optimizer applies the average. The weights do not depend on the
+    number of workers.
 
     >>> str(LocalSGD(8)), str(LocalSGD(8, replicas=2, outer="nesterov", lr=0.5))
     ('local_sgd:8', 'local_sgd:8:replicas=2:nesterov:lr=0.5')
@@ -57,18 +57,18 @@ class LocalSGD(Strategy):
     outer: Outer = "average"
     """average: the replicas' mean; nesterov: SGD with Nesterov's momentum on their mean difference (DiLoCo)."""
     lr: float | None = None
-    """Of the outer step; None: 0.7 with nesterov. The average has none."""
+    """The outer step's learning rate; None: 0.7 with nesterov. The average has none."""
     momentum: float | None = None
-    """Of the outer step; None: 0.9 with nesterov. The average has none."""
+    """The outer step's momentum; None: 0.9 with nesterov. The average has none."""
     transport: Transport = "auto"
     """How differences travel: shared memory on one host, gloo across hosts; auto chooses."""
     copies: bool | None = None
-    """Without shared memory: whether a replica's optimizer state, and what it owes, are also sent to another worker in
-    every outer step. Off: less traffic, and after a death the run goes back to the last checkpoint. None: on, unless
-    differences are compressed."""
+    """Without shared memory: also send every replica's optimizer state and residual to another worker in every outer
+    step. Off: less traffic, but after a death the run goes back to the last checkpoint. None: on, unless differences
+    are compressed."""
     compression: str = ""
-    """How differences are made smaller on their way: bf16, int8 or topk=0.01. Each replica keeps what it did not send,
-    and what is learnt depends on it, on any number of workers and in shared memory too."""
+    """The compression of differences: bf16, int8 or topk=0.01. Each replica keeps a residual, so compression changes
+    the weights in the same way on any number of workers, also in shared memory."""
 
     def __post_init__(self) -> None:
         for name, value in (("steps", self.steps), ("replicas", self.replicas)):
@@ -144,7 +144,7 @@ class LocalSGD(Strategy):
 
     @property
     def outer_options(self) -> dict[str, Any]:
-        """What the outer step is, as options of torch.optim.SGD."""
+        """The options of the outer step's torch.optim.SGD."""
         if self.outer == "average":
             return {"lr": 1.0}
         return {
@@ -154,7 +154,7 @@ class LocalSGD(Strategy):
         }
 
     def replicas_of(self, job: Job) -> int:
-        """A function of the job alone."""
+        """The number of replicas, which depends on the job alone."""
         shards = job.resolved_shards
         if self.replicas is None:
             return min(USUAL_REPLICAS, shards)
@@ -167,7 +167,7 @@ class LocalSGD(Strategy):
 
 
 def parse(text: str, options: Sequence[str]) -> LocalSGD:
-    """The strategy that a command line names.
+    """Parse the strategy's string form.
 
     >>> parse("local_sgd:8:nesterov:int8", ["8", "nesterov", "int8"]) == LocalSGD(
     ...     8, outer="nesterov", compression="int8"

@@ -1,12 +1,13 @@
-"""One replica between two outer steps: local steps on a copy of the parameters, with an optimizer of the replica's own.
+"""Trains one replica between two outer steps: local steps on a copy of the parameters, with the replica's own
+optimizer.
 
-The result of a replica's round is a pure function of (committed values, the replica's optimizer state, samples, seeds);
-it does not matter which member trains it. A local step is a step of allreduce on the replica's own shards: the same
-tree, the same rules for untouched parameters, clipping and buffers.
+The result of a replica's round is a pure function of (committed values, the replica's inner state, samples, seeds); any
+member may train it. A local step is a step of allreduce on the replica's own shards: the same tree, the same rules for
+untouched parameters, clipping and buffers.
 
-`DeviceTrainer` does the same on an accelerator. The committed state, and what replicas keep between rounds, stay in the
-host's memory, where no death loses them. A round copies them to the device once, takes all local steps there, also
-those of the job's optimizer, and copies back the difference and what the replica keeps.
+`DeviceTrainer` does the same on an accelerator. The committed state and the inner states stay in host memory, where no
+death loses them. A round copies them to the device once, takes all local steps there, and copies back the difference
+and the inner state.
 """
 
 from __future__ import annotations
@@ -38,29 +39,29 @@ from distbelief.transport.exchange import Tile
 from distbelief.transport.shm.segment import Memory, Segment
 
 NUMBERS_PER_STEP = 3
-"""Numbers that a replica tells of each of its steps: sum of the loss, its weight, samples."""
+"""A replica reports these numbers for each of its steps: sum of the loss, its weight, samples."""
 NO_CHECKSUM = -1.0
-"""In place of a checksum of the integer buffers: they are behind those of replicas that had samples in every step."""
+"""Stands for the checksum of the integer buffers of a replica that had no samples in some step: they lag behind."""
 
 
 @dataclass(frozen=True)
 class RoundStart:
-    """What a replica goes on from."""
+    """The state with which a replica begins a round."""
 
     values: Memory
-    """The committed parameters and float buffers, as the layout has them."""
+    """The committed parameters and float buffers, in the layout."""
     values_at: int
-    """The byte at which they begin."""
+    """Their first byte."""
     integers: bytes
     """The committed integer buffers."""
     kept: torch.Tensor
-    """The bytes that the replica keeps from one round to the next."""
+    """The replica's inner state."""
 
 
 @dataclass(frozen=True)
 class RoundResult:
     reported: np.ndarray
-    """(steps of the round, NUMBERS_PER_STEP)."""
+    """The reported numbers, of shape (steps of the round, NUMBERS_PER_STEP)."""
     integers: float
     """A checksum of the integer buffers, or NO_CHECKSUM."""
     touched: np.ndarray
@@ -68,31 +69,32 @@ class RoundResult:
 
 
 class LocalTrainer(ShardComputer):
-    """A model, ready to train replicas, one after the other. Between rounds its parameters are the committed ones."""
+    """Trains replicas with one model, one after the other. Between rounds the model's parameters are the committed
+    ones."""
 
     _grain_bytes = 1
-    """How much is worth an operation of its own. Here every tile is, while it is in the cache."""
+    """The least bytes for one operation. Here every tile gets its own operation, while it is in the cache."""
 
     def __init__(
         self, job: Job, model: torch.nn.Module, layout: Layout, device: torch.device, recipe: Recipe,
         coding: PartsCoding | None = None,
     ) -> None:  # fmt: skip
-        """`coding`: how differences are compressed."""
+        """`coding`: the compression of differences."""
         super().__init__(job, model, layout, device)
         self.recipe = recipe
         self.coding = coding
         self._grain = stretches(layout.tiles, layout.parameter_tiles, self._grain_bytes)
         self._values = self._room(layout.size_bytes)
         self.values = views(self._values, layout.tiles)
-        """Of the replica that is being trained, or was trained last."""
+        """The values of the replica in training, or last trained."""
         self._began_at: list[torch.Tensor] = []
-        """The values that it began with, in the pieces of the grain."""
+        """The replica's values at the start of the round, in pieces of the grain."""
         self._sizes = [state_bytes(recipe, layout, tile) for tile in range(layout.parameter_tiles)]
         self._keeping = Segment.private(kept_bytes(layout, recipe, coding))
         self.kept = self._keeping.tensor(torch.uint8, 0, self._keeping.size_bytes)
-        """What it keeps for its next round: the bytes of its optimizer state, and behind them what it owes."""
+        """The replica's inner state: the bytes of its optimizer state, then its residual."""
         self._optimizer_state = self.kept
-        """Where optimizers work on that."""
+        """The memory in which the optimizers hold their state."""
         self._code = coding.room() if coding else None
         self._slots: list[Memory] = []
         self._slot_tiles: list[list[torch.Tensor]] = []
@@ -117,7 +119,7 @@ class LocalTrainer(ShardComputer):
         full = True
         for place, step in enumerate(rounds.steps(number)):
             busy = min(end, rounds.schedule.occupied(step)) - first
-            if busy <= 0:  # the last batch of an epoch: it has no samples for this replica
+            if busy <= 0:  # the last batch of an epoch has no samples for this replica
                 full = False
                 continue
             results = self._compute(step, (first, end), busy, fetch, working)
@@ -127,7 +129,7 @@ class LocalTrainer(ShardComputer):
                 sum(samples for _, samples in results),
             )
             marks = np.bitwise_or.reduce([result.touched for result, _ in results])
-            if reported[place][1] == 0:  # nothing to learn from: as if no parameter had a gradient
+            if reported[place][1] == 0:  # zero weight: as if no parameter had a gradient
                 marks[: len(self.parameters)] = 0
             self._update(step, replica, optimizers, float(reported[place][1]), marks, busy)
             touched |= marks
@@ -138,25 +140,25 @@ class LocalTrainer(ShardComputer):
         return RoundResult(reported, float(zlib.crc32(integers)) if full else NO_CHECKSUM, touched)
 
     def _room(self, size_bytes: int) -> Memory:
-        """Memory to train in."""
+        """Memory for training."""
         return Segment.private(size_bytes)
 
     def _bring_in(self, beginning: RoundStart) -> list[torch.Tensor]:
-        """Have what a replica begins with where it is trained. Returns its values, in the pieces of the grain."""
+        """Copy the start of a round to where the replica is trained. Returns its values, in pieces of the grain."""
         return views(beginning.values, self._grain, beginning.values_at)
 
     def _bring_out(self) -> None:
-        """Have what the replica keeps in `kept`."""
+        """Copy the inner state back to `kept`."""
 
     def adopt_integers(self) -> None:
-        """The round is computed: of the replicas that were trained here, one with samples in every step has the integer
-        buffers that count."""
+        """After a round: commit the integer buffers of a replica, among those trained here, that had samples in every
+        step."""
         if self._fullest is not None:
             self.commit_integers(self._fullest)
         self._fullest = None
 
     def write_difference(self, slot: Memory) -> None:
-        """What the outer step takes for a gradient: where the replica began, less where it has come to. Float buffers
+        """Write the outer step's gradient: the values at the start of the round minus the present values. Float buffers
         are written as they are."""
         places, trained = views(slot, self._grain), views(self._values, self._grain)
         for some, before, after, place in zip(self._grain, self._began_at, trained, places, strict=True):
@@ -166,8 +168,8 @@ class LocalTrainer(ShardComputer):
                 place.copy_(after)
 
     def encode_difference(self, slot: Memory, touched: np.ndarray, code: torch.Tensor | None = None) -> None:
-        """Leave in the slot what others decode of the difference there, and keep what that lost. `code`: where to
-        write what goes on the wire; None: nothing is sent."""
+        """Replace the difference in the slot by its decoded encoding, and keep the error as residual. `code`: receives
+        the encoded bytes; None: nothing is sent."""
         if self.coding is None or self._code is None:
             return
         rest = owed(self.kept, self.coding)
@@ -231,12 +233,12 @@ class LocalTrainer(ShardComputer):
         for tile in range(count, len(self.layout.tiles)):
             average = sums[tile].div_(shards)
             for piece in self.layout.pieces[tile]:
-                if not untouched[piece.entry]:  # the average of equal numbers is not always that number
+                if not untouched[piece.entry]:  # the average of equal numbers may differ from them
                     part = slice(piece.tile_first, piece.tile_first + piece.numel)
                     self.values[tile][part] = average[part]
 
     def _scale(self, factor: float) -> None:
-        """The gradients in the first slot."""
+        """Multiply the gradients in the first slot by the factor."""
         for some, part in zip(self._grain, self._slot_parts[0], strict=True):
             if some.tiles.stop <= self.layout.parameter_tiles:
                 part.mul_(factor)
@@ -248,8 +250,8 @@ class LocalTrainer(ShardComputer):
         return min(1.0, self.job.clip_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
 
     def _make_optimizers(self) -> list[tuple[int, TileOptimizer]]:
-        """(first tile, optimizer), each going on from the state in `kept`. One that is not element-wise is given
-        one tile at a time, as in allreduce."""
+        """(first tile, optimizer) for each set of tiles; the optimizers continue from the state in `kept`. An optimizer
+        that is not element-wise gets one tile at a time, as in allreduce."""
         at, memory = 0, []
         for tile, size_bytes in enumerate(self._sizes):
             memory.append(TileMemory(tile, self.values[tile], self._optimizer_state[at : at + size_bytes]))
@@ -263,8 +265,8 @@ def views(memory: Memory, places: Sequence[Tile | Stretch], first_bytes: int = 0
 
 
 class DeviceTrainer(LocalTrainer):
-    """See `LocalTrainer`. Between rounds the model's parameters are a copy of the committed ones, taken when it is
-    first wanted after a round."""
+    """Trains replicas on an accelerator. Between rounds the model's parameters are a copy of the committed ones, made
+    at the first use after a round."""
 
     _grain_bytes = STRETCH_BYTES
 
@@ -277,7 +279,7 @@ class DeviceTrainer(LocalTrainer):
         self._optimizer_state = self._room(self._optimizer_bytes).tensor(torch.uint8, 0, self._optimizer_bytes)
         self._committed = self._room(layout.size_bytes)
         self._host: torch.Tensor | None = None
-        """The committed values, where they are to be copied from; None: they have been."""
+        """The committed values that are still to be copied to the device; None: the copy is up to date."""
         self._pin(self._keeping)
 
     def bind_parameters(self, values: Memory, offset_bytes: int) -> None:
@@ -301,7 +303,7 @@ class DeviceTrainer(LocalTrainer):
             self._host = None
 
     def write_difference(self, slot: Memory) -> None:
-        """Made in the memory of gradients, which are not wanted any more."""
+        """Computed in the memory of the gradients, which are no longer needed."""
         self._pin(slot)
         made, size_bytes = self._slot(0), self.layout.size_bytes
         super().write_difference(made)

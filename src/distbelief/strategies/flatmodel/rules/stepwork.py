@@ -1,5 +1,5 @@
-"""What each member computes in a step, in which order all partial sums are added, and the verdict on the step. Pure:
-members that see the same numbers come to the same plan and to the same verdict.
+"""The plan of a step: each member's shards, the order in which all partial sums are added, and the verdict on the step.
+Pure: members with the same numbers make the same plan and come to the same verdict.
 
 - `partial_sums`: how one member turns its range of shards into partial sums, as operations on slots. It computes the
   shards one after the other and adds two neighbours in the tree as soon as both are there. So it needs only about
@@ -27,7 +27,7 @@ from distbelief.strategies.base import NonFiniteLoss, StepResult
 from distbelief.transport.exchange import ROW, PublishedSum, Source
 
 LOSS, WEIGHT, INTEGERS, COUNTS = range(ROW)
-"""The numbers that a shard tells of itself: see `ShardResult`, and how many samples it had."""
+"""The numbers that a shard reports: see `ShardResult`; COUNTS is its number of samples."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class StepWork:
     sources: Sequence[Source]
     order: Program
     recomputed: int = 0
-    """Shards that are computed although an earlier generation began the step."""
+    """The number of shards that are computed although an earlier generation began the step."""
 
 
 def plan_step(shards: int, occupied: int, ranges: Sequence[Range], rank: int) -> StepWork:
@@ -150,7 +150,8 @@ def plan_apart(shards: int, occupied: int, ranges: Sequence[Range], rank: int) -
 
 
 def plan_takeover(shards: int, occupied: int, held: Sequence[PublishedSum], members: int, rank: int) -> StepWork:
-    """A step that an earlier generation began: its published sums are used, the missing shards are divided anew.
+    """A step that an earlier generation began: its published sums are used, and the missing shards are divided among
+    members.
 
     >>> plan = plan_takeover(4, 4, [PublishedSum((0, 2), Source(0, 0, back=1))], members=2, rank=1)
     >>> [work.shard for work in plan.partials.work], plan.order, plan.recomputed
@@ -164,8 +165,8 @@ def plan_takeover(shards: int, occupied: int, held: Sequence[PublishedSum], memb
 
 
 def plan_finish(held: Sequence[PublishedSum]) -> StepWork:
-    """A step of fused batches that is applied in part. It is finished with the sums that made it certain: the latest
-    ones that were published, since generations after that computed nothing.
+    """A step of fused batches that is applied in part. It is finished with the latest published sums, which made it
+    certain: later generations computed nothing.
 
     >>> plan = plan_finish([PublishedSum((0, 3), Source(0, 0, back=2)), PublishedSum((3, 8), Source(1, 0, back=2))])
     >>> plan.sources, plan.order
@@ -210,7 +211,7 @@ def _runs(shards: Sequence[int]) -> list[Range]:
 
 
 def _together(several: Sequence[Partials]) -> Partials:
-    """Several ranges of one member as one list of work, each in slots of its own."""
+    """Several ranges of one member as one list of work; each range has its own slots."""
     work: list[ShardWork] = []
     results: dict[Range, int] = {}
     used = 0
@@ -229,10 +230,10 @@ _WORTH = 1.2
 
 @dataclass(frozen=True)
 class LateMember:
-    """A member that is still computing."""
+    """A member that still computes its shards."""
 
     shards: Sequence[int]
-    """All of its shards of this step, in the order in which it computes them."""
+    """All of its shards of this step, in its order of computation."""
     begun: int
 
 
@@ -249,7 +250,7 @@ def worth_a_backup(late: Sequence[LateMember], elapsed_s: float, mine_s: float) 
     """
     found: list[tuple[float, int]] = []
     for member in late:
-        shard_s = elapsed_s / max(member.begun - 0.5, 0.5)  # the shard that it has begun counts half
+        shard_s = elapsed_s / max(member.begun - 0.5, 0.5)  # the shard under way counts half
         for ahead, shard in enumerate(member.shards[member.begun :]):
             starts_in_s = (ahead + 0.5) * shard_s
             if starts_in_s > _WORTH * mine_s:
@@ -258,7 +259,7 @@ def worth_a_backup(late: Sequence[LateMember], elapsed_s: float, mine_s: float) 
 
 
 def judge_rows(step: int, rows: np.ndarray) -> StepResult:
-    """What a step gave, from the rows of all its shards."""
+    """The result of a step, from the rows of all its shards."""
     found = judge(step, rows[:, LOSS], rows[:, WEIGHT], rows[:, COUNTS], rows.tobytes())
     if len(set(rows[rows[:, COUNTS] > 0, INTEGERS])) > 1:
         raise JobError(
@@ -269,7 +270,7 @@ def judge_rows(step: int, rows: np.ndarray) -> StepResult:
 
 
 def judge(step: int, losses: np.ndarray, weights: np.ndarray, samples: np.ndarray, told: bytes) -> StepResult:
-    """One number of each kind per shard. `told`: all that the shards have told, of which the fingerprint is made.
+    """One number of each kind per shard. `told`: the bytes of all reports, which the fingerprint covers.
 
     >>> judge(3, np.array([1.0, 2.0]), np.array([2.0, 4.0]), np.array([2, 4]), b"").loss
     0.5

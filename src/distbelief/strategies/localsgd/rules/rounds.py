@@ -1,8 +1,8 @@
 """Rounds: a round is some local steps and the outer step after them. Pure.
 
-The run counts in steps (global batches); what is committed and taken over as a whole is a round. A round ends
-at every multiple of H steps, and at the end of the run. Replica r has the same contiguous group of a step's shards in
-every step; it does not matter which member computes it.
+The run counts in steps (global batches); a round is committed and taken over as a whole. A round ends at every multiple
+of H steps, and at the end of the run. Replica r has the same contiguous group of each step's shards; any member may
+compute it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def group_of(shards: int, replicas: int, replica: int) -> Range:
 
 @dataclass(frozen=True)
 class RoundSettings:
-    """What a worker must know of the strategy and the job to run rounds."""
+    """The settings of strategy and job that a worker needs to run rounds."""
 
     steps: int
     """H: local steps of a round."""
@@ -35,14 +35,14 @@ class RoundSettings:
     outer: Mapping[str, Any]
     """The outer step, as options of torch.optim.SGD."""
     compression: str
-    """How differences are made smaller on their way; empty: they are not."""
+    """The compression of differences; empty: none."""
     sends_copies: bool
-    """Whether, without shared memory, every replica's state is also sent to a second worker."""
+    """Whether, without shared memory, every inner state is also sent to a second worker."""
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """Which steps a round has, and which replicas have samples in it. `total` steps in all.
+    """Which steps belong to a round, and which replicas have samples in it. `total`: the steps of the run.
 
     >>> rounds = Rounds(Schedule(samples=20, global_batch=8, shards=4), local=4, replicas=2, total=10)
     >>> rounds.count, [list(rounds.steps(t)) for t in range(3)], rounds.after(3)
@@ -57,7 +57,7 @@ class Rounds:
 
     @property
     def shards(self) -> int:
-        """What is divided among the members: the replicas, one unit of work each."""
+        """The units of work that members divide among themselves: the replicas."""
         return self.replicas
 
     @property
@@ -68,11 +68,11 @@ class Rounds:
         return range(number * self.local, min((number + 1) * self.local, self.total))
 
     def after(self, rounds: int) -> int:
-        """The steps that are done after that number of rounds."""
+        """The number of steps that are done after `rounds` rounds."""
         return min(rounds * self.local, self.total)
 
     def done(self, steps: int) -> int:
-        """The rounds that are done after that number of steps: the inverse of `after`."""
+        """The number of rounds that are done after `steps` steps: the inverse of `after`."""
         rounds = -(-steps // self.local)
         if self.after(rounds) != steps:
             raise JobError(
@@ -85,6 +85,6 @@ class Rounds:
         return group_of(self.schedule.shards, self.replicas, replica)
 
     def occupied(self, number: int) -> int:
-        """How many replicas have samples in that round. They are always the first ones."""
+        """The number of replicas with samples in this round. They are always the first ones."""
         most = max(self.schedule.occupied(step) for step in self.steps(number))
         return sum(1 for replica in range(self.replicas) if self.group(replica)[0] < most)
