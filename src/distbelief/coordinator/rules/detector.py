@@ -7,10 +7,12 @@ How it works:
 - A member is suspected only while the run stands still, that is, no step was committed for the run's deadline. A member
   that is silent while steps are committed is merely cut off from us, and its shards are being computed.
 - *Frozen*: no heartbeat for the member's deadline. That deadline follows from the gaps between its own heartbeats
-  (`_silence_deadline_s`), the run's deadline from the measured step times (`_Steps.deadline_s`). So a quiet machine is
-  judged within FLOOR_S, a loaded machine later. Before steps are measured the run may stand still for STARTUP_S.
+  (`_silence_deadline_s`), the run's deadline from the measured step times (`_Steps.deadline_s`). So a quiet machine
+  is judged a little more than FLOOR_S after the last heartbeat, a loaded machine later. Before steps are measured the
+  run may stand still for STARTUP_S.
 - *Stuck*: a member sends heartbeats, but all others have waited for it alone for `stuck_after_s` (the option
   --stuck-after), or for _STUCK times the run's deadline if that is longer.
+- When all members are silent at once, the coordinator is probably cut off: nothing happens before `stuck_after_s`.
 - Pauses of the coordinator itself are no evidence against members: after one, every member has its whole deadline
   again.
 

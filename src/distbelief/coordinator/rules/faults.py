@@ -74,9 +74,9 @@ def exited(state: State, event: m.WorkerExited, now: float) -> Result:
     if worker.exited is not None:
         return state, []
     known = event.worker in state.workers
-    if event.worker in state.guests:  # started by hand, and ended before it joined: nobody counted on it
+    if event.worker in state.arriving:  # started by hand, and ended before it joined: nobody counted on it
         state = with_worker(state, replace(worker, exited=event.status))
-        return replace(state, guests=state.guests - {event.worker}), []
+        return replace(state, arriving=state.arriving - {event.worker}), []
     state = with_worker(state, replace(worker, exited=event.status))
     state = replace(state, hired={w: at for w, at in state.hired.items() if w != event.worker})
     if worker.finished is not None or worker.refused or worker.left:

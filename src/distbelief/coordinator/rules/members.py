@@ -31,7 +31,7 @@ def admitted(state: State, event: m.JoinRequested, now: float) -> Result:
     """A user starts one more worker by hand: it gets the next number."""
     number = state.next_worker
     reason = f"a worker was started by hand (pid {event.pid})"
-    state = replace(state, next_worker=number + 1, guests=state.guests | {number})
+    state = replace(state, next_worker=number + 1, arriving=state.arriving | {number})
     return state, [
         record(state, now, "admitted", reason, worker=number),
         Reply(m.Admit(state.epoch, number)),
@@ -54,9 +54,9 @@ def joined(state: State, event: m.WorkerJoined, now: float) -> Result:
         state = replace(state, placed={worker: host for worker, host in state.placed.items() if worker != event.worker})
     state = replace(state, next_worker=max(state.next_worker, event.worker + 1))
     state = replace(with_worker(state, newcomer), active_at=now, hired=hired)
-    if event.worker not in state.guests:
+    if event.worker not in state.arriving:
         return state, []
-    state = replace(state, guests=state.guests - {event.worker}, target=state.target + 1)
+    state = replace(state, arriving=state.arriving - {event.worker}, target=state.target + 1)
     reason = f"{newcomer.name} was started by hand, and is counted on from now on"
     return state, [record(state, now, "guest", reason, worker=event.worker, target=state.target)]
 

@@ -59,9 +59,9 @@ def _after(state: State, entry: Entry, now: float) -> State:
             offers = {**state.offers, entry["nonce"]: Offer(entry["host"], added=entry["added"])}
             return replace(state, offers=offers, target=entry["target"])
         case "admitted":
-            return _numbered(replace(state, guests=state.guests | {entry["worker"]}), [entry["worker"]])
+            return _numbered(replace(state, arriving=state.arriving | {entry["worker"]}), [entry["worker"]])
         case "guest":
-            state = replace(state, guests=state.guests - {entry["worker"]}, target=entry["target"])
+            state = replace(state, arriving=state.arriving - {entry["worker"]}, target=entry["target"])
             return _arrived(state, [entry["worker"]])
         case "spare":
             return _arrived(state, [entry["worker"]])

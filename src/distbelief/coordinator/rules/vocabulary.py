@@ -303,7 +303,7 @@ class State:
     """Workers that are to be started and have not joined yet -> when an agent was last asked to start them."""
     placed: Mapping[int, str] = field(default_factory=dict)
     """Hired workers for which an agent was asked -> its host; empty: the launching process."""
-    guests: frozenset[int] = frozenset()
+    arriving: frozenset[int] = frozenset()
     """Numbers given to manually started workers that have not joined yet: the target does not include them."""
     paused: bool = False
     """Whether the run waits because it has fewer than `min_workers` workers."""

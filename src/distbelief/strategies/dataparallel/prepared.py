@@ -205,7 +205,7 @@ def open_exchange(
 
 
 def networked(
-    meeting: Rendezvous,
+    rendezvous: Rendezvous,
     rank: int,
     geometry: Geometry,
     abort: Abort,
@@ -215,27 +215,27 @@ def networked(
     """`memory`: segments that this process keeps across generations. `on`: the device of the compressed gradients, None
     for the host; with a device, `networked_on` wraps this exchange and copies between device and host."""
     if geometry.compression is None:
-        return TorchExchange(meeting, rank, geometry, abort, memory)
+        return TorchExchange(rendezvous, rank, geometry, abort, memory)
     if geometry.compression.apart:
-        return CodedParts(meeting, rank, geometry, abort, memory)
+        return CodedParts(rendezvous, rank, geometry, abort, memory)
     method = method_of(geometry.compression.method)
     if isinstance(method, LowRank):
-        return LowRankSums(meeting, rank, geometry, abort, method, memory, on)
+        return LowRankSums(rendezvous, rank, geometry, abort, method, memory, on)
     if on is not None:
-        return CodedStretches(meeting, rank, geometry, abort, method, memory, on)
-    return CodedTiles(meeting, rank, geometry, abort, method, memory)
+        return CodedStretches(rendezvous, rank, geometry, abort, method, memory, on)
+    return CodedTiles(rendezvous, rank, geometry, abort, method, memory)
 
 
 def networked_on(
     on: Accelerator,
-    meeting: Rendezvous,
+    rendezvous: Rendezvous,
     rank: int,
     geometry: Geometry,
     abort: Abort,
     memory: dict[str, Segment] | None = None,
 ) -> DeviceExchange:
     """The exchange of a member that computes on an accelerator."""
-    inner = networked(meeting, rank, geometry, abort, memory, on)
+    inner = networked(rendezvous, rank, geometry, abort, memory, on)
     if isinstance(inner, CompressedExchange):
         return CodedOnDevice(inner, geometry, on)
     return DeviceExchange(inner, geometry, on.device, on.kept)

@@ -14,10 +14,10 @@ The training loop (worker/training.py) calls `compute(t)` and `commit(t)` on eve
 
 `commit(t)` adds the partial sums of all members and updates the state.
 
-4. Contribute. `exchange.share` tells all members this member's loss rows, touched marks and integer buffers, and waits
-   for theirs. While it waits, it adds up tiles that are complete, and `_meanwhile` may compute backup copies of the
-   shards of a late member (`Helper`). When it returns, the step is *certain*: on one host, all that the update reads
-   is in memory that outlives the members, and no member writes to it until the step is applied.
+4. Contribute. `exchange.share` tells all members this member's loss rows, touched marks and integer buffers, and
+   waits for theirs. While it waits, `_meanwhile` computes backup copies of the shards of a late member (`Helper`);
+   when none is left, it adds up tiles that are complete. When it returns, the step is *certain*: on one host, all
+   that the update reads is in memory that outlives the members, and no member writes to it until the step is applied.
 5. Judge. `judge_rows` (flatmodel/rules/stepwork.py) gives the loss and the fingerprint of the step, or raises because
    the loss is not finite. All members judge the same rows, so all come to the same verdict.
 6. Update. For every tile of this member `_update` takes the sum (`exchange.reduced`: in tree order, out of place),

@@ -36,7 +36,7 @@ def summary(state: s.State) -> dict[str, Any]:
         "next_worker": state.next_worker,
         "hired": sorted(state.hired),
         "placed": {str(worker): host for worker, host in sorted(state.placed.items())},
-        "guests": sorted(state.guests),
+        "guests": sorted(state.arriving),
         "workers": {
             str(w.number): [w.host, w.pid, w.gpu, w.ready, w.refused, w.leaving, w.left, w.estranged, w.exited]
             for w in state.workers.values()

@@ -102,7 +102,7 @@ def test_who_was_lost_or_leaving_or_hired_before_is_not_waited_for() -> None:
     before.feed(m.JoinRequested(pid=1))
     run = resumed(before, workers=1)
     assert run.state.target == 1
-    assert (run.state.lost, run.state.guests) == ((), frozenset())
+    assert (run.state.lost, run.state.arriving) == ((), frozenset())
     assert len(run.state.hired) == 1
     (worker,) = run.state.hired
     assert starts(run.arrive(worker)).keys() == {worker}

@@ -23,23 +23,23 @@ def ahead(parts: Sequence[WorkerProfile]) -> dict[str, int | None]:
     if not parts:
         return {}
     reference = parts[0].host
-    meetings = {part.name: _meetings(part) for part in parts}
+    ends = {part.name: _last_waits(part) for part in parts}
     told: dict[str, int | None] = {}
     for host in dict.fromkeys(part.host for part in parts):
         differences = [
-            theirs - meetings[mine.name][step]
+            theirs - ends[mine.name][step]
             for mine in parts
             if mine.host == reference
             for other in parts
             if other.host == host
-            for step, theirs in meetings[other.name].items()
-            if step in meetings[mine.name]
+            for step, theirs in ends[other.name].items()
+            if step in ends[mine.name]
         ]
         told[host] = 0 if host == reference else round(statistics.median(differences)) if differences else None
     return told
 
 
-def _meetings(part: WorkerProfile) -> dict[str, int]:
+def _last_waits(part: WorkerProfile) -> dict[str, int]:
     """Step -> the end of the last wait in that step."""
     ends = sorted(
         start + took for phase, start, took, _, thread in part.spans if phase == WAIT and thread == part.thread

@@ -53,17 +53,17 @@ class ServerExchange:
     grain_bytes: ClassVar[int] = 1
     """The least bytes of a sum for an operation of its own. Here every tile gets one, while it is in the cache."""
     _slots: dict[int, Segment] = field(default_factory=dict)
-    _meeting: bool = False
+    _connecting: bool = False
 
     @cached_property
     def members(self) -> SharedExchange | TorchGroup:
         if isinstance(self.meet, SharedExchange):
             return self.meet
-        self._meeting = True
+        self._connecting = True
         try:
             return self.meet()
         finally:
-            self._meeting = False
+            self._connecting = False
 
     @property
     def _met(self) -> SharedExchange | TorchGroup | None:
@@ -72,7 +72,7 @@ class ServerExchange:
 
     @property
     def waiting(self) -> bool:
-        return self._meeting or self.client.waiting or (self._met is not None and self._met.waiting)
+        return self._connecting or self.client.waiting or (self._met is not None and self._met.waiting)
 
     def died_computing(self) -> list[DiedComputing]:
         return self.meet.died_computing() if isinstance(self.meet, SharedExchange) else []
