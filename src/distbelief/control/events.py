@@ -105,6 +105,17 @@ class HostOffered(Struct, frozen=True, tag=True):
     """Whether the run's target rises by the slots that no missing worker needs."""
 
 
+class HostDeclined(Struct, frozen=True, tag=True):
+    """A host that was to take part cannot: it lacks a plug-in, for example. The run does without it. Sent by the host's
+    agent, or by a worker that a user starts by hand."""
+
+    host: str
+    """The name that the run knows."""
+    reason: str
+    nonce: str = ""
+    """Of the offer (HostOffered), if there was one."""
+
+
 class HostLost(Struct, frozen=True, tag=True):
     """A host or its agent is gone. Reported by the process that started the agent, before silence would show it."""
 
@@ -400,6 +411,7 @@ class ServerExited(Struct, frozen=True, tag=True):
 Event = (
     EngineAttached
     | HostOffered
+    | HostDeclined
     | HostLost
     | WorkerJoined
     | WorkerReady

@@ -53,6 +53,13 @@ def ask_for_seat(run_dir: Path, pid: int, timeout_s: float = 10.0) -> int:
 
 def _answer_to(run_dir: Path, event: Event, timeout_s: float) -> Command | None:
     address, authority = whereabouts(run_dir)
+    return answer_of(address, authority, event, timeout_s, f"the coordinator of {run_dir}")
+
+
+def answer_of(
+    address: str, authority: Authority, event: Event, timeout_s: float, who: str = "the coordinator"
+) -> Command | None:
+    """Send one event to the coordinator at that address. Returns its answer; None: it cannot be read."""
     credential = authority.owner()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
@@ -60,7 +67,7 @@ def _answer_to(run_dir: Path, event: Event, timeout_s: float) -> Command | None:
         message = encode(event)
         socket.send_multipart([credential.signer().sign(message), message])
         if not socket.poll(int(timeout_s * 1000)):
-            raise unanswered(address, credential.coordinator_key, f"the coordinator of {run_dir}")
+            raise unanswered(address, credential.coordinator_key, who)
         with contextlib.suppress(msgspec.MsgspecError):
             return decode_command(socket.recv_multipart()[-1])
     return None

@@ -22,15 +22,24 @@ import zmq
 
 from distbelief.control.addresses import host_name
 from distbelief.control.credentials import Authority
-from distbelief.control.messages import Answer, EndRun, HostOffered, LeaveRequested, Welcome, decode_command, encode
+from distbelief.control.messages import (
+    Answer,
+    EndRun,
+    HostDeclined,
+    HostOffered,
+    LeaveRequested,
+    Welcome,
+    decode_command,
+    encode,
+)
 from distbelief.control.sockets import dial, is_loopback
 from distbelief.control.unreachable import unanswered
-from distbelief.coordinator.client import ask_for_seat, host_of_run, whereabouts
+from distbelief.coordinator.client import answer_of, ask_for_seat, host_of_run, whereabouts
 from distbelief.errors import DistBeliefError, RunInterrupted
 from distbelief.launch import parcel
 from distbelief.launch.agent import Agent, Room, signal_name
 from distbelief.launch.hosting import StoreAddress
-from distbelief.launch.launch import Invitation
+from distbelief.launch.launch import Invitation, read_launch
 from distbelief.launch.manualworkers import SOCKET, short_path
 from distbelief.launch.pollloop import Signals
 from distbelief.launch.processes import WORKER_ENVIRONMENT
@@ -45,6 +54,8 @@ ABANDONED_S = 15.0
 LEAVE_AFTER_S = 0.3
 """A batch system sends SIGTERM to every process; the launching process acts first, so the run is saved."""
 REFRESH_S = 0.2
+DECLINE_S = 5.0
+"""How long a host that cannot take part waits for the coordinator to confirm that it knows."""
 
 Say = Callable[[str], None]
 
@@ -64,27 +75,42 @@ def serve_host(
 
     `servers`: how many parameter servers; None: the run decides. `grows`: the run gets these workers in addition to the
     workers that it waits for. `device`: of these workers, if not the run's.
+
+    Raises a DistBeliefError if this host cannot take part; the run shows the reason too.
     """
     with Signals() as signals, parcel.private_folder() as folder:
         offer = HostOffered(host or host_name(), secrets.token_hex(16), workers, grows)
         name, content = _offered(invitation, offer, signals, patience_s, say)
-        sent = parcel.read(content)
-        launch = parcel.open_here(sent, content, Path(folder))
-        launch = launch.with_options(device=device or launch.options.device)
-        if servers is None:
-            servers = -1 if launch.placement.local_workers == 0 else 0
-        say(f"{name}: takes part in {sent.run_dir} with up to {workers} worker{'s' if workers != 1 else ''}")
-        agent = Agent(
-            launch,
-            name,
-            Authority(invitation.secret, sent.start),
-            Room(workers, servers),
-            show=lambda source, line: say(f"[{source}] {line}"),
-            broken=lambda: say(f"{name}: the process that starts workers has died; this host takes no more part"),
-            elsewhere=StoreAddress(sent.store),
-        )
-        with contextlib.closing(agent):
-            return _host(agent, invitation.address, signals, patience_s, say)
+        with _declining(invitation.address, Authority(invitation.secret), name, offer.nonce):
+            sent = parcel.read(content)
+            launch = parcel.open_here(sent, content, Path(folder), name)
+            launch = launch.with_options(device=device or launch.options.device)
+            if servers is None:
+                servers = -1 if launch.placement.local_workers == 0 else 0
+            say(f"{name}: takes part in {sent.run_dir} with up to {workers} worker{'s' if workers != 1 else ''}")
+            agent = Agent(
+                launch,
+                name,
+                Authority(invitation.secret, sent.start),
+                Room(workers, servers),
+                show=lambda source, line: say(f"[{source}] {line}"),
+                broken=lambda: say(f"{name}: the process that starts workers has died; this host takes no more part"),
+                elsewhere=StoreAddress(sent.store),
+            )
+            with contextlib.closing(agent):
+                return _host(agent, invitation.address, signals, patience_s, say)
+
+
+@contextlib.contextmanager
+def _declining(address: str, authority: Authority, host: str, nonce: str = "") -> Iterator[None]:
+    """If the block raises a DistBeliefError, tell the coordinator why this host cannot take part."""
+    try:
+        yield
+    except DistBeliefError as error:
+        reason = f"{error.message} ({error.hint})" if error.hint else error.message
+        with contextlib.suppress(DistBeliefError):  # the error of this host is the one to report
+            answer_of(address, authority, HostDeclined(host, reason, nonce), DECLINE_S)
+        raise
 
 
 def _offered(
@@ -190,6 +216,8 @@ def join_run(run_dir: Path, workers: int = 1, host: str = "", device: str = "") 
             "on the run's own machine one worker joins at a time",
             hint=f"have the run start more: distbelief scale {run_dir} --workers N",
         )
+    with _declining(address, authority, here):
+        read_launch(run_dir, here)  # raises if this environment lacks the run's strategy
     number = ask_for_seat(run_dir, os.getpid())
     os.environ.update(WORKER_ENVIRONMENT)
     print(f"worker {number}: joining {run_dir}; Ctrl-C lets it leave", flush=True)

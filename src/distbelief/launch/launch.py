@@ -229,18 +229,19 @@ def to_data(launch: Launch) -> dict[str, Any]:
     return {**data, "plugin": wanted} if (wanted := plugin(launch.options.strategy)) else data
 
 
-def from_data(run_dir: Path, data: dict[str, Any]) -> Launch:
-    """Unknown fields are ignored: another version of DistBelief may have written them."""
+def from_data(run_dir: Path, data: dict[str, Any], host: str = "") -> Launch:
+    """Unknown fields are ignored: another version of DistBelief may have written them. `host`: what this machine is
+    called in the run."""
     options, job = msgspec.convert(data, RunOptions), msgspec.convert(data, JobSource)
-    require(options.strategy, data.get("plugin", ""))
+    require(options.strategy, data.get("plugin", ""), host)
     return Launch(run_dir, options, job, msgspec.convert(data, Placement))
 
 
-def read_launch(run_dir: Path) -> Launch:
-    """How the run in that directory was started."""
+def read_launch(run_dir: Path, host: str = "") -> Launch:
+    """How the run in that directory was started. `host`: what this machine is called in the run."""
     file = run_dir / _FILE
     try:
-        return from_data(run_dir, msgspec.json.decode(file.read_bytes(), type=dict[str, Any]))
+        return from_data(run_dir, msgspec.json.decode(file.read_bytes(), type=dict[str, Any]), host)
     except FileNotFoundError:
         raise DistBeliefError(
             f"{run_dir} is no run directory: there is no {_FILE} in it", hint="give the folder that `train` printed"

@@ -63,10 +63,11 @@ def store_left_behind(run_dir: Path) -> tuple[str, int] | None:
         return None
 
 
-def open_here(parcel: Parcel, content: bytes, folder: Path) -> Launch:
-    """The launch with the paths of this host. `folder`: a private folder for files that the host does not have."""
+def open_here(parcel: Parcel, content: bytes, folder: Path, host: str) -> Launch:
+    """The launch with the paths of this host. `folder`: a private folder for files that the host does not have.
+    `host`: what this machine is called in the run."""
     run_dir = Path(parcel.run_dir)
-    launch = from_data(run_dir, parcel.launch)
+    launch = from_data(run_dir, parcel.launch, host)
     if not _sees(run_dir, content):
         if launch.options.saves and "://" not in launch.checkpoint_folder:
             raise DistBeliefError(

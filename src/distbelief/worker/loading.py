@@ -88,7 +88,7 @@ def load_for_server(spec: WorkerSpec, segments: SegmentClient | None) -> ServerJ
     """The part of the job that a parameter server needs. A server computes no shard and reads no sample."""
     job = _job(spec, segments)
     source = as_source(job.data, job.collate)
-    strategy = require(spec.options.strategy, spec.plugin)
+    strategy = require(spec.options.strategy, spec.plugin, spec.host)
     schedule = strategy.schedule_of(job, len(source))
     # The servers' parameters are in the host's memory, wherever the workers compute.
     return ServerJob(job, schedule, _steps(job, schedule, spec), strategy.prepare(job, schedule, torch.device("cpu")))
@@ -113,7 +113,7 @@ def _job(spec: WorkerSpec, segments: SegmentClient | None) -> Job:
 
 def load(spec: WorkerSpec, segments: SegmentClient | None) -> Loaded:
     job = _job(spec, segments)
-    strategy = require(spec.options.strategy, spec.plugin)
+    strategy = require(spec.options.strategy, spec.plugin, spec.host)
     kind = named_device(spec.options.device)
     source = as_source(job.data, job.collate)
     check_metrics(job.metrics)

@@ -48,6 +48,7 @@ EVENTS: list[m.Event] = [
     m.WorkerLeft(2, 3),
     m.JoinRequested(4711),
     m.HostOffered("node7", "cd" * 16, 4, grows=True),
+    m.HostDeclined("node7", "it has no strategy 'vote'", "cd" * 16),
     m.HostLost("node7", "its actor has died"),
     m.FactsAsked(3),
     m.ScaleRequested(4),

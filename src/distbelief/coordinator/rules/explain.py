@@ -15,6 +15,7 @@ _FACTS: dict[str, tuple[str, str, str]] = {
     "instruction_set": ("computes with {} instructions", "the run with {}", "use a machine that has {} too"),
     "device": ("computes on {}", "the run on {}", "start it on {}"),
     "optimizer": ("uses the {} optimizer", "the run the {} one", "start it with the {} optimizer"),
+    "plug-in": ("has the plug-in {}", "the run {}", "pip install {} there"),
     "tables": ("has its tables {}", "the run has them {}", "go on with a strategy that has tables {}"),
 }
 _JOB_FACTS: dict[str, tuple[str, str]] = {

@@ -300,6 +300,33 @@ def host_lost(state: State, event: m.HostLost, now: float) -> Result:
     return state, [*outputs, answer]
 
 
+def host_declined(state: State, event: m.HostDeclined, now: float) -> Result:
+    """A host cannot take part: the run goes on, or waits, without it."""
+    answer = Reply(m.Answer(state.epoch, True, "heard"))
+    if event.nonce and event.nonce not in state.offers:  # a repeated message
+        return state, [answer]
+    who = f"the host {event.host}" if event.nonce else f"a worker that was started by hand on {event.host}"
+    text = f"{who} is refused: {event.reason}"
+    outputs: list[Output]
+    if event.nonce and event.host in state.hosts:  # its agent has reported, so members may run there
+        state, outputs = host_lost(state, m.HostLost(event.host, event.reason), now)
+        outputs = [output for output in outputs if output != answer]
+    else:
+        outputs = [say(text + (_still_waiting(state) if event.nonce else ""), now)]
+    state = replace(state, offers={nonce: offer for nonce, offer in state.offers.items() if nonce != event.nonce})
+    return state, [record(state, now, "declined", text, host=event.host, nonce=event.nonce), *outputs, answer]
+
+
+def _still_waiting(state: State) -> str:
+    """What a run that has not begun lacks."""
+    there = sum(1 for worker in state.workers.values() if worker.counts)
+    there += sum(1 for worker in state.hired if worker in state.placed)
+    missing = state.target - there
+    if state.phase != "gathering" or missing <= 0:
+        return ""
+    return f"; the run waits for room for {missing} more worker{'s' * (missing != 1)}"
+
+
 def _give_up_silent(state: State, now: float) -> Result:
     """Give up hosts that were silent for hosts.LOST_S, with their workers, and frozen members that cannot be killed.
 

@@ -55,6 +55,9 @@ def _after(state: State, entry: Entry, now: float) -> State:
             return _numbered(replace(state, hired=hired, placed={**state.placed, **placed}), entry["workers"])
         case "host":
             return replace(state, offers={**state.offers, entry["nonce"]: Offer(entry["host"], entry["grows"])})
+        case "declined":
+            offers = {nonce: offer for nonce, offer in state.offers.items() if nonce != entry["nonce"]}
+            return replace(state, offers=offers)
         case "grown":
             offers = {**state.offers, entry["nonce"]: Offer(entry["host"], added=entry["added"])}
             return replace(state, offers=offers, target=entry["target"])

@@ -283,6 +283,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.TracePart: _ignored,  # the server stores it
         m.JoinRequested: members.admitted,
         m.HostOffered: hosts.offered,
+        m.HostDeclined: faults.host_declined,
         m.HostLost: faults.host_lost,
         m.ScaleRequested: members.scaled,
         m.ServersRequested: lifecycle.scaled,
@@ -314,6 +315,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.TracePart: _ignored,  # the server stores it
         m.JoinRequested: members.admitted,
         m.HostOffered: hosts.offered,
+        m.HostDeclined: faults.host_declined,
         m.HostLost: faults.host_lost,
         m.ScaleRequested: members.scaled,
         m.ServersRequested: lifecycle.scaled,
@@ -351,6 +353,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Handler]] = {
         m.TracePart: _ignored,
         m.JoinRequested: _refused,
         m.HostOffered: _refused,
+        m.HostDeclined: _refused,
         m.HostLost: _refused,
         m.ScaleRequested: _refused,
         m.ServersRequested: _refused,

@@ -97,7 +97,13 @@ def _take_part(asked: LauncherRequest, place: Place) -> int:
     from distbelief.launch.joining import serve_host
 
     servers = None if not place.servers else -1 if place.servers_here else 0
-    status = serve_host(notice.invitation, place.workers_here, place.host, servers=servers, say=lambda text: None)
+    try:
+        status = serve_host(notice.invitation, place.workers_here, place.host, servers=servers, say=lambda text: None)
+    except RunInterrupted:
+        raise
+    except DistBeliefError:  # the first process shows it too, before the launcher ends all
+        time.sleep(LINGER_S)
+        raise
     if status:
         time.sleep(LINGER_S)
     return status

@@ -14,6 +14,7 @@ from distbelief.coordinator.rules.authorization import FROM_SERVERS, FROM_WORKER
 OF_AGENTS = (m.EngineAttached("here"), m.WorkerExited(3, 0), m.ServerExited(3, 0))
 OF_OWNERS = (
     m.HostOffered("there", "nonce"),
+    m.HostDeclined("there", "it has no strategy 'vote'", "nonce"),
     m.HostLost("there", "its actor has died"),
     m.JoinRequested(3),
     m.ScaleRequested(3),

@@ -204,3 +204,45 @@ def test_a_host_that_had_added_workers_and_is_lost_before_the_start_is_not_waite
     run.join(0, host="a")
     run.ready(0)
     assert run.members == [0]
+
+
+def test_a_host_that_declines_is_shown_and_the_run_waits_for_another_one() -> None:
+    run = Run(workers=2, transport="gloo", local_workers=1, takes_hosts=True)
+    run.feed(m.EngineAttached("here", running={0: 0}, room=1), offer("b", "y"))
+    declined = m.HostDeclined("b", "it has no strategy 'vote'", "y")
+    outputs = run.feed(declined)
+    assert texts(outputs) == (
+        "the host b is refused: it has no strategy 'vote'; the run waits for room for 1 more worker"
+    )
+    assert replies(outputs) == [m.Answer(7, True, "heard")]
+    outputs = run.feed(declined)
+    assert (texts(outputs), replies(outputs)) == ("", [m.Answer(7, True, "heard")]), "said again, it counts once"
+    for one in (run, run.restarted()):
+        assert one.state.offers == {}
+        assert one.state.phase == "gathering"
+    assert replies(run.feed(offer("b", "z"))) == [m.Welcome(7, "b")], "its name is free again"
+    assert placed(run.feed(m.EngineAttached("b", room=1))) == {1: "b"}
+
+
+def test_a_host_that_declines_during_training_changes_nothing() -> None:
+    run = trained(spread())
+    run.feed(offer("c", "z", grows=True))
+    state, outputs = run.state, run.feed(m.HostDeclined("c", "it has no strategy 'vote'", "z"))
+    assert texts(outputs) == "the host c is refused: it has no strategy 'vote'"
+    assert starts(outputs) == {}
+    assert (run.state.target, run.state.generation, run.members) == (3, state.generation, [0, 1, 2])
+
+
+def test_a_host_that_declines_after_it_has_reported_is_lost() -> None:
+    run = trained(spread())
+    outputs = run.feed(m.HostDeclined("a", "the process that starts workers ended", "nonce a"))
+    assert "the host a is lost: the process that starts workers ended" in texts(outputs)
+    assert starts(outputs).keys() == {2}, "b's worker alone"
+    assert len(replies(outputs)) == 1
+
+
+def test_a_worker_started_by_hand_that_cannot_take_part_is_shown() -> None:
+    run = trained(spread())
+    outputs = run.feed(m.HostDeclined("here", "it has no strategy 'vote'"))
+    assert texts(outputs) == "a worker that was started by hand on here is refused: it has no strategy 'vote'"
+    assert run.members == [0, 1, 2]
