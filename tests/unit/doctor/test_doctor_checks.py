@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from distbelief.control.addresses import Card, Machine
 from distbelief.doctor.checks import disk, gpu, limits, network, processor, software
 from distbelief.doctor.rules.report import Finding
+from tests.support.house.tree import ROOT
 
 GIB = 1 << 30
 GOOD_SOFTWARE = software.Software("3.12.1", "2.13.0+cpu", "2.1", "", "")
@@ -29,7 +31,7 @@ Case = tuple[Callable[[], Finding], str, str]
 
 PROBLEMS: list[Case] = [
     (lambda: software.judge_software(replace(GOOD_SOFTWARE, error="OSError: libtorch")), "libtorch", "pip install"),
-    (lambda: software.judge_software(replace(GOOD_SOFTWARE, torch="2.4.1")), "torch 2.4.1", "2.6 or newer"),
+    (lambda: software.judge_software(replace(GOOD_SOFTWARE, torch="2.4.1")), "torch 2.4.1", "2.13 or newer"),
     (lambda: software.judge_software(replace(GOOD_SOFTWARE, python="3.9.2")), "Python 3.9.2", "3.11 or newer"),
     (lambda: software.judge_software(replace(GOOD_SOFTWARE, driver="550.1")), "without CUDA", "with CUDA"),
     (lambda: processor.judge_processor(replace(GOOD_CPU, quota=0.5)), "0.5 cores", "cpu limit"),
@@ -84,6 +86,13 @@ def test_problems_are_named_with_what_to_do(judged: Callable[[], Finding], found
     assert finding.status == "problem"
     assert found in finding.found
     assert advice in finding.advice
+
+
+def test_the_oldest_versions_are_those_that_the_package_requires() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch,) = [one for one in project["dependencies"] if one.startswith("torch")]
+    assert torch == f"torch>={'.'.join(map(str, software.OLDEST_TORCH))}"
+    assert project["requires-python"] == f">={'.'.join(map(str, software.OLDEST_PYTHON))}"
 
 
 def test_what_is_well() -> None:

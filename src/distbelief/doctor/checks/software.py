@@ -17,7 +17,8 @@ from distbelief.doctor.rules.report import Finding, ok, problem
 from distbelief.version import __version__
 
 OLDEST_PYTHON = (3, 11)
-OLDEST_TORCH = (2, 6)
+OLDEST_TORCH = (2, 13)
+"""A test compares both with pyproject.toml. The installed package's metadata may be absent, or older than the code."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
