@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,15 +12,12 @@ import torch
 from distbelief.data.sources import InMemory, MapStyle, seed_everything, split_batch
 from distbelief.job import Job
 from distbelief.shards import Schedule, shard_seed
-from distbelief.strategies.base import Seated, Task
+from distbelief.strategies.base import MeasureAll, Seated, Task
 from distbelief.strategies.flatmodel.compute import loss_sum, move
 from distbelief.worker.feed import Feed
 from distbelief.worker.metrics import ShardMetrics
 
 SMALLEST_BATCH = 256  # samples per evaluation shard; larger than in training, because nothing is kept for backward
-
-
-MeasureAll = Callable[[Sequence[Task], Callable[[Task, Any, Any], None]], None]
 
 
 class Evaluator:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
@@ -45,7 +46,7 @@ from distbelief.transport.shm.exchange import SharedSlots
 from distbelief.transport.shm.segment import Segment
 
 
-class PreparedModel:
+class PreparedModel(ABC):
     """The whole model on this worker, checked and laid out; it has no seat yet."""
 
     _computer: ShardComputer
@@ -95,9 +96,9 @@ class PreparedModel:
         """The exchange of a generation, with the state in host memory."""
         return open_exchange(membership, self.geometry, torch.device("cpu"), exact=True)
 
+    @abstractmethod
     def geometry(self, ranges: Sequence[Range]) -> Geometry:
         """The sizes of a generation's exchange, for these ranges of shards."""
-        raise NotImplementedError
 
     def frozen(self) -> list[str]:
         return frozen(self.model)
