@@ -218,7 +218,7 @@ def delete(folder: Where, step: int) -> None:
 def tidy(folder: Where) -> list[int]:
     """Remove the rest of interrupted saves; returns the steps of the removed folders, oldest first.
 
-    A folder without a manifest is removed when a newer step is sealed: nobody finishes the older save any more. In
+    A folder without a manifest is removed when a newer step is sealed, because the older save will not be finished. In
     sealed folders, drafts are removed, and parts that the manifest does not name.
     """
     place = folder_at(folder)

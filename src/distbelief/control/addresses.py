@@ -193,7 +193,7 @@ def resolve(name: str) -> list[str]:
 
 
 def route_to(host: str) -> Route:
-    """Raises OSError where there is none."""
+    """Raises OSError if no route exists."""
     source = _source(host)
     for card in cards():
         if any(one.partition("%")[0] == source for one in card.addresses):

@@ -60,7 +60,7 @@ class Credential(Struct, frozen=True):
 
 
 NO_CREDENTIAL = Credential("", -1, b"", b"")
-"""For a process that talks to nobody, such as a replay."""
+"""For a process that sends no messages, such as a replay."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Authority:
         return _curve_keys(self.secret)
 
     def verifier(self) -> Verifier:
-        """Verifies what is sent to the coordinator."""
+        """Verifies messages to the coordinator."""
         return Verifier({OWNER: self.secret, **dict.fromkeys((AGENT, WORKER, SERVER), self._run)}, BURST, PER_S)
 
     @property

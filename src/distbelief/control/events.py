@@ -20,7 +20,8 @@ class JobFacts(Struct, frozen=True):
 
 
 class Canary(Struct, frozen=True):
-    """A member's result for shard 0 of step 0, and what it was computed with. A member with other bits differs here."""
+    """A member's result for shard 0 of step 0, with the facts of its computation. A member with other bits has another
+    result."""
 
     fingerprint: str
     facts: dict[str, str]

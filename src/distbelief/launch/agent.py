@@ -1,4 +1,4 @@
-"""The agent of a host: connected to the coordinator, it starts and ends members as commanded and reports what it sees.
+"""The agent of a host: connected to the coordinator, it starts and ends members on command, and reports their state.
 
 The process that leads the run has an agent for its own host (lead.py); every other host has one too (joining.py).
 """
@@ -113,7 +113,7 @@ class Agent:
             self.send(event)
 
     def serve(self, timeout_s: float) -> None:
-        """One round of the poll loop: wait for events, then do what is due."""
+        """One round of the poll loop: wait for events, then run due actions."""
         self.poll.serve(timeout_s)
         self.hosting.collect()
         now = time.monotonic()
@@ -129,7 +129,7 @@ class Agent:
         return self.ended and self.hosting.is_empty
 
     def finish(self, grace_s: float = GRACE_S) -> None:
-        """The run is over on this host. Members that have not ended after the grace period are killed."""
+        """The run is over on this host: kill members that have not ended after the grace period."""
         self.ended = True
         self.hosting.cancel()
         self._deadline = min(self._deadline, time.monotonic() + grace_s)

@@ -18,17 +18,18 @@ class Engine(Protocol):
     """Brings the agents of other hosts. The process that leads the run calls it."""
 
     def arrange(self, launch: Launch) -> Launch:
-        """Completes the launch with what the engine knows: how many workers are on this host, where to listen."""
+        """Complete the launch with the engine's values: the number of workers on this host, the address to listen
+        at."""
 
     def announce(self, invitation: Invitation) -> None:
-        """The coordinator listens: agents that get this invitation can take part."""
+        """Called when the coordinator listens: agents with this invitation can take part."""
 
 
 LOCAL = "local"
 
 
 def run(launch: Launch, observer: Observer, announce: Announce | None = None) -> dict[str, Any]:
-    """Run to the end, as `lead` does."""
+    """Run until the end. See `lead`."""
     if is_ray(launch.placement.on):
         from distbelief.launch.ray import driver
 
@@ -43,7 +44,7 @@ def is_ray(on: str) -> bool:
 
 
 def check(on: str) -> None:
-    """Raises if a program cannot start runs on this engine by itself. Nothing is made before."""
+    """Raise if a program cannot start runs on this engine by itself. Nothing is created before."""
     if is_ray(on):
         from distbelief.launch.ray.cluster import address_of
 

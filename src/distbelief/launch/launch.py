@@ -1,4 +1,4 @@
-"""A launch: what to run, with which options and where; how launch.json keeps it, and what members are told of it."""
+"""A launch: the job, its options and its placement; its form in launch.json; the specs of members."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Observer(Protocol):
 
 
 class Placement(msgspec.Struct, frozen=True, rename={"blocks_signals": "shelters"}):
-    """Where a run is: which engine brings the hosts, where the coordinator listens, and what is started here."""
+    """The placement of a run: the engine that brings the hosts, the coordinator's address, the processes on this
+    host."""
 
     on: str = "local"
     """The engine that brings the hosts (`--on`)."""
@@ -47,7 +48,7 @@ class Placement(msgspec.Struct, frozen=True, rename={"blocks_signals": "shelters
     local_workers: int = -1
     """How many of the workers this process starts; agents of other hosts start the rest. -1: all."""
     local_servers: int = -1
-    """Likewise parameter servers."""
+    """The number of parameter servers that this process starts. -1: all."""
     room: int = -1
     """The most workers that this process ever starts; -1: no limit."""
     blocks_signals: bool = False
@@ -55,7 +56,7 @@ class Placement(msgspec.Struct, frozen=True, rename={"blocks_signals": "shelters
     is_open: bool = False
     """Whether agents of other hosts may come even if the coordinator listens on loopback only."""
     host: str = ""
-    """What this machine is called; empty: by its own name. Of one start: it is not kept for a resume."""
+    """This machine's name in the run; empty: its own name. It belongs to one start: a resume does not keep it."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ def lead(
 
 
 def authority_of(launch: Launch) -> Authority:
-    """From the key, or from a new secret of this run, which every user who can read the run directory can join with."""
+    """From the key file, or from a new secret of this run, with which every user who can read the run directory can
+    join."""
     secret = (
         run_secret(read_key(Path(launch.placement.key_file)))
         if launch.placement.key_file
@@ -150,7 +151,7 @@ class _Lead:
         self._agent.insistence = [word]
         self._agent.send(word)
         grace_s = GRACE_S if self._signals.count == 1 else 0.0
-        if grace_s and self._launch.options.saves:  # the coordinator ends the run when a checkpoint is there, or sooner
+        if grace_s and self._launch.options.saves:  # the coordinator ends the run earlier if a checkpoint is sealed
             grace_s += 10 * STOP_S
         self._agent.finish_by(grace_s)
 

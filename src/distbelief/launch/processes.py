@@ -1,4 +1,4 @@
-"""The processes of a run on this machine: the zygote, what it forks, and the coordinator. Starting, reading, ending.
+"""The processes of a run on this machine: the zygote, its forks, and the coordinator. Starts, reads and ends them.
 
 This module decides nothing; the coordinator does.
 """
@@ -182,7 +182,7 @@ class Zygote:
         return self._fork({"do": "worker", "id": spec.worker, "spec": msgspec.to_builtins(spec)}, log)
 
     def fork_server(self, spec: WorkerSpec, log: LogPipe) -> tuple[int, socket.socket]:
-        """Fork a parameter server, likewise."""
+        """Fork a parameter server. Returns the same as `fork_worker`."""
         return self._fork({"do": "server", "id": spec.worker, "spec": msgspec.to_builtins(spec)}, log)
 
     def fork_entry(self, number: int, module: str, spec: dict[str, Any], log: LogPipe) -> tuple[int, socket.socket]:

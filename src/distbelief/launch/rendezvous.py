@@ -35,12 +35,12 @@ LINGER_S = 3.0
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """What the first process publishes: the invitation to its run, or that there is no run."""
+    """The first process's message: the invitation to its run, or that no run will take place."""
 
     address: str = ""
     secret: str = ""
     over: int = -1
-    """If 0 or above, there is no run to take part in; the process ends with this exit status."""
+    """0 or above: no run takes place, and the process ends with this exit status."""
 
     def __repr__(self) -> str:
         return f"Notice({self.address!r}, over={self.over})"  # without the secret: logs are read by other people
@@ -274,7 +274,7 @@ class SharedFolder:
                 )
             time.sleep(_LOOK_S)
             with contextlib.suppress(OSError):
-                os.listdir(self._path.parent)  # a network disk may go on believing that there is no such file
+                os.listdir(self._path.parent)  # list it, because a network disk may cache that the file does not exist
         return notice
 
     def _found(self) -> Notice | None:
@@ -323,7 +323,7 @@ class MpiBroadcast:
     def __init__(self, place: Place) -> None:
         import mpi4py
 
-        if "OMPI_COMM_WORLD_RANK" in os.environ:  # where several libraries are installed, that of this mpirun
+        if "OMPI_COMM_WORLD_RANK" in os.environ:  # several MPI libraries may be installed: load the one of this mpirun
             os.environ.setdefault("MPI4PY_MPIABI", "openmpi")
         mpi4py.rc.initialize = False
         mpi4py.rc.finalize = False

@@ -19,11 +19,11 @@ class Abort:
     def __init__(self) -> None:
         self.reason = ""
         self.wake: Callable[[], None] = lambda: None
-        """Wakes the threads that sleep in a wait of this generation."""
+        """Wakes the threads that wait in this generation; set by the exchange."""
         self.left_behind = False
-        """The training thread could not be woken from its wait: a successor thread has gone on in its place."""
+        """The training thread did not wake up: a successor thread continues in its place."""
         self.leave: Callable[[], None] | None = None
-        """Starts that successor, if there can be one; see worker/process.py."""
+        """Starts the successor thread; None: the process must end instead. See worker/process.py."""
 
     def set(self, reason: str) -> None:
         self.reason = reason or "aborted"

@@ -1,9 +1,9 @@
-"""The interface of the data plane: how the partial sums of one step are added up over the members of a generation.
+"""The interface of the data plane: adds up the partial sums of one step over the members of a generation.
 
-Partial sums live in *slots*: one slot is the whole flat layout of the model (gradients, then float buffers), cut into
-fixed *tiles*. An exchange knows bytes, tiles and the order of addition; it knows nothing of models or optimizers.
-All implementations pass one contract suite: shared memory (one host), torch.distributed (any hosts), one process
-alone, and any of these under members that compute on accelerators.
+Partial sums live in *slots*: one slot has the whole flat layout of the model (gradients, then float buffers), cut into
+fixed *tiles*. An exchange knows bytes, tiles and the order of addition, but no models or optimizers. All
+implementations pass one contract suite: shared memory (one host), torch.distributed (any hosts), a single member, and
+accelerators on top of any of these.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from distbelief.shards import Program, Range
 from distbelief.transport.shm.segment import Memory, Segment
 
 TRANSFER_BYTES = 64 << 20
-"""States travel in pieces of this size. It is the same for all members: sender and receiver must count the same
-pieces."""
-ROW = 4  # float64 numbers that travel per shard and step, at least
+"""States travel in pieces of this size. Sender and receiver must count the same pieces, so it is the same for all
+members."""
+ROW = 4  # float64 numbers that travel per shard and step; Geometry.row may be larger
 
 
 @dataclass(frozen=True)
 class Tile:
     """A fixed stretch of the flat layout: the unit of reduction and of the optimizer.
 
-    Tiles depend on the model alone. So any member that works on one runs the same operation on the same numbers.
+    Tiles depend on the model alone. So every member runs the same operation on the same numbers of a tile.
     """
 
     index: int
@@ -44,12 +44,12 @@ class Tile:
 
 @dataclass(frozen=True)
 class Source:
-    """Where one partial sum of the step lies."""
+    """The place of one partial sum of the step."""
 
     rank: int
     slot: int
     back: int = 0
-    """0: in this generation; 1: in the generation before; 2: in the generation before that…"""
+    """0: in this generation; 1: in the generation before, and so on."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class DiedComputing:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a member contributes to a step beside its partial sums."""
+    """A member's contribution to a step, in addition to its partial sums."""
 
     rows: np.ndarray
     """(shards, Geometry.row): numbers per shard. Only the rows of `mine` count."""
     mine: Sequence[Range]
-    """The shards that the member answers for, also empty ones."""
+    """The shards for which the member contributes rows, also empty ones."""
     nodes: Sequence[tuple[Range, int]]
     """(subtree, slot): the partial sums that the member has published."""
     untouched: np.ndarray
@@ -93,18 +93,18 @@ class AllContributions:
     rows: np.ndarray
     untouched: np.ndarray
     integers: bytes
-    """Those of the member that published the first partial sum."""
+    """The integer buffers of the member that published the first partial sum."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What is added in this step, and in which order. The same on every member."""
+    """Which partial sums are added in this step, and in which order. Equal on all members."""
 
     step: int
     sources: Sequence[Source]
     program: Program
     one_by_one: bool = False
-    """Each sum is asked for once, and is not used any more when the next sum is asked for."""
+    """Each sum is requested once, and is not used after the request for the next sum."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ class CompressedParameter:
     """One float32 parameter in the layout."""
 
     mark: int
-    """Its number among all entries of the layout."""
+    """Its index among all entries of the layout."""
     first: int
-    """Its first element, counted in float32 from the layout's beginning."""
+    """Its first element, counted in float32 from the start of the layout."""
     shape: tuple[int, ...]
 
     @property
@@ -124,7 +124,7 @@ class CompressedParameter:
 
 @dataclass(frozen=True)
 class Compression:
-    """How the gradients of a flat layout are compressed on a network: all that an exchange must know of the model."""
+    """The compression of a flat layout's gradients on a network, as an exchange needs to know it."""
 
     method: str
     """An option as `option.canonical` writes it."""
@@ -133,36 +133,36 @@ class Compression:
     places: tuple[CompressedParameter, ...]
     seed: int
     always: bool = False
-    """Compression is not switched off where it costs more time than it saves."""
+    """Keep compression on even where it costs more time than it saves."""
     apart: bool = False
-    """Each partial sum is encoded by the member that made it, parameter by parameter, and goes to all members: the sums
-    are then those of an exact strategy."""
+    """Each partial sum is encoded by its maker, parameter by parameter, and sent to all members; the sums are then
+    exact."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes that all members of an exchange agree on."""
+    """The sizes on which all members of an exchange agree."""
 
     tiles: Sequence[Tile]
     slot_bytes: int
     slots: Sequence[int]
-    """How many slots each rank has."""
+    """Each rank's number of slots."""
     shards: int
     marks: int
-    """Entries of the layout, each with a bit that says whether any shard touched it."""
+    """The number of entries of the layout; each has a bit that says whether any shard touched it."""
     integer_bytes: int = 0
     """The size of the model's integer buffers."""
     row: int = ROW
     """Numbers that travel per shard and step."""
     gradient_tiles: int = 0
-    """How many tiles hold gradients: these come first, then the float buffers."""
+    """The number of tiles with gradients, which come before the tiles with float buffers."""
     compression: Compression | None = None
-    """How gradients are made smaller on their way, over a network."""
+    """The compression of gradients over a network; None: none."""
 
 
 @dataclass(frozen=True)
 class Backup:
-    """One shard, computed by another member than its owner."""
+    """A shard that a member other than its owner has computed."""
 
     tiles: list[torch.Tensor]
     row: np.ndarray
@@ -170,29 +170,29 @@ class Backup:
 
 
 class Backups(Protocol):
-    """Backup copies of late shards, where members can read each other's slots. `stamp`: the step's number plus 1."""
+    """Backup copies of late shards, for members that can read each other's slots. `stamp`: the step's number plus 1."""
 
     def starting(self, units: int) -> None:
-        """This member is about to start another of its shards; `units` counts it."""
+        """Announce that this member is about to start its next shard; `units` includes it."""
 
     def late(self, stamp: int) -> list[tuple[int, int]]:
-        """(rank, shards that it has begun) of the members that still compute this step."""
+        """(rank, number of begun shards) of the members that still compute this step."""
 
     def has_room(self, slot: int) -> bool:
-        """Whether this member can have that slot now."""
+        """Whether this member can use that slot now."""
 
     def claim(self, shard: int, stamp: int) -> bool:
-        """Announce that this member computes a backup of the shard; False: another member has announced it."""
+        """Announce that this member computes a backup of the shard. False: another member has announced it."""
 
     def offer(self, shard: int, stamp: int, slot: int, row: np.ndarray, touched: np.ndarray) -> None:
-        """The backup of the shard is complete, in that slot of this member."""
+        """Publish a complete backup of the shard, in that slot of this member."""
 
     def find(self, shard: int, stamp: int) -> Backup | None:
-        """A complete backup of this shard of the step, if there is one."""
+        """A complete backup of the step's shard, if there is one."""
 
 
 class Group(Protocol):
-    """The members of a generation, which can send each other bytes."""
+    """The members of a generation, who can send each other bytes."""
 
     @property
     def rank(self) -> int: ...
@@ -201,16 +201,16 @@ class Group(Protocol):
     def size(self) -> int: ...
 
     shares_state: bool
-    """Whether the members keep one copy of the parameters between them."""
+    """Whether all members share one copy of the parameters."""
     backups: Backups | None
-    """Where members can compute late shards for each other; None where they cannot."""
+    """Backup copies of late shards; None: this group has none."""
 
     @property
     def waiting(self) -> bool:
-        """Whether this member waits for others at this moment."""
+        """Whether this member waits for other members now."""
 
     def died_computing(self) -> list[DiedComputing]:
-        """Members of earlier generations that died in the middle of a shard."""
+        """Members of earlier generations that died while they computed a shard."""
 
     def gather(self, payload: bytes) -> list[bytes]:
         """The bytes of every member, by rank. Not for the step path."""
@@ -222,52 +222,51 @@ class Exchange(Group, Protocol):
     """A group that adds up partial sums."""
 
     tiles: Sequence[int]
-    """The tiles that this member brings up to date: its own ones in shared memory, all of them otherwise."""
+    """The tiles that this member updates: its own tiles in shared memory, else all tiles."""
 
     def slot(self, index: int) -> Memory:
-        """Where this member computes: on its device."""
+        """Memory for a partial sum, on the computing device."""
 
     def state(self, size_bytes: int, name: str = "state") -> Segment:
-        """Memory for parameters and optimizer state, or other memory that lasts from one generation to the next: one
-        copy per host, or this member's own."""
+        """Memory that outlives generations, for parameters and optimizer state or other data: one copy per host, or a
+        member's own copy."""
 
     def published_sums(self, step: int) -> list[PublishedSum] | None:
-        """Partial sums of this step that earlier generations have left; None: no member had begun the step. Call it
-        after all members have met: then no member of an earlier generation writes any more."""
+        """Partial sums of this step from earlier generations; None: no member had begun the step. Call it after all
+        members have met: then no member of an earlier generation writes any more."""
 
     def begin(self, plan: StepPlan) -> None: ...
 
     def working(self, shard: int) -> None:
-        """This member is about to compute that shard; -1: it has left the user's code."""
+        """Record that this member is about to compute the shard; -1: it has left the user's code."""
 
     def publish(self, tile: int) -> None:
-        """This member's slots hold their final values of the tile. Its reduction may start."""
+        """This member's slots have the tile's final values; its reduction may start."""
 
     def share(self, contribution: Contribution, meanwhile: Callable[[], bool] = lambda: False) -> AllContributions:
-        """Contribute to the step, and get the contributions of all. After it, all partial sums of all members are
-        there.
+        """Contribute to the step. Returns all members' contributions, after all partial sums are published.
 
-        `meanwhile` is called while others are still at work, for as long as it finds something to do (True).
+        `meanwhile` is called while other members still compute, as long as it returns True (it found work).
         """
 
     def reduced(self, tile: int) -> torch.Tensor:
         """The sum of the step's partial sums for one of `tiles`, in private memory. Partial sums that other members can
-        see stay intact."""
+        read stay unchanged."""
 
     def scaled(self, tile: int, factor: float) -> torch.Tensor:
-        """The sum times the factor; from then on `reduced` gives this, too."""
+        """The sum times the factor; later calls of `reduced` return the same."""
 
     def share_squares(self, mine: dict[int, float]) -> list[float]:
-        """Every member gives a number for each of its tiles; returns the numbers of all tiles."""
+        """Share a number for each of this member's tiles; returns the numbers of all tiles."""
 
     def applied(self) -> None:
-        """This member has applied the step."""
+        """Record that this member has applied the step."""
 
     def settle(self) -> None:
-        """Return when every member has applied the step; the slots may then be written again."""
+        """Wait until every member has applied the step; the slots may then be overwritten."""
 
     def transfer(self, block: torch.Tensor, source: int, receivers: Sequence[int]) -> None:
-        """Copy memory from one member to some others. Where the state is shared there is nothing to copy."""
+        """Copy memory from one member to some others. Does nothing where the state is shared."""
 
 
 def tree_add(
@@ -291,7 +290,7 @@ def _add(
 
 
 def depth(program: Program) -> int:
-    """How many scratch tensors `tree_add` needs for this program.
+    """The number of scratch tensors that `tree_add` needs for this program.
 
     >>> depth(((0, 1), (2, (3, 4))))
     2

@@ -1,4 +1,4 @@
-"""What a member of a generation opens its exchange with: the other members, how they meet, and memory that it keeps."""
+"""The values with which a member opens a generation's exchange: the other members, the transport, and kept memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distbelief.transport.shm.segment import Memory, Segment, SegmentClient
 
 @dataclass(frozen=True)
 class Earlier:
-    """A generation before this one, which may have left an unfinished step in shared memory."""
+    """An earlier generation, which may have left an unfinished step in shared memory."""
 
     generation: int
     ranges: Sequence[Range]
@@ -27,27 +27,27 @@ class Earlier:
 
 @dataclass
 class Membership:
-    """The members of a generation, as one of them sees them before its exchange is open."""
+    """The members of a generation, as one of them knows them before it opens its exchange."""
 
     generation: int
     rank: int
     ranges: Sequence[Range]
-    """Every rank's shards."""
+    """Each rank's shards."""
     transport: str
     """shm · gloo · nccl · slots (memory of one host, under accelerators)"""
     abort: Abort
     segments: SegmentClient | None
-    """Where memory comes from that processes of one host share; None on another host than the launcher's."""
+    """The source of shared memory; None on hosts other than the launcher's."""
     earlier: Sequence[Earlier] = ()
     store: tuple[str, int] | None = None
-    """Host and port of the rendezvous store, where torch groups are used."""
+    """Host and port of the rendezvous store, if torch groups are used."""
     credential: Credential | None = None
     memory: dict[str, Segment] = field(default_factory=dict)
-    """What this process keeps from one generation to the next."""
+    """Segments that this process keeps across generations."""
     device_memory: dict[str, Memory] = field(default_factory=dict)
-    """The same, on its accelerator."""
+    """Device memory that it keeps."""
     shared: SharedExchange | None = None
-    """The exchange in shared memory, once it is open: there the members' threads can be watched."""
+    """The open exchange in shared memory, in which other members' threads can be watched."""
 
     @property
     def size(self) -> int:
@@ -63,7 +63,7 @@ class Membership:
         return Rendezvous(*self.store, self.name, credential=self.credential)
 
     def group(self) -> TorchGroup:
-        """Return when all members have come."""
+        """Open the group; waits until all members have come."""
         return TorchGroup(self.rendezvous(), self.rank, self.size, self.abort)
 
     def past(self, geometry: Callable[[Sequence[Range]], Geometry]) -> list[EarlierGeneration]:
@@ -71,7 +71,7 @@ class Membership:
         return [EarlierGeneration(_name(one.generation), geometry(one.ranges)) for one in self.earlier]
 
     def share(self, segments: SegmentClient, geometry: Callable[[Sequence[Range]], Geometry]) -> SharedExchange:
-        """Open the exchange in the memory of one host."""
+        """Open the exchange in the shared memory of one host."""
         past = self.past(geometry)
         self.shared = SharedExchange(segments, self.name, self.rank, geometry(self.ranges), self.abort, past)
         return self.shared

@@ -1,7 +1,7 @@
-"""The exchange of a generation with a single member: no segment server, no sockets, no waiting. All memory is its own.
+"""The exchange of a generation with a single member: private memory, no segment server, no sockets, no waiting.
 
-The result of a step does not depend on the number of members. So one process can execute any run again, which is what
-replaying does; partial sums are added in the same tree order as everywhere.
+A step's result does not depend on the number of members. So one process can repeat any run, which replaying does;
+partial sums are added in the same tree order as in other exchanges.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from distbelief.transport.shm.segment import Segment
 
 
 class SingleMemberExchange:
-    """See `Exchange`. `memory`: a state to go on from, which now belongs to this exchange.
+    """The exchange of a single member. `memory`: a state to continue from, which this exchange then owns.
 
     >>> from distbelief.transport.exchange import Source, Tile
     >>> alone = SingleMemberExchange(Geometry([Tile(0, torch.float32, 0, 2)], 64, slots=[2], shards=2, marks=1))
@@ -67,7 +67,7 @@ class SingleMemberExchange:
         return []
 
     def working(self, shard: int) -> None:
-        """No other member could look it up."""
+        """Nothing to do: no other member reads it."""
 
     def begin(self, plan: StepPlan) -> None:
         self._plan = plan
@@ -109,4 +109,4 @@ class SingleMemberExchange:
         """There is no other member to copy to."""
 
     def close(self) -> None:
-        """The memory goes with its last view."""
+        """Nothing to do: the memory is freed with its last view."""

@@ -1,4 +1,4 @@
-"""Texts for people: why a worker is refused, how a process ended, who did not become ready."""
+"""Texts for people: why a worker is refused, how a process ended, which workers did not become ready."""
 
 from __future__ import annotations
 

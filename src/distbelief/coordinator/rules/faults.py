@@ -12,8 +12,8 @@ How it works:
   anew. In shared memory it must be killed, so the run waits.
 - *A host is silent* for hosts.LOST_S, or is reported lost: all its workers and servers are given up.
 - *A connection broke* and no death is reported within EXPLAINED_S: the same members start a new generation.
-- *A step was begun* by the generation before: the next one reports what it took over, and which shard each dead worker
-  was computing. A shard that killed two workers ends the run: it would kill every worker in turn.
+- *A step was begun* by the last generation: the new one reports which step it took over, and which shard each dead
+  worker was computing. A shard that killed two workers ends the run: it would kill every worker in turn.
 - *A part of a divided model is lost*: the members go back to an older state and report how far.
 """
 
@@ -74,7 +74,7 @@ def exited(state: State, event: m.WorkerExited, now: float) -> Result:
     if worker.exited is not None:
         return state, []
     known = event.worker in state.workers
-    if event.worker in state.arriving:  # started by hand, and ended before it joined: nobody counted on it
+    if event.worker in state.arriving:  # started by hand and ended before it joined: the target did not include it
         state = with_worker(state, replace(worker, exited=event.status))
         return replace(state, arriving=state.arriving - {event.worker}), []
     state = with_worker(state, replace(worker, exited=event.status))

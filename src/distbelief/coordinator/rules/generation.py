@@ -28,7 +28,7 @@ class Plan:
     spares: list[int]
     transport: str
     problem: str = ""
-    """Why this generation is impossible; the other fields show what it would have been."""
+    """Why this generation is impossible; then the other fields describe the impossible generation."""
     degrees: Degrees | None = None
     """The mesh's degrees, if the model is divided."""
 

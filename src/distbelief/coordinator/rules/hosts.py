@@ -199,7 +199,7 @@ def _settle(state: State, now: float) -> Result:
 
 
 def _place_workers(state: State, numbers: Iterable[int], now: float) -> dict[int, str]:
-    """Worker -> host, for the workers for which there is room. Before any agent has reported, "" (the launching
+    """Worker -> host, for the workers that hosts have room for. Before any agent has reported, "" (the launching
     process's host) takes all."""
     if not state.hosts:
         return dict.fromkeys(numbers, "")
@@ -245,7 +245,7 @@ def launching(state: State) -> str:
 
 
 def place(numbers: Iterable[int], hosts: Hosts, held: Mapping[str, int], rooms: Mapping[str, int]) -> dict[int, str]:
-    """Number -> host, for the numbers for which there is room. `held`: processes that each host already has.
+    """Number -> host, for the numbers that hosts have room for. `held`: each host's present number of processes.
 
     Hosts with a limit are filled first, the emptiest of them first; then hosts without a limit.
 

@@ -42,7 +42,7 @@ def joined(state: State, event: m.WorkerJoined, now: float) -> Result:
     known = state.workers.get(event.worker)
     newcomer = Worker(event.worker, event.host, event.pid)
     if known is not None and known.pid in (0, event.pid):
-        # A repeated message, or the worker's exit was reported before its joining: keep what is known of it.
+        # A repeated message, or the worker's exit was reported before its joining: keep the known facts.
         newcomer = replace(known, host=event.host, pid=event.pid, estranged=known.estranged and known.ready)
     elif known is not None and known.exited is None:
         raise ProtocolError(f"{newcomer.name} says it is worker {event.worker}, which is {known.name} and alive")

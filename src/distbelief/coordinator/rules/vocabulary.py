@@ -41,7 +41,8 @@ class ProtocolError(DistBeliefError):
 
 
 class RunConfig(RunOptions, frozen=True, forbid_unknown_fields=True):
-    """What the coordinator knows of the run: the user's options, and what the launching process made of them."""
+    """The run as the coordinator knows it: the user's options, and the values that the launching process derived from
+    them."""
 
     strategy: str = ""
     """The strategy's string form. Empty: a strategy in which every member has the whole model."""
@@ -320,7 +321,7 @@ class State:
     saves: Saves = field(default_factory=Saves)
     recoveries: int = 0
     taken_over: int = 0
-    """The newest generation that reported what it took over."""
+    """The newest generation that reported a takeover."""
     rolled_back: int = 0
     """The newest generation that went back to an earlier state."""
     reexecuted: int = 0

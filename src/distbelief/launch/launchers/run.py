@@ -36,15 +36,15 @@ from distbelief.launch.rendezvous import (
 LINGER_S = 5.0
 """A launcher ends all processes when one has failed. The first process prints the reason, so the others end later."""
 NOTICE_S = 60.0
-"""How long the first process waits for hosts that have not come yet, to tell them that there is no run."""
+"""Seconds for which the first process waits for missing hosts, to tell them that the run has failed."""
 INTERRUPTED_S = 5.0
-"""Likewise after Ctrl-C or SIGTERM."""
+"""The same after Ctrl-C or SIGTERM."""
 
 Say = Callable[[str], None]
 
 
 def find_place(asked: LauncherRequest, environment: Environment) -> Place | None:
-    """The place of this process. None: there is nothing to do for it."""
+    """The place of this process. None: it has nothing to do."""
     place = BY_LAUNCHER[asked.on](environment)
     if place is None:
         return None

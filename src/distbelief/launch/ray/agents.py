@@ -1,4 +1,4 @@
-"""The agents of a run in a Ray cluster: started where there is room, watched, and ended.
+"""The agents of a run in a Ray cluster: they start where nodes have room, are watched, and are ended.
 
 An agent is an actor that hosts the run's members on its node as child processes. The members of a node share memory,
 which their agent keeps, and an agent can kill a frozen member with certainty; so there is one actor per node, not one
@@ -20,7 +20,7 @@ from distbelief.launch.launch import Invitation
 from distbelief.launch.ray.rules.places import Need, Place
 
 PLACED_S = 5.0
-"""If there is room, Ray makes a placement group within this time."""
+"""Ray makes a placement group within this time if it has room."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,8 @@ class Demand:
         return True
 
     def met(self) -> bool:
-        """Whether there is room now. The placement group is removed at once: agents then reserve the room by node."""
+        """Whether the cluster has room now. The placement group is removed at once: agents then reserve the room by
+        node."""
         if self._group is None or not self._group.wait(0):
             return False
         self.withdraw()

@@ -83,7 +83,7 @@ def _import_ray() -> Any:
 
 
 def _found_here(asked: str) -> str:
-    """The address of the cluster that runs on this machine; empty: there is none, or none is wanted."""
+    """The address of the cluster on this machine; empty: none exists, or none is wanted."""
     if asked == "local":
         return ""
     from ray._private import services

@@ -95,7 +95,7 @@ class _Driver:
     # --- the start ---------------------------------------------------------------------------------------------------
 
     def _wait_for_places(self) -> list[Place]:
-        """Places for all workers; nothing is reserved before there is room for all. Empty: a signal came first."""
+        """Places for all workers; nothing is reserved before all have room. Empty: a signal came first."""
         wanted, said_at = self._launch.options.workers, 0.0
         while not self._signals.count:
             nodes = cluster.nodes(self._agents.nodes)

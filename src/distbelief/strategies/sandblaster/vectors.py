@@ -68,7 +68,7 @@ class SlicedVectors:
         self._vectors: dict[str, dict[Range, torch.Tensor]] = {}
 
     def tensor(self, name: str, where: Range) -> torch.Tensor:
-        """The storage of a vector in one slice, to read or to write. Makes the vector, of zeros, if there is none."""
+        """The storage of a vector in one slice, for reading or writing. Makes a zero vector if it does not exist."""
         if name not in self._vectors:
             self._vectors[name] = {(a, b): torch.zeros(b - a, dtype=self._dtype) for a, b in self._slices}
         return self._vectors[name][where]

@@ -1,4 +1,4 @@
-"""An accelerator as exchanges see it: its memory, pinned host memory, streams for copies, a clock of device time."""
+"""An accelerator for exchanges: device memory, pinned host memory, streams for copies, a clock of device time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _pinned: weakref.WeakKeyDictionary[Segment, bool] = weakref.WeakKeyDictionary()
 
 
 class DeviceMemory:
-    """See `Memory`. It begins as zeros.
+    """Device memory, initially zeros. See `Memory`.
 
     >>> DeviceMemory(8, torch.device("cpu")).tensor(torch.float32, 4, 1)
     tensor([0.])
@@ -34,13 +34,13 @@ class DeviceMemory:
 
 
 def memory_on(device: torch.device, size_bytes: int) -> Memory:
-    """Memory of this process alone."""
+    """Private memory of this process on the device."""
     return Segment.private(size_bytes) if device.type == "cpu" else DeviceMemory(size_bytes, device)
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A device, and the memory there that this process keeps from one generation to the next."""
+    """A device, and the device memory that this process keeps across generations."""
 
     device: torch.device
     kept: dict[str, Memory] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Accelerator:
         return self.kept[name]
 
     def beside(self, size_bytes: int) -> Segment:
-        """Memory of the host that the device reads and writes by itself, for as long as the segment is held."""
+        """Pinned host memory, which the device reads and writes directly as long as the segment exists."""
         segment = Segment.private(size_bytes)
         if self.device.type == "cuda":
             pin(segment)
@@ -64,24 +64,24 @@ class Accelerator:
 
 
 def pin(segment: Segment) -> None:
-    """Let the device copy from and to these pages by itself. Where the system permits no more such pages, copies are
-    slower and nothing else changes."""
-    with _pinning:  # a copy's thread and the training thread may both want to: the second would be told an error
+    """Pin the segment, so that the device copies from and to it directly. If the system refuses, copies are slower;
+    nothing else changes."""
+    with _pinning:  # the copying thread and the training thread may both come here; registering twice is an error
         if segment in _pinned or not segment.size_bytes:
             return
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address = segment.tensor(torch.uint8, 0, segment.size_bytes).data_ptr()
         _pinned[segment] = int(runtime.cudaHostRegister(address, segment.size_bytes, 0)) == 0
-        if _pinned[segment]:  # not once the pages may be somebody else's
+        if _pinned[segment]:  # unregister before the pages are reused
             weakref.finalize(segment, runtime.cudaHostUnregister, address).atexit = False
-        else:  # the next launch of this thread would be taken for what has failed
+        else:  # clear the error, or the thread's next launch would report it
             with contextlib.suppress(RuntimeError):
                 torch.empty(1, device="cuda").fill_(0)
 
 
 class CopyStream:
-    """A stream of the device beside the computing stream: copies on it run while shards are computed. On a device
-    without streams, all work is done at once, in order."""
+    """A stream beside the computing stream: its copies run while shards are computed. A device without streams does all
+    work at once, in order."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = _stream(device) if device.type == "cuda" else None
@@ -92,7 +92,7 @@ class CopyStream:
 
     @contextlib.contextmanager
     def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
-        """Work inside waits for that event, on the device; the host goes on. From any thread."""
+        """Work inside the block waits on the device for the event; the host continues. Callable from any thread."""
         if self._stream is None or mark is None:
             yield
             return
@@ -102,19 +102,19 @@ class CopyStream:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """Work inside waits only for work that is on this stream already."""
+        """Work inside the block waits only for earlier work on this stream."""
         with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
             yield
 
     def hand_over(self, tensors: Any) -> None:
-        """The computing stream uses these tensors from now on, and waits until they are complete."""
+        """Pass tensors to the computing stream, which waits until they are complete."""
         if self._stream is None:
             return
         computing = torch.cuda.current_stream(self._stream.device)
         computing.wait_stream(self._stream)
         for tensor in torch.utils._pytree.tree_leaves(tensors):
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-                tensor.record_stream(computing)  # its memory is not given away before
+                tensor.record_stream(computing)  # the memory is not reused before the computing stream is done with it
 
     def finish(self) -> None:
         """Wait on the host until all work on this stream is done."""
@@ -127,8 +127,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Stopwatch:
-    """Adds up the device's own time for the work inside of `running`, on any stream. The host only launches that work
-    and sees nothing of its time. Without streams, the host's time is the device's.
+    """Measures device time of the work inside `running`, on any stream; the host only launches that work. Without
+    streams, it measures host time.
 
     >>> watch = Stopwatch(torch.device("cpu"))
     >>> with watch.running():
@@ -159,7 +159,7 @@ class Stopwatch:
         self._laps.clear()
 
     def take(self) -> float:
-        """Seconds since it was last reset or taken. It waits until the device has finished that work."""
+        """Seconds since the last reset or take. Waits until the device has finished the work."""
         for start, end in self._laps:
             end.synchronize()
             self._seconds += start.elapsed_time(end) / 1e3

@@ -1,7 +1,7 @@
-"""The exchange of members that compute on accelerators. Their partial sums travel over the host's memory.
+"""The exchange of members that compute on accelerators. Their partial sums travel through host memory.
 
-A tile's partial sums are copied to the host as soon as they are ready, on a stream beside the backward pass; the sum
-is taken on the device, in the tree's order, from this member's own partial sums there and from the others' on the host.
+A tile's partial sums are copied to the host as soon as they are ready, on a stream beside the backward pass. The device
+adds them in the tree's order: this member's partial sums from device memory, the others' from the host.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Where = Callable[[Source], Segment]
 
 @dataclass(frozen=True)
 class Stretch:
-    """Neighbouring tiles of one type: enough for one operation of the device."""
+    """Neighbouring tiles of one type, for one operation of the device."""
 
     tiles: range
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Stretch:
 
 
 def stretches(tiles: Sequence[Tile], border: int = 0, most_bytes: int = STRETCH_BYTES) -> list[Stretch]:
-    """`border`: a tile that is in no stretch with the one before it.
+    """`border`: a tile that begins a new stretch.
 
     >>> few = [Tile(0, torch.float32, 0, 64), Tile(1, torch.float32, 256, 64), Tile(2, torch.float64, 4096, 1)]
     >>> [(s.tiles, s.numel) for s in stretches(few)]
@@ -91,9 +91,9 @@ def when_whole(stretches: Sequence[Stretch], act: Callable[[int], None]) -> Call
 
 
 class DeviceExchange:
-    """See `Exchange`. `inner`: how the host's memory travels; every member of it has a state of its own.
+    """The exchange of a member on an accelerator. `inner`: the exchange in host memory; each member has its own state.
 
-    `where`: source -> the host's memory that holds that partial sum; None: `inner` does not tell, and adds up itself.
+    `where`: source -> the host memory of that partial sum; None: `inner` cannot tell, and adds up on the host.
     """
 
     shares_state = False
@@ -107,14 +107,14 @@ class DeviceExchange:
         memory: dict[str, Memory] | None = None,
         where: Where | None = None,
     ) -> None:
-        """`memory`: what this process keeps from one generation to the next."""
+        """`memory`: device memory that this process keeps across generations."""
         self.device = device
         self.rank = inner.rank
         self.size = inner.size
         self.tiles: Sequence[int] = range(len(geometry.tiles))
         self.stretches = stretches(geometry.tiles, geometry.gradient_tiles)
         self.stretch_of = [number for number, stretch in enumerate(self.stretches) for _ in stretch.tiles]
-        """By tile."""
+        """Tile -> the number of its stretch."""
         self._inner = inner
         self._geometry = geometry
         self._unpublished: list[int] = []
@@ -135,7 +135,7 @@ class DeviceExchange:
         return self._slot(index).memory
 
     def in_slot(self, index: int) -> list[torch.Tensor]:
-        """That slot, stretch by stretch."""
+        """The slot, stretch by stretch."""
         return self._slot(index).stretches
 
     def _slot(self, index: int) -> Slot:
@@ -154,7 +154,7 @@ class DeviceExchange:
         return self._inner.state(size_bytes, name)
 
     def numbers(self, size_bytes: int) -> Memory:
-        """Memory for parameters and optimizer state, on the device."""
+        """Device memory for parameters and optimizer state."""
         if "numbers" not in self._memory:
             self._memory["numbers"] = DeviceMemory(size_bytes, self.device)
         return self._memory["numbers"]
@@ -192,7 +192,7 @@ class DeviceExchange:
                 to.copy_(self._outgoing(source, number), non_blocking=True)
 
     def _outgoing(self, source: Source, number: int) -> torch.Tensor:
-        """A partial sum of this member, as it is to be added."""
+        """A partial sum of this member, as it is added."""
         return self.in_slot(source.slot)[number]
 
     def _is_mine(self, source: Source) -> bool:
@@ -207,7 +207,7 @@ class DeviceExchange:
         return self._inner.share(contribution, meanwhile)
 
     def finish_copies(self) -> None:
-        """Wait until what was published has reached the host."""
+        """Wait until published partial sums are in host memory."""
         self._out_stream.finish()
 
     def _publish_all(self) -> None:
@@ -235,7 +235,7 @@ class DeviceExchange:
         program, sources = self._plan.program, self._plan.sources
         told = self._where is not None or self.size == 1
         if told and isinstance(program, int) and self._is_mine(sources[program]):
-            return self._slot(sources[program].slot)  # nobody else can want it as it is
+            return self._slot(sources[program].slot)  # no other member reads the slot itself
         if self._where is None and self.size > 1:
             for tile in self._added_on_host():
                 self._sums.tiles[tile].copy_(self._inner.reduced(tile), non_blocking=True)
@@ -276,7 +276,7 @@ class DeviceExchange:
     def applied(self) -> None:
         foreign = self.size > 1 or any(source.back for source in self._plan.sources)
         if foreign and self.device.type == "cuda":
-            # Others may write over what is being read, and what earlier members have left is let go of.
+            # other members may overwrite the sources after this, and earlier generations' memory is released
             torch.cuda.current_stream(self.device).synchronize()
         self._inner.applied()
 
@@ -298,8 +298,8 @@ class DeviceExchange:
                 part.copy_(between)
 
     def close(self) -> None:
-        """Wait for copies first, also after an abort: they use memory that may be freed now. A broken device has raised
-        its error before."""
+        """First wait for copies, also after an abort: they use memory that may be freed next. A broken device has
+        raised its error before."""
         with contextlib.suppress(RuntimeError):
             self.finish_copies()
             if self.device.type == "cuda":
@@ -309,7 +309,7 @@ class DeviceExchange:
 
 @dataclass(frozen=True)
 class Slot:
-    """Device memory of one slot's shape, with the views of it that every step needs."""
+    """Device memory of one slot, with its views by tile and by stretch."""
 
     memory: Memory
     tiles: list[torch.Tensor]

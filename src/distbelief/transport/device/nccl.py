@@ -1,9 +1,9 @@
-"""The exchange of members that each have an accelerator of their own: sums go from device to device, over NCCL.
+"""The exchange of members that each have their own accelerator: sums go from device to device, over NCCL.
 
-A stretch of the gradients is exchanged as soon as the backward pass has finished it, on a stream of its own. In exact
-mode every member is sent its part of the stretch from all others (all-to-all), adds it in the tree's order, and its
-sum is gathered by everybody: the bytes are those of a ring, the order of addition is fixed. Otherwise an ordinary
-all-reduce does. All other data of a step goes over gloo.
+A stretch of the gradients is exchanged as soon as the backward pass has finished it, on a separate stream. In exact
+mode every member receives its part of the stretch from all others (all-to-all), adds the parts in the tree's order, and
+all members gather the sums: as many bytes as a ring, with a fixed order of addition. In inexact mode an all-reduce
+adds. All other data of a step goes over gloo.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from distbelief.transport.gloo.exchange import TorchExchange
 from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm.segment import Memory, Segment
 
-_LINE = 64  # elements: parts begin where kernels cut anyway
+_LINE = 64  # elements; kernels cut at multiples of it anyway
 _LOOK_EVERY_S = 5e-5
 
 
 class NcclExchange(DeviceExchange):
-    """See `Exchange`. `backend`: nccl, or gloo, which stages through the host and lets members share a device."""
+    """The exchange over NCCL. `backend`: nccl, or gloo, which stages through the host and allows several members per
+    device."""
 
     def __init__(
         self,
@@ -42,8 +43,8 @@ class NcclExchange(DeviceExchange):
         device_memory: dict[str, Memory] | None = None,
         backend: str = "nccl",
     ) -> None:
-        """`memory`, `device_memory`: what this process keeps from one generation to the next."""
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # a death is ours to handle, not torch's to die of
+        """`memory`, `device_memory`: memory that this process keeps across generations."""
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # we handle deaths; torch would end the process
         backends = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
         inner = _Agreeing(meeting, rank, geometry, abort, memory, backends)
         super().__init__(inner, geometry, device, device_memory)
@@ -53,7 +54,8 @@ class NcclExchange(DeviceExchange):
         self._missing: list[int] = []
         gradients = sum(1 for s in self.stretches if s.tiles.start < geometry.gradient_tiles)
         self._order = [*reversed(range(gradients)), *range(gradients, len(self.stretches))]
-        """The same on every member: from the last layer to the first, as backward passes go, and buffers at the end."""
+        """The order of the exchanges, equal on all members: from the last layer to the first, as in backward passes,
+        then buffers."""
         self._next = 0
         self._travels: dict[int, _Travel] = {}
         self._rooms_of: dict[tuple[int, int], torch.Tensor] = {}
@@ -85,7 +87,7 @@ class NcclExchange(DeviceExchange):
         mine = cuts[self.rank].stop - cuts[self.rank].start
         if len(own) == 1:
             given = own[0]
-        else:  # one after the other for each receiver
+        else:  # ordered by receiver
             given = self._room_for(number, -1, len(own) * stretch.numel, stretch.dtype)
             parts = [one[cut] for cut in cuts for one in own]
             if parts:
@@ -132,15 +134,14 @@ class NcclExchange(DeviceExchange):
         return self._sums
 
     def _in_order(self, taken: torch.Tensor, mine: int) -> list[torch.Tensor]:
-        """The partial sums in the order of the plan's sources, which the program numbers. They arrive ordered by
-        rank."""
+        """The partial sums in the order of the plan's sources. They arrive ordered by rank."""
         by_rank = sorted(range(len(self._plan.sources)), key=lambda index: (self._plan.sources[index].rank, index))
         place = {index: at for at, index in enumerate(by_rank)}
         return [taken[place[index] * mine : (place[index] + 1) * mine] for index in range(len(by_rank))]
 
     def _await(self) -> None:
-        """Wait for the sums. An abort ends the device's wait, and its memory then holds no sums: a sum in which a dead
-        member's share is missing must not be applied."""
+        """Wait for the sums. After an abort the memory holds no valid sums, because a dead member's share may be
+        missing: raise instead."""
         if self.device.type != "cuda":
             return
         done = torch.cuda.current_stream(self.device).record_event()
@@ -157,11 +158,11 @@ class NcclExchange(DeviceExchange):
         self._inner.applied()
 
     def _publish_all(self) -> None:
-        """There is nothing on the host to be published."""
+        """Nothing to do: partial sums are not published on the host."""
 
 
 class _Agreeing(TorchExchange):
-    """The gloo exchange for all data of a step but the sums."""
+    """The gloo exchange for all data of a step except the sums."""
 
     def __init__(
         self,
@@ -178,19 +179,19 @@ class _Agreeing(TorchExchange):
 
 @dataclass(frozen=True)
 class _Travel:
-    """A stretch on its way."""
+    """An exchange of a stretch in flight."""
 
     work: dist.Work | None
     numbers: torch.Tensor
 
     def wait(self) -> None:
-        """Let the computing stream wait for it."""
+        """Make the computing stream wait for the exchange."""
         if self.work is not None:
             self.work.wait()
 
 
 def _cuts(stretch: Stretch, size: int) -> list[slice]:
-    """Each member's share of a stretch: equal shares, but for the last.
+    """Each member's share of a stretch: equal shares, except the last.
 
     >>> _cuts(Stretch(range(1), torch.float32, 0, 150), 2)
     [slice(0, 128, None), slice(128, 150, None)]

@@ -1,8 +1,8 @@
-"""The exchange over torch.distributed (gloo): for members on several hosts, or where shared memory cannot be used.
+"""The exchange over torch.distributed (gloo), for members on several hosts or without shared memory.
 
 Exact all-reduce by tile: every member sends its partial sums of a tile to the tile's owner as soon as they are ready,
-the owner adds them in the tree's order, and the sums are broadcast. The bytes are those of a ring; the order of
-addition is fixed. Every member then applies the whole step to a replica of its own.
+the owner adds them in the tree's order, and the sums are broadcast: as many bytes as a ring, with a fixed order of
+addition. Every member then applies the whole step to its own replica.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class TorchExchange(TorchGroup):
         memory: dict[str, Segment] | None = None,
         backend: str = "gloo",
     ) -> None:
-        """`memory`: what this process keeps from one generation to the next."""
+        """`memory`: segments that this process keeps across generations."""
         self.tiles: Sequence[int] = range(len(geometry.tiles))
         self._plain: Sequence[int] = self.tiles
-        """The tiles of this step that travel uncompressed: here, all of them."""
+        """The tiles of this step that travel uncompressed; all tiles in this class."""
         self._geometry = geometry
         self._memory = {} if memory is None else memory
         self._slots = [Segment.private(geometry.slot_bytes) for _ in range(geometry.slots[rank])]
@@ -69,10 +69,11 @@ class TorchExchange(TorchGroup):
         return self._memory[name]
 
     def published_sums(self, step: int) -> list[PublishedSum] | None:
-        return None  # partial sums are in the memory of the members that made them; they are computed again
+        return None  # partial sums are private to their members, so a new generation computes them again
 
     def working(self, shard: int) -> None:
-        """No other member could look it up. But after an abort the shard would be computed in vain."""
+        """Only checks for an abort, after which the shard would be computed in vain: other members cannot read a
+        record."""
         self._abort.check()
 
     def begin(self, plan: StepPlan) -> None:
@@ -109,7 +110,7 @@ class TorchExchange(TorchGroup):
                     self._sends.append(dist.isend(part, owner, tag=self._tag(number, tile)))
 
     def _part(self, source: Source, tile: int) -> torch.Tensor:
-        """A partial sum of this member, as it is to be added."""
+        """A partial sum of this member, as it is added."""
         return self._views[source.slot][tile]
 
     def share(self, contribution: Contribution, meanwhile: Callable[[], bool] = lambda: False) -> AllContributions:
@@ -118,7 +119,7 @@ class TorchExchange(TorchGroup):
             everything[first:end] = contribution.rows[first:end]
         touched = torch.from_numpy((contribution.untouched == 0).astype(np.uint8))
         integers = torch.frombuffer(bytearray(contribution.integers or b"\0"), dtype=torch.uint8)
-        # Each row comes from one member. They are added as integers, because -0.0 + 0.0 would be another zero.
+        # Each row comes from one member. Rows are added as integers, because -0.0 + 0.0 would lose the sign of zero.
         numbers = np.append(everything.view(np.int64), self._control_number())
         with self.network():
             dist.all_reduce(torch.from_numpy(numbers))
@@ -132,11 +133,12 @@ class TorchExchange(TorchGroup):
         )
 
     def _control_number(self) -> int:
-        """A number that each member sends with every step, beside the rows; the numbers of all members are added."""
+        """A number that this member sends with the rows of each step; the exchange adds these numbers over all
+        members."""
         return 0
 
     def _receive_control_number(self, number: int) -> None:
-        """Receives that sum, which is the same on all members at the same step."""
+        """Receives the sum of the control numbers, equal on all members."""
 
     def reduced(self, tile: int) -> torch.Tensor:
         if not self._collected:
@@ -161,7 +163,7 @@ class TorchExchange(TorchGroup):
             self._spread()
 
     def _spread(self) -> None:
-        """This member's sums are complete: send them to all members, which may then apply the step."""
+        """Send this member's complete sums to all members, which may then apply the step."""
         wait_all(self._broadcasts())
 
     def _broadcasts(self) -> list[dist.Work | None]:
@@ -171,7 +173,7 @@ class TorchExchange(TorchGroup):
         ]
 
     def _stretches(self) -> list[tuple[int, int, int]]:
-        """(owner, first byte, end byte) of neighbouring tiles that one rank owns."""
+        """(owner, first byte, end byte) of neighbouring tiles of one owner."""
         found: list[tuple[int, int, int]] = []
         previous = -2
         for tile in self._plain:
@@ -188,7 +190,7 @@ class TorchExchange(TorchGroup):
         return [mine[tile] for tile in sorted(mine)]
 
     def applied(self) -> None:
-        """No member waits for it: every member has a state of its own."""
+        """Nothing to do: every member has its own state."""
 
     def settle(self) -> None:
         with self.network():

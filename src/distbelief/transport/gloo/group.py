@@ -1,7 +1,7 @@
 """A group of members over torch.distributed (gloo) whose waits can be aborted.
 
-gloo cannot cancel what it waits for. So an abort shuts the group's sockets down: then every wait of ours ends with an
-error, and so do those of the members at the other ends.
+gloo cannot cancel a wait. So an abort shuts the group's sockets down: then every wait ends with an error, on this
+member and on the members at the other ends.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.exchange import TRANSFER_BYTES, Backups, DiedComputing
 from distbelief.transport.gloo.rendezvous import Rendezvous, RendezvousStore
 
-_TRANSFER = (1 << 31) - 1  # a tag that no partial sum has: some may be on their way meanwhile
+_TRANSFER = (1 << 31) - 1  # a tag that no partial sum has: partial sums may be in flight
 _AGAIN_S = 0.1
-_MISSED_S = 3.0  # a wait whose sockets are closed ends within milliseconds, if it ends
-_HOPELESS_S = 5.0  # where this costs a process
-_ASLEEP_S = 30.0  # the user's own code may sleep a while
+_MISSED_S = 3.0  # a wait whose sockets are closed ends within milliseconds, or never
+_HOPELESS_S = 5.0  # used if giving up the wait ends the process
+_ASLEEP_S = 30.0  # user code may sleep for a while
 _OF_A_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-"""Errors of this member's own device. The second came with a later torch than the oldest that will do."""
+"""Errors of this member's own device. AcceleratorError is missing in the oldest supported torch."""
 
 
 class _Thread:
-    """The thread that constructs this object, as other threads can observe it while it lives."""
+    """The thread that constructs this object, observed from other threads while it lives."""
 
     def __init__(self) -> None:
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         self._status = f"/proc/self/task/{threading.get_native_id()}/stat"
 
     def used_s(self) -> float:
-        """Processor time that the thread has used."""
+        """Processor time of the thread."""
         return time.clock_gettime(self._clock)
 
     def sleeps(self) -> bool:
-        """Whether the thread sleeps, and does not only wait for a processor."""
+        """Whether the thread sleeps; waiting for a processor does not count."""
         with open(self._status) as status:
             return status.read().rpartition(")")[2].split()[0] == "S"
 
 
 class TorchGroup:
-    """See `Group`. It is torch's default group of this process until it is closed."""
+    """A torch group, which is torch's default group of this process until it is closed. See `Group`."""
 
     shares_state = False
     waiting = False
     backups: Backups | None = None
 
     def __init__(self, meeting: Rendezvous, rank: int, size: int, abort: Abort, backend: str = "gloo") -> None:
-        """`backend`: torch's name of it; one that differs by device says so, as in "cpu:gloo,cuda:nccl"."""
+        """`backend`: torch's name; "cpu:gloo,cuda:nccl" names one backend per device type."""
         self.rank = rank
         self.size = size
         self._abort = abort
@@ -73,9 +73,9 @@ class TorchGroup:
         self._store: Store | None = None
         abort.wake = self._hang_up
         with self.network():
-            self._store = meeting.store(abort)  # held here: torch's own hold on it is not enough
-            # torch numbers groups by this, and counts those too that an abort ended before the members had met: then
-            # each member would wait under another name.
+            self._store = meeting.store(abort)  # keep a reference: torch's own does not suffice
+            # torch numbers groups with this counter, and also counts groups that were aborted before the members had
+            # met: without a reset, members would wait under different names.
             dist.distributed_c10d._world.group_count = 0
             try:
                 dist.init_process_group(
@@ -84,7 +84,7 @@ class TorchGroup:
                     rank=rank,
                     world_size=size,
                     timeout=timeout,
-                    # NCCL then connects at once, and not in the middle of the first backward pass.
+                    # NCCL then connects now, not in the middle of the first backward pass
                     device_id=torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else None,
                 )
             except BaseException:
@@ -94,7 +94,7 @@ class TorchGroup:
 
     @contextmanager
     def more_groups(self) -> Iterator[None]:
-        """Around making groups of some of the members: they meet again for each, and an abort ends that too."""
+        """Use it around the creation of subgroups, whose members meet again: an abort ends this too."""
         with self.network():
             assert self._sockets is not None
             self._before = _open_sockets() - self._sockets
@@ -103,9 +103,9 @@ class TorchGroup:
         self._sockets = _open_sockets() - self._before
 
     def _hang_up(self) -> None:
-        """From the control thread: end whatever the training thread waits for."""
+        """Called by the control thread: end the training thread's wait."""
         threading.Thread(target=self._insist, args=[self._waits], daemon=True).start()
-        if "nccl" in self._backend:  # its kernels wait on the device, and know nothing of sockets
+        if "nccl" in self._backend:  # NCCL's kernels wait on the device, and do not use these sockets
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).abort()
         self._shut_down()
@@ -113,26 +113,26 @@ class TorchGroup:
     def _shut_down(self) -> None:
         with self._leaving:
             if self._abort.left_behind or (self._sockets is None and not self.waiting):
-                return  # the thread has left this group, and may be in the next one: new sockets belong to that
+                return  # the thread has left this group; new sockets may belong to the next group
             present = _open_sockets()
             for descriptor, identity in present - self._before if self._sockets is None else present & self._sockets:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                     if os.fstat(connection.fileno()).st_ino != identity:
-                        continue  # closed meanwhile, and the number is that of a socket of the next group
+                        continue  # the descriptor now belongs to a socket of the next group
                     listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                     if not listens:  # gloo dies with its listener
                         connection.shutdown(socket.SHUT_RDWR)
 
     def _insist(self, wait: int) -> None:
-        """Shut down the sockets again and again: while members meet, gloo repeats a failed connection with a new
-        socket. Sometimes gloo sleeps on nevertheless (docs/decisions/0018)."""
+        """Shut the sockets down repeatedly: while members meet, gloo retries a failed connection with a new socket.
+        Sometimes gloo sleeps even then (docs/decisions/0018)."""
         patience_s = _MISSED_S if self._abort.leave else _HOPELESS_S
         awake_at, used_s = time.monotonic(), 0.0
         while True:
             time.sleep(_AGAIN_S)
             with self._leaving:
                 if not (self.waiting or self._guarding) or self._waits != wait:
-                    return  # and perhaps its thread is gone
+                    return  # the thread may be gone
                 now = time.monotonic()
                 if used_s < (used_s := self._training_thread.used_s()) or not self._training_thread.sleeps():
                     awake_at = now
@@ -142,25 +142,25 @@ class TorchGroup:
             self._shut_down()
 
     def _leave_behind(self) -> None:
-        # In a guard it may be the user's code that sleeps, and would go on beside another thread when it wakes.
-        if self._abort.leave is None or not self.waiting:  # the coordinator takes it for a death; others have the state
+        # In a guard the sleeping code may be the user's, which would run beside the successor thread when it wakes.
+        if self._abort.leave is None or not self.waiting:  # ends like a death; other members have the state
             print("gloo has missed that the group is over: this worker ends, to be replaced", flush=True)
             os._exit(1)
         self._abort.left_behind = True
         self._abort.leave()
 
     def _come_too_late(self) -> None:
-        """A successor thread has gone on meanwhile: discard what this thread has."""
+        """If a successor thread continues by now, stop this thread."""
         if self._abort.left_behind:
             self._close_store()
             raise Aborted(self._abort.reason)
 
     @contextmanager
     def network(self) -> Iterator[None]:
-        """Around waits for other members. A broken connection means that a member was lost, not that the user's code is
-        at fault: the coordinator decides what follows."""
+        """Use it around waits for other members. A broken connection means a lost member, not an error of user code:
+        the coordinator decides what follows."""
         self._waits += 1
-        self.waiting = True  # before the check: an abort comes either before it, or finds this thread waiting
+        self.waiting = True  # before the check: a later abort finds this thread waiting
         try:
             self._abort.check()
             yield
@@ -176,8 +176,8 @@ class TorchGroup:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Around code of torch that runs user code and waits for other members: only errors of a connection, or after
-        an abort, mean that a member was lost."""
+        """Use it around torch code that runs user code and waits for other members. Only connection errors, and errors
+        after an abort, mean a lost member."""
         self._waits += 1
         self._guarding = True
         try:
@@ -195,7 +195,7 @@ class TorchGroup:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Within a guard, around code that waits for no member but perhaps long, for example for data."""
+        """Inside a guard, use it around code that waits for no member but may take long, for example for data."""
         with self._leaving:
             self._waits += 1
             self._guarding = False
@@ -241,8 +241,9 @@ class TorchGroup:
 
 
 def forget_groups() -> list[dist.ProcessGroup]:
-    """Forget torch's groups of this process, so that it can make new ones while a thread still waits in the old ones.
-    Returns the old groups: keep them until no thread waits in them, because a group's end waits for that."""
+    """Remove torch's groups from this process, so that it can make new groups while a thread still waits in an old one.
+    Returns the old groups: keep a reference until no thread waits in them, because their destructors wait for that
+    thread."""
     kept = list(dist.distributed_c10d._world.pg_map)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -259,7 +260,7 @@ def _open_sockets() -> set[tuple[int, int]]:
     """(descriptor, identity) of every socket of this process."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own descriptor is gone by now
+        with contextlib.suppress(OSError):  # the descriptor of this listing is closed by now
             status = os.stat(int(name))
             if stat.S_ISSOCK(status.st_mode):
                 found.add((int(name), status.st_ino))

@@ -32,21 +32,21 @@ from distbelief.transport.gloo.rendezvousserver import (
 )
 
 LOOK_MS = 20
-"""How often a wait checks whether it is aborted."""
+"""Milliseconds between two checks for an abort during a wait."""
 AGAIN_S = 2.0
-"""A request without an answer is sent again after this time, if that does no harm."""
+"""Seconds after which an unanswered request is sent again, if repeating it is harmless."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the members of a group find each other: the address of the store, and the group's name (its generation)."""
+    """The rendezvous of a group: the store's address and the group's name (its generation)."""
 
     host: str
     port: int
     name: str
     timeout_s: float = 300.0
     credential: Credential | None = None
-    """None: the store is torch's own, which does not authenticate its clients."""
+    """None: use torch's own store, which does not authenticate its clients."""
 
     def store(self, abort: Abort) -> Store:
         if self.credential is not None:
@@ -56,7 +56,8 @@ class Rendezvous:
 
 
 class RendezvousStore(Store):
-    """`check` raises when waiting is to be given up. torch calls it from one thread at a time, not always the same."""
+    """The client of the rendezvous server as a torch store. `check` raises when a wait is to be given up. torch calls
+    it from one thread at a time, not always the same thread."""
 
     def __init__(self, address: str, credential: Credential, timeout_s: float, check: Callable[[], None]) -> None:
         super().__init__()

@@ -3,7 +3,7 @@ Torch-free.
 
 torch's own store (TCPStore) authenticates nobody: any process that reaches its port can read where members listen, and
 can write other addresses. This server listens on an encrypted socket (CURVE) and verifies the signatures of messages.
-It runs in a process of its own, so that no member's death takes it away. Its messages mirror the methods of torch's
+It runs in its own process, so that no member's death ends it. Its messages mirror the methods of torch's
 `Store`; a key belongs to a generation.
 """
 
@@ -25,7 +25,7 @@ from distbelief.control.sockets import protect
 
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_KEYS = 100_000
-"""The oldest keys are dropped first. A generation of a hundred members has some hundreds."""
+"""The oldest keys are dropped beyond this number. A generation of a hundred members has some hundreds of keys."""
 MAX_WAITING = 10_000
 
 
@@ -103,7 +103,7 @@ class KeyTable:
     def __init__(self) -> None:
         self._kept: dict[str, bytes] = {}
         self._waiting: dict[bytes, Wait] = {}
-        """By the identity of the asker, which waits for one answer at a time."""
+        """The waiting requests, by the client's identity. A client waits for one answer at a time."""
 
     def hear(self, asker: bytes, request: Request) -> list[tuple[bytes, Answer]]:
         """Returns the answers to send, each with its receiver."""
@@ -154,7 +154,8 @@ def _number(text: bytes) -> int:
 
 
 def serve(host: str, port: int, credential: Credential, listening: Callable[[int], None]) -> None:
-    """Serve for ever. `listening` is called with the port: `port` if it is free, else another one (0: any)."""
+    """Serve until the process is killed. `listening` is called with the port: `port` if it is free, else another one
+    (0: any)."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         protect(socket, credential.server_keys())
         socket.setsockopt(zmq.LINGER, 0)

@@ -1,11 +1,11 @@
-"""The control block: what one generation keeps in shared memory beside its gradients.
+"""The control block: the shared memory of one generation, except its gradients.
 
     | futex flags, a row per member | liveness mutexes | small arrays: rows, touched marks, squares, nodes, … |
 
-Members write there how far they are (`BEGUN`, `ARRIVED`, …), what they contribute to a step, and which partial sums
-they have published. The generation after it reads what was finished before the change, also by members that died.
-`ControlBlock` maps it, and the slots on demand; it decides nothing and waits for nobody. `SharedBackups` are the
-entries about backup copies of late shards.
+Members record there their progress (`BEGUN`, `ARRIVED`, …), their contributions to a step, and their published partial
+sums. The next generation reads these entries, also those of members that died. `ControlBlock` maps the block, and the
+slots on demand; it decides nothing and does not wait. `SharedBackups` are the entries about backup copies of late
+shards.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from distbelief.transport.exchange import Backup, Geometry
 from distbelief.transport.shm.futexflags import LIVENESS_BYTES, FutexFlags, ThreadLiveness, flag_row_bytes
 from distbelief.transport.shm.segment import Segment, SegmentClient
 
-BEGUN, UNITS, WORKING, ARRIVED, MEASURED, SETTLED, MAIL, TILES = range(8)  # a member's flags; one per tile follows
+BEGUN, UNITS, WORKING, ARRIVED, MEASURED, SETTLED, MAIL, TILES = range(8)  # a member's flags; a flag per tile follows
 MAILBOX_BYTES = 1 << 18
 _SLOTS = 1 << 16
 
 
 @dataclass(frozen=True)
 class EarlierGeneration:
-    """A generation whose unfinished step may be taken over."""
+    """An earlier generation whose unfinished step may be taken over."""
 
     name: str
     geometry: Geometry
 
 
 class ControlBlock:
-    """One generation's control block, mapped. Slots are mapped when they are first used."""
+    """One generation's control block, mapped. Slots are mapped at first use."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class ControlBlock:
         return self._slots[rank, index]
 
     def has_slot(self, rank: int, index: int) -> bool:
-        """Whether the slot can be used without waiting for the segment server's process."""
+        """Whether the slot can be used without waiting for the segment server."""
         if (rank, index) not in self._slots:
             found = self._segments.segment_soon(self.slot_name(rank, index), self.geometry.slot_bytes)
             if found is None:
@@ -104,15 +104,15 @@ class ControlBlock:
         return [((int(first), int(end)), int(slot)) for first, end, slot in theirs[1 : 1 + int(theirs[0][0])]]
 
     def arrived(self, rank: int, stamp: int) -> bool:
-        """Whether that member has published all its partial sums of the step and its contribution."""
+        """Whether the member has published all its partial sums and its contribution to the step."""
         return self.flags.get(rank, ARRIVED) == stamp
 
 
 class SharedBackups:
     """Backup copies of late shards, in one generation's control block. See `Backups`.
 
-    Only the member that a shard is assigned to publishes it, as always; before it starts a shard it looks for a backup.
-    Both copies have the same bits, so the members need not agree on one: the first copy is used.
+    Only a shard's owner publishes it; before it starts a shard it looks for a backup. Both copies have the same bits,
+    so the members need not agree on one of them.
     """
 
     def __init__(self, block: ControlBlock, rank: int) -> None:
@@ -152,14 +152,14 @@ class SharedBackups:
         for rank in np.flatnonzero(self._block.backups[:, shard] // _SLOTS == stamp).tolist():
             slot = int(self._block.backups[rank, shard]) % _SLOTS
             if not self._block.has_slot(rank, slot):
-                return None  # the shard's owner can compute it
+                return None  # the shard's owner computes it
             tiles = self._block.tiles(rank, slot)
             return Backup(tiles, self._block.backup_rows[shard], self._block.backup_touched[shard])
         return None
 
 
 def _places(geometry: Geometry, at: int) -> tuple[list[tuple[np.dtype[Any], tuple[int, ...], int]], int]:
-    """Where the small arrays lie behind the flags and the mutexes, and where they end."""
+    """The places of the small arrays, after the flags and the mutexes, and the end of the last one."""
     members = len(geometry.slots)
     fields: list[tuple[Any, tuple[int, ...]]] = [
         (np.float64, (geometry.shards, geometry.row)),

@@ -1,10 +1,10 @@
 """The exchange between workers of one host: gradients are written straight into shared memory and added there.
 
-Each member owns some tiles. It adds up the partial sums of a tile in the tree's order, out of place, into memory of its
-own. So an aborted step leaves every partial sum intact, and the next generation takes them over. A member adds up a
-tile while it waits for others (`share`), or just before it uses the sum (`reduced`): then the sum is in the cache.
+Each member owns some tiles. It adds up a tile's partial sums in the tree's order, out of place, into private memory. So
+an aborted step leaves every partial sum intact, and the next generation takes them over. A member adds up a tile while
+it waits for others (`share`), or just before it uses the sum (`reduced`), when the sum is in the cache.
 
-`SharedSlots` is for members with a state of their own (accelerators): shared memory carries only their gradients.
+`SharedSlots` is for members with their own states (accelerators): shared memory carries only their gradients.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ from distbelief.transport.shm.segment import Segment, SegmentClient
 
 
 class SharedExchange:
-    """See `Exchange`. `name` is unique to the generation: the segments of two generations never meet."""
+    """The exchange in shared memory. `name` is unique to the generation, so segments of two generations never
+    conflict."""
 
     shares_state = True
 
@@ -79,9 +80,9 @@ class SharedExchange:
         self._out: dict[int, torch.Tensor] = {}
         self._scratch: dict[torch.dtype, list[torch.Tensor]] = {}
         self._ready: deque[int] = deque()
-        """Tiles that this member owns and has published, in that order."""
+        """The tiles that this member owns and has published, in order of publication."""
         self._passing: dict[int, torch.Tensor] = {}
-        """Views of one shared buffer, for sums of which only one is used at a time."""
+        """Views of one shared buffer, for sums that are used one at a time."""
         self._reduced: set[int] = set()
         self._largest = max((tile.numel for tile in geometry.tiles), default=0)
         self._place = Segment.private(max((tile.size_bytes for tile in geometry.tiles), default=0))
@@ -96,7 +97,7 @@ class SharedExchange:
         return self._block.slot(self.rank, index)
 
     def slot_name(self, index: int) -> str:
-        """The name under which other processes of this host find the slot."""
+        """The name by which other processes of this host open the slot."""
         return self._block.slot_name(self.rank, index)
 
     def state(self, size_bytes: int, name: str = "state") -> Segment:
@@ -104,8 +105,8 @@ class SharedExchange:
 
     @property
     def _past(self) -> dict[int, ControlBlock]:
-        """The control blocks of earlier generations. Look at them only after all members have met: until then a member
-        may still create or write one, and the members would not all see the same."""
+        """The control blocks of earlier generations. Use them only after all members have met: until then earlier
+        members may still create or write blocks, and members could read different contents."""
         if self._found is None:
             found = ((back, _left_by(self._segments, one)) for back, one in enumerate(self._before, 1))
             self._found = {back: block for back, block in found if block}
@@ -134,7 +135,7 @@ class SharedExchange:
         ]
 
     def begin(self, plan: StepPlan) -> None:
-        self._abort.check()  # a member that never waits (alone, or always the last) notices an abort nowhere else
+        self._abort.check()  # the only abort check of a member that never waits (alone, or always last)
         self._plan = plan
         self._stamp = plan.step + 1
         self._flags.set(UNITS, 0)
@@ -146,14 +147,14 @@ class SharedExchange:
         self._flags.set(WORKING, shard + 1)
 
     def working_on(self, step: int, shard: int) -> None:
-        """Like `begin` and `working`, for members that do no steps in common."""
+        """Like `begin` and `working`, for members that do not compute steps together."""
         self._flags.set(BEGUN, step + 1)
         self.working(shard)
 
     def publish(self, tile: int) -> None:
         self._flags.set(TILES + tile, self._stamp)
         if tile % self.size != self.rank:
-            self._flags.ring()  # the tile's owner may wait for it
+            self._flags.ring()  # the tile's owner may be waiting
         elif not isinstance(self._plan.program, int):
             self._ready.append(tile)
 
@@ -217,7 +218,7 @@ class SharedExchange:
         return AllContributions(rows, untouched, self._of(first_of_all).integers[first_of_all.rank].tobytes())
 
     def _with_the_past(self, untouched: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """In a step that was taken over, the contributions of earlier members count too, where their sums are used."""
+        """In a step that was taken over, include the contributions of earlier members whose sums are used."""
         rows = np.zeros_like(self._block.rows)
         givers = {(source.back, source.rank): self._of(source) for source in self._plan.sources}
         for (back, rank), block in givers.items():
@@ -236,7 +237,7 @@ class SharedExchange:
         program = self._plan.program
         if tile in self._reduced or not isinstance(program, int):
             return self.reduced(tile).mul_(factor)
-        # a single partial sum: one pass instead of a copy and a multiplication
+        # a single partial sum: multiply in one pass, without a copy
         return torch.mul(self._part(self._plan.sources[program], tile), factor, out=self._room_in_passing(tile))
 
     def share_squares(self, mine: dict[int, float]) -> list[float]:
@@ -253,7 +254,7 @@ class SharedExchange:
         self.forget_past()
 
     def forget_past(self) -> None:
-        """Drop the memory of earlier generations: a step has been committed since, so no member needs it."""
+        """Release earlier generations' memory: a step was committed since, so no member needs it."""
         if self._before:
             if self.rank == 0:
                 self._segments.drop_before(self._name)
@@ -281,21 +282,21 @@ class SharedExchange:
         self._flags.barrier(MAIL, self._meetings)
 
     def transfer(self, block: torch.Tensor, source: int, receivers: Sequence[int]) -> None:
-        """One copy of the state serves all members."""
+        """Nothing to do: all members share one state."""
 
     def neighbour(self, timeout_s: float) -> tuple[int, Literal["alive", "ended", "dead"]]:
-        """Watch the next member, at most `timeout_s`: its rank, and whether it is alive. From any thread, after all
-        members have met for the first time."""
+        """Watch the next member for at most `timeout_s`. Returns its rank and whether it is alive. Callable from any
+        thread, after all members have met once."""
         rank = (self.rank + 1) % self.size
         return rank, self._block.liveness[rank].watch(timeout_s)
 
     def close(self) -> None:
-        """The mapping ends with the process or with the last view of it."""
+        """Nothing to do: the mapping ends with the process or with its last view."""
         self._liveness.end()
 
 
 class SharedSlots(SharedExchange):
-    """See `Exchange`. Members of one host that have a state each: shared memory carries their gradients only."""
+    """The exchange in shared memory of members with their own states: it carries their gradients only."""
 
     shares_state = False
 
@@ -309,10 +310,10 @@ class SharedSlots(SharedExchange):
         past: Sequence[EarlierGeneration] = (),
         memory: dict[str, Segment] | None = None,
     ) -> None:
-        """`memory`: what this process keeps from one generation to the next."""
+        """`memory`: segments that this process keeps across generations."""
         super().__init__(segments, name, rank, geometry, abort, past)
         self.tiles = range(len(geometry.tiles))
-        self.backups = None  # a late member's shard would be computed into another device's memory
+        self.backups = None  # a backup would be in another device's memory
         self._memory = {} if memory is None else memory
         self._between: Segment | None = None
 
@@ -322,7 +323,7 @@ class SharedSlots(SharedExchange):
         return self._memory[name]
 
     def published_sums(self, step: int) -> list[PublishedSum] | None:
-        """Without the sums of a generation of one member: it kept them on its device."""
+        """Excludes the sums of a generation with one member, which kept them on its device."""
         found = super().published_sums(step)
         return found and [one for one in found if self._past[one.source.back].members > 1]
 
@@ -348,7 +349,7 @@ class SharedSlots(SharedExchange):
 
 
 def _left_by(segments: SegmentClient, past: EarlierGeneration) -> ControlBlock | None:
-    """The control block of an earlier generation; None if it never created one."""
+    """The control block of an earlier generation; None if that generation never created one."""
     try:
         return ControlBlock(segments, past, exists=True)
     except DistBeliefError:

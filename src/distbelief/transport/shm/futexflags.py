@@ -1,13 +1,13 @@
-"""How the members of one host wait for each other, and how they notice at once that one of them has died.
+"""Futex flags and thread liveness: waiting between the members of one host, and immediate detection of deaths.
 
 `FutexFlags` is a table of 32-bit flags in shared memory. A flag has one writer. Plain stores suffice between x86
 processes (stores are seen in program order); other instruction sets use torch groups. A waiting member spins for a
-moment, then sleeps in the kernel on the other member's *bell* (a futex), so that more workers than cores cost no time
-slices. Every wait can be aborted and notices an abort within milliseconds.
+moment, then sleeps in the kernel on the other member's *bell* (a futex), so that it frees the core where workers
+outnumber cores. Every wait can be aborted, and notices an abort within milliseconds.
 
 `ThreadLiveness` is a robust mutex in shared memory, which the training thread holds while it works. When that thread
-dies, for whatever reason, the kernel marks the mutex and wakes its watchers before it takes the process's memory apart.
-The end of the process is reported only after that; 20 to 50 ms later were measured. The mutex protects no data.
+dies, for whatever reason, the kernel marks the mutex and wakes its watchers before it frees the process's memory. The
+process's exit is reported only after that, 20 to 50 ms later (measured). The mutex protects no data.
 
 Torch-free.
 """
@@ -30,31 +30,31 @@ _LINE = 64  # one writer per cache line
 _SYS_FUTEX = {"x86_64": 202}.get(platform.machine(), -1)
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _ROBUST, _SHARED = 1, 1
-_SPINS = 4000  # half a millisecond, about what waking a sleeper costs in a virtual machine, several times a step
-_SPINS_CROWDED = 100  # where members outnumber the cores, the member that is waited for needs the core
+_SPINS = 4000  # half a millisecond: as long as waking a sleeper takes in a virtual machine
+_SPINS_CROWDED = 100  # with more members than cores, the awaited member needs the core
 _EVERYBODY = 2**31 - 1
 
 supported = _SYS_FUTEX >= 0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _held: set[ThreadLiveness] = set()
-"""glibc links the mutexes that a thread holds into a list: their memory must be mapped for as long as they are held."""
+"""glibc links the mutexes that a thread holds into a list, so their memory must stay mapped while they are held."""
 
 
 class _Timespec(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
-_NAP = ctypes.byref(_Timespec(0, 20_000_000))  # how soon a sleeper looks for an abort
+_NAP = ctypes.byref(_Timespec(0, 20_000_000))  # a sleeping member checks for an abort this often
 
 
 def flag_row_bytes(flags: int) -> int:
-    """Bytes of one member's row: its bell and its flags, in cache lines of their own."""
+    """The size of one member's row: its bell and its flags, in separate cache lines."""
     return -(-(flags + 1) * 4 // _LINE) * _LINE
 
 
 class FutexFlags:
-    """A table of 32-bit flags: one row per member, written by that member alone, read by all."""
+    """A table of 32-bit flags: one row per member, written by that member, read by all."""
 
     def __init__(self, memory: mmap.mmap, offset_bytes: int, members: int, flags: int, me: int, abort: Abort) -> None:
         self._row = flag_row_bytes(flags) // 4
@@ -65,29 +65,29 @@ class FutexFlags:
         self._abort = abort
         abort.wake = self.wake_sleepers
         self.waiting = False
-        """Whether this member waits for another at this moment."""
+        """Whether this member waits for another member now."""
         self._spins = _SPINS if members <= len(os.sched_getaffinity(0)) else _SPINS_CROWDED
 
     def set(self, flag: int, value: int) -> None:
-        """Publish a value of this member, after everything that it wrote before."""
+        """Publish a value of this member, after all of its earlier writes."""
         self._cells[self._me * self._row + 1 + flag] = value
 
     def get(self, member: int, flag: int) -> int:
         return self._cells[member * self._row + 1 + flag]
 
     def ring(self) -> None:
-        """Wake the members that sleep until one of this member's flags changes."""
+        """Wake the members that wait for a change of this member's flags."""
         bell = self._me * self._row
         self._cells[bell] = (self._cells[bell] + 1) & 0xFFFFFFFF
         _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(self._address + bell * 4), _FUTEX_WAKE, _EVERYBODY, None, None, 0)
 
     def wake_sleepers(self) -> None:
-        """Wake all members that sleep on this table, so that they look for an abort now and not after their nap."""
+        """Wake all members that sleep on this table, so that they notice an abort at once."""
         for bell in range(0, self._row * self._members, self._row):
             _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(self._address + bell * 4), _FUTEX_WAKE, _EVERYBODY, None, None, 0)
 
     def wait(self, member: int, flag: int, enough: Callable[[int], bool]) -> None:
-        """Return when that member's flag satisfies `enough`; raise Aborted if the wait is given up."""
+        """Wait until the member's flag satisfies `enough`. Raises Aborted."""
         cells, cell, bell = self._cells, member * self._row + 1 + flag, member * self._row
         spins = 0
         while not enough(cells[cell]):
@@ -101,16 +101,16 @@ class FutexFlags:
             _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(self._address + bell * 4), _FUTEX_WAIT, heard, _NAP, None, 0)
 
     def reached(self, flag: int, value: int) -> bool:
-        """Whether every member has announced that value."""
+        """Whether every member has announced at least this value."""
         return all(self._cells[member * self._row + 1 + flag] >= value for member in range(self._members))
 
     def barrier(self, flag: int, value: int) -> None:
-        """Announce `value` in that flag and wait until every member has announced it (values only grow)."""
+        """Announce `value` in the flag and wait until every member has announced it. Values only grow."""
         self.announce(flag, value)
         self.await_all(flag, value)
 
     def announce(self, flag: int, value: int) -> None:
-        """Also after an abort: finished work stays finished, and the members that take the step over look for it
+        """Set the flag also after an abort: finished work stays valid, and members that take the step over read it
         here."""
         self.set(flag, value)
         self.ring()
@@ -124,13 +124,13 @@ class FutexFlags:
 
 
 class ThreadLiveness:
-    """Whether one thread of another process is alive: a robust mutex at a place in shared memory."""
+    """Whether one thread of another process is alive: a robust mutex in shared memory."""
 
     def __init__(self, memory: mmap.mmap, offset_bytes: int) -> None:
         self._cell = (ctypes.c_char * LIVENESS_BYTES).from_buffer(memory, offset_bytes)
 
     def begin(self) -> None:
-        """The calling thread is alive from now on. Other threads may watch it only after this has returned."""
+        """The calling thread becomes watchable. Other threads may watch only after this returns."""
         attributes = ctypes.create_string_buffer(16)
         _check(_libc.pthread_mutexattr_init(attributes))
         _check(_libc.pthread_mutexattr_setpshared(attributes, _SHARED))
@@ -140,20 +140,20 @@ class ThreadLiveness:
         _held.add(self)
 
     def end(self) -> None:
-        """The thread leaves this generation alive. Call it from the thread that called `begin`."""
+        """The thread leaves the generation alive. Call it from the thread that called `begin`."""
         if self in _held:
             _held.discard(self)
             _check(_libc.pthread_mutex_unlock(self._cell))
 
     def watch(self, timeout_s: float) -> Literal["alive", "ended", "dead"]:
-        """Wait until the thread ends or dies, at most `timeout_s`."""
+        """Wait until the thread ends or dies, for at most `timeout_s`."""
         until = time.time() + timeout_s
         deadline = _Timespec(int(until), int(until % 1 * 1e9))
         status = _libc.pthread_mutex_timedlock(self._cell, ctypes.byref(deadline))
         if status == errno.ETIMEDOUT:
             return "alive"
         if status in (0, errno.EOWNERDEAD):
-            _libc.pthread_mutex_unlock(self._cell)  # the other watchers learn that it cannot be recovered
+            _libc.pthread_mutex_unlock(self._cell)  # tells the other watchers that the mutex is not recoverable
         return "ended" if status == 0 else "dead"
 
 

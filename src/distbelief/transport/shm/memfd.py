@@ -1,8 +1,8 @@
-"""Memory without names: memfds, made with all their pages or not at all, handed over Unix sockets.
+"""Memory without names: memfds, allocated with all pages or not at all, and passed over Unix sockets.
 
-A memfd has no path, so nothing is left behind and nobody else can open it; a newcomer can still map it when it is
-handed the descriptor. Pages are allocated when it is made: a full machine says so then, not by a SIGBUS later. Knows
-nothing of torch, so that the engine can keep segments without importing it.
+A memfd has no path, so no file is left behind and no other process can open it; a process that receives the descriptor
+can map it. All pages are allocated at once: a shortage of memory is an error then, not a SIGBUS later. Does not import
+torch, so that the engine can keep segments without it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HEADER_LIMIT = 1 << 16
 
 
 def allocate(size_bytes: int, label: str) -> int:
-    """Make a memfd of that size with all its pages; a readable error if memory does not suffice."""
+    """Make a memfd of this size with all pages. Raises an error with a clear message if memory does not suffice."""
     free_bytes = require_memory(label, size_bytes)
     fd = os.memfd_create(label, os.MFD_CLOEXEC)
     try:
@@ -38,7 +38,7 @@ def allocate(size_bytes: int, label: str) -> int:
 
 
 def require_memory(label: str, size_bytes: int) -> int:
-    """The bytes that are free; an error if they are fewer than `size_bytes`."""
+    """Returns the free bytes; raises an error if they are fewer than `size_bytes`."""
     free_bytes = free_memory_bytes()
     if size_bytes > free_bytes:
         raise _not_enough(label, size_bytes, free_bytes)
@@ -54,9 +54,9 @@ def _not_enough(label: str, size_bytes: int, free_bytes: int) -> NotEnoughMemory
 
 
 def free_memory_bytes() -> int:
-    """What may still be allocated: the machine's free memory, or the control group's where that is less.
+    """The bytes that can be allocated: the machine's free memory, or the control group's limit if it is lower.
 
-    One part in sixteen stays untouched, because a machine at its very limit kills processes instead of refusing.
+    One sixteenth stays free, because a machine without any free memory kills processes instead of refusing.
     """
     memory = psutil.virtual_memory()
     free = int(memory.available) - int(memory.total) // 16
@@ -71,7 +71,7 @@ def free_memory_bytes() -> int:
 
 
 def send_message(sock: socket.socket, header: dict[str, Any], fds: list[int] | None = None) -> None:
-    """One JSON header, with descriptors where given, over a SOCK_SEQPACKET socket (which keeps message borders)."""
+    """Send a JSON header, and descriptors if given, over a SOCK_SEQPACKET socket (which keeps message boundaries)."""
     data = json.dumps(header).encode()
     if len(data) > _HEADER_LIMIT:
         raise ValueError(f"a header of {len(data)} bytes is over the limit of {_HEADER_LIMIT}")
@@ -80,7 +80,8 @@ def send_message(sock: socket.socket, header: dict[str, Any], fds: list[int] | N
 
 
 def receive_message(sock: socket.socket, max_fds: int = 4) -> tuple[dict[str, Any], list[int]]:
-    """The counterpart of `send_message`. Raises EOFError when the other side is gone, ValueError for no header."""
+    """Receive a message of `send_message`. Raises EOFError when the sender is gone, ValueError for an invalid
+    header."""
     fds = array.array("i")
     data, ancillary, _, _ = sock.recvmsg(
         _HEADER_LIMIT, socket.CMSG_SPACE(max_fds * fds.itemsize), socket.MSG_CMSG_CLOEXEC

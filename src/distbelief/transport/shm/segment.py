@@ -31,7 +31,7 @@ class Memory(Protocol):
 
 
 class Segment:
-    """A block of memory that several processes can map. `tensor` gives views into it."""
+    """Memory that several processes can map. `tensor` gives views of it."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self.fd = fd
@@ -39,7 +39,7 @@ class Segment:
         self._map = mmap.mmap(fd, max(size_bytes, 1)) if fd >= 0 else mmap.mmap(-1, max(size_bytes, 1))
 
     def __del__(self) -> None:
-        if self.fd >= 0:  # the mapping has a descriptor of its own, and lives as long as the last view of it
+        if self.fd >= 0:  # the mapping has its own descriptor and lives as long as its last view
             os.close(self.fd)
 
     @classmethod
@@ -48,7 +48,7 @@ class Segment:
 
     @classmethod
     def private(cls, size_bytes: int) -> Segment:
-        """Anonymous memory of this process alone."""
+        """Private anonymous memory."""
         return cls(-1, size_bytes)
 
     def tensor(self, dtype: torch.dtype, offset_bytes: int, numel: int) -> torch.Tensor:
@@ -57,7 +57,7 @@ class Segment:
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset_bytes)
 
     def lay(self, offset_bytes: int, other: Segment, at_bytes: int, size_bytes: int) -> None:
-        """Map pages of another segment at this place: what is written there is seen here, without a copy. Views of this
+        """Map pages of another segment at this offset, without a copy: both then show the same memory. Views of this
         segment stay valid. All numbers are multiples of the page size."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map, offset_bytes))
         protection = mmap.PROT_READ | mmap.PROT_WRITE
@@ -74,25 +74,26 @@ class Segment:
 
 
 class SegmentClient:
-    """Asks the segment server (segmentserver.py) for segments by name. A worker has one."""
+    """A worker's client of the segment server (segmentserver.py): opens segments by name."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._lasting: dict[str, Segment] = {}
         self._asked: deque[str] = deque()
-        """Names that the server has not answered yet: answers come in the order of the questions."""
+        """Requested names without an answer. Answers come in the order of requests."""
         self._answers: dict[str, Segment | DistBeliefError] = {}
 
     def segment(self, name: str, size_bytes: int = -1) -> Segment:
-        """The segment of that name. The server makes it with this size if there is none; without a size, that fails."""
+        """Open the segment with this name. The server makes it with this size if it does not exist; without a size that
+        is an error."""
         self._ask(name, size_bytes)
         while name in self._asked:
             self._hear()
         return self._given(name)
 
     def segment_soon(self, name: str, size_bytes: int) -> Segment | None:
-        """Like `segment`, but None if the server does not answer at once (its process may be stopped). Ask again
-        later."""
+        """Like `segment`, but returns None if the server does not answer at once (its process may be stopped). Ask
+        again later."""
         is_new = self._ask(name, size_bytes)
         while name in self._asked:
             if not select.select([self._sock], [], [], _SOON_S if is_new else 0)[0]:
@@ -122,19 +123,19 @@ class SegmentClient:
         return answer
 
     def lasting(self, name: str, size_bytes: int) -> Segment:
-        """A segment that outlives generations: mapped once, so that its pages are not faulted in again at a regroup."""
+        """A segment that outlives generations: mapped once, so that a regroup causes no page faults."""
         if name not in self._lasting:
             self._lasting[name] = self.segment(name, size_bytes)
         return self._lasting[name]
 
     def drop(self, name: str) -> None:
-        """Let the server forget a segment. Processes that map it keep it until they unmap it."""
+        """Make the server forget a segment. Processes that map it keep it until they unmap it."""
         send_message(self._sock, {"drop": name})
 
     def close(self) -> None:
         self._sock.close()
 
     def drop_before(self, group: str) -> None:
-        """Let the server forget the segments of groups with lower numbers: no process may ask for them again."""
+        """Make the server forget the segments of groups with lower numbers: no process opens them again."""
         self._answers.clear()
         send_message(self._sock, {"drop_before": group})

@@ -1,7 +1,7 @@
 """The server of a host's shared segments. It runs in the engine's process, which outlives every worker. Torch-free.
 
-A worker asks for a segment by name over its own socket: the first request makes it, later ones get the same memory.
-The server holds the descriptors, so a worker's death takes no memory away from the others.
+A worker opens a segment by name over its own socket: the first request makes the segment, later requests get the same
+memory. The server holds the descriptors, so segments survive the death of workers.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from distbelief.transport.shm.memfd import allocate, receive_message, send_messa
 
 
 class SegmentServer:
-    """A table of descriptors, and the answers to requests."""
+    """The table of descriptors, and the answers to requests."""
 
     def __init__(self) -> None:
         self._segments: dict[str, tuple[int, int]] = {}
 
     def put(self, name: str, content: bytes) -> None:
-        """Make a segment with this content (how a pickled job reaches the workers)."""
+        """Make a segment with this content, for example a pickled job."""
         fd = allocate(len(content), name)
         written = 0
-        while written < len(content):  # the kernel takes 2 GiB at a time at most
+        while written < len(content):  # the kernel writes at most 2 GiB at a time
             written += os.pwrite(fd, memoryview(content)[written:], written)
         self._segments[name] = (fd, len(content))
 
     def answer(self, sock: socket.socket) -> str:
-        """Answer one request. Returns the name of the segment that was asked for, if any. Raises EOFError when the
-        worker has closed its socket."""
+        """Answer one request. Returns the requested segment's name, if any. Raises EOFError when the worker has closed
+        its socket."""
         request, _ = receive_message(sock)
         if "drop_before" in request:
             self.drop_before(str(request["drop_before"]))
@@ -61,8 +61,8 @@ class SegmentServer:
         return fd, existing
 
     def drop_before(self, group: str) -> None:
-        """Forget the segments "GROUP NUMBER/…" of lower numbers: those of old generations. Members that still map them
-        keep them until they let go."""
+        """Forget the segments "GROUP NUMBER/…" with lower numbers: those of old generations. Members that map them keep
+        them until they unmap them."""
         kind, _, number = group.rpartition(" ")
         for name in list(self._segments):
             its_kind, _, its_number = name.partition("/")[0].rpartition(" ")
@@ -70,7 +70,7 @@ class SegmentServer:
                 os.close(self._segments.pop(name)[0])
 
     def drop_all(self, beginning: str) -> None:
-        """Forget the segments whose names begin with `beginning`: no process will ask for them again."""
+        """Forget the segments whose names begin with `beginning`: no process opens them again."""
         for name in [name for name in self._segments if name.startswith(beginning)]:
             os.close(self._segments.pop(name)[0])
 

@@ -82,7 +82,7 @@ class Fleet:
         return len(self.there) >= self.target
 
     def map(self) -> ServerMap | None:
-        """What servers and workers are told; None while there is no placement."""
+        """The map for servers and workers; None while there is no placement."""
         if self.placement is None:
             return None
         known = self.placement.map
@@ -173,7 +173,7 @@ def first_placement(fleet: Fleet, reason: str, sealed: int = 0) -> tuple[Fleet, 
 
 
 def with_placement(fleet: Fleet, placed: Placement) -> tuple[Fleet, bool]:
-    """The fleet with this placement, and whether its map is a new one, which everybody must be told."""
+    """The fleet with this placement, and whether its map is new and must be sent to all servers and workers."""
     changed = fleet.placement is None or placed.map.version != fleet.placement.map.version
     return replace(fleet, placement=placed, version=placed.map.version), changed
 

@@ -68,7 +68,8 @@ def ready(state: State, event: m.ServerReady, now: float) -> Result:
 
 
 def _reloaded(state: State, reason: str, now: float) -> Result:
-    """All servers load the newest checkpoint. The members start a new generation: what they wait for may never come."""
+    """All servers load the newest checkpoint. The members start a new generation, because the answers they wait for may
+    never come."""
     state, outputs = found(state, reason, now)
     text = f"all servers load the newest checkpoint: {reason}"
     state, more = regroup.regroup(state, "servers", text, now)
@@ -255,7 +256,8 @@ def scaled(state: State, event: m.ServersRequested, now: float) -> Result:
         return state, [Reply(m.Answer(state.epoch, False, problem))]
     before = len(_staying(state)) + len(state.fleet.hired)
     reason = f"{_servers(event.servers)} asked for instead of {state.fleet.target}"
-    # Servers that are still starting are dropped first: they hold nothing. They count as gone: nobody waits for them.
+    # Drop servers that are still starting first: they hold nothing. They count as gone, so their readiness is not
+    # awaited.
     dropped = sorted(state.fleet.hired)[max(event.servers - len(_staying(state)), 0) :]
     outputs: list[Output] = [
         record(state, now, "servers_scaled", reason, target=event.servers, dropped=dropped),

@@ -263,7 +263,8 @@ def _give_backups(draft: Draft, loads: Loads) -> bool:
 
 
 def choose(draft: Draft, loads: Loads, primary: int) -> int:
-    """The next holder beside the primary: on another host if there is one, and there the least loaded server."""
+    """The next holder beside the primary: the least loaded server on another host, or on the same host if there is no
+    other."""
     others = [server for server in draft.staying if server != primary]
     return min(others, key=lambda s: (not draft.apart(s, primary), loads.held[s], s), default=NONE)
 

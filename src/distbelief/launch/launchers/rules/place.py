@@ -1,4 +1,4 @@
-"""The place of a process among the processes that a launcher has started, and what the user wants of the launcher."""
+"""The place of a process among the processes of a launcher, and the user's requests to the launcher."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Node:
     gpus: float = 0.0
     free_gpus: float = 0.0
     is_ours: bool = False
-    """Whether an agent of this run is there already."""
+    """Whether the node has an agent of this run already."""
 
     def room(self, need: Need) -> int:
         """How many workers fit now."""

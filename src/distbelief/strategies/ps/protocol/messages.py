@@ -109,7 +109,7 @@ class Acknowledged(Header, Generic[AnyPushResult], frozen=True):
     slice: int
     sequence: int
     source: int = -1
-    """`RUN`, if the sequence is that of an update."""
+    """`RUN` for an update; else the client."""
     given: AnyPushResult | None = None
 
 
@@ -179,7 +179,7 @@ class Note(Content, frozen=True):
 
 class Gradient(Update, frozen=True):
     """An asynchronous update: its gradients, and the differences by which it changes the buffers. The slice's stretch
-    is the payload, or lies in a shared segment, as that of a `PartialSum`."""
+    is the payload, or lies in a shared segment, as in a `PartialSum`."""
 
     step: int
     """The first of its batches: the learning rate depends on it."""

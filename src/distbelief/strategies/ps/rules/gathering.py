@@ -1,4 +1,4 @@
-"""The partial sums of the step under way: which are there, which shards are missing, and who computes them. Pure.
+"""The partial sums of the step under way: the present sums, the missing shards, and who computes them. Pure.
 
 A partial sum is named by its range of shards. Every worker that computes it gets the same bits, and a node of the tree
 is the sum of its children. So a slice takes partial sums from any worker and in any order: it only needs all shards.
@@ -35,7 +35,7 @@ class StepSums(Generic[Sum]):
     sums: dict[Range, Sum] = field(default_factory=dict)
 
     def add(self, node: Range, value: Sum) -> bool:
-        """Keep a partial sum in place of the sums that it contains. False: a sum that contains it is there already."""
+        """Keep a partial sum in place of the sums that it contains. False: a present sum contains it already."""
         if any(first <= node[0] and node[1] <= end for first, end in self.sums):
             return False
         inside = [known for known in self.sums if node[0] <= known[0] and known[1] <= node[1]]

@@ -27,7 +27,7 @@ class ParameterServerOptions:
     n_fetch: int = 1
     """Updates that a worker computes from one fetch of the parameters to the next."""
     adaptive: bool = False
-    """Each worker chooses n_push and n_fetch itself, from what it measures."""
+    """Each worker chooses n_push and n_fetch itself, from its measurements."""
     warm_up: int = 0
     """The first updates of a life of the servers, which are computed one after the other (a warm start)."""
     noise: float = 0.0

@@ -81,7 +81,7 @@ class TimeSpent:
     compute_s: float = 0.0
     fetch_s: float = 0.0
     push_s: float = 0.0
-    """Pushes and requests for leases, of which there is one per push."""
+    """Pushes and requests for leases; each push has one request."""
     updates: int = 0
 
 

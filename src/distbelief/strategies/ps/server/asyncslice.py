@@ -109,7 +109,7 @@ class AsynchronousSlice:
             parts, values = gradient_and_values(memory.shape, memory.layout, update, change.payload, self._open)
             for tile, part in zip(memory.shape.tiles, parts, strict=True):
                 self._scratch[tile].copy_(part)  # the optimizer may overwrite it, and a backup reads it too
-        for tile, then in zip(memory.parameter_tiles, values, strict=False):  # those of buffers come last
+        for tile, then in zip(memory.parameter_tiles, values, strict=False):  # tiles of buffers come last
             compensate(self._scratch[tile], memory.values[tile], then, self._delay)
         untouched = np.frombuffer(update.touched, np.uint8) == 0
         self.memory.update_freely(update.step, self.version, self._scratch, untouched)

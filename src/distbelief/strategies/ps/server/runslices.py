@@ -40,7 +40,7 @@ class RunSlices(SliceSource):
         self.sizes = [shape.size_bytes for shape in self._shapes]
         self._sums = SumMemory(max(shape.value_bytes for shape in self._shapes))
         self._table_slices, parts = prepared.table_slices(), prepared.table_parts
-        # How many rows there will be, nobody knows: a part weighs as much as another slice, so that all are spread.
+        # The number of rows is unknown in advance: for balancing, a part counts as much as another slice.
         self.sizes += [sum(self.sizes) // len(self.sizes)] * parts
         self._leases = len(self.sizes)
         if not self._strategy.in_steps:

@@ -1,4 +1,4 @@
-"""A slice of dense parameters in `ps:sync`: it gathers partial sums, and applies the step when all are there.
+"""A slice of dense parameters in `ps:sync`: it gathers partial sums, and applies the step when it has all of them.
 
 A step has two phases. When a slice and its backup have all partial sums of the step, the slice answers `MeasureStep`.
 It applies the step only after `ApplyStep`, which a worker sends when all slices have answered. Otherwise the values
@@ -81,7 +81,7 @@ REMEMBERED = 1024
 
 
 class _Step(msgspec.Struct, frozen=True):
-    """For copies: what a slice has of the step under way, and what it remembers of earlier steps."""
+    """For copies: the slice's partial sums of the step under way, and its results of earlier steps."""
 
     rows: bytes
     touched: bytes
@@ -135,7 +135,7 @@ class SynchronousSlice:
         self._start()
 
     def _start(self) -> None:
-        """Begin the next step: nothing of it is there."""
+        """Begin the next step, without any partial sums."""
         self._gathered: StepSums[list[torch.Tensor]] = StepSums(
             self._schedule.shards, self._schedule.occupied(self.version)
         )
@@ -236,7 +236,7 @@ class SynchronousSlice:
         return list(parts.values())
 
     def _proceed(self) -> None:
-        """Add the sums up if all are there, and apply the step if `ApplyStep` came."""
+        """Add up the sums if they are complete, and apply the step if `ApplyStep` came."""
         order = self._gathered.order()
         if order is None or self._unsound:
             return

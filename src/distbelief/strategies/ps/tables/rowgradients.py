@@ -37,7 +37,7 @@ def added_up(
     firsts = np.flatnonzero(is_first)
     if firsts.shape[0] == ordered.shape[0]:
         return ordered, total
-    place = np.arange(ordered.shape[0]) - firsts.take(np.cumsum(is_first) - 1)  # 0, 1, 2… among those of its row
+    place = np.arange(ordered.shape[0]) - firsts.take(np.cumsum(is_first) - 1)  # 0, 1, 2… within each row
     later = np.flatnonzero(place)
     distance = 1
     while later.size:

@@ -2,7 +2,7 @@
 
     model/NAME.rows           the numbers of all rows that were ever changed; in a checkpoint part by part
     model/NAME.values         their values
-    optimizer/KEY/NAME.values what the optimizer keeps for them
+    optimizer/KEY/NAME.values the optimizer's state of these rows
 
 No name has a server or worker in it, so any number of them can load a checkpoint. A weights file has the first two,
 with ascending rows. A table that was saved as an ordinary parameter (`model/NAME.weight`) can be loaded into servers,

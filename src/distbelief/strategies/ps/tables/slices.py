@@ -151,7 +151,7 @@ class AsynchronousTableSlice(TableSlice):
 
 
 class _Step(msgspec.Struct, frozen=True):
-    """For copies: what the part has of the step under way."""
+    """For copies: the part's row gradients of the step under way."""
 
     counts: list[int]
     told: bytes
@@ -174,7 +174,7 @@ class SynchronousTableSlice(TableSlice):
         self._start()
 
     def _start(self) -> None:
-        """Begin the next step: nothing of it is there."""
+        """Begin the next step, without any row gradients."""
         self._shards: dict[int, list[RowGradients]] = {}
         self._told = np.zeros((self._schedule.shards, ROW))
         self._sums: list[RowGradients] = []
@@ -202,7 +202,7 @@ class SynchronousTableSlice(TableSlice):
         self._proceed()
 
     def _proceed(self) -> None:
-        """Apply the step, if everything is there."""
+        """Apply the step, if all shards and `ApplyStep` came."""
         if self._unsound or any(shard not in self._shards for shard in range(self._schedule.occupied(self.version))):
             return
         try:

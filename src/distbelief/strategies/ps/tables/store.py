@@ -273,7 +273,7 @@ class Table:
             array.rows[self._slots.count - len(state["rows"]) : self._slots.count] = state[name].numpy()
 
     def _reserved(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """New slots. Memory is reserved first: if there is none, nothing has changed."""
+        """New slots. Memory is reserved first: if that fails, nothing has changed."""
         for array in self._arrays.values():
             array.reserve(self._slots.count + numbers.shape[0])
         return self._slots.add(numbers)

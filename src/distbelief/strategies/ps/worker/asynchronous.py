@@ -308,7 +308,7 @@ class AsynchronousReplica(ParameterServerMember):
         self.fetch()
         self._since_fetch = 0
 
-    # --- what is known -----------------------------------------------------------------------------------------------
+    # --- results and notes -------------------------------------------------------------------------------------------
 
     def taken_over(self) -> Takeover | None:
         return None

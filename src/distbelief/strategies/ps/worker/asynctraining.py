@@ -115,7 +115,7 @@ def _work(replica: AsynchronousReplica, training: Training, reporter: _Reporter)
         due = _due(training.job, replica.steps_applied())
         if leads and training.evaluates and due > evaluated:
             evaluated = due
-            # Other members go on meanwhile. The parameters are those of this moment, a little after that step.
+            # Other members continue meanwhile: the parameters are a little newer than that step.
             replica.fetch()
             metrics = training.evaluate(due, alone=replica.measure_alone)
 

@@ -118,7 +118,7 @@ class BackupWorkerReplica(SynchronousReplica):
         return partial(self._help, step, told)
 
     def _help(self, step: int, told: Collection[int]) -> float:
-        """Compute one shard of a late member, if there is one. Returns after how many seconds to look again."""
+        """Compute one shard of a late member, if one is late. Returns the seconds until the next look."""
         shard_s = max(self._shard_s, SHORTEST_S)
         first_late_s = LATE * shard_s * min(end - first for first, end in self._seat.ranges)
         if self._elapsed_s() < first_late_s and len(self._done) == len(self._work_of(step).partials.work):

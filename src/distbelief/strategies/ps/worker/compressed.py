@@ -1,13 +1,12 @@
-"""Compressed pushes, in all modes: a worker encodes what it pushes, and owes the rest (error feedback).
+"""Compressed pushes, in all modes: a worker encodes its pushes, and keeps each encoding's error (error feedback).
 
-What an encoding loses is the worker's residual; it goes with the worker's next push, and is part of checkpoints. The
-residual of a worker that dies or leaves is lost. A run that is resumed with another number of workers gives the
-residual of rank r to rank r modulo that number.
+The error is the worker's residual; it is added to the worker's next push, and is part of checkpoints. The residual of a
+worker that dies or leaves is lost. A run that is resumed with another number of workers gives the residual of rank r to
+rank r modulo that number.
 
-In `ps:sync` what a shard gives depends on the worker that computes it. So a step belongs to one generation: what the
-generation before has pushed of a step counts if all of it is there; otherwise none of it does (`RestartStep`). A
-residual belongs to a number of applied steps (compression/residuals.py), so a step that begins again finds its residual
-again.
+In `ps:sync` a shard's encoded gradient depends on the worker that computes it. So a step belongs to one generation: the
+pushes of the last generation count only if all of them arrived; otherwise none of them does (`RestartStep`). A residual
+belongs to a number of applied steps (compression/residuals.py), so a step that begins again finds its residual again.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def uncompressed_notice(strategy: ParameterServerOptions) -> str:
 
 
 def saved_tensors(begin_from: BeginFrom, step: int) -> Mapping[str, torch.Tensor]:
-    """The tensors of the checkpoint of exactly this step; empty if there is none."""
+    """The tensors of the checkpoint of exactly this step; empty: it does not exist."""
     try:
         saved = begin_from(step) if step else None
     except DistBeliefError:  # the run has gone on since the last checkpoint
@@ -179,7 +178,7 @@ class CompressedSynchronousReplica(SynchronousReplica):
 
     @contextmanager
     def _without(self, coding: PushCoding, rests: Rests, touched: np.ndarray) -> Iterator[None]:
-        """Keep the residuals of parameters that this member has not touched: a slice may not use what is sent for
+        """Keep the residuals of parameters that this member has not touched: a slice may not use the values sent for
         them."""
         pieces = self._computer.layout.pieces
         kept = [
@@ -368,7 +367,7 @@ class CompressedAsynchronousReplica(AsynchronousReplica):
                 parts[tile].add_(rest)
                 rest.zero_()
             super()._push(lease, slot, name, touched)
-        for part, rest in zip(untouched, before, strict=True):  # servers did not use what was sent for them
+        for part, rest in zip(untouched, before, strict=True):  # servers did not use the values sent for them
             self._residual[part].copy_(rest)
         self._count(packing, encoded_s if packing or self._switch.probe_due else None)
 

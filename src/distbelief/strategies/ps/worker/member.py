@@ -1,4 +1,4 @@
-"""What a worker has in all modes of parameter servers: a copy of the values, and what it remembers of the run.
+"""The part of a worker that all modes of parameter servers share: a copy of the values, and the run's last results.
 
 The state itself is on the servers; a checkpoint reads it from there. In `ps:sync` on one host the worker's values are
 the servers' own memory (`MappedValues`): whole pages of a slice are mapped to their place among the worker's values,
@@ -174,7 +174,7 @@ class ParameterServerMember:
             self._segments[message.segment] = memory.tensor(torch.uint8, at, shape.value_bytes)
         into.copy_(self._segments[message.segment])
 
-    # --- what is known -----------------------------------------------------------------------------------------------
+    # --- results and notes -------------------------------------------------------------------------------------------
 
     def steps_applied(self) -> int:
         return self._applied

@@ -112,8 +112,8 @@ class PreparedParameterServer(UsesServers, PreparedAllReduce):
     def build(  # type: ignore[override]
         self, seat: Seat, exchange: Any, fetch: Fetch, begin_from: BeginFrom = nothing_saved
     ) -> SynchronousReplica | AsynchronousReplica | DataParallelReplica:
-        """Without servers (one process that computes a step again) the replica is that of allreduce: the bits are the
-        same."""
+        """Without servers (one process that repeats a step) the replica is that of allreduce, which gives the same
+        bits."""
         if not isinstance(exchange, ServerExchange):
             if self.tables:
                 raise JobError(

@@ -133,7 +133,8 @@ class SynchronousReplica(ParameterServerMember):
         self._note_rollback()
 
     def _begin_generation(self, step: int, complete: bool) -> None:
-        """Called before a member of this generation goes on. `complete`: all partial sums of the step are there."""
+        """Called before a member of this generation goes on. `complete`: the servers have all partial sums of the
+        step."""
 
     def _look(self) -> list[Inspected]:
         found: dict[int, Inspected] = {}

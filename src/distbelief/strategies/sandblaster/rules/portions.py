@@ -127,7 +127,7 @@ class Portioning(Struct):
         self.open = False
 
     def take(self, worker: int, now: float) -> Range | None:
-        """A node for an idle worker. None: there is nothing to compute at the moment."""
+        """A node for an idle worker. None: no portion is free."""
         self.holders = [one for one in self.holders if one.worker != worker]
         if not self.open:
             return None
