@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from distbelief.strategies.base import Strategy
     from distbelief.worker.spec import WorkerSpec
 
-MOST_BY_DEFAULT = 8  # workers, when the user names no number: the most shards that a job has by default
+MOST_BY_DEFAULT = 8  # workers, if the user gives no number; a job has at most this many shards by default
 
 
 def train(
@@ -218,7 +218,7 @@ def resume_run(
 
 
 def count_of_workers(workers: int | None, strategy: str | Strategy) -> int:
-    """The number that the user gave, else one that suits the machine and the strategy."""
+    """The user's number of workers, or a default for this machine and the strategy."""
     if workers is not None:
         return workers
     return _parsed(strategy).usual_workers(min(MOST_BY_DEFAULT, os.cpu_count() or 1))
@@ -277,7 +277,7 @@ def _run(launch: Launch, view: View, announce: Announce | None = None) -> Result
 
 
 def _profile(run_dir: Path, view: View) -> dict[str, Any]:
-    """Where the time went. If the profile cannot be read, the view says why, and the run has still succeeded."""
+    """The profile's summary. If the profile cannot be read, the view shows the error; the run has succeeded anyway."""
     from distbelief.observe.profiling.collecting import read_summary
     from distbelief.observe.profiling.rules.shown import as_data
 
@@ -291,7 +291,7 @@ def _profile(run_dir: Path, view: View) -> dict[str, Any]:
 
 
 def _pinned(launch: Launch, view: View) -> str:
-    """A copy of the weights to begin with: workers start at different times, and the original may change."""
+    """Copy the start weights into the run directory: workers start at different times, and the original may change."""
     from distbelief.checkpoint.sources import read_source
     from distbelief.checkpoint.weights import save_tensors
 
@@ -304,7 +304,7 @@ def _pinned(launch: Launch, view: View) -> str:
 
 
 def _check_folder(folder: str, resumed: bool) -> None:
-    """Raises if checkpoints cannot be saved there: better now than after hours of training."""
+    """Raise if checkpoints cannot be saved there, before hours of training."""
     from distbelief.checkpoint.manifest import step_of
     from distbelief.checkpoint.storage import check_writable, entries, folder_at
 

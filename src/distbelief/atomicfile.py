@@ -40,7 +40,7 @@ def replace_file(path: Path, content: bytes, *, private: bool = False) -> None:
     """
     draft = _draft_of(path)
     try:
-        draft.unlink(missing_ok=True)  # a killed process with our number may have left one, with other rights
+        draft.unlink(missing_ok=True)  # of a killed process with our process number, perhaps with other rights
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if private else 0o666)
         with open(fd, "wb") as file:
             file.write(content)
@@ -55,11 +55,11 @@ def drafted(path: Path) -> Iterator[Path]:
     draft = _draft_of(path)
     try:
         with writing(path):
-            draft.touch()  # before the writer: some libraries hide the reason of the system
+            draft.touch()  # before the writer: some libraries hide the system's error
             mode = draft.stat().st_mode
         yield draft
         with writing(path):
-            draft.chmod(mode)  # a writer that goes by way of a temporary file leaves one that only its owner can read
+            draft.chmod(mode)  # a writer that uses a temporary file leaves a file that only its owner can read
             _force_to_disk(draft)
             draft.replace(path)
             _force_to_disk(path.parent)
@@ -93,7 +93,7 @@ def _force_to_disk(path: Path) -> None:
 def _remove(draft: Path) -> None:
     try:
         draft.unlink(missing_ok=True)
-    except OSError:  # the folder is gone or not ours to write: the writer has raised the reason already
+    except OSError:  # the folder is gone or not writable: the writer has raised the cause
         return
 
 

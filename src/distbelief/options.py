@@ -36,10 +36,10 @@ class SavePlan(msgspec.Struct, frozen=True):
 
     folder: str
     every_steps: int = 0
-    """0: only the last one, and checkpoints that the coordinator asks for."""
+    """0: only the last checkpoint, and checkpoints that the coordinator requests."""
     keep_last: int = 3
     keep_every: int = 0
-    """Checkpoints whose step is a multiple of it are kept; 0: none is kept for that reason."""
+    """Keep checkpoints whose step is a multiple of this; 0: none for this reason."""
     keep_best: tuple[str, bool] | None = None
     """A metric, and whether higher is better."""
 
@@ -132,11 +132,11 @@ def absolute(where: str) -> str:
 
 @dataclass(frozen=True)
 class Option:
-    """What a declaration says of an option beyond its name, type and default."""
+    """The declaration of an option, besides its name, type and default."""
 
     help: str
     flag: str = ""
-    """On the command line; empty: it follows from the name."""
+    """The option's name on the command line; empty: derived from the field's name."""
     metavar: str | None = None
     least: float | None = None
     check: Callable[[Any], object] | None = None
@@ -144,7 +144,7 @@ class Option:
 
 
 class RunOptions(msgspec.Struct, frozen=True):
-    """What a user can choose for a run, apart from the job and the machines. Making one checks all of it.
+    """The user's choices for a run, except the job and the machines. The constructor checks all of them.
 
     >>> RunOptions(workers=2, strategy="allreduce", save_every="500").save_plan("/run/checkpoints").every_steps
     500
@@ -223,7 +223,7 @@ class RunOptions(msgspec.Struct, frozen=True):
 
     @property
     def saves(self) -> bool:
-        """Whether the run saves checkpoints: the last state at least."""
+        """Whether the run saves any checkpoint, at least of the last state."""
         return interval(self.save_every) is not None
 
     @property

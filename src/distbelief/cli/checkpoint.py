@@ -1,4 +1,4 @@
-"""`distbelief checkpoint RUN`: have a run save a checkpoint now, and wait until it is saved."""
+"""`distbelief checkpoint RUN`: request a checkpoint of a run now, and wait until it is saved."""
 
 from __future__ import annotations
 

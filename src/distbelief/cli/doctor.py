@@ -1,4 +1,4 @@
-"""`distbelief doctor`: problems of this machine, between several machines, or between this machine and a run."""
+"""`distbelief doctor`: finds problems of this machine, between several machines, or between this machine and a run."""
 
 from __future__ import annotations
 

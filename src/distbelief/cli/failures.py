@@ -1,4 +1,4 @@
-"""The one place where an error becomes a message on stderr, an object on stdout (`--json`) and an exit code."""
+"""Turns an error into a message on stderr, an object on stdout (`--json`) and an exit code."""
 
 from __future__ import annotations
 

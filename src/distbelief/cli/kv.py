@@ -68,7 +68,7 @@ def kv(
 
 
 def _private(folder: Path) -> Path:
-    """The file in it has the service's secret."""
+    """Make the folder of the connection file private, because the file has the service's secret."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`distbelief profile RUN`: where the time of a run went; and the options --profile and --profile-steps."""
+"""`distbelief profile RUN`: shows how a run spent its time; and the options --profile and --profile-steps."""
 
 from __future__ import annotations
 

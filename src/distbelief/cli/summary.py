@@ -1,4 +1,4 @@
-"""What `distbelief train` prints after a run: a few lines for people, or one JSON object for programs."""
+"""Prints the result of `distbelief train`: a few lines for people, or one JSON object for programs."""
 
 from __future__ import annotations
 

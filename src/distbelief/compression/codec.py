@@ -29,7 +29,7 @@ Frame = tuple[torch.dtype, int]
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What the receiver needs for decoding: the codec and the length of the vector."""
+    """The values that the receiver needs for decoding: the codec and the length of the vector."""
 
     codec: str
     length: int

@@ -48,7 +48,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is needed of this machine's network to choose an address."""
+    """The properties of this machine's network from which an address is chosen."""
 
     cards: Sequence[Card]
     outward: Sequence[str]

@@ -8,7 +8,7 @@ from distbelief.control.commands import WrittenPart
 
 
 class JobFacts(Struct, frozen=True):
-    """What the coordinator knows of the job. Two members with different facts do not train the same thing."""
+    """The coordinator's facts about the job. Members with different facts train different jobs."""
 
     name: str
     shards: int

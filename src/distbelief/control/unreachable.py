@@ -161,7 +161,7 @@ def unanswered(endpoint: str, server_key: bytes, who: str = "the coordinator") -
 
 
 def greeting(endpoint: str) -> Speaks:
-    """What a listening port sends first: with our protocol (ZeroMQ) both sides send a greeting."""
+    """Read the first bytes from a listening port: in our protocol (ZeroMQ) both sides send a greeting."""
     host, port = split(endpoint)
     data = b""
     try:

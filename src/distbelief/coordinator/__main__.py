@@ -37,7 +37,7 @@ _MAX_ORDER_BYTES = 1 << 20
 
 
 class Order(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the launching process asks for."""
+    """The launching process's request."""
 
     run_dir: str
     secret: str

@@ -63,7 +63,7 @@ def bind(
 
 
 class Wakeup(Protocol):
-    """What can end the run besides messages: a signal, or the end of the launching process."""
+    """A cause, besides messages, that can end the run: a signal, or the end of the launching process."""
 
     def fileno(self) -> int: ...
     def read(self) -> str:

@@ -1,8 +1,8 @@
 """Reader processes: a data set's code runs in forked children, never in the training process.
 
 So reading overlaps with compute, and cannot affect the training process's random numbers, threads or memory. Every
-sample is read under a seed that is a pure function of (seed, epoch, sample), so a batch has the same values whatever
-reader makes it, and whenever. This module is the training process's half: it distributes requests, keeps answers by
+sample is read under a seed that is a pure function of (seed, epoch, sample), so a batch has the same values no matter
+which reader makes it, or when. This module is the training process's half: it distributes requests, keeps answers by
 key, and reports failures of readers. `data.reading` is the child's half. Neither half knows of steps or shards.
 """
 

@@ -1,4 +1,4 @@
-"""What a job's code reads and draws: samples, and random numbers.
+"""The samples and random numbers of a job's code.
 
 Samples come from tensors in memory, or from a data set whose code reads one sample at a time. A source has a length and
 returns the batch of given sample numbers. It knows nothing of order, steps or shards. Tensors are indexed in the

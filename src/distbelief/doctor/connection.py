@@ -62,7 +62,7 @@ class Connection:
         raise unanswered(self.endpoint, self._key, "who listens")
 
     def ask(self) -> tuple[RunFacts | messages.Gathering, list[Exchange]]:
-        """Ask what is at the other end, and for its clock, several times."""
+        """Ask for the other end's kind and clock, several times."""
         exchanges = []
         for number in range(EXCHANGES):
             asked = time.time()
@@ -110,7 +110,7 @@ class LeaderSocket:
             self._socket.send_multipart([to, messages.encode(message)], zmq.NOBLOCK)
 
     def heard(self, limit_s: float) -> Iterator[tuple[bytes, messages.ToLeader]]:
-        """The messages that have arrived, after this time at most."""
+        """The messages that arrive within `limit_s`."""
         if not self._socket.poll(int(limit_s * 1000)):
             return
         while self._socket.poll(0):
@@ -122,7 +122,7 @@ class LeaderSocket:
 
 
 def way_in(where: str, key: Path | None) -> tuple[str, Authority]:
-    """Endpoint and credentials for what the user named: a run directory, or HOST:PORT and a key file."""
+    """Endpoint and credentials for the user's text: a run directory, or HOST:PORT and a key file."""
     if Path(where).is_dir():
         endpoint, authority = whereabouts(Path(where))
         return reach(endpoint), authority

@@ -1,7 +1,7 @@
 """Doctors on several hosts: one leads, the others join it; a doctor can also join the coordinator of a run.
 
-The leader waits for the other hosts, has every pair measure the link between them, and makes the report, which every
-host gets.
+The leader waits for the other hosts, asks every pair to measure the link between them, makes the report, and sends it
+to every host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from distbelief.errors import DistBeliefError
 
 REMIND_S = 2.0
 ROUND_S = 60.0
-"""A pair that has not reported after this time has failed."""
+"""A pair without a report after this time has failed."""
 
 Say = Callable[[str], None]
 
@@ -57,12 +57,12 @@ class Leader:
     say: Say
     visitors: dict[bytes, Visitor] = field(default_factory=dict)
     waiting: set[bytes] = field(default_factory=set)
-    """Hosts that have asked and are examining themselves."""
+    """Hosts that have asked to join and are examining themselves."""
 
     def hold(self, examine: Callable[[], Host]) -> Report:
-        """Returns the report, which is sent to every host."""
+        """Lead the doctors. Returns the report, which is sent to every host."""
         try:
-            with ThreadPoolExecutor(1) as beside:  # the leader answers others while it examines itself
+            with ThreadPoolExecutor(1) as beside:  # the leader answers other hosts while it examines itself
                 me = beside.submit(examine)
                 self._gather(me)
             with MeasuringServer(own_address(self.socket.address)) as server:
@@ -137,7 +137,7 @@ class Leader:
                 if links and identity in awaited:
                     del awaited[identity]
                     found += links
-            self._tell(self._gathering())  # so that they know that the leader is alive
+            self._tell(self._gathering())  # shows the other hosts that the leader is alive
         return found + [Link(a, b, error=f"{a} has not answered for {ROUND_S:.0f} s") for a, b in awaited.values()]
 
     def _conclude(self, me: Host, links: list[Link]) -> Report:
@@ -162,7 +162,7 @@ class Leader:
 
 
 def _unlike(name: str, others: list[str]) -> str:
-    """A unique name: machines may have the same one, containers above all.
+    """A unique name: several machines, above all containers, may have the same name.
 
     >>> _unlike("node", ["node", "node-2"]), _unlike("b", ["a"])
     ('node-3', 'b')

@@ -1,6 +1,6 @@
-"""The link between two hosts: the time of a round trip, and the bytes per second.
+"""Measures the link between two hosts: the time of a round trip, and the bytes per second.
 
-Measured over plain TCP, like gloo's tensors. A host that connects sends a token first, which it has from the leader.
+It uses plain TCP, like gloo's tensors. A connecting host first sends a token, which it has from the leader.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distbelief.doctor.rules.report import Link
 TOKEN_BYTES = 32
 ROUND_TRIPS = 20
 ENOUGH_S = 0.2
-"""A transfer that takes this long, and many round trips, has reached its final speed."""
+"""A transfer of this duration, with many round trips, has reached its final speed."""
 MOST_BYTES = 64 << 20
 _FIRST_BYTES = 64 << 10
 _LIMIT_S = 15.0
@@ -31,7 +31,7 @@ _CHUNK = bytes(256 << 10)
 
 
 class MeasuringServer:
-    """Other hosts with the token measure the link to this host here, one at a time. A context manager."""
+    """Lets other hosts with the token measure the link to this host, one at a time. A context manager."""
 
     def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -96,7 +96,7 @@ def measure(here: str, there: str, address: str, token: bytes) -> list[Link]:
 
 
 def _bytes_per_s(line: socket.socket, what: bytes, latency_s: float) -> float:
-    """Transfer more and more, until the slow start of a connection no longer counts."""
+    """Transfer growing amounts, until the slow start of a connection does not count any more."""
     size, enough_s = _FIRST_BYTES, max(ENOUGH_S, 10 * latency_s)
     while True:
         took_s = max(_asked_s(line, what, size) - latency_s, 1e-6)

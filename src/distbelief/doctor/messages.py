@@ -1,6 +1,6 @@
 """Messages between doctors on several hosts. The doctor that listens is the leader; the others have joined it.
 
-The first message, FactsAsked, is one of the coordinator's too, so the same command examines a run.
+The first message, FactsAsked, is also a message to coordinators, so the same command examines a run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Gathering(Struct, frozen=True, tag=True):
     """The leader's answer to FactsAsked: this is a doctor, not a run. Repeated while the others wait."""
 
     number: int
-    """Of the question; -1: sent without a question."""
+    """The question's number; -1: sent without a question."""
     now: float
     """The leader's clock."""
     here: int
@@ -33,11 +33,11 @@ class Arrived(Struct, frozen=True, tag=True):
 
     host: Host
     skew: Skew
-    """How far its clock is ahead of the leader's."""
+    """The lead of the host's clock over the leader's."""
     address: str
-    """HOST:PORT at which others can measure the link to it."""
+    """HOST:PORT at which other hosts measure the link to this host."""
     token: bytes
-    """Shown by a host that measures."""
+    """The token that a measuring host sends."""
 
 
 class Measure(Struct, frozen=True, tag=True):

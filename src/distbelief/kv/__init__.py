@@ -1,4 +1,4 @@
-"""A key-value store on parameter servers, for any Python process: what MXNet's KVStore and ps-lite are for.
+"""A key-value store on parameter servers, for any Python process, for users of MXNet's KVStore and ps-lite.
 
     from distbelief import kv
 
@@ -14,8 +14,8 @@ primary and backup of which slice) to servers and clients. A client finds it by 
 keeps a thread that exchanges heartbeats and maps with it (supervisorlink.py).
 
 **Slices.** Servers are parameter servers (strategies/ps): every slice has a primary and a backup that apply the same
-changes in the same order. Slice 0 is the catalogue (catalogue.py): which keys there are, where their stretches lie,
-who waits at a barrier. The other slices hold stretches of tensors, with their optimizers, and rows of tables
+changes in the same order. Slice 0 is the catalogue (catalogue.py): it lists the keys, the places of their stretches,
+and the workers at a barrier. The other slices hold stretches of tensors, with their optimizers, and rows of tables
 (keyslice.py).
 
 **Calls.** `Store` (store.py) checks what the caller gives (checks.py). `Transfers` (transfers.py) turns it into changes

@@ -1,4 +1,4 @@
-"""The catalogue of a key-value store: which keys there are, where their stretches lie, who waits at a barrier.
+"""The catalogue of a key-value store: the keys, the places of their stretches, and the workers at a barrier.
 
 It is a slice like the others (a `SliceStore`, ps/server/stores.py), so primary and backup have it. It answers a
 question only when its backup has every change too, so the death of a server undoes no answer.

@@ -108,7 +108,7 @@ class KeySlice:
         dtype = dtype_of(form.dtype)
         memory, name = self._space.make((end - first) * dtype.itemsize)
         stretch = DenseStretch(form, first, end, attempt, memory.view(dtype), name)
-        if name:  # its memory goes with it, however it goes: replaced, loaded anew, or with the whole slice
+        if name:  # free its memory whenever it is replaced, loaded anew, or dropped with the slice
             weakref.finalize(stretch, self._space.release, name).atexit = False
         return stretch
 
@@ -159,7 +159,7 @@ class KeySlice:
             about, some = one.part()
             parts.append((key, about, len(some)))
             tensors += some
-        kinds, content = packed([*tensors, torch.zeros(1, dtype=torch.uint8)])  # a copy has bytes, also of nothing
+        kinds, content = packed([*tensors, torch.zeros(1, dtype=torch.uint8)])  # never without bytes
         whole = _CopyHeader(self._spec, parts, kinds)
         return Snapshot(self.version, msgspec.msgpack.encode(whole)), content
 
@@ -211,7 +211,7 @@ class KeySlice:
         if one is None:
             return Framed(KeyPulled(question.ticket, question.slice, 0, there=False))
         if one.rounds.done < question.round or (question.round and not caught_up):
-            return None  # what all workers go on from must not be undone by a death
+            return None  # answered only if no death can undo it, because all workers continue from it
         return self._values(question, one)
 
     def _values(self, question: PullKey | PullKeyRows, one: DenseStretch | TableRows) -> Framed:

@@ -1,7 +1,7 @@
 """The messages between key-value clients and servers (docs/kv.md), and the `MessageSet` that they make up.
 
-Slice 0 is the catalogue: which keys there are, where their stretches lie, who waits at a barrier. The other slices hold
-values.
+Slice 0 is the catalogue: it lists the keys, the places of their stretches, and the workers at a barrier. The other
+slices hold values.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Stretch(Struct, frozen=True):
 
 
 class Entry(Struct, frozen=True):
-    """What the catalogue knows of a key."""
+    """The catalogue's entry of a key."""
 
     form: Form
     stretches: list[Stretch]
@@ -144,7 +144,7 @@ class AddToKey(Content, frozen=True):
 
     key: str
     round: int = -1
-    """The round of a synchronous push: applied when all workers have pushed this round and every round before."""
+    """The round of a synchronous push: applied when all workers have pushed this and every earlier round."""
     rank: int = 0
     workers: int = 1
     segment: str = ""

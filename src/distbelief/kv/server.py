@@ -59,7 +59,7 @@ class _Space:
     def open(self, name: str) -> Segment:
         assert self._segments is not None, "a client names shared memory where there is none"
         found = self._mapped.pop(name, None) or self._segments.segment(name)
-        self._mapped[name] = found  # the last one used is the last one to go
+        self._mapped[name] = found  # keep the order of use: the last used is unmapped last
         while len(self._mapped) > 1 and sum(one.size_bytes for one in self._mapped.values()) > MAPPED_BYTES:
             del self._mapped[next(iter(self._mapped))]
         return found
@@ -85,7 +85,7 @@ class _Slices:
 
 
 def run(spec: dict[str, Any], segments: sockets.socket) -> int:
-    """The life of a server. Returns its exit status."""
+    """Run a server until it ends. Returns its exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches every process; the supervisor decides
     torch.set_num_threads(1)  # one per server: then bits do not depend on the machine
     known = msgspec.convert(spec, ServerSpec)

@@ -161,7 +161,7 @@ class Store:
             transfers.settle()
 
     def push(self, key: str | Sequence[str], value: Any, *, rows: Any = None) -> None:
-        """Push gradients, or values to add. Returns when they are on their way; after `wait` they are applied.
+        """Push gradients, or values to add. Returns when they are queued; after `wait` they are applied.
 
         For a table, `rows` says which rows they are of; or the value is a sparse tensor.
         """
@@ -215,7 +215,7 @@ class Store:
             except CallTimedOut:
                 found = transfers.consult([])
                 if self.rank not in found.arrived:
-                    return  # the last one came just now
+                    return  # the last worker has just come
                 transfers.change(Withdraw(transfers.me, self.rank))
                 missing = [str(one) for one in range(found.workers) if one not in found.arrived]
                 raise CallTimedOut(
@@ -251,7 +251,7 @@ class Store:
             with contextlib.suppress(DistBeliefError):
                 self.close()
 
-    # --- how ---------------------------------------------------------------------------------------------------------
+    # --- internals ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[Transfers]:

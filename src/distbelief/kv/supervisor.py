@@ -1,4 +1,4 @@
-"""The supervisor of a key-value service: it starts servers, replaces servers that end, and tells everybody the map.
+"""The supervisor of a key-value service: it starts servers, replaces servers that end, and sends the map to all.
 
 One thread, one poll loop. Sockets, processes and the clock are here; kv/rules/supervision.py decides. The supervisor
 also owns the memory that servers and clients of this machine share.
@@ -288,7 +288,7 @@ class Supervisor:
             case SliceCopied(server=server, slice=number, target=target, known=known):
                 self._do(supervision.copied(self._fleet, number, server, target, known))
             case ServerFailed(server=server, message=text):
-                self._say(f"server {server}: {text}")  # its end follows
+                self._say(f"server {server}: {text}")  # the server ends next
             case m.ClientHere(name=name, version=version):
                 self._greet(identity, name, version, now)
             case m.ClientGone(name=name):
@@ -297,7 +297,7 @@ class Supervisor:
     def _greet(self, identity: bytes, name: str, version: int, now: float) -> None:
         known = self._fleet.map()
         if known is None:
-            return  # it asks again
+            return  # the client asks again
         if name not in self._clients:
             self._clients[name] = _Client(self._next_client, identity, now)
             self._next_client += 1
@@ -308,7 +308,7 @@ class Supervisor:
             self._send(identity, Serve(1, known))
 
     def _send(self, identity: bytes, message: m.Told) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # it is gone
+        with contextlib.suppress(zmq.ZMQError):  # the receiver is gone
             self._socket.send_multipart([identity, m.encode(message)], zmq.NOBLOCK)
 
     def _do(self, result: supervision.Result, speaker: bytes = b"") -> None:

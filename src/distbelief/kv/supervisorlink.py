@@ -1,4 +1,4 @@
-"""A client's link to the supervisor: a thread sends heartbeats and receives maps. And deadlines of calls."""
+"""A client's link to the supervisor: a thread that sends heartbeats and receives maps; and the deadlines of calls."""
 
 from __future__ import annotations
 

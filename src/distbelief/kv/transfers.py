@@ -1,4 +1,4 @@
-"""The calls of a store as changes of slices and questions to slices; and the memory that pushes are sent from.
+"""The calls of a store as changes of slices and questions to slices; and the memory of pushes.
 
 The client of parameter servers (strategies/ps/protocol/client.py) sends every change until the slice's primary has
 acknowledged it. A push copies the caller's tensor into a push buffer first, so the call returns at once.
@@ -36,7 +36,7 @@ class _Wanted:
     key: str
     slice: int
     part: torch.Tensor
-    """The part of the output that it is for."""
+    """The part of the output for these values."""
 
 
 class Transfers:

@@ -36,7 +36,7 @@ class StoreAddress:
 
 
 class Supervisor(Protocol):
-    """What `Hosting` reports to: the agent of the host."""
+    """The owner of a `Hosting`, which receives its reports: the agent of the host."""
 
     def log(self, source: str) -> LogPipe:
         """A log for the output of a process."""

@@ -61,7 +61,8 @@ class Placement(msgspec.Struct, frozen=True, rename={"blocks_signals": "shelters
 
 @dataclass(frozen=True)
 class Invitation:
-    """What the agent of another host needs to take part in a run. The coordinator lets in every agent that has it."""
+    """The data that the agent of another host needs to take part in a run. The coordinator admits every agent that has
+    it."""
 
     address: str
     """Where the coordinator listens, as in tcp://10.0.0.1:5555."""
@@ -74,7 +75,7 @@ def _unchanged(spec: WorkerSpec) -> WorkerSpec:
 
 @dataclass(frozen=True)
 class Launch:
-    """What to run, on how many workers, and where."""
+    """The job, its options, and its placement."""
 
     run_dir: Path
     options: RunOptions
@@ -85,7 +86,7 @@ class Launch:
     is_away: bool = False
     """This host does not see the run directory of the run; `run_dir` is a folder of its own."""
     adjust: Callable[[WorkerSpec], WorkerSpec] = _unchanged
-    """Changes what a worker is told: chaos puts a relay between a worker and the coordinator."""
+    """Changes a worker's spec: chaos puts a relay between a worker and the coordinator."""
 
     def __post_init__(self) -> None:
         """Check what can be known before any process is started; only workers know the number of shards."""
@@ -149,7 +150,7 @@ class Launch:
         )
 
     def run_config(self) -> dict[str, Any]:
-        """What the coordinator is told of the run (its RunConfig): the options, and what follows from them here."""
+        """The coordinator's RunConfig: the options, and values derived from them here."""
         options, placement = self.options, self.placement
         config: dict[str, Any] = msgspec.to_builtins(options.with_absolute_paths())
         return config | {
@@ -173,8 +174,8 @@ class Launch:
         store: tuple[str, int] | None = None,
         place: int = 0,
     ) -> WorkerSpec:
-        """What a worker is told. `address`: the coordinator's; `store`: the rendezvous, where torch groups are used;
-        `place`: its index among the workers of its host."""
+        """A worker's spec. `address`: the coordinator's; `store`: the rendezvous, where torch groups are used; `place`:
+        the worker's index among the workers of its host."""
         spec = WorkerSpec(
             worker=worker,
             host=host,
@@ -219,8 +220,8 @@ def keep_launch(launch: Launch) -> None:
 
 
 def to_data(launch: Launch) -> dict[str, Any]:
-    """What stays the same from one start to the next, and from one host to another. All fields are on one level, as in
-    earlier versions of DistBelief, so a run of an earlier version can be resumed."""
+    """The fields that stay the same across starts and hosts. All fields are on one level, as in earlier versions of
+    DistBelief, so a run of an earlier version can be resumed."""
     job = msgspec.structs.replace(launch.job, pickled=b"")
     parts = (launch.options.with_absolute_paths(), job, launch.placement)
     data: dict[str, Any] = {}

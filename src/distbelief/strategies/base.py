@@ -431,7 +431,7 @@ class ServerHost(Protocol):
 
 
 Phase = Literal["data", "forward", "backward", "reduce", "optimizer", "wait", "evaluation", "checkpoint"]
-"""What a worker's time is spent on, in a profile."""
+"""The phases of a profile, on which a worker spends its time."""
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class GenerationTraining:
     evaluator: Evaluator | None
     watch: Stopwatch
     progress: Progress
-    """What the next heartbeat carries."""
+    """The link's progress; the next heartbeat carries it."""
     task: Assignment
 
     @property

@@ -30,11 +30,11 @@ FROM_WORKERS = (
     m.SaveFailed,
     m.SaveMissed,
 )
-"""What a worker reports itself; its exit is reported by an agent."""
+"""The events that a worker reports itself; an agent reports its exit."""
 _INTRODUCTIONS = (m.WorkerJoined, m.WorkerReady, m.Heartbeat)
 FROM_AGENTS = (m.EngineAttached, m.WorkerExited, m.ServerExited)
-"""What only agents of this start of the run may report: an owner has the run's secret, but may be of an earlier
-start."""
+"""The events that only agents of this start of the run may report: an owner has the run's secret, but may be of an
+earlier start."""
 FROM_SERVERS = (m.ServerReady, m.ServerBeat, m.SliceCopied, m.ServerFailed)
 
 

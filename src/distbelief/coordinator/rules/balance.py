@@ -258,7 +258,7 @@ def _pays(old: Sequence[Range], new: Sequence[Range], estimates: _Estimates, min
 
 @dataclass(frozen=True)
 class Look:
-    """What the last look saw and proposed. A generation begins with an empty one."""
+    """The measurements and the proposal of the last look. A generation begins with an empty one."""
 
     members: tuple[int, ...] = ()
     ranges: tuple[Range, ...] = ()

@@ -77,7 +77,7 @@ class RunConfig(RunOptions, frozen=True, forbid_unknown_fields=True):
 
     @property
     def unit(self) -> str:
-        """What people call a unit of the work that the members divide among themselves."""
+        """The name, for people, of the unit of work that members divide among themselves."""
         return parse(self.strategy).work_unit if self.strategy else "shard"
 
     @property
@@ -214,7 +214,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Troubles:
-    """What went wrong since a step was last committed, and which shards dead workers were computing."""
+    """Failures since the last committed step, and the shards that dead workers were computing."""
 
     losses: int = 0
     """Members that died."""

@@ -1,4 +1,4 @@
-"""All checks of one host, one after the other."""
+"""Runs all checks of one host, one after the other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distbelief.doctor.rules.report import Host
 
 
 def examine(run_dir: Path, together: bool, say: Callable[[str], None], name: str = "") -> Host:
-    """Look at this machine. `together`: other hosts are to take part."""
+    """Examine this machine. `together`: other hosts will take part."""
     say("software and processor")
     versions, cpu, multiplied = software.probe_software(), processor.probe_processor(), processor.probe_products()
     say("memory and disk")

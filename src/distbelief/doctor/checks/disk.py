@@ -1,4 +1,4 @@
-"""Where runs are kept: whether it can be written, how much is free, and how long a decision takes to be durable."""
+"""Checks the disk of the run directory: whether it can be written, its free space, and the time of a durable write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ APPENDS = 12
 LEAST_FREE_BYTES = 1 << 30
 SLOW_BYTES_PER_S = 5e6
 SLOW_APPEND_S = 0.25
-"""The coordinator waits for one with every decision."""
+"""The coordinator waits for one durable append with every decision."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Disk:
     free: int = 0
     bytes_per_s: float = 0.0
     append_s: float = 0.0
-    """A small record until it is on the disk."""
+    """Seconds until a small record is durable."""
 
 
 def probe(run_dir: Path) -> Disk:
-    """The folder itself, or the nearest one above it that is there."""
+    """Measure the folder, or its nearest existing parent."""
     folder = run_dir.absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent

@@ -1,4 +1,4 @@
-"""The GPUs that torch sees: their memory, whether they compute right, and the memory errors that they have counted."""
+"""Checks the GPUs that torch sees: their memory, their results, and their counted memory errors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Gpu:
     total: int = 0
     free: int = 0
     wrong: int = 0
-    """Numbers of a product that came out wrong."""
+    """The number of wrong elements in a matrix product."""
     error: str = ""
     temperature: int = -1
     ecc_errors: int = -1
-    """That could not be corrected, since the last start; -1: not known."""
+    """Uncorrectable memory errors since the last start; -1: unknown."""
 
 
 def probe() -> list[Gpu]:
@@ -36,7 +36,7 @@ def probe() -> list[Gpu]:
             return []
         health = _health()
         return [_one(number, *health.get(number, (-1, -1))) for number in range(torch.cuda.device_count())]
-    except Exception as error:  # a driver that is broken says so in many ways
+    except Exception as error:  # a broken driver raises errors of many kinds
         return [Gpu(0, "GPU", error=f"{type(error).__name__}: {error}".splitlines()[0])]
 
 
@@ -46,7 +46,7 @@ def _one(number: int, temperature: int, ecc_errors: int) -> Gpu:
     name = torch.cuda.get_device_name(number)
     try:
         free, total = torch.cuda.mem_get_info(number)
-        # Small whole numbers: every sum is exact, also in TF32, so that any other bit is a fault.
+        # Small whole numbers make every sum exact, also in TF32, so that any other bit is a fault.
         left = torch.arange(_SIZE * _SIZE, dtype=torch.float32).remainder(4).reshape(_SIZE, _SIZE)
         right = torch.arange(_SIZE * _SIZE, dtype=torch.float32).remainder(3).reshape(_SIZE, _SIZE)
         there = (left.to(number) @ right.to(number)).cpu()
@@ -57,7 +57,7 @@ def _one(number: int, temperature: int, ecc_errors: int) -> Gpu:
 
 
 def _health() -> dict[int, tuple[int, int]]:
-    """GPU -> temperature and memory errors, where nvidia-smi tells them."""
+    """GPU -> (temperature, memory errors), as far as nvidia-smi reports them."""
     if not shutil.which("nvidia-smi"):
         return {}
     command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]

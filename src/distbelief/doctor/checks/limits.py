@@ -1,4 +1,4 @@
-"""What the machine and its container (cgroup) allow a process: cores, memory, shared memory, open files."""
+"""Checks the limits of the machine and of its container (cgroup): cores, memory, shared memory, open files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distbelief.doctor.rules.report import Finding, megabytes, ok, problem
 
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_NO_LIMIT = 1 << 60  # version 1 says so by a number near 2**63
+_NO_LIMIT = 1 << 60  # version 1 writes a number near 2**63 for "no limit"
 
 
 def cpu_quota(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> float:
@@ -35,7 +35,7 @@ def cpu_quota(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup"
 
 
 def memory_left(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> tuple[int, int]:
-    """The limit, and what is left of it, in bytes; (0, 0): no limit."""
+    """The limit and its unused part, in bytes; (0, 0): no limit."""
     found = []
     for folder in _folders(root, membership, "memory"):
         for limit, used in (
@@ -43,7 +43,7 @@ def memory_left(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgrou
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
             with contextlib.suppress(OSError, ValueError):
-                most = int((folder / limit).read_text())  # "max" is no number
+                most = int((folder / limit).read_text())  # "max" raises ValueError
                 if most < _NO_LIMIT:
                     found.append((most - int((folder / used).read_text()), most))
     left, most = min(found, default=(0, 0))
@@ -51,7 +51,7 @@ def memory_left(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgrou
 
 
 def _folders(root: Path, membership: Path, controller: str) -> list[Path]:
-    """The cgroups of this process, from the innermost outwards: each may have a limit."""
+    """The cgroups of this process, from the innermost outwards; each may have a limit."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -74,7 +74,7 @@ def _folders(root: Path, membership: Path, controller: str) -> list[Path]:
 
 
 LEAST_BYTES = 1 << 30
-"""One worker takes some 300 MB before it has a model."""
+"""A worker takes about 300 MB before it has a model."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class Memory:
     total: int
     available: int
     limit: int = 0
-    """The container's; 0: there is none."""
+    """The container's limit; 0: none."""
     left: int = 0
-    """Of the limit."""
+    """The unused part of the limit."""
 
     @property
     def room(self) -> int:
@@ -113,23 +113,23 @@ def judge_memory(found: Memory) -> Finding:
 
 TRIED_BYTES = 64 << 20
 LEAST_SHM_BYTES = 64 << 20
-"""What Docker gives by default; NCCL takes some 10 MB of it for each pair of GPUs."""
+"""Docker's default size; NCCL takes about 10 MB of it for each pair of GPUs."""
 _SHM = "/dev/shm"
 
 
 @dataclass(frozen=True)
 class SharedMemory:
     error: str
-    """Why a segment could not be made; empty: it could."""
+    """Why no segment could be made; empty: one could."""
     file_limit: int
-    """RLIMIT_FSIZE, which holds for segments too; -1: none."""
+    """RLIMIT_FSIZE, which also limits segments; -1: no limit."""
     shm_total: int
     shm_free: int
-    """-1: there is no /dev/shm."""
+    """-1: /dev/shm does not exist."""
 
 
 def probe_sharedmemory(room: int) -> SharedMemory:
-    """`room`: the memory that is free; no more than a quarter of it is taken, for a moment."""
+    """`room`: the free memory. The test segment takes at most a quarter of it, for a moment."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     error = _try_segment(min(TRIED_BYTES, max(room // 4, 1 << 20)))
     try:

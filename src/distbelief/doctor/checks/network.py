@@ -1,4 +1,5 @@
-"""Network: the cards and addresses at which other hosts can reach this one, and whether ports can be opened."""
+"""Checks the network: the cards and addresses by which other hosts reach this machine, and whether ports can be
+opened."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def probe_cards() -> Machine:
 
 
 def judge_cards(found: Machine, needed: bool) -> Finding:
-    """`needed`: whether other hosts are to come."""
+    """`needed`: whether other hosts will take part."""
     about = "network"
     known = [f"{card.name} {' '.join(card.usable)}" for card in found.cards if card.usable]
     if not known:
@@ -40,11 +41,11 @@ LEAST_PORTS = 1000
 @dataclass(frozen=True)
 class Ports:
     tried: dict[str, str]
-    """Address -> what went wrong; empty: nothing."""
+    """Address -> the error; empty: the port works."""
     localhost: list[str]
-    """What the name means here."""
+    """The addresses of the name `localhost`."""
     free: int
-    """How many ports the system hands out by itself."""
+    """The number of ports that the system assigns automatically."""
 
 
 def probe_ports(addresses: Sequence[str]) -> Ports:

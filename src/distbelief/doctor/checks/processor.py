@@ -1,6 +1,5 @@
-"""Cores, threads and the instruction set, which decide how fast steps are and which bits they have; and how fast
-torch's own library and oneDNN multiply matrices (`Job.matmul` chooses between them).
-"""
+"""Checks the processor: cores, threads and instruction set, which decide the speed and the bits of a step; and the
+speed of matrix products by torch's BLAS and by oneDNN (`Job.matmul` chooses between them)."""
 
 from __future__ import annotations
 
@@ -14,25 +13,25 @@ from distbelief.doctor.checks.limits import cpu_quota
 from distbelief.doctor.rules.report import Finding, ok, problem, skipped
 
 BUSY = 2.0
-"""Processes that want to run, for each core: with more the workers wait for cores instead of each other."""
+"""Runnable processes per core; above it, workers wait for cores."""
 
 
 @dataclass(frozen=True)
 class Processor:
     cores: int
-    """Of the machine."""
+    """The machine's cores."""
     usable: int
-    """That this process may run on."""
+    """The cores on which this process may run."""
     quota: float
     """Cores' worth of time that the container may use; 0: no limit."""
     instruction_set: str
-    """That torch computes with. Empty: torch does not work."""
+    """The instruction set that torch uses. Empty: torch does not work."""
     threads: int
-    """That torch takes by itself; `train --threads` says otherwise."""
+    """torch's default number of threads; `train --threads` overrides it."""
     load: float
-    """Processes that wanted to run, over the last minute."""
+    """Runnable processes, averaged over the last minute."""
     onednn: str = ""
-    """The instruction set that oneDNN is confined to, by ONEDNN_MAX_CPU_ISA."""
+    """The instruction set to which ONEDNN_MAX_CPU_ISA limits oneDNN."""
 
     def facts(self) -> dict[str, str]:
         facts = {"instruction_set": self.instruction_set} if self.instruction_set else {}
@@ -46,7 +45,7 @@ def probe_processor() -> Processor:
 
         instruction_set = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
         threads = torch.get_num_threads()
-    except Exception:  # the check of the software says it
+    except Exception:  # the software check reports it
         pass
     usable, cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     onednn = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
@@ -82,7 +81,7 @@ WORTH_SAYING = 1.2
 
 @dataclass(frozen=True)
 class Products:
-    """Floating-point operations a second, in one thread; 0: it could not be tried."""
+    """Floating-point operations per second, in one thread; 0: not measured."""
 
     torch: float = 0.0
     onednn: float = 0.0
@@ -91,7 +90,7 @@ class Products:
 def probe_products() -> Products:
     try:
         return _measured()
-    except Exception:  # the check of the software says why
+    except Exception:  # the software check reports the cause
         return Products()
 
 

@@ -28,11 +28,11 @@ class Software:
     torch: str
     numpy: str
     driver: str
-    """NVIDIA's; empty: there is none."""
+    """The version of NVIDIA's driver; empty: not installed."""
     cuda: str
-    """What torch was built for; empty: the CPU alone."""
+    """The CUDA version of torch; empty: torch is built for the CPU only."""
     error: str = ""
-    """Why torch cannot be imported."""
+    """The error of importing torch."""
 
     def facts(self) -> dict[str, str]:
         known = {
@@ -49,7 +49,7 @@ class Software:
 def probe_software() -> Software:
     try:
         import torch
-    except Exception as error:  # whatever is wrong with it
+    except Exception as error:  # a broken installation raises errors of many kinds
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         return Software(platform.python_version(), "", _version("numpy"), _driver(), "", text)
     cuda = torch.version.cuda or ""
@@ -110,9 +110,9 @@ _OURS = ("distbelief.coordinator", "distbelief.launch.zygote", "distbelief.kv")
 class Process:
     pid: int
     what: str
-    """The module that it runs."""
+    """The module that the process runs."""
     orphan: bool
-    """Who started it is gone."""
+    """Whether the starting process is gone."""
     stopped: bool
     memory: int = 0
 
@@ -128,7 +128,7 @@ def probe_leftovers() -> list[Process]:
                 orphan = process.ppid() == 1 and not first_is_ours
                 stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
                 found.append(Process(process.pid, what, orphan, stopped, process.memory_info().rss))
-        except psutil.Error:  # it has ended meanwhile, or is not ours to look at
+        except psutil.Error:  # the process has ended, or belongs to another user
             continue
     return found
 

@@ -1,6 +1,6 @@
-"""How far the clocks of two hosts are apart, from questions and answers. Pure.
+"""Computes how far the clocks of two hosts are apart, from questions and answers. Pure.
 
-As in NTP: the answer was written in the middle of the round trip, with an error of at most half of it. The shortest
+As in NTP: the other host answers in the middle of the round trip, with an error of at most half of it. The shortest
 round trip has the smallest error.
 """
 
@@ -13,7 +13,7 @@ from msgspec import Struct
 from distbelief.doctor.rules.report import Finding, duration, ok, problem
 
 MOST_S = 1.0
-"""Training compares no clocks across hosts; readers of logs do, and so do certificates and S3."""
+"""Seconds. Training compares no clocks across hosts, but log readers, certificates and S3 do."""
 
 
 class Exchange(Struct, frozen=True):
@@ -44,7 +44,7 @@ def skew(exchanges: Sequence[Exchange]) -> Skew:
 
 
 def judge(skews: dict[str, Skew], reference: str) -> Finding:
-    """`skews`: of every other host, compared with the reference host."""
+    """`skews`: each other host's clock, compared with the reference host's."""
     about = "clocks"
     off = {host: one for host, one in skews.items() if abs(one.ahead_s) - one.within_s > MOST_S}
     if off:

@@ -1,4 +1,4 @@
-"""What differs between hosts, or between this host and the members of a run: versions, clocks, links. Pure."""
+"""Compares hosts with each other, or this host with the members of a run: versions, clocks, links. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from distbelief.doctor.rules.clock import Exchange, skew
 from distbelief.doctor.rules.report import Finding, Host, Link, duration, megabytes, ok, problem, skipped
 
 SLOW_BYTES_PER_S = 10e6
-"""About a hundred megabits: a model of 100 MB would take ten seconds a step."""
+"""About 100 Mbit/s: a model of 100 MB would take ten seconds per step."""
 FAST_BYTES_PER_S = 125e6
-"""A gigabit. What is faster is not complained about, though others may be faster still."""
+"""1 Gbit/s. A link above this speed is not reported, even if other links are faster."""
 ODD = 10
-"""A way that has a tenth of what is usual between these hosts is not as it should be."""
+"""A link this many times slower than the usual link between these hosts is reported."""
 FAR_S = 0.05
 
 _WHY = {
@@ -33,7 +33,7 @@ _WHY = {
 
 
 def versions(facts: Mapping[str, Mapping[str, str]]) -> list[Finding]:
-    """`facts` of every host."""
+    """`facts`: host -> its facts."""
     found = []
     for name, why in _WHY.items():
         values = {host: _told(name, known.get(name, "none")) for host, known in facts.items()}
@@ -43,7 +43,7 @@ def versions(facts: Mapping[str, Mapping[str, str]]) -> list[Finding]:
 
 
 def _told(name: str, value: str) -> str:
-    """Of Python only the minor version matters."""
+    """A version as it is compared: for Python, only the minor version counts."""
     return ".".join(value.split(".")[:2]) if name == "python" else value
 
 
@@ -91,7 +91,7 @@ def links(measured: Sequence[Link]) -> list[Finding]:
 
 
 def _slow(good: Sequence[Link]) -> list[Finding]:
-    """Each slow way; where all ways of one host are slow, and not of all hosts, that host."""
+    """Reports each slow link; if all links of one host are slow, but not those of all hosts, reports that host."""
     usual = statistics.median(link.bytes_per_s for link in good) if good else 0.0
     least = max(SLOW_BYTES_PER_S, min(usual / ODD, FAST_BYTES_PER_S))
     slow = [link for link in good if link.bytes_per_s < least]
@@ -118,7 +118,7 @@ def _words(link: Link) -> str:
 
 
 def rounds(hosts: int) -> list[list[tuple[int, int]]]:
-    """Every pair of hosts once, as many at a time as do not get in each other's way (a round-robin tournament).
+    """Every pair of hosts once, in rounds: the pairs of a round share no host (a round-robin tournament).
 
     >>> rounds(3)
     [[(1, 2)], [(0, 2)], [(0, 1)]]
@@ -139,7 +139,7 @@ def rounds(hosts: int) -> list[list[tuple[int, int]]]:
 
 
 _OF_THE_HOST = ("torch", "instruction_set", "MKL-DNN")
-"""Facts of a member that follow from its host; others (threads, optimizer) are told to a worker by the run."""
+"""Facts that depend on a member's host. The run sets the other facts (threads, optimizer) for its workers."""
 
 
 def compare_with_run(run: RunFacts, host: Host, exchanges: Sequence[Exchange]) -> list[Finding]:

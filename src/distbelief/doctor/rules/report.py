@@ -1,4 +1,4 @@
-"""What a check has found, and a report of all findings as text: OK, PROBLEM or skipped, and what to do."""
+"""The findings of checks, and a report of them as text: OK, PROBLEM or skipped, and what to do."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Host(Struct, frozen=True):
 
     name: str
     facts: dict[str, str]
-    """What must be the same on all hosts of a run (see compare.py)."""
+    """The facts that must be equal on all hosts of a run (see compare.py)."""
     findings: list[Finding]
 
 
@@ -44,10 +44,10 @@ class Link(Struct, frozen=True):
     source: str
     target: str
     latency_s: float = 0.0
-    """A round trip."""
+    """Seconds of a round trip."""
     bytes_per_s: float = 0.0
     error: str = ""
-    """Why it could not be measured."""
+    """Why the link could not be measured."""
 
 
 class Report(Struct, frozen=True):
@@ -55,7 +55,7 @@ class Report(Struct, frozen=True):
 
     hosts: list[Host]
     shared: list[Finding] = []
-    """About the hosts together, or this one and a run."""
+    """Findings about the hosts together, or about this host and a run."""
     links: list[Link] = []
 
     @property

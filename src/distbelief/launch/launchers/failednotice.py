@@ -66,7 +66,7 @@ class Missing:
 
 
 def still_missing(place: Place, run_dir: Path, since: float) -> Missing:
-    """What is missing by the journal of the run that began at `since`."""
+    """The missing hosts or workers, by the journal of the run that began at `since`."""
     missing = Missing.of(place)
     with contextlib.suppress(OSError, DistBeliefError):
         for record in read_journal(run_dir / "journal.jsonl"):

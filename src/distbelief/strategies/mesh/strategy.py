@@ -40,9 +40,9 @@ class Meshed(Strategy):
     )
 
     snapshots: int | None
-    """Steps between two snapshots that a neighbour keeps in its memory. None: chosen from what one costs; 0: none."""
+    """Steps between two snapshots in a neighbour's memory. None: chosen by their cost; 0: none."""
     schedule: PipelineSchedule = DEFAULT_SCHEDULE
-    """Where the strategy has a pipeline: the order of its passes."""
+    """The order of the pipeline's passes, if the strategy has a pipeline."""
     compression: str = ""
     """The codec for gradients between members that hold the same part: bf16, int8 or topk=0.01."""
     always: bool = False
@@ -60,7 +60,7 @@ class Meshed(Strategy):
     @property
     @abstractmethod
     def wish(self) -> Wish:
-        """How many ways each thing is to be divided."""
+        """The degrees that the strategy requests."""
 
     def _check(self, **degrees: int | None) -> None:
         for name, degree in degrees.items():
@@ -219,7 +219,7 @@ _PART = re.compile(r"([a-z]+)(\d*)")
 
 
 def parse(text: str, options: Sequence[str]) -> Meshed:
-    """The strategy that a command line names.
+    """Parse the strategy's string form.
 
     >>> parse("pipeline:4:zbv", ["4", "zbv"])
     Pipeline(stages=4, schedule='zbv', snapshots=None)

@@ -21,7 +21,7 @@ SERVER_WAITS = (
     Instrument("wait", "distbelief.strategies.ps.worker.exchange", "DeviceServerExchange", ("bring",)),
     Instrument("wait", "distbelief.strategies.ps.protocol.client", "ServerClient", ("_wait", "nap")),
 )
-"""Where the worker of any strategy with parameter servers waits."""
+"""The functions in which a worker of any strategy with parameter servers waits."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ParameterServer(ParameterServerOptions, Strategy):
 
 
 def parse(text: str, options: Sequence[str]) -> ParameterServer:
-    """The strategy that a command line names.
+    """Parse the strategy's string form.
 
     >>> parse("ps:ssp:staleness=4", ["ssp", "staleness=4"]) == ParameterServer(mode="ssp", staleness=4)
     True

@@ -224,7 +224,7 @@ class Produced(Reply, frozen=True):
 
 
 class SearchKnown(Reply, frozen=True):
-    """What the search holds, in answer to a `Inspect`."""
+    """The state of the search, in answer to an `Inspect`."""
 
     steps: int
     state: bytes

@@ -57,7 +57,7 @@ class Fleet:
     slices: tuple[int, ...] = ()
     """The size of each slice in bytes."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """What the servers compute with: all must be alike."""
+    """The facts of the servers' computation, which must be equal on all servers."""
     placement: Placement | None = None
     version: int = 0
     """The version of the last map. It keeps rising, even across times without a placement."""

@@ -20,7 +20,7 @@ class Slice(Struct, frozen=True):
 
 
 class Map(Struct, frozen=True):
-    """What clients and servers are told. It names only servers that have all of the slice."""
+    """The map that clients and servers receive. It names only servers that have all of the slice."""
 
     version: int
     primaries: tuple[int, ...]
@@ -82,7 +82,7 @@ class Placement(Struct, frozen=True):
 
 
 class Decision(Struct, frozen=True):
-    """What follows from an event: commands to servers, slices that no server has any more, and a reason for people."""
+    """The consequences of an event: commands to servers, lost slices, and a reason for people."""
 
     commands: tuple[Command, ...]
     reason: str

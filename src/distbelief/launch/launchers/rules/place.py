@@ -28,7 +28,7 @@ class Place:
     """The index among the processes of this launch on the same host."""
     local_count: int
     host: str = ""
-    """What the launcher calls this host; empty: it does not say."""
+    """The launcher's name of this host; empty: unknown."""
     peers: tuple[str, ...] = ()
     """Names of all hosts, where the launcher tells them."""
     address: str = ""
@@ -118,7 +118,7 @@ def number(environment: Mapping[str, str], name: str) -> int:
 
 @dataclass(frozen=True)
 class LauncherRequest:
-    """What the user asks for with `--on` and the options that decide where the run is."""
+    """The user's request: `--on`, and the options that decide where the run is."""
 
     on: str
     name: str

@@ -123,7 +123,7 @@ def reached(work: Sequence[ShardWork]) -> dict[Range, int]:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What this member computes in a step and how all partial sums are added."""
+    """One member's work in a step, and the order in which all partial sums are added."""
 
     partials: Partials
     mine: Sequence[Range]

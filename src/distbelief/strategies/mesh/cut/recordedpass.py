@@ -41,7 +41,7 @@ class Unsendable(Exception):
 
 @dataclass(frozen=True)
 class Facts:
-    """What `observe` finds out about the values of a recorded graph."""
+    """The facts that `observe` finds about the values of a recorded graph."""
 
     values: dict[fx.Node, Any]
     """The value of each node, on meta."""

@@ -218,7 +218,7 @@ class HeldParameter:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """What one member holds of the model, and runs."""
+    """The part of the model that one member holds and runs."""
 
     stages: Mapping[int, RunnableStage]
     held: Sequence[HeldParameter]

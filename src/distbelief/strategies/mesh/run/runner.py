@@ -410,7 +410,7 @@ _KINDS: dict[str, ActionKind] = {"F": "forward", "B": "backward", "I": "backward
 
 @lru_cache(maxsize=64)
 def actions_of(schedule: PipelineSchedule, members: int, member: int, shards: int) -> tuple[Action, ...]:
-    """What a member of a pipeline does in a step, in order."""
+    """The actions of a pipeline's member in a step, in order."""
     if members == 1 or schedule == "1f1b":
         return one_forward_one_backward(members, member, shards)
     if schedule == "gpipe":

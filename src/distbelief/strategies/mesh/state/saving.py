@@ -1,4 +1,4 @@
-"""What the members of a mesh write: a portion of each checkpoint, and at the end the whole weights.
+"""Saves a mesh: each member writes a portion of each checkpoint; at the end rank 0 writes the whole weights.
 
 In a checkpoint each member writes boxes that it holds; members with the same box share the work. The whole weights are
 sent to rank 0 one tensor at a time, so no member ever has all of them in memory.

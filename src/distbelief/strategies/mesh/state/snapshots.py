@@ -1,7 +1,7 @@
 """Snapshots in memory: every member keeps a copy of its own state and a copy of its neighbour's.
 
 A part with one holder is lost when that member dies. All members then go back to the last snapshot, and the neighbour
-gives what the dead member had. Unless the user sets the interval, it follows from the cost of a snapshot.
+supplies the dead member's state. Unless the user sets the interval, it follows from the cost of a snapshot.
 """
 
 from __future__ import annotations

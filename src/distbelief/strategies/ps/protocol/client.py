@@ -1,8 +1,8 @@
 """A worker's client of the parameter servers: it repeats pushes and questions until they are answered.
 
-Messages go to the slice's primary by the newest map. When a newer map names another primary, the client sends again to
-that one all that is not answered; servers apply a change once, however often it comes (rules/replication.py). Only the
-training thread uses a client, except for `learn`.
+Messages go to the slice's primary by the newest map. When a newer map names another primary, the client sends all
+unanswered messages again, to the new primary; servers apply a change once, however often they receive it
+(rules/replication.py). Only the training thread uses a client, except for `learn`.
 """
 
 from __future__ import annotations
@@ -252,14 +252,15 @@ class ServerClient:
                             sent.each(framed)
 
     def _refused(self, number: int) -> None:
-        """Client or server has an old map, and will get a newer one. Until then ask again, but not at once."""
+        """A server refused: it, or this client, has an old map and will get a newer one. Repeat the slice's messages
+        after a moment."""
         long_ago = time.monotonic() - AGAIN_S + LOOK_S
         everything: list[dict[Any, _Sent]] = [self._changes, self._questions]
         for waiting in everything:
             waiting.update({key: replace(one, at=long_ago) for key, one in waiting.items() if one.slice == number})
 
     def _adopt(self) -> None:
-        """Use the newest map, and send again what waits for servers that are not primaries any more."""
+        """Adopt the newest map, and repeat unanswered messages to slices with a new primary."""
         known = self._newest
         if known is None or known is self._map:
             return

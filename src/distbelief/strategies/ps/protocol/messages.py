@@ -81,7 +81,7 @@ class Reply(Header, frozen=True):
 
 
 class PushResult(Struct, frozen=True):
-    """What a slice returns to a client together with the acknowledgement of a change (`Acknowledged`)."""
+    """A slice's result for a client, sent with the acknowledgement of a change (`Acknowledged`)."""
 
 
 AnyContent = TypeVar("AnyContent", bound=Content)
@@ -249,7 +249,7 @@ class SetGate(Content, frozen=True):
 
 
 class OpenGate(Content, frozen=True):
-    """What was to be done at the gate of this step is done: workers may go on."""
+    """The work at the gate of this step is done: workers may continue."""
 
     step: int
 
@@ -326,7 +326,7 @@ class MeasureStep(Question, frozen=True):
 
 
 class Inspect(Question, frozen=True):
-    """What a slice has of the step under way, and what it remembers of earlier steps."""
+    """A question for the slice's partial sums of the step under way, and for its records of earlier steps."""
 
     briefly: bool = False
     """Leave out the earlier steps."""
@@ -380,7 +380,7 @@ class Inspected(Reply, frozen=True):
 
 
 class SliceState(Reply, frozen=True):
-    """Payload: values, then optimizer state, tile by tile. Version -1: the slice has gone on to another version."""
+    """Payload: values, then optimizer state, tile by tile. Version -1: the slice has a later version already."""
 
     version: int
     counts: list[int] = []

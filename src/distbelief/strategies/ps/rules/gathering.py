@@ -21,7 +21,7 @@ Sum = TypeVar("Sum")
 
 @dataclass
 class StepSums(Generic[Sum]):
-    """What a slice has of the step under way.
+    """A slice's partial sums of the step under way.
 
     >>> step = StepSums(shards=4, occupied=4)
     >>> step.add((0, 1), "a"), step.add((0, 2), "b"), step.add((1, 2), "c"), sorted(step.sums)

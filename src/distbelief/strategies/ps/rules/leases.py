@@ -63,7 +63,7 @@ class Lease(Struct, frozen=True):
 class Wait(Struct, frozen=True):
     reason: str
     todo: Literal["wait", "fetch", "push"]
-    """What helps: waiting for other workers, fetching newer parameters, or pushing the worker's own updates."""
+    """The action that helps: wait for other workers, fetch newer parameters, or push the worker's own updates."""
 
 
 class Done(Struct, frozen=True):
@@ -137,7 +137,7 @@ def lease(ledger: Ledger, worker: int, version: int | None = None) -> tuple[Ledg
 
 
 def complete(ledger: Ledger, update: int, token: int) -> tuple[Ledger, bool]:
-    """Every slice has applied the update. False: the token is not valid any more, and nothing changes."""
+    """Every slice has applied the update. False: the token is invalid by now, and nothing changes."""
     holder = ledger.open.get(update)
     if holder is None or holder.token != token:
         return ledger, False
@@ -188,7 +188,7 @@ def _bucket(staleness: int) -> int:
 
 
 class LeaseTerms(Struct, frozen=True):
-    """What the run fixes."""
+    """The run's constants."""
 
     first: int
     """The steps that were done before this life of the servers began."""
@@ -302,6 +302,6 @@ def set_gate(book: UpdateBook, step: int) -> UpdateBook:
 
 
 def open_gate(book: UpdateBook, step: int) -> UpdateBook:
-    """What was to be done at this step is done: workers may go on."""
+    """The work at this step's gate is done: workers may continue."""
     opened = max(book.opened, book.terms.boundary(step))
     return replace(book, opened=opened, gates=[gate for gate in book.gates if gate > opened])

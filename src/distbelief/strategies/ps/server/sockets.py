@@ -84,7 +84,7 @@ class Slices(Protocol):
         """All slices of a new map are made."""
 
     def facts(self) -> dict[str, str]:
-        """What the coordinator compares with the workers: versions, threads and the like."""
+        """The facts that the coordinator compares with the workers', such as versions and threads."""
 
 
 class ServerSockets:

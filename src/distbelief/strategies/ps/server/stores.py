@@ -57,7 +57,7 @@ class SliceStore(Protocol):
 
 
 class SliceSource:
-    """What makers of slices need: shared memory, checkpoints, and the workers' slots. See `Slices`."""
+    """The common base of makers of slices: shared memory, checkpoints, and the workers' slots. See `Slices`."""
 
     def __init__(self, host: ServerHost, facts: dict[str, str]) -> None:
         self.life: int = 0

@@ -64,7 +64,7 @@ class CountRows(Question, frozen=True):
 
 
 class PulledRows(Reply, frozen=True):
-    """Payload: the values. Version -1: the part has gone on to another version."""
+    """Payload: the values. Version -1: the part has a later version already."""
 
     version: int
 

@@ -100,8 +100,8 @@ class RemoteTables:
     # --- all of them -------------------------------------------------------------------------------------------------
 
     def counts(self, version: int) -> list[list[int]]:
-        """By part, by table: the number of rows. For parts that have gone on to another version it is the present
-        number: that version cannot be saved any more, and reading such a part raises an error."""
+        """By part, by table: the number of rows at this version. If a part has a later version already, the present
+        number: this version cannot be saved then, and reading the part raises an error."""
         found: dict[int, CountedRows] = {}
 
         def ask(version: int, slices: Sequence[int]) -> None:

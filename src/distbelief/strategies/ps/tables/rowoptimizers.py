@@ -1,9 +1,9 @@
 """Optimizers of sparse tables: each row has its own state, and only rows that have a gradient change.
 
 `step` works on the rows of one push, gathered: no row twice. Every operation is a separate, correctly rounded one of
-numpy, so what becomes of a row depends on its own gradients only: not on the rows beside it in the push, on how the
-table is divided among servers, on the number of threads or on the kind of processor. (torch's vectorised kernels fuse
-multiply and add, except in the last few elements of an array.)
+numpy, so a row's bits depend on its own gradients only: not on the other rows of the push, on how the table is divided
+among servers, on the number of threads or on the kind of processor. (torch's vectorised kernels fuse multiply and add,
+except in the last few elements of an array.)
 
 - sgd: value -= lr·g.
 - adagrad: sum += g²; value -= lr·g/(√sum + eps). The values of torch.optim.Adagrad (to rounding).
@@ -82,7 +82,7 @@ class RowOptimizer(Struct, frozen=True):
         return _FIELDS[self.name]
 
     def begin(self, field: RowField) -> float:
-        """What a field of a new row's state begins with."""
+        """The start value of a field of a row's state."""
         return self.initial if self.name == "adagrad" else 0.0
 
     def step(self, values: NDArray[np.float32], state: State, gradients: NDArray[np.float32], factor: float) -> None:

@@ -276,7 +276,7 @@ class SynchronousTableSlice(TableSlice):
             case MeasureStep(step=step):
                 measured, squares = self._measured
                 if not caught_up or (measured < step and not self._unsound):
-                    return None  # members go on from this reply, so no death may undo it
+                    return None  # members continue from this reply, so no death may undo it
                 return Framed(StepMeasured(question.ticket, question.slice, squares))
             case CountRows(version=-1):
                 return self._counted(question)
@@ -307,7 +307,7 @@ def _squares(rows: NDArray[np.int64], gradients: NDArray[np.float32]) -> list[fl
 
 
 def _gone_on(question: PullRows | ListRows | CountRows | ReadState) -> Framed:
-    """The reply when the part has gone on to a later version."""
+    """The reply when the part has a later version already."""
     match question:
         case PullRows() | ListRows():
             return Framed(PulledRows(question.ticket, question.slice, -1))

@@ -46,7 +46,7 @@ from distbelief.transport.shm.segment import Segment
 
 
 class OwedResiduals:
-    """The residuals of all members under their names in checkpoints, and their distribution when a run goes on."""
+    """The residuals of all members under their names in checkpoints, and their distribution when a run is resumed."""
 
     def __init__(self, layout: Layout, method: str) -> None:
         self.places: list[tuple[str, CompressedParameter]] = [

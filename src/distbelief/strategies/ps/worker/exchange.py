@@ -31,8 +31,8 @@ from distbelief.transport.shm.segment import Memory, Segment, SegmentClient
 
 @dataclass
 class ServerExchange:
-    """See `Group`. On one host the members' slots are in memory that servers can map, too; otherwise they are
-    private."""
+    """The exchange under parameter servers. See `Group`. On one host the members' slots are in memory that servers can
+    map; otherwise they are private."""
 
     rank: int
     size: int
@@ -178,7 +178,7 @@ class DeviceServerExchange(ServerExchange):
 
 
 class UsesServers:
-    """What the strategies with parameter servers answer alike, as a worker's prepared model."""
+    """The common part of the prepared models of all strategies with parameter servers."""
 
     messages: ClassVar[MessageSet]
     geometry: Callable[[Sequence[Range]], Geometry]

@@ -64,7 +64,7 @@ from distbelief.transport.shm.segment import Segment
 
 
 class _Found(msgspec.Struct):
-    """What rank 0 found on the servers when the generation began: all members go on from it."""
+    """The state of the servers when the generation began, found by rank 0. All members continue from it."""
 
     version: int
     nodes: list[Range]
@@ -129,7 +129,7 @@ class SynchronousReplica(ParameterServerMember):
             self._computer.commit_integers(first.integers or None)
         else:
             self._bring(found.version)
-        self.exchange.gather(b"")  # no member goes on before all know the step
+        self.exchange.gather(b"")  # no member continues before all know the step
         self._note_rollback()
 
     def _begin_generation(self, step: int, complete: bool) -> None:
@@ -204,8 +204,7 @@ class SynchronousReplica(ParameterServerMember):
         return self._work_of(step).partials.results
 
     def _meanwhile(self, step: int, told: Collection[int]) -> Idle | None:
-        """What this member does while it waits for others; for subclasses. `told`: slices whose new values have
-        come."""
+        """Work for this member while it waits for others; for subclasses. `told`: slices whose new values have come."""
         return None
 
     def _compute_unit(self, step: int, unit: ShardWork, done: Sequence[tuple[Range, int]]) -> None:
