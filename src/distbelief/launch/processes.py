@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from distbelief.control.credentials import Credential
-from distbelief.errors import DistBeliefError, RunFailed
+from distbelief.errors import DistBeliefError, JobError, RunFailed
 from distbelief.strategies import parse
 from distbelief.transport.shm.memfd import receive_message, send_message
 from distbelief.worker.spec import WorkerSpec
@@ -172,10 +172,13 @@ class Zygote:
         theirs.close()
 
     def wait_ready(self) -> None:
+        """Raises JobError if the strategy cannot be used on this host."""
         try:
-            receive_message(self.socket)
+            answer, _ = receive_message(self.socket)
         except EOFError:
             raise RunFailed("the process that starts workers ended at once", hint="see logs/zygote.log") from None
+        if answer["event"] == "failed":
+            raise JobError(answer["message"], hint=answer["hint"], details=answer["details"])
 
     def fork_worker(self, spec: WorkerSpec, log: LogPipe) -> tuple[int, socket.socket]:
         """Fork a worker. Returns its process number and our end of its socket to the segment server."""

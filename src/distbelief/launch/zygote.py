@@ -7,6 +7,7 @@ with the launching process, and workers die with the zygote.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -20,17 +21,31 @@ from typing import Any, NoReturn
 import msgspec
 
 from distbelief.control.credentials import Credential
+from distbelief.errors import JobError
 from distbelief.lifeline import die_with_parent
-from distbelief.strategies import parse
+from distbelief.strategies import import_sides, parse
 from distbelief.transport.shm.memfd import receive_message, send_message
 from distbelief.worker.spec import WorkerSpec
+
+_LONGEST_DETAILS = 10_000
+"""Characters of a traceback that fit into a message."""
 
 
 def main() -> None:
     die_with_parent(int(sys.argv[2]))
-    _warm_up(sys.argv[3])
+    with socket.socket(fileno=int(sys.argv[1])) as engine:
+        _live(engine, sys.argv[3])
+
+
+def _live(engine: socket.socket, strategy: str) -> None:
+    try:
+        _warm_up(strategy)
+    except JobError as error:  # a plug-in cannot be used on this host
+        told = {"message": error.message, "hint": error.hint, "details": error.details[-_LONGEST_DETAILS:]}
+        with contextlib.suppress(BrokenPipeError):
+            send_message(engine, {"event": "failed", **told})
+        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    engine = socket.socket(fileno=int(sys.argv[1]))
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -59,11 +74,9 @@ def _warm_up(strategy: str) -> None:
     gc.disable()
     importlib.import_module("distbelief.strategies.flatmodel.tileoptimizer").spare_the_compiler()
     importlib.import_module("distbelief.worker.process")
-    how = parse(strategy)
-    importlib.import_module(how.on_workers)
-    if how.servers:
+    if parse(strategy).servers:
         importlib.import_module("distbelief.worker.serving")
-        importlib.import_module(how.on_servers)
+    import_sides(strategy)
     gc.enable()
 
 

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
 
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.strategies.base import Strategy
@@ -85,6 +86,21 @@ def plugin(text: str) -> str:
     return _distribution(entry) if entry else ""
 
 
+def import_sides(text: str) -> None:
+    """Import what workers of this strategy run, and what its servers run, if it has any. Both import torch."""
+    how = parse(text)
+    name = text.partition(":")[0]
+    entry = _entry_point(name) if _our_module(name) is None else None
+    for module, function in {how.on_workers: "prepare", **({how.on_servers: "serve"} if how.servers else {})}.items():
+        if entry is None:
+            importlib.import_module(module)
+        elif not callable(getattr(_imported(entry, module), function, None)):
+            raise JobError(
+                f"{_called(entry)} cannot be used: its module {module} has no function {function}",
+                hint="distbelief.strategies.base.Strategy says what on_workers and on_servers must name",
+            )
+
+
 def require(text: str, wanted: str, host: str = "") -> Strategy:
     """Parse a strategy on this host. `wanted`: the answer of `plugin` where the run was started. `host`: this machine's
     name in the run; empty: its own name.
@@ -115,8 +131,10 @@ def _our_module(name: str) -> str | None:
 # --- plug-ins --------------------------------------------------------------------------------------------------------
 
 
+@lru_cache(64)
 def _entry_point(name: str) -> EntryPoint | None:
-    """The entry point of that name, if a distribution has one."""
+    """The entry point of that name, if a distribution has one. Cached: workers put the run's folders in front of
+    sys.path, where another version of the plug-in may be, after the plug-in was imported."""
     found = sorted(entry_points(group=GROUP, name=name), key=_distribution)
     if len({(entry.value, _distribution(entry)) for entry in found}) > 1:
         who = " and ".join(f"{_distribution(entry)} ({entry.name} = {entry.value})" for entry in found)
@@ -151,6 +169,13 @@ def _parsed_by(entry: EntryPoint, text: str, options: Sequence[str]) -> Strategy
             f"{type(found).__name__}, not a Strategy",
             hint="derive the value's class from distbelief.strategies.base.Strategy",
         )
+    again = str(found)  # how launch.json, workers and the journal name the strategy
+    other = _entry_point(again.partition(":")[0])
+    if other is None or other.value != entry.value:
+        raise JobError(
+            f"{_called(entry)} cannot be used: the string form of its value, '{again}', is none that it can parse",
+            hint=f"give the value's class a __str__ that returns its command-line form, as in '{text}'",
+        )
     return found
 
 
@@ -160,17 +185,7 @@ def _parser(entry: EntryPoint) -> Callable[[str, Sequence[str]], object]:
             f"{_called(entry)} cannot be used: its value is not the name of a module",
             hint="name the module that has parse(text, options), as in 'vote = vote.strategy'",
         )
-    try:
-        module = importlib.import_module(entry.value)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{entry.value}.".startswith(f"{error.name}."):
-            raise _raised(entry, "its module raised on import", error) from error
-        raise JobError(
-            f"{_called(entry)} cannot be used: there is no module '{error.name}'",
-            hint="install the distribution again, or mend its entry point",
-        ) from error
-    except Exception as error:
-        raise _raised(entry, "its module raised on import", error) from error
+    module = _imported(entry, entry.value)
     parser: object = getattr(module, "parse", None)
     if not callable(parser):
         raise JobError(
@@ -178,6 +193,21 @@ def _parser(entry: EntryPoint) -> Callable[[str, Sequence[str]], object]:
             hint="the parser makes the strategy's value from its string form, see CONTRIBUTING.md",
         )
     return parser
+
+
+def _imported(entry: EntryPoint, name: str) -> ModuleType:
+    """A module of a plug-in."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise _raised(entry, f"its module {name} raised on import", error) from error
+        raise JobError(
+            f"{_called(entry)} cannot be used: there is no module '{error.name}'",
+            hint="install the distribution again, or mend its entry point",
+        ) from error
+    except Exception as error:
+        raise _raised(entry, f"its module {name} raised on import", error) from error
 
 
 def _raised(entry: EntryPoint, what: str, error: Exception) -> JobError:

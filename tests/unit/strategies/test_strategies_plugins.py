@@ -10,7 +10,7 @@ import pytest
 
 from distbelief import strategies
 from distbelief.errors import JobError
-from distbelief.strategies import UnknownStrategy, parse, plugin, require
+from distbelief.strategies import UnknownStrategy, import_sides, parse, plugin, require
 from tests.support.plugins import describe
 
 VALUE = """
@@ -23,12 +23,20 @@ class Vote(Strategy):
     exact = True
     transport = "auto"
 
+    def __str__(self):
+        return "vote"
+
 
 def parse(text, options):
     return Vote()
 """
 
 Add = Callable[..., None]
+
+
+def forget() -> None:
+    parse.cache_clear()
+    strategies._entry_point.cache_clear()
 
 
 @pytest.fixture
@@ -44,9 +52,9 @@ def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Add]:
         if code is not None:
             (package / "vote.py").write_text(code)
 
-    parse.cache_clear()
+    forget()
     yield install
-    parse.cache_clear()
+    forget()
     for module in [module for module in sys.modules if module.partition(".")[0] == "plugged"]:
         del sys.modules[module]
 
@@ -63,6 +71,18 @@ def test_a_sound_plugin(add: Add) -> None:
     assert type(parse("vote")).__name__ == "Vote"
     assert require("vote", plugin("vote")) == parse("vote")
     assert plugin("vote") == "distbelief-vote==1.0"
+
+
+def test_the_version_is_that_of_the_code_in_use(add: Add, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add("vote", "plugged.vote", VALUE)
+    parse("vote")
+    other = tmp_path / "other"
+    other.mkdir()
+    describe(other, "distbelief-vote", "2.0", {strategies.GROUP: {"vote": "plugged.vote"}})
+    monkeypatch.syspath_prepend(other)
+    assert plugin("vote") == "distbelief-vote==1.0"
+    forget()
+    assert plugin("vote") == "distbelief-vote==2.0"
 
 
 def test_an_unknown_name(add: Add) -> None:
@@ -125,6 +145,27 @@ def test_a_plugin_that_raises(add: Add, code: str, message: str) -> None:
     assert "importlib" not in error.details
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (None, "there is no module 'plugged.voting'"),
+        ("", "its module plugged.voting has no function prepare"),
+        ("raise RuntimeError('no licence')", "its module plugged.voting raised on import RuntimeError: no licence"),
+    ],
+)
+def test_a_workers_side_that_cannot_be_imported(add: Add, tmp_path: Path, code: str | None, message: str) -> None:
+    add(
+        "vote", "plugged.vote", VALUE.replace("    exact = True", "    on_workers = 'plugged.voting'\n    exact = True")
+    )
+    if code is not None:
+        (tmp_path / "plugged" / "voting.py").write_text(code)
+    with pytest.raises(JobError) as raised:
+        import_sides("vote")
+    assert message in raised.value.message
+    assert "the entry point 'vote = plugged.vote' of distbelief-vote==1.0" in raised.value.message
+    assert ("plugged/voting.py" in raised.value.details) == bool(code)
+
+
 def test_a_mistake_in_the_plugins_options_is_the_plugins_own_error(add: Add) -> None:
     add(
         "vote",
@@ -137,6 +178,14 @@ def test_a_mistake_in_the_plugins_options_is_the_plugins_own_error(add: Add) -> 
 def test_a_parser_that_returns_something_else(add: Add) -> None:
     add("vote", "plugged.vote", "def parse(text, options):\n    return text")
     assert "of the type str, not a Strategy" in refused("vote").message
+
+
+def test_a_value_without_a_string_form(add: Add) -> None:
+    add("vote", "plugged.vote", VALUE.replace("__str__", "shown"))
+    error = refused("vote")
+    assert "'vote = plugged.vote' of distbelief-vote==1.0" in error.message
+    assert "the string form of its value, 'Vote()', is none that it can parse" in error.message
+    assert "__str__" in error.hint
 
 
 def test_two_plugins_of_one_name(add: Add) -> None:
