@@ -32,7 +32,7 @@ _STEPS = re.compile(r"(\d+):(\d+)", re.ASCII)
 
 
 class SavePlan(msgspec.Struct, frozen=True):
-    """Where a worker saves checkpoints, which it saves without being asked, and which are kept."""
+    """The folder of a worker's checkpoints, which steps it saves without a request, and which checkpoints are kept."""
 
     folder: str
     every_steps: int = 0

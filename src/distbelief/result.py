@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended. `weights_sha256` is the same for any number of workers (in exact strategies)."""
+    """The result of a run. `weights_sha256` is the same for any number of workers (in exact strategies)."""
 
     run_dir: str
     steps: int

@@ -40,7 +40,7 @@ def sample_seed(seed: int, epoch: int, sample: int) -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Where step t is in the data: epoch, first position, size. A batch never crosses the end of an epoch.
+    """The position of step t in the data: epoch, first position, size. A batch never crosses the end of an epoch.
 
     >>> s = Schedule(samples=10, global_batch=4, shards=2)
     >>> [s.batch(t) for t in range(4)]

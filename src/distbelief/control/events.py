@@ -114,7 +114,7 @@ class HostDeclined(Struct, frozen=True, tag=True):
     """The name that the run knows."""
     reason: str
     nonce: str = ""
-    """Of the offer (HostOffered), if there was one."""
+    """The nonce of the host's offer (HostOffered), if there was one."""
 
 
 class HostLost(Struct, frozen=True, tag=True):

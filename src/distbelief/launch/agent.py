@@ -65,7 +65,7 @@ class Agent:
         self.poll = PollLoop()
         self.answered_at = time.monotonic()
         self.outcome: EndRun | None = None
-        """How the run ended, once the coordinator has said so."""
+        """The run's end, after the coordinator has reported it."""
         self.insistence: list[Event] = []
         """Events that are sent again with every report, because the coordinator must receive them."""
         self._launch = launch

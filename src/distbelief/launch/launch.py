@@ -42,11 +42,11 @@ class Placement(msgspec.Struct, frozen=True, rename={"blocks_signals": "shelters
     on: str = "local"
     """The engine that brings the hosts (`--on`)."""
     listen: str = LOOPBACK_ONLY
-    """Where the coordinator listens. Beyond loopback, other hosts can join."""
+    """The coordinator's address. Beyond loopback, other hosts can join."""
     key_file: str = ""
     """The file of the key that the run's secret follows from; empty: the run has a secret of its own."""
     local_workers: int = -1
-    """How many of the workers this process starts; agents of other hosts start the rest. -1: all."""
+    """The number of workers that this process starts; agents of other hosts start the rest. -1: all."""
     local_servers: int = -1
     """The number of parameter servers that this process starts. -1: all."""
     room: int = -1
@@ -65,7 +65,7 @@ class Invitation:
     it."""
 
     address: str
-    """Where the coordinator listens, as in tcp://10.0.0.1:5555."""
+    """The coordinator's address, as in tcp://10.0.0.1:5555."""
     secret: bytes = field(repr=False)
 
 

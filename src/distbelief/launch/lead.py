@@ -189,7 +189,8 @@ class RestartingCoordinator:
             self._process = CoordinatorProcess(self._order, self._log("coordinator"))
 
     def address(self) -> str:
-        """Where the coordinator listens; waits until it reports that. A later coordinator listens there too."""
+        """The coordinator's address; waits until the coordinator reports it. A later coordinator uses the same
+        address."""
         address = self._order["listen"] = self._process.address()
         self._order["resume"] = ""  # once
         return address

@@ -121,7 +121,7 @@ class CoordinatorProcess:
         return self._process.pid
 
     def address(self) -> str:
-        """Where the coordinator listens; waits until it reports that."""
+        """The coordinator's address; waits until the coordinator reports it."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         answer = json.loads(line) if line else {"error": "the coordinator ended before it could serve"}

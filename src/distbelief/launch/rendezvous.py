@@ -1,4 +1,4 @@
-"""How the processes of a launch on several hosts find the process that leads: by an address, a store, a folder or MPI.
+"""The rendezvous of a launch on several hosts: processes find the leading one by an address, a store, a folder or MPI.
 
 The leading process publishes one notice: the invitation to its run, or that there is no run. The secret of a run is in
 no variable and on no command line, where other users could read it.
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 PATIENCE_S = 300.0
-"""How long the other processes wait for the first one, which reads the job and starts the coordinator."""
+"""Seconds for which the other processes wait for the first one, which reads the job and starts the coordinator."""
 
 LINGER_S = 3.0
-"""How long the first process leaves the notice that there will be no run."""
+"""Seconds for which the first process leaves the notice that no run takes place."""
 
 
 class Notice(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ def notice_of(invitation: Invitation) -> Notice:
 
 
 class Rendezvous(Protocol):
-    """One way in which the processes of a launch find the first one."""
+    """A way in which the processes of a launch find the first one."""
 
     def listen(self) -> str:
         """First process: the ZeroMQ address at which its coordinator is to listen."""
@@ -229,7 +229,7 @@ _LOOK_S = 0.2
 
 class _Note(msgspec.Struct, frozen=True):
     job: str
-    """Of which launch (Place.job)."""
+    """The launch of the notice (Place.job)."""
     notice: Notice
 
 

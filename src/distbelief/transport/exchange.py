@@ -135,8 +135,8 @@ class Compression:
     always: bool = False
     """Keep compression on even where it costs more time than it saves."""
     apart: bool = False
-    """Each partial sum is encoded by its maker, parameter by parameter, and sent to all members; the sums are then
-    exact."""
+    """Each member encodes its partial sums parameter by parameter, and sends them to all members. So the sums do not
+    depend on the number of members, as exact strategies require."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from distbelief.coordinator.rules.vocabulary import (
 )
 
 LOOK_EVERY_S = 2.0
-"""How often load balance is looked at."""
+"""Seconds between two looks at the load balance."""
 EXPLAINED_S = 1.0
 """A connection that breaks is most often the first sign of a death: wait this long for the report of it."""
 MOST_RETRIES = 10

@@ -36,7 +36,7 @@ class Seen:
         return step
 
     def before(self, step: int) -> Seen:
-        """Without that step and later steps, which may be reported again."""
+        """These reports without `step` and later steps, which may be reported again."""
         return Seen({one: value for one, value in self.values.items() if one < step}, min(self.floor, step))
 
     def add(self, reports: Sequence[tuple[int, str]], last: bool = False) -> tuple[Seen, list[bool], list[str | None]]:

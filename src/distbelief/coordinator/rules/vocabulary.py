@@ -82,7 +82,8 @@ class RunConfig(RunOptions, frozen=True, forbid_unknown_fields=True):
 
     @property
     def balances(self) -> bool:
-        """In a mesh the members of one data index depend on each other: no shard can move to one of them alone."""
+        """False in a mesh: the members of one data index depend on each other, so no shard can move to one of them
+        alone."""
         return self.balance and self.wish is None
 
 
@@ -221,7 +222,7 @@ class Troubles:
     broken_at: float | None = None
     """When a member reported a broken connection while no member was known to be dead."""
     broken: str = ""
-    """That report."""
+    """The text of that report."""
     retries: int = 0
     """Generations that were started because of broken connections."""
     killers: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)

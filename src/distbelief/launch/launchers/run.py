@@ -188,7 +188,7 @@ def leading(asked: LauncherRequest, place: Place, say: Say = print) -> Iterator[
 
 
 def _rendezvous(asked: LauncherRequest, place: Place) -> Rendezvous | None:
-    """How the hosts of this launch find each other. None: the launch is on one host."""
+    """The rendezvous of this launch's hosts. None: the launch is on one host."""
     if place.is_alone:
         return None
     if place.address:

@@ -95,7 +95,7 @@ class _Silent:
 
 
 def _left_behind(run_dir: Path) -> str:
-    """Where the previous coordinator listened, by the file that a killed one leaves. Empty: any port will do."""
+    """The address of the previous coordinator, from the file that a killed coordinator leaves. Empty: use any port."""
     try:
         return whereabouts(run_dir)[0]
     except DistBeliefError:

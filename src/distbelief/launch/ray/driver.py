@@ -301,7 +301,7 @@ class Logs:
 
 
 class Target:
-    """How many workers the run is to have: as at its start, until `distbelief scale` changes it in the journal."""
+    """The wanted number of workers: as at the start, until `distbelief scale` changes it in the journal."""
 
     def __init__(self, run_dir: Path, workers: int) -> None:
         self._journal = GrowingFile(run_dir / "journal.jsonl")

@@ -1,4 +1,5 @@
-"""When the leading process kills a silent coordinator, and when it gives up restarting one. Pure; takes the time."""
+"""Decides when the leading process kills a silent coordinator, and when it stops restarting coordinators. Pure; takes
+the time."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class ParameterServer(ParameterServerOptions, Strategy):
 
     @property
     def transport(self) -> Literal["auto", "shm", "gloo"]:
-        """How the workers meet: that they do so over the network means that servers are reached over it too."""
+        """The transport between workers. If it uses the network, servers are reached over the network too."""
         return "gloo" if self.over == "tcp" else self.over
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""How many ways a model and its data are divided, and which member holds which part. Pure arithmetic, without torch.
+"""The degrees in which a model and its data are divided, and the part of each member. Pure arithmetic, without torch.
 
 The members of a generation form a mesh of pipeline × data × sharded × tensor, their ranks row by row in that order. A
 strategy requests degrees (`Wish`). `problem` tells why a run cannot start with these degrees. `fit` chooses the best

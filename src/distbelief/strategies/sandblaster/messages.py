@@ -131,11 +131,11 @@ class Take(Content, frozen=True):
 
 
 class Keep(Content, frozen=True):
-    """The driver has done `steps` steps: from now on every driver goes on from this state."""
+    """The driver has done `steps` steps: from now on every driver continues from this state."""
 
     worker: int
     number: int
-    """Also the number of the command that shows the point."""
+    """The number of this message, and of the command that shows the point."""
     steps: int
     state: bytes
     """As the driver understands it."""

@@ -43,7 +43,7 @@ class Fleet:
     """Never changed in place."""
 
     target: int = 0
-    """How many servers there should be; 0: the strategy has none."""
+    """The wanted number of servers; 0: the strategy has none."""
     next_server: int = 0
     """The number of the next server that is started. Numbers are never used twice."""
     hired: Mapping[int, float] = field(default_factory=dict)

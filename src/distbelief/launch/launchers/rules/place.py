@@ -36,7 +36,7 @@ class Place:
     address_is_taken: bool = False
     """Whether the launcher itself listens at that address."""
     workers: int = -1
-    """How many workers the run has in all; by default one per process."""
+    """The number of workers of the run; by default one per process."""
     workers_here: int = -1
     servers: int = 0
     """Processes that the launcher means for parameter servers; 0: it names none."""
@@ -89,7 +89,7 @@ class Place:
         return replace(self, workers=total, workers_here=self.workers_here * (total // self.workers))
 
     def first_servers(self, wanted: int) -> int:
-        """How many of the wanted parameter servers this host starts; -1: the run decides."""
+        """The number of the wanted parameter servers that this host starts; -1: the run decides."""
         return -(-wanted * self.servers_here // self.servers) if self.servers else -1
 
     def _nonsense(self, what: str) -> DistBeliefError:
@@ -126,5 +126,5 @@ class LauncherRequest:
     workers: int | None = None
     run_dir: Path | None = None
     listen: str = ""
-    """Where the coordinator is to listen; empty: the rendezvous decides."""
+    """The address for the coordinator; empty: the rendezvous decides."""
     key_file: str = ""

@@ -37,18 +37,18 @@ class Node:
     """Whether the node has an agent of this run already."""
 
     def room(self, need: Need) -> int:
-        """How many workers fit now."""
+        """The number of workers that fit now."""
         return _fitting(self.free_cpus, self.free_gpus, need)
 
     def capacity(self, need: Need) -> int:
-        """How many workers would fit on the empty node."""
+        """The number of workers that would fit on the empty node."""
         return _fitting(self.cpus, self.gpus, need)
 
 
 @dataclass(frozen=True)
 class Place:
     node: str
-    """Its id."""
+    """The node's id."""
     name: str
     workers: int
 

@@ -55,7 +55,7 @@ class WorkerTime:
 class Operator:
     name: str
     share: float
-    """Of the time in which operators were recorded, without the operators that it calls."""
+    """The share of the time in which operators were recorded, without the operators that it calls."""
     seconds_per_step: float
     calls_per_step: float
 

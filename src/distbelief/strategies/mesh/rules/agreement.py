@@ -60,7 +60,7 @@ class StateReport(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class StateSource:
-    """Where the state comes from: the same on every member."""
+    """The source of the state, the same on every member."""
 
     origin: Origin
     step: int

@@ -57,7 +57,7 @@ class _Sent:
     server: int
     at: float
     each: Callable[[Framed], None] = lambda framed: None
-    """Of a question: called with the reply."""
+    """Called with the reply, if this is a question."""
 
 
 class ServerClient:

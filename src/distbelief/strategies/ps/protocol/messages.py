@@ -57,7 +57,7 @@ class Update(Content, frozen=True):
 
 
 RUN = 1 << 40
-"""In place of a client in the name of an `Update`: updates belong to the run, not to the worker that computes them."""
+"""Stands for the client in the name of an `Update`: updates belong to the run, not to the worker that computes them."""
 
 
 class Question(Header, frozen=True):

@@ -22,7 +22,7 @@ from distbelief.strategies.ps.rules.applied import AppliedChanges
 Name = tuple[int, int]
 """(source, sequence) of a change."""
 Position = tuple[int, int]
-"""Of a change: (term, number since the slice began). The term is the version of the map that chose the primary."""
+"""(term, number since the slice began) of a change. The term is the version of the map that chose the primary."""
 NO_CHANGE: Position = (0, 0)
 
 

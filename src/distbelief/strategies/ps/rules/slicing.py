@@ -1,4 +1,4 @@
-"""Where the parameters are cut into slices, the units that servers own and replicate. A function of the model alone."""
+"""Cuts the parameters into slices, the units that servers own and replicate. A function of the model alone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
 FEWEST_SLICES, MOST_SLICES = 4, 16
 """Enough to balance a few servers, and few enough that messages about them cost little beside a step."""
 SLICE_BYTES = 8 << 20
-"""Of values and optimizer state. The messages about a slice in a step cost as much as adding up a quarter of that, so
-smaller models have fewer slices."""
+"""The size of a slice's values and optimizer state. The messages about a slice in a step cost as much as adding up a
+quarter of it, so smaller models have fewer slices."""
 
 
 @dataclass(frozen=True)

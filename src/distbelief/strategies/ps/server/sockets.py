@@ -48,7 +48,7 @@ from distbelief.transport.shm.memfd import free_memory_bytes
 BEAT_S = 0.2
 REMIND_S = 0.5
 WAITING_MESSAGES = 1000
-"""Of one sender. Further messages wait in the sender's memory."""
+"""The limit per sender. Further messages wait in the sender's memory."""
 LEAST_MESSAGE_BYTES = 1 << 30
 """The largest frame holds a slice of the parameters with its optimizer state."""
 
@@ -75,7 +75,7 @@ class Slices(Protocol):
     sealed: int
     """The newest checkpoint of the run, by the map."""
     sizes: list[int]
-    """Of each slice, in bytes; for balancing."""
+    """The size of each slice in bytes, for balancing."""
 
     def make(self, number: int, first: bool) -> tuple[SliceStore, str]:
         """See `node.Make`."""

@@ -157,7 +157,8 @@ class RowSlots:
         return new
 
     def _is_other(self, slots: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Where a place is taken by another row than the wanted row. (Slot -1 reads any number: the place is free.)"""
+        """Whether each place is taken by another row than the wanted row. (Slot -1 reads any number: the place is
+        free.)"""
         other: NDArray[np.bool_] = (slots != ABSENT) & (self._numbers.rows.take(slots, mode="clip") != rows)
         return other
 

@@ -269,7 +269,7 @@ class AsynchronousReplica(ParameterServerMember):
         return self._tiles(room)[: self._computer.layout.parameter_tiles]
 
     def _parts(self, room: Memory) -> list[torch.Tensor]:
-        """The same memory, in pieces that are worth an operation each."""
+        """The same memory, in the pieces that are processed one by one."""
         return [room.tensor(s.dtype, s.offset_bytes, s.numel) for s in self._grain]
 
     def _as_numbers(self) -> np.ndarray:

@@ -1,5 +1,4 @@
-"""How the members of a generation exchange bytes under parameter servers: rarely with each other, mostly with the
-servers.
+"""The exchange under parameter servers: members send bytes rarely to each other, mostly to the servers.
 
 On an accelerator (`DeviceServerExchange`) shards are computed and summed on the device, which has a copy of the
 parameters. A partial sum is copied to the host's memory once, when all its shards are in it, and pushed from there.
@@ -37,15 +36,15 @@ class ServerExchange:
     rank: int
     size: int
     meet: Callable[[], TorchGroup] | SharedExchange
-    """How the members meet. In shared memory no member waits for the others. Over the network all must connect, so
-    they do so only when one of them calls `gather`."""
+    """The connection to the other members. In shared memory no member waits for the others. Over the network all must
+    connect, so they do so only when one of them calls `gather`."""
     client: ServerClient
     abort: Abort
     slot_bytes: int
     segments: SegmentClient | None
-    """Of the host, if the servers are on it, too; None: the servers' memory cannot be mapped."""
+    """The segments of the host, if the servers are on it; None: the servers' memory cannot be mapped."""
     own: dict[str, Segment]
-    """Memory that this process keeps from one generation to the next."""
+    """Memory that this process keeps across generations."""
     shares_state: bool = False
     backups: Backups | None = None
     apart: ClassVar[bool] = False
@@ -141,7 +140,7 @@ class ServerExchange:
 
 @dataclass(kw_only=True)
 class DeviceServerExchange(ServerExchange):
-    """On an accelerator. Copies are complete when a method returns."""
+    """The exchange of a worker on an accelerator. Copies are complete when a method returns."""
 
     device: torch.device
     kept: dict[str, Memory]

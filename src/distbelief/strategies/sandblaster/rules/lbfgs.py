@@ -83,7 +83,7 @@ class Settings(msgspec.Struct, frozen=True):
     tolerance_grad: float = 1e-7
     tolerance_change: float = 1e-9
     max_evaluations: int = 25
-    """Of one line search."""
+    """The limit of evaluations in one line search."""
 
     def __post_init__(self) -> None:
         if self.history_size < 1 or self.max_evaluations < 1 or not 0 < self.lr < math.inf:
@@ -103,13 +103,13 @@ class Past(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct, frozen=True):
-    """The state of the search between two iterations: all that another driver needs to go on."""
+    """The state of the search between two iterations: another driver can continue from it."""
 
     point: str
     gradient: str
     loss: float
     first_step: float
-    """Of a search along the plain gradient."""
+    """The first step of a search along the plain gradient."""
     gg: float
     past: tuple[Past, ...] = ()
     sg: tuple[float, ...] = ()

@@ -1,4 +1,4 @@
-"""How all samples are cut into portions, and which worker computes which portions of an evaluation.
+"""Cuts all samples into portions, and decides which worker computes which portions of an evaluation.
 
 A portion has the same samples and the same seeds in every step. So the loss is one function of the parameters, even if
 the model uses dropout or the data is augmented at random. Portions depend on the job alone.
