@@ -13,6 +13,7 @@ from distbelief.compression.codec import Codec, Encoded, Header
 from distbelief.errors import DistBeliefError
 
 _ALIGNED = 8
+_LINE = 64
 
 
 def size_bytes(codec: Codec, length: int) -> int:
@@ -22,6 +23,11 @@ def size_bytes(codec: Codec, length: int) -> int:
     48
     """
     return _places(codec, length)[-1][1]
+
+
+def padded(size: int) -> int:
+    """The size, rounded up to whole cache lines: vectors and blocks that lie side by side each begin a line."""
+    return -(-size // _LINE) * _LINE
 
 
 def write(codec: Codec, rest: Tensor, vector: Tensor, block: Tensor) -> None:

@@ -20,8 +20,6 @@ from distbelief.compression.option import canonical
 from distbelief.transport.exchange import CompressedParameter
 from distbelief.transport.shm.segment import Memory
 
-_LINE = 64
-
 
 @dataclass(frozen=True)
 class EncodedParameter:
@@ -59,8 +57,8 @@ class PartsCoding:
             size_bytes = block.size_bytes(self.codec, numel)
             rest = slice(self.elements, self.elements + numel)
             self.parts.append(EncodedParameter(place, rest, slice(self.size_bytes, self.size_bytes + size_bytes)))
-            self.elements += -(-numel // _LINE) * _LINE
-            self.size_bytes += -(-size_bytes // _LINE) * _LINE
+            self.elements += block.padded(numel)
+            self.size_bytes += block.padded(size_bytes)
 
     def room(self) -> Tensor:
         return torch.zeros(self.size_bytes, dtype=torch.uint8)

@@ -94,7 +94,7 @@ class CodedStretches(CodedTiles):
         for (owner, numel), some in itertools.groupby(tiles, lambda tile: (self._owner[tile], shapes[tile].numel)):
             mine = list(some)
             first, count = shapes[mine[0]].offset_bytes // 4, len(mine)
-            code = slice(self._starts[mine[0]], self._starts[mine[-1]] + self._room_bytes(mine[-1]))
+            code = slice(self._starts[mine[0]], self._starts[mine[-1]] + block.padded(self._sizes[mine[-1]]))
             found.append(Run(range(mine[0], mine[-1] + 1), owner, slice(first, first + count * numel), code))
         return found
 
@@ -132,11 +132,11 @@ class CodedStretches(CodedTiles):
     def _write(self, run: Run, vectors: torch.Tensor) -> None:
         with self._watch.running():
             rests = run.vectors(self.residuals.after).copy_(run.vectors(self.residuals.before))
-            block.write_rows(self._codec, rests, vectors, run.blocks(self._code[run.code]))
+            block.write_rows(self._coding.codec, rests, vectors, run.blocks(self._code[run.code]))
 
     def _read(self, run: Run, code: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         with self._watch.running():
-            block.read_rows(self._codec, run.blocks(code), out)
+            block.read_rows(self._coding.codec, run.blocks(code), out)
         return out
 
     def _encode_sums(self) -> None:
@@ -171,7 +171,7 @@ class CodedStretches(CodedTiles):
         rooms = [torch.zeros_like(run.vectors(self._total)) for run in self._every_run]
         for run, room in zip(self._every_run, rooms, strict=True):
             with self._watch.running():
-                block.write_rows(self._codec, room, run.vectors(self._vectors[0]), run.blocks(code[run.code]))
+                block.write_rows(self._coding.codec, room, run.vectors(self._vectors[0]), run.blocks(code[run.code]))
         encode_s = self._watch.take()
         for run, room in zip(self._every_run, rooms, strict=True):
             self._read(run, code[run.code], room)

@@ -3,7 +3,8 @@
 Partial sums are decoded and added in the tree's order, and sums are not encoded, so no sum depends on the members that
 take part. Either all members receive all partial sums and add them, or one member per parameter receives the partial
 sums and broadcasts the uncompressed sum. Both ways give the same bits; the exchange takes the way with fewer bytes.
-Buffers and tiles that are not float32 travel as in `TorchExchange`.
+Buffers and tiles that are not float32 travel as in `TorchExchange`. (In tiles.py and groupsum.py a member encodes its
+whole part once, and the sum is encoded again: fewer bytes, but the bits depend on the members.)
 """
 
 from __future__ import annotations

@@ -2,12 +2,14 @@
 broadcasts the sum.
 
 The owner decodes the parts of the other members, adds them to its own part, and encodes the sum once. All members
-decode the same bytes, the owner too. The encoding member keeps the encoding's error as a residual.
+decode the same bytes, the owner too. The encoding member keeps the encoding's error as a residual. The arithmetic is
+that of groupsum.py; here each tile is sent as soon as it is complete, while the next one is computed.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -15,14 +17,13 @@ import torch.distributed as dist
 from distbelief.compression import block
 from distbelief.compression.codec import Codec
 from distbelief.compression.exchanges.base import CompressedExchange
+from distbelief.compression.exchanges.groupsum import SumCoding
 from distbelief.transport.abort import Abort
 from distbelief.transport.device.accelerator import Accelerator
 from distbelief.transport.exchange import Geometry
 from distbelief.transport.gloo.group import wait_all
 from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm.segment import Segment
-
-_LINE = 64
 
 
 class CodedTiles(CompressedExchange):
@@ -39,23 +40,21 @@ class CodedTiles(CompressedExchange):
         on: Accelerator | None = None,
     ) -> None:
         super().__init__(meeting, rank, geometry, abort, memory, on=on)
-        self._codec = codec
+        self._coding = SumCoding(codec)
         self._sizes = {tile: block.size_bytes(codec, geometry.tiles[tile].numel) for tile in self._packed}
         self._starts: dict[int, int] = {}
         end = 0
         for tile in self._packed:
             self._starts[tile] = end
-            end += self._room_bytes(tile)
+            end += block.padded(self._sizes[tile])
         self._encoded_sums = torch.zeros(end, dtype=torch.uint8)
         self._outbox: dict[int, torch.Tensor] = {}
         self._inbox: dict[tuple[int, int], torch.Tensor] = {}
         self._arrivals: dict[tuple[int, int], dist.Work | None] = {}
         self._scratch: dict[int, torch.Tensor] = {}
 
-    def _room_bytes(self, tile: int) -> int:
-        return -(-self._sizes[tile] // _LINE) * _LINE
-
     def _begin_packed(self) -> None:
+        self._coding.codec_s = 0.0
         others = sorted(self._senders - {self.rank})
         with self.network():
             for tile in self._packed:
@@ -98,15 +97,8 @@ class CodedTiles(CompressedExchange):
         return self._scratch[numel]
 
     def _encode(self, tile: int, vector: torch.Tensor, into: torch.Tensor) -> None:
-        started = time.perf_counter()
-        rest = self.residuals.after[self._span(tile)].copy_(self.residuals.before[self._span(tile)])
-        block.write(self._codec, rest, vector, into)
-        self._codec_s += time.perf_counter() - started
-
-    def _decode(self, content: torch.Tensor, out: torch.Tensor) -> None:
-        started = time.perf_counter()
-        block.read(self._codec, content, out)
-        self._codec_s += time.perf_counter() - started
+        rest, before = self.residuals.after[self._span(tile)], self.residuals.before[self._span(tile)]
+        self._coding.encode(rest, vector, into, before)
 
     def _spread(self) -> None:
         if not self.packing:
@@ -134,14 +126,18 @@ class CodedTiles(CompressedExchange):
             out.copy_(self._vector(tile))
         else:
             out.zero_()
+        self._coding.add(out, self._received_parts(tile), self._room(tile))
+
+    def _received_parts(self, tile: int) -> Iterator[torch.Tensor]:
+        """The encoded parts of the other members, by rank. Waits for each part only before it is used."""
         for rank in sorted(self._senders - {self.rank}):
             wait_all([self._arrivals[rank, tile]])
-            self._decode(self._inbox[rank, tile], self._room(tile))
-            out.add_(self._room(tile))
+            yield self._inbox[rank, tile]
 
     def _collect_packed(self) -> None:
         for tile in self._packed:
-            self._decode(self._sum_block(tile), self._out[tile])
+            self._coding.decode(self._sum_block(tile), self._out[tile])
+        self._codec_s = self._coding.codec_s
 
     def _sum_block(self, tile: int) -> torch.Tensor:
         return self._encoded_sums[self._starts[tile] : self._starts[tile] + self._sizes[tile]]
@@ -168,9 +164,9 @@ class CodedTiles(CompressedExchange):
         for tile in self._packed:
             content = torch.empty(self._sizes[tile], dtype=torch.uint8)
             started = time.perf_counter()
-            block.write(self._codec, self._room(tile).zero_(), self._out[tile], content)
+            block.write(self._coding.codec, self._room(tile).zero_(), self._out[tile], content)
             between = time.perf_counter()
-            block.read(self._codec, content, self._room(tile))
+            block.read(self._coding.codec, content, self._room(tile))
             encode_s += between - started
             decode_s += time.perf_counter() - between
         return self._of_a_step(encode_s, decode_s)
